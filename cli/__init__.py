@@ -1,0 +1,1 @@
+"""Speak: one file per verb of the command line."""

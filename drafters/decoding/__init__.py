@@ -1,0 +1,1 @@
+"""Decode with a drafter, losslessly."""

@@ -1,0 +1,1 @@
+"""Fit drafters to a feature store."""

@@ -1,0 +1,1 @@
+"""Target VLMs, one file per family."""

@@ -1,0 +1,1 @@
+"""Carry: the feature store, its schema, and the errors every layer above raises."""
