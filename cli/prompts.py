@@ -1,0 +1,108 @@
+"""`vlmdistill prompts`: import conversations into the workspace."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from vlmdistill.cli import console
+
+
+class Format(StrEnum):
+    """Formats of a source."""
+
+    auto = "auto"
+    llava = "llava"
+    sharegpt = "sharegpt"
+    chat = "chat"
+    hf = "hf"
+
+
+class Turns(StrEnum):
+    """Which assistant turns become prompts."""
+
+    first = "first"
+    all = "all"
+
+
+class Split(StrEnum):
+    """The side that all prompts of an import are put on."""
+
+    train = "train"
+    eval = "eval"
+
+
+def prompts(
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SRC...",
+            help="JSON or JSONL files, Hugging Face datasets (name[:subset][@split] or folder; a name needs "
+            "--format hf), or 'demo': the scenes and dialogues of the embedded target.",
+        ),
+    ],
+    model: console.Model = "demo",
+    kind: Annotated[Format, typer.Option("--format", help="Form of the sources.")] = Format.auto,
+    images: Annotated[Path | None, typer.Option(help="Folder that image paths are relative to.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Import at most N prompts.")] = None,
+    turns: Annotated[
+        Turns, typer.Option(help="Ask for the first assistant turn of a conversation, or for each.")
+    ] = Turns.first,
+    augment: Annotated[
+        list[str] | None,
+        typer.Option(help="none|long|explain|ocr|describe|reason, for prompts with images; may be repeated."),
+    ] = None,
+    augment_text: Annotated[
+        list[str] | None, typer.Option(help="The same for prompts of text alone.")
+    ] = None,
+    eval_share: Annotated[float, typer.Option(help="Share of prompts held out for eval.")] = 0.05,
+    split: Annotated[
+        Split | None, typer.Option(help="Put all prompts on one side, instead of by share.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Parquet file; default: the model's workspace.")] = None,
+    runs: console.Runs = None,
+    as_json: console.Json = False,
+) -> None:
+    """Import prompts: LLaVA JSON, ShareGPT JSON, chat JSONL or a Hugging Face dataset.
+
+    Rows that cannot be used are listed, with the reason, in prompts.skipped.jsonl. Importing again
+    adds what is new; the same prompt is kept once.
+    """
+    from vlmdistill.pipelines import prompts as importing
+    from vlmdistill.pipelines.workspace import Workspace
+
+    workspace = Workspace.of(model, Path(runs) if runs else None)
+    out = out or workspace.prompts
+    if "demo" in sources and not Path("demo").exists():
+        files = demo_files(workspace.root / "demo-data")
+        sources = [name for source in sources for name in (files if source == "demo" else [source])]
+    choices = importing.Choices(
+        images=images,
+        limit=limit,
+        turns=turns.value,
+        augment=tuple(augment or ["none"]),
+        augment_text=tuple(augment_text or ["none"]),
+        eval_share=eval_share,
+        split=split.value if split else None,
+    )
+    with console.progress("importing", "rows") as report:
+        summary = importing.import_prompts(
+            sources, out, kind.value, choices, lambda rows: report(rows, 0, "")
+        )
+    console.result(_facts(summary.to_dict()), as_json)
+
+
+def demo_files(folder: Path) -> list[str]:
+    """The demo's prompt files, written into `folder` when they are not there."""
+    from vlmdistill.pipelines.demo import data
+
+    if not any(folder.glob("*.json")):
+        data.write(folder)
+    return sorted(map(str, folder.glob("*.json")))
+
+
+def _facts(summary: dict[str, Any]) -> dict[str, Any]:
+    """The summary without what is nothing to tell."""
+    always = ("out", "added", "present", "total", "train", "eval", "datasets")
+    return {name: value for name, value in summary.items() if name in always or summary["skipped"] or value}
