@@ -123,6 +123,24 @@ class TargetInfo:
         return from_dict(cls, values, "target information")
 
 
+@dataclass(frozen=True)
+class Head:
+    """The target's frozen tables: what turns ids into drafter inputs and states into logits.
+
+    `lm_head_VD` is the same object as `embed_VD` when the target ties them.
+    """
+
+    embed_VD: Array  # bf16 as uint16
+    lm_head_VD: Array
+    dtype: str  # bfloat16, float16 or float32
+    generation: Mapping[str, Any] = field(default_factory=dict)  # told: the target's generation config
+
+    @property
+    def tied(self) -> bool:
+        """One table serves as both."""
+        return self.lm_head_VD is self.embed_VD
+
+
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
     """Where the features come from. Stores merge, and drafters decode, only where these agree."""

@@ -1,0 +1,309 @@
+"""The contract between targets, drafters, the trainer and the decoder.
+
+Shapes: T text tokens of all samples side by side (packed, never padded), U visual tokens,
+M visual spans, E entries (one for each text token that has a predecessor), R rows of interest
+among the entries, N whatever is given, D hidden width, V vocabulary, H heads, d head width.
+
+The field's one convention (EAGLE, section 3): the entry of token x_{t+1} pairs its embedding with
+the target's hidden state h_t of the token before it, stands at rotary position t, and its output
+g_{t+1} is an estimate of h_{t+1}, so that lm_head(g_{t+1}) predicts x_{t+2}.
+"""
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from vlmdistill.drafters.losses import Rows, Score, score
+from vlmdistill.drafters.memory import Memory, Places
+from vlmdistill.stores.errors import DataError
+from vlmdistill.stores.schema import Feature, TargetInfo
+
+Positions = Literal["expanded", "target", "compact"]
+
+
+@dataclass(frozen=True)
+class Head:
+    """The target's frozen tables: token embeddings and the LM head (the same tensor when tied)."""
+
+    embed_VD: Tensor
+    lm_head_VD: Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples side by side with the target's states: what the trainer reads and a prefill returns.
+
+    Text and visual tokens live apart; `position_T` and the spans place both in the expanded sequence.
+    """
+
+    ids_T: Tensor
+    response_T: Tensor  # bool
+    position_T: Tensor  # index in the expanded sequence of its own sample
+    rope_T: Tensor  # the target's own rotary position
+    segment_T: Tensor  # which sample
+    start_M: Tensor  # first expanded position of each visual span
+    length_M: Tensor
+    segment_M: Tensor
+    features: Mapping[Feature, Tensor] = field(default_factory=dict)
+
+    def feature(self, source: str, where: Literal["text", "visual", "span"]) -> Tensor:
+        """The rows of one declared feature; KeyError when the drafter did not declare it."""
+        return self.features[Feature(source, where)]
+
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "Batch":
+        """The same batch elsewhere; `dtype` applies to the features alone."""
+        moved = {
+            item.name: getattr(self, item.name).to(device)
+            for item in dataclasses.fields(self)
+            if item.name != "features"
+        }
+        states = {name: value.to(device, dtype or value.dtype) for name, value in self.features.items()}
+        return Batch(**moved, features=states)
+
+    def having(self, features: Mapping[Feature, Tensor]) -> "Batch":
+        """The same tokens with other features."""
+        return dataclasses.replace(self, features=features)
+
+    @property
+    def visual_places(self) -> Places:
+        """Where the U visual tokens stand: every span unrolled, in order."""
+        span_U = torch.repeat_interleave(
+            torch.arange(len(self.length_M), device=self.length_M.device), self.length_M
+        )
+        first_M = torch.cumsum(self.length_M, 0) - self.length_M
+        offset_U = torch.arange(len(span_U), device=span_U.device) - first_M[span_U]
+        return Places(self.segment_M[span_U], self.start_M[span_U] + offset_U, span_U)
+
+    @property
+    def text_places(self) -> Places:
+        """Where the T text tokens stand, each with the last span before it."""
+        if len(self.start_M) == 0:
+            return Places(self.segment_T, self.position_T, torch.full_like(self.segment_T, -1))
+        far = int(self.position_T.max()) + int(self.length_M.sum()) + 1
+        key_T = self.segment_T * far + self.position_T
+        span_T = torch.searchsorted(self.segment_M * far + self.start_M, key_T, right=True) - 1
+        own_T = (span_T >= 0) & (self.segment_M[span_T.clamp(min=0)] == self.segment_T)
+        return Places(self.segment_T, self.position_T, torch.where(own_T, span_T, -1))
+
+    def before(self, source: str) -> tuple[Tensor, Tensor]:
+        """The `source` state of each token's predecessor, text tokens first, then visual ones.
+
+        The predecessor is looked for among the positions whose states the batch holds: all of them; text
+        and the last token of each span; or text alone (then the token after an image is paired with the
+        last text token before it, as HiViS eq. 3 does). Returns states [N, D] and `found` [N] (bool), where
+        N is T + U when visual states are held and T otherwise; rows not found are zero.
+        """
+        text, visual, span = (Feature(source, where) for where in ("text", "visual", "span"))
+        segments, orders, states = [self.segment_T], [self.position_T], [self.features[text]]
+        if visual in self.features:
+            places = self.visual_places
+            segments, orders = [*segments, places.segment_N], [*orders, places.order_N]
+            states.append(self.features[visual])
+        elif span in self.features:
+            segments, orders = [*segments, self.segment_M], [*orders, self.start_M + self.length_M - 1]
+            states.append(self.features[span])
+        segment_N, order_N, state_ND = torch.cat(segments), torch.cat(orders), torch.cat(states)
+        rank_N = torch.argsort(segment_N * (order_N.max() + 1) + order_N)
+        prior_N = torch.empty_like(rank_N)
+        prior_N[rank_N] = rank_N.roll(1)
+        found_N = torch.empty_like(rank_N, dtype=torch.bool)
+        found_N[rank_N] = segment_N[rank_N] == segment_N[rank_N.roll(1)]
+        found_N[rank_N[0]] = False
+        wanted = len(segment_N) if visual in self.features else len(self.segment_T)
+        return (state_ND[prior_N] * found_N[:, None])[:wanted], found_N[:wanted]
+
+
+@dataclass(frozen=True)
+class Entries:
+    """What one `step` consumes: tokens, the hidden states before them, and where they stand."""
+
+    ids_N: Tensor
+    hidden_ND: Tensor  # hop 0: the target's states; later hops: what `step` returned for the parent
+    position_N: Tensor  # rotary position
+    places: Places
+    hop: int = 0  # 0: committed tokens with the target's states; n: n tokens after them are guesses
+
+
+class Target(Protocol):
+    """The target VLM as the decoder sees it. One sequence at a time."""
+
+    @property
+    def info(self) -> TargetInfo:
+        """The facts a drafter is built from."""
+        ...
+
+    @property
+    def head(self) -> Head:
+        """The frozen tables, on the target's device."""
+        ...
+
+    def prefill(self, prompt: Any, features: Collection[Feature]) -> Batch:
+        """Forget the last sequence, run a prompt, and return its tokens with `features` and hidden.text."""
+        ...
+
+    def extend(
+        self, ids_N: Tensor, depth_N: Tensor, visible_NN: Tensor | None, sources: Collection[str]
+    ) -> dict[str, Tensor]:
+        """One forward pass over N tokens after the committed prefix: states by source, each [N, D].
+
+        Token n stands `depth_N[n]` positions after the last committed one (the first at depth 1) and
+        attends to the prefix and the tokens of `visible_NN[n]` (bool, itself included; None: causal).
+        Nothing is committed.
+        """
+        ...
+
+    def commit(self, rows_K: Tensor) -> None:
+        """Keep those rows of the last `extend`, in that order, as part of the prefix; drop the others."""
+        ...
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        """The LM head on `hidden` states, float32 [N, V]."""
+        ...
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A draft tree in EAGLE-2's notation total-depth-k (section 4).
+
+    `total` nodes are verified, the root (the last sampled token) included; `k` children of each of the `k`
+    best nodes are drafted on every level; `depth` levels follow the first one. A chain of n tokens is
+    total n + 1, depth n - 1, k 1.
+    """
+
+    total: int = 60
+    depth: int = 5
+    k: int = 10
+
+    @classmethod
+    def parse(cls, text: str) -> "Tree":
+        """Read `30-3-8`, or `chain-5`; DataError when it is neither."""
+        kind, _, length = text.partition("-")
+        if kind == "chain" and length.isdecimal() and int(length) > 0:
+            return cls(int(length) + 1, int(length) - 1, 1)
+        parts = text.split("-")
+        if len(parts) == 3 and all(part.isdecimal() for part in parts):
+            tree = cls(*map(int, parts))
+            if tree.total >= 2 and tree.k >= 1:
+                return tree
+        raise DataError(f"'{text}' is not a tree: write total-depth-k, such as 30-3-8, or chain-5")
+
+    def __str__(self) -> str:
+        if self.k == 1 and self.total == self.depth + 2:
+            return f"chain-{self.total - 1}"
+        return f"{self.total}-{self.depth}-{self.k}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One stage of training: what data, how long, how many self-feedback hops, which losses."""
+
+    name: str
+    epochs: float = 20.0
+    visual: tuple[float, float] = (0.0, 1.0)
+    """Share of samples with images, ramped over the stage; (0, 0) is text only, (1, 1) images only."""
+    hops: int = 1
+    """Draft steps unrolled per position; 1 is plain teacher forcing."""
+    learning_rate: float = 3e-5
+    keep_top: int = 0
+    """Dynamic filtering (HiViS): a row stops counting at the first hop whose target token is not among the
+    drafter's `keep_top` best; 0 keeps all."""
+    losses: Mapping[str, float] = field(default_factory=lambda: {"regression": 1.0, "cross_entropy": 0.1})
+    """Weight of each term of `losses.py`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterConfig:
+    """What every drafter shares; a method's own Config sets its paper's values."""
+
+    kv_heads: Literal["all", "target"] = "all"
+    """Key heads of the drafter's layer: as many as query heads (the published sizes), or the target's."""
+    positions: Positions = "expanded"
+    """Rotary positions: index in the expanded sequence, the target's own on text, or text tokens alone."""
+    tree: Tree = Tree()
+    batch_tokens: int = 16384
+    """Tokens, text and visual, in one optimizer step over all ranks."""
+    max_length: int = 4096
+    """Longer samples are left out of training."""
+    warmup: float = 0.05
+    """Share of the steps of a stage over which its learning rate rises."""
+    noise: float = 0.2
+    """Width of the uniform noise on input states at 512 tokens (EAGLE); it shrinks with length."""
+    clip: float = 0.5
+    """Gradient norm."""
+    detach: bool = False
+    """Cut the gradient between hops, as HASS does."""
+    stages: tuple[Stage, ...] = ()
+
+    @property
+    def schedule(self) -> tuple[Stage, ...]:
+        """The stages as trained: `stages` after the method's switches."""
+        return self.stages
+
+
+class Drafter(nn.Module):
+    """Base of all drafters. Subclasses say what they need, how visual tokens enter, and what a step is."""
+
+    Config: ClassVar[type[DrafterConfig]] = DrafterConfig
+    sources: ClassVar[tuple[str, ...]] = ("hidden",)
+    """The target states concatenated into an entry's `hidden` at hop 0."""
+
+    embed_VD: Tensor
+    lm_head_VD: Tensor
+
+    def __init__(self, config: DrafterConfig, info: TargetInfo, head: Head) -> None:
+        super().__init__()
+        self.config, self.info = config, info
+        # Frozen and shared with the target: part of the module, never of its checkpoint.
+        self.register_buffer("embed_VD", head.embed_VD, persistent=False)
+        self.register_buffer("lm_head_VD", head.lm_head_VD, persistent=False)
+
+    @classmethod
+    def needs(cls, config: DrafterConfig, info: TargetInfo, *, decoding: bool = False) -> frozenset[Feature]:
+        """The features it reads in training, or of a prompt when `decoding`: exactly these, no others."""
+        raise NotImplementedError
+
+    def condition(self, batch: Batch, memory: Memory) -> None:
+        """Let the visual tokens of `batch` enter `memory`; the default is that they do not."""
+
+    def step(self, entries: Entries, memory: Memory) -> Tensor:
+        """One draft step: remember the entries, return the states of the wanted rows, [R, D]."""
+        raise NotImplementedError
+
+    def logits(self, state_ND: Tensor, hop: int = 0) -> Tensor:
+        """Scores of the next token for states that `step` returned at `hop`: float32 [N, V]."""
+        return nn.functional.linear(state_ND, self.lm_head_VD).float()
+
+    def loss(self, rows: Rows, stage: Stage) -> "Score":
+        """The stage's losses on one hop; see `losses.score`."""
+        return score(rows, self.logits, self.lm_head_VD, stage.losses, keep_top=stage.keep_top)
+
+    def entries(self, batch: Batch) -> tuple[Entries, Tensor]:
+        """Hop-0 entries of all text tokens that have a predecessor, and the text index of each, [E].
+
+        The token at text index j becomes the entry (embedding of x_j, state before it) at the rotary
+        position of that state.
+        """
+        states, found_T = zip(*(batch.before(source) for source in self.sources), strict=True)
+        text = len(batch.ids_T)
+        token_E = found_T[0][:text].nonzero()[:, 0]
+        places = batch.text_places
+        entries = Entries(
+            ids_N=batch.ids_T[token_E],
+            hidden_ND=torch.cat([state[:text] for state in states], dim=-1)[token_E],
+            position_N=self.rotary(batch)[token_E] - 1,
+            places=places.only(token_E),
+        )
+        return entries, token_E
+
+    def rotary(self, batch: Batch) -> Tensor:
+        """The rotary position of every text token under `config.positions`, [T]."""
+        if self.config.positions == "expanded":
+            return batch.position_T
+        if self.config.positions == "target":
+            return batch.rope_T
+        index_T = torch.arange(len(batch.segment_T), device=batch.segment_T.device)
+        return index_T - torch.searchsorted(batch.segment_T, batch.segment_T)

@@ -1,0 +1,106 @@
+"""A trained drafter as a folder: `config.json` and `model.safetensors`, without the frozen tables."""
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from vlmdistill.drafters import catalogue
+from vlmdistill.drafters.base import Drafter, Head
+from vlmdistill.drafters.config import from_dict, to_dict
+from vlmdistill.stores.errors import DataError, TrainingError
+from vlmdistill.stores.schema import Provenance, TargetInfo
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a drafter was trained on: the features' provenance, and how."""
+
+    provenance: Provenance
+    training: dict[str, Any]  # steps, samples, view, seed, settings: for the reader, never compared
+
+
+def save(drafter: Drafter, name: str, folder: Path, origin: Origin) -> None:
+    """Write the drafter aside, then put the folder in place, so that it is whole or absent."""
+    aside = folder.with_name(f".{folder.name}.{os.getpid()}")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    weights = {key: value.detach().cpu().contiguous() for key, value in drafter.state_dict().items()}
+    save_file(weights, aside / "model.safetensors", metadata={"format": "pt", "drafter": name})
+    description = {
+        "format": FORMAT,
+        "drafter": name,
+        "config": to_dict(drafter.config),
+        "target": drafter.info.to_dict(),
+        "provenance": origin.provenance.to_dict(),
+        "training": origin.training,
+    }
+    (aside / "config.json").write_text(json.dumps(description, indent=2) + "\n")
+    if folder.exists():
+        old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
+        folder.rename(old)
+        aside.rename(folder)
+        shutil.rmtree(old)
+    else:
+        aside.rename(folder)
+
+
+def describe(folder: Path) -> dict[str, Any]:
+    """The folder's `config.json`; TrainingError when it is missing or not one of ours."""
+    file = folder / "config.json"
+    try:
+        description: dict[str, Any] = json.loads(file.read_text())
+        missing = {"format", "drafter", "config", "target", "provenance"} - set(description)
+    except FileNotFoundError:
+        raise TrainingError(
+            f"no drafter in {folder}: train one first, for example `vlmdistill train sparrow`"
+        ) from None
+    except (json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
+        raise TrainingError(f"{file} is not readable JSON ({error}); train the drafter again") from None
+    if missing or description["format"] != FORMAT:
+        raise TrainingError(
+            f"{file} is not a drafter of format {FORMAT}: it lacks {sorted(missing) or 'nothing'}"
+        )
+    return description
+
+
+def load(folder: Path, head: Head, *, provenance: Provenance | None = None) -> Drafter:
+    """Build the drafter in a folder on the target's tables, in evaluation mode.
+
+    TrainingError when the files are missing or corrupt, or when the drafter was trained for another target
+    than `provenance` tells of.
+    """
+    description = describe(folder)
+    trained = Provenance.from_dict(description["provenance"])
+    for field in ("config_hash", "weights_hash"):
+        mine, theirs = getattr(trained, field), getattr(provenance or trained, field)
+        if mine != theirs:
+            raise TrainingError(
+                f"the drafter in {folder} was trained for another target ({trained.target}): "
+                f"{field} {mine}, not {theirs}"
+            )
+    kind = catalogue.load(description["drafter"])
+    try:
+        config = from_dict(kind.Config, description["config"])
+        info = TargetInfo.from_dict(description["target"])
+    except DataError as error:
+        raise TrainingError(f"{folder / 'config.json'}: {error}") from None
+    drafter = kind(config, info, head).to(device=head.embed_VD.device, dtype=head.embed_VD.dtype)
+    file = folder / "model.safetensors"
+    try:
+        weights = load_file(file, device=str(head.embed_VD.device))
+        drafter.load_state_dict(weights)
+    except (OSError, SafetensorError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise TrainingError(f"{file} is missing or corrupt ({reason}); train the drafter again") from None
+    if not all(torch.isfinite(value).all() for value in weights.values()):
+        raise TrainingError(f"{file} holds values that are not finite; train the drafter again")
+    return drafter.eval()

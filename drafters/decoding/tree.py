@@ -1,0 +1,151 @@
+"""Draft trees: a drafter's guesses after the last token, best paths first.
+
+Shapes: N nodes of a tree, the root included; K best children; F frontier nodes of a level; A nodes drafted
+so far; C candidates of all levels; D hidden; V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vlmdistill.drafters.base import Batch, Drafter, Entries, Tree
+from vlmdistill.drafters.memory import CacheMemory, Places
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """Nodes in an order in which parents precede children; node 0 is the last token, already certain."""
+
+    ids_N: Tensor
+    parent_N: Tensor  # the root is its own parent
+    visible_NN: Tensor  # bool: node n attends to node m (its ancestors and itself)
+    greedy_N: Tensor  # bool: the node lies on the chain of each step's best guess
+
+    @property
+    def depth_N(self) -> Tensor:
+        """The root stands at depth 1, one position after the committed prefix."""
+        return self.visible_NN.sum(1)
+
+
+class Draft:
+    """One sequence as its drafter sees it: what is committed, and a tree grown from there."""
+
+    def __init__(self, drafter: Drafter, prompt: Batch) -> None:
+        """Start from a prefilled prompt of one sequence that ends in text."""
+        self.drafter = drafter
+        self.memory = CacheMemory()
+        drafter.condition(prompt, self.memory)
+        self._entries: Entries | None = drafter.entries(prompt)[0]
+        self._position = int(drafter.rotary(prompt)[-1])
+        self._order = int(prompt.position_T[-1])
+        self._span = prompt.text_places.span_N[-1:]
+        self._root_id: Tensor | None = None
+        self._state_1D: Tensor | None = None
+
+    def commit(self, ids_K: Tensor, hidden_KD: Tensor) -> None:
+        """Take tokens that are certain now, each with the target's states before it side by side."""
+        offset_K = torch.arange(len(ids_K), device=ids_K.device)
+        entries = self._place(ids_K, hidden_KD, self._position + offset_K, self._order + 1 + offset_K)
+        if self._entries is not None:
+            entries = _join(self._entries, entries)
+            self._entries = None
+        last = torch.tensor([len(entries.ids_N) - 1], device=ids_K.device)
+        places = entries.places.with_rows(last)
+        entries = Entries(entries.ids_N, entries.hidden_ND, entries.position_N, places)
+        self._state_1D = self.drafter.step(entries, self.memory)
+        self._root_id = ids_K[-1:]
+        self._position += len(ids_K)
+        self._order += len(ids_K)
+
+    def grow(self, shape: Tree) -> DraftTree:
+        """The `shape.total - 1` most likely nodes of a tree of `shape.depth + 1` levels (EAGLE-2 section 4).
+
+        Likelihoods are sums of float32 log-probabilities, sorted stably, so that a parent always precedes
+        a child that is as likely.
+        """
+        assert self._state_1D is not None, "nothing was committed yet"
+        assert self._root_id is not None
+        device = self._root_id.device
+        score_FK, id_FK = self._expand(self._state_1D, 0, shape.k)
+        scores, ids = [score_FK[0]], [id_FK[0]]
+        width = len(ids[0])
+        firsts = torch.arange(width, device=device)
+        parents, ranks = [torch.full_like(firsts, -1)], [firsts]
+        frontier_id, frontier_score, slot_F = id_FK[0], score_FK[0], firsts
+        hidden_FD = self._state_1D.expand(width, *self._state_1D.shape[1:])
+        eye_FF = torch.eye(width, dtype=torch.bool, device=device)
+        visible_FA = eye_FF
+        drafted = width
+        for level in range(1, shape.depth + 1):
+            places = torch.full_like(frontier_id, self._order + level)
+            entries = Entries(
+                ids_N=frontier_id,
+                hidden_ND=hidden_FD,
+                position_N=torch.full_like(frontier_id, self._position + level - 1),
+                places=Places(
+                    torch.zeros_like(frontier_id), places, self._span.expand(width), None, visible_FA
+                ),
+                hop=level,
+            )
+            state_FD = self.drafter.step(entries, self.memory)
+            score_FK, id_FK = self._expand(state_FD, level, shape.k)
+            total_FK = frontier_score[:, None] + score_FK
+            scores.append(total_FK.flatten())
+            ids.append(id_FK.flatten())
+            parents.append(slot_F.repeat_interleave(id_FK.shape[1]))
+            ranks.append(torch.arange(id_FK.shape[1], device=device).repeat(width))
+            if level < shape.depth:
+                frontier_score, best_F = total_FK.flatten().topk(width)
+                row_F = best_F // id_FK.shape[1]
+                frontier_id, hidden_FD, slot_F = id_FK.flatten()[best_F], state_FD[row_F], drafted + best_F
+                visible_FA = torch.cat([visible_FA[row_F], eye_FF], dim=1)
+                drafted += total_FK.numel()
+        return _prune(
+            self._root_id, torch.cat(ids), torch.cat(scores), torch.cat(parents), torch.cat(ranks), shape
+        )
+
+    def _expand(self, state_FD: Tensor, hop: int, k: int) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and ids of each state's k best next tokens."""
+        score_FV = self.drafter.logits(state_FD, hop).log_softmax(-1)
+        score_FK, id_FK = score_FV.topk(min(k, score_FV.shape[-1]))
+        return score_FK, id_FK
+
+    def _place(self, ids_N: Tensor, hidden_ND: Tensor, position_N: Tensor, order_N: Tensor) -> Entries:
+        places = Places(torch.zeros_like(ids_N), order_N, self._span.expand(len(ids_N)))
+        return Entries(ids_N, hidden_ND, position_N, places)
+
+
+def _join(first: Entries, second: Entries) -> Entries:
+    """Two runs of hop-0 entries as one."""
+    one, two = first.places, second.places
+    return Entries(
+        torch.cat([first.ids_N, second.ids_N]),
+        torch.cat([first.hidden_ND, second.hidden_ND]),
+        torch.cat([first.position_N, second.position_N]),
+        Places(
+            torch.cat([one.segment_N, two.segment_N]),
+            torch.cat([one.order_N, two.order_N]),
+            torch.cat([one.span_N, two.span_N]),
+        ),
+    )
+
+
+def _prune(
+    root_1: Tensor, ids_C: Tensor, score_C: Tensor, parent_C: Tensor, rank_C: Tensor, shape: Tree
+) -> DraftTree:
+    """Keep the best candidates of all levels and link them to their parents, the root at index 0."""
+    order_C = torch.sort(score_C, descending=True, stable=True).indices
+    kept_N = order_C[: shape.total - 1].sort().values
+    node_C = torch.zeros_like(parent_C)
+    node_C[kept_N] = torch.arange(1, len(kept_N) + 1, device=root_1.device)
+    origin_N = parent_C[kept_N]
+    parent_N = torch.where(origin_N < 0, 0, node_C[origin_N.clamp(min=0)])
+    parent_N = torch.cat([parent_N.new_zeros(1), parent_N])
+    greedy_N = torch.cat([rank_C.new_ones(1, dtype=torch.bool), rank_C[kept_N] == 0])
+    eye_NN = torch.eye(len(parent_N), dtype=torch.bool, device=root_1.device)
+    visible_NN = eye_NN
+    for _ in range(shape.depth + 1):
+        visible_NN = eye_NN | visible_NN[parent_N]
+    greedy_N = ~(visible_NN & ~greedy_N).any(1)
+    return DraftTree(torch.cat([root_1, ids_C[kept_N]]), parent_N, visible_NN, greedy_N)

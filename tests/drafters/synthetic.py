@@ -1,0 +1,91 @@
+"""Random target states in the shape that targets give them: enough to prove what drafters compute."""
+
+from collections.abc import Collection
+
+import torch
+
+from vlmdistill.drafters.base import Batch, Head
+from vlmdistill.stores.schema import Feature, TargetInfo
+
+INFO = TargetInfo(
+    name="synthetic",
+    family="qwen2_5_vl",
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    vocab_size=23,
+    rms_norm_eps=1e-6,
+    rope_theta=1e4,
+    hidden_act="silu",
+    attention_bias=True,
+    max_position=512,
+    eos_ids=(1,),
+    visual_ids=(2,),
+)
+
+LAYOUTS = {
+    "no image": "ttttttrrrrrrr",
+    "one image": "ttvvvvttrrrrrrrr",
+    "several images": "tvvtvvvttvvvvtrrrrrr",
+    "two turns": "ttvvttrrrrtttrrrrr",
+}
+"""Samples by letter: t a prompt token, v a visual token, r a response token."""
+
+
+def head(seed: int = 0) -> Head:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (INFO.vocab_size, INFO.hidden_size)
+    return Head(torch.randn(shape, generator=generator), torch.randn(shape, generator=generator))
+
+
+def batch(layouts: Collection[str], features: Collection[Feature], seed: int = 0) -> Batch:
+    """Samples of those layouts, packed, with random tokens and states."""
+    generator = torch.Generator().manual_seed(seed)
+    kinds = [(s, i, kind) for s, layout in enumerate(layouts) for i, kind in enumerate(layout)]
+    text = [(s, i, kind == "r") for s, i, kind in kinds if kind != "v"]
+    spans: list[tuple[int, int, int]] = []
+    for s, layout in enumerate(layouts):
+        for i, kind in enumerate(layout):
+            if kind == "v" and (i == 0 or layout[i - 1] != "v"):
+                rest = layout[i:]
+                spans.append((s, i, len(rest) - len(rest.lstrip("v"))))
+    rows = {"text": len(text), "visual": sum(n for *_, n in spans), "span": len(spans)}
+    last_row = torch.cumsum(torch.tensor([n for *_, n in spans] or [0]), 0) - 1
+    states: dict[Feature, torch.Tensor] = {}
+    for source in sorted({feature.source for feature in features}):
+        for where in ("text", "visual"):
+            states[Feature(source, where)] = torch.randn(rows[where], INFO.hidden_size, generator=generator)
+        states[Feature(source, "span")] = states[Feature(source, "visual")][last_row[: rows["span"]]]
+    return Batch(
+        ids_T=torch.randint(3, INFO.vocab_size, (rows["text"],), generator=generator),
+        response_T=torch.tensor([response for *_, response in text]),
+        position_T=torch.tensor([i for _, i, _ in text]),
+        rope_T=torch.tensor([i for _, i, _ in text]),
+        segment_T=torch.tensor([s for s, *_ in text]),
+        start_M=torch.tensor([i for _, i, _ in spans], dtype=torch.long),
+        length_M=torch.tensor([n for *_, n in spans], dtype=torch.long),
+        segment_M=torch.tensor([s for s, *_ in spans], dtype=torch.long),
+        features={feature: states[feature] for feature in features},
+    )
+
+
+def cut(sample: Batch, tokens: int) -> Batch:
+    """The first `tokens` text tokens of a single sample, and what precedes them, as a prefill returns it."""
+    end = int(sample.position_T[tokens - 1])
+    spans = sample.start_M < end
+    visual = int(sample.length_M[spans].sum())
+    kept = {"text": tokens, "visual": visual, "span": int(spans.sum())}
+    return Batch(
+        sample.ids_T[:tokens],
+        sample.response_T[:tokens],
+        sample.position_T[:tokens],
+        sample.rope_T[:tokens],
+        sample.segment_T[:tokens],
+        sample.start_M[spans],
+        sample.length_M[spans],
+        sample.segment_M[spans],
+        {feature: state[: kept[feature.where]] for feature, state in sample.features.items()},
+    )

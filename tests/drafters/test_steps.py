@@ -1,0 +1,116 @@
+"""What the trainer computes is what the decoder computes, and no row sees what it must not."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.drafters.synthetic import INFO, LAYOUTS, batch, cut, head
+from vlmdistill.drafters import catalogue
+from vlmdistill.drafters.base import Batch, Drafter, Entries, Tree
+from vlmdistill.drafters.decoding.tree import Draft
+from vlmdistill.drafters.memory import PackedMemory, Places
+
+HOPS = 4
+
+
+def build(name: str, **settings: object) -> Drafter:
+    kind = catalogue.load(name)
+    torch.manual_seed(0)
+    return kind(kind.Config(**settings), INFO, head()).eval()  # type: ignore[arg-type]
+
+
+def needs(drafter: Drafter, *, decoding: bool = False) -> frozenset:
+    return drafter.needs(drafter.config, INFO, decoding=decoding)
+
+
+def training_states(drafter: Drafter, packed: Batch, chosen: Tensor) -> list[Tensor]:
+    """States of every hop at the chosen text tokens, as the trainer computes them."""
+    memory = PackedMemory()
+    drafter.condition(packed, memory)
+    entries, token_E = drafter.entries(packed)
+    rows = torch.stack([(token_E == token).nonzero()[0, 0] for token in chosen])
+    places = entries.places.with_rows(rows)
+    entries, start = Entries(entries.ids_N, entries.hidden_ND, entries.position_N, places), entries
+    states = []
+    for hop in range(HOPS):
+        states.append(drafter.step(entries, memory))
+        ids = packed.ids_T[(chosen + hop + 1).clamp(max=len(packed.ids_T) - 1)]
+        position = start.position_N[rows] + hop + 1
+        entries = Entries(ids, states[-1], position, places.at_rows(), hop + 1)
+    return states
+
+
+SWITCHES = [
+    ("eagle2", {}),
+    ("eagle2", {"kv_heads": "target"}),
+    ("sparrow", {}),
+    ("sparrow", {"vata": False}),
+    ("sparrow", {"vata": False, "ivsb": False}),
+    ("sparrow", {"positions": "compact"}),
+]
+
+
+@pytest.mark.parametrize(("name", "settings"), SWITCHES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_train_step_is_the_decode_step_at_every_hop(name: str, settings: dict, layout: str) -> None:
+    drafter = build(name, **settings)
+    sample = batch([LAYOUTS[layout]], needs(drafter))
+    last = len(sample.ids_T) - 1
+    for token in (last - HOPS - 1, last - HOPS):
+        expected = training_states(drafter, sample, torch.tensor([token]))
+        draft = Draft(drafter, cut(sample, token))
+        draft.commit(sample.ids_T[token : token + 1], cut(sample, token).feature("hidden", "text")[-1:])
+        got = [draft._state_1D]
+        for hop in range(1, HOPS):
+            place = Places(torch.zeros(1).long(), torch.full((1,), draft._order + hop), draft._span)
+            place = Places(place.segment_N, place.order_N, place.span_N, None, torch.ones(1, hop).bool())
+            ids = sample.ids_T[token + hop : token + hop + 1]
+            position = torch.tensor([draft._position + hop - 1])
+            got.append(drafter.step(Entries(ids, got[-1], position, place, hop), draft.memory))
+        for hop in range(HOPS):
+            torch.testing.assert_close(got[hop], expected[hop], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "settings"), SWITCHES)
+def test_packing_samples_side_by_side_changes_nothing(name: str, settings: dict) -> None:
+    drafter = build(name, **settings).train()
+    packed = batch(LAYOUTS.values(), needs(drafter))
+    start = 0
+    for number, layout in enumerate(LAYOUTS.values()):
+        text = sum(kind != "v" for kind in layout)
+        chosen = torch.arange(start + text - HOPS - 2, start + text - HOPS)
+        together = training_states(drafter, packed, chosen)
+        alone = training_states(drafter, one(packed, number), chosen - start)
+        for hop in range(HOPS):
+            torch.testing.assert_close(together[hop], alone[hop], rtol=1e-4, atol=1e-5)
+        start += text
+
+
+def one(packed: Batch, number: int) -> Batch:
+    """Sample `number` of a packed batch, alone."""
+    text, spans = packed.segment_T == number, packed.segment_M == number
+    chosen = {"text": text, "span": spans, "visual": packed.visual_places.segment_N == number}
+    zero = torch.zeros_like
+    return Batch(
+        packed.ids_T[text],
+        packed.response_T[text],
+        packed.position_T[text],
+        packed.rope_T[text],
+        zero(packed.segment_T[text]),
+        packed.start_M[spans],
+        packed.length_M[spans],
+        zero(packed.segment_M[spans]),
+        {feature: state[chosen[feature.where]] for feature, state in packed.features.items()},
+    )
+
+
+def test_a_tree_of_one_branch_is_a_chain() -> None:
+    drafter = build("eagle2")
+    sample = batch([LAYOUTS["one image"]], needs(drafter))
+    draft = Draft(drafter, cut(sample, 10))
+    draft.commit(sample.ids_T[10:11], sample.feature("hidden", "text")[9:10])
+    tree = draft.grow(Tree.parse("chain-4"))
+    assert tree.parent_N.tolist() == [0, 0, 1, 2, 3]
+    assert tree.depth_N.tolist() == [1, 2, 3, 4, 5]
+    assert tree.greedy_N.all()
+    assert tree.visible_NN.tolist() == torch.ones(5, 5).tril().bool().tolist()
