@@ -1,1 +1,1 @@
-"""Target VLMs, one file per family."""
+"""Target vision-language models: one file per family, one code path for all."""

@@ -1,0 +1,337 @@
+"""The target VLM of any family: it reads prompts, answers, gives up its hidden states, and verifies.
+
+Shapes: B samples, L positions, S committed positions, N tokens of one decoding step, K committed rows,
+A rotary axes, D hidden width, V vocabulary.
+"""
+
+from collections.abc import Collection, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor
+
+from vlmdistill.drafters.base import Batch, Head
+from vlmdistill.pipelines.targets.batching import halving, pad
+from vlmdistill.pipelines.targets.capture import STORED, Transcript, samples
+from vlmdistill.pipelines.targets.family import Family
+from vlmdistill.pipelines.targets.fingerprint import Fingerprint, code_version, fingerprint
+from vlmdistill.pipelines.targets.layers import FusedLayers, causal, run_layers, tapped
+from vlmdistill.pipelines.targets.prompt import Messages, Prompt, Response, encode
+from vlmdistill.stores.errors import DataError, TargetError
+from vlmdistill.stores.schema import Feature, Provenance, Sample, TargetInfo
+
+HIDDEN_TEXT = Feature("hidden", "text")
+
+
+class VisionLanguageTarget:
+    """A loaded target. Made by `loading.load`; also the `Target` that the decoder sees."""
+
+    def __init__(self, *, name: str, folder: Path, family: Family, model: Any, processor: Any):
+        self.name = name
+        self.folder = folder
+        self.family = family
+        self.model = model
+        self.processor = processor
+        self.tokenizer = processor.tokenizer
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.dtype
+        self._text = model.model.language_model
+        self._head: Tensor = model.get_output_embeddings().weight
+        self._checked = False
+        self._next = self._written = 0
+        # What a checkpoint advises (greedy, top_k, repetition penalty) would reach every `generate`.
+        eos_ids = self.info.eos_ids
+        pad_id = self.tokenizer.pad_token_id
+        self._pad_id = int(pad_id if pad_id is not None else eos_ids[0])
+        model.generation_config = transformers.GenerationConfig(
+            eos_token_id=list(eos_ids), pad_token_id=self._pad_id
+        )
+
+    # What it is
+
+    @cached_property
+    def info(self) -> TargetInfo:
+        """The facts a drafter is built from."""
+        config = self.model.config.get_text_config()
+        attention = self._text.layers[0].self_attn
+        embed = self.model.get_input_embeddings().weight
+        return TargetInfo(
+            name=self.name,
+            family=self.family.name,
+            hidden_size=embed.shape[1],
+            intermediate_size=config.intermediate_size,
+            num_layers=len(self._text.layers),
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=attention.head_dim,
+            vocab_size=self._head.shape[0],
+            rms_norm_eps=config.rms_norm_eps,
+            rope_theta=float(config.rope_parameters["rope_theta"]),
+            hidden_act=config.hidden_act,
+            attention_bias=attention.q_proj.bias is not None,
+            max_position=config.max_position_embeddings,
+            eos_ids=self._eos_ids(),
+            visual_ids=self.family.visual_ids(self.model.config),
+        )
+
+    @property
+    def head(self) -> Head:
+        """The frozen tables, on the target's device."""
+        return Head(embed_VD=self.model.get_input_embeddings().weight, lm_head_VD=self._head)
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """Hashes of configuration, weights, processor and template; `str()` of it is one word."""
+        return fingerprint(self.folder, self.processor.chat_template)
+
+    def provenance(self, features: Collection[Feature], dtype: str, sampling: str = "") -> Provenance:
+        """What a store of these features has to remember."""
+        print_ = self.fingerprint
+        return Provenance(
+            target=self.name,
+            config_hash=print_.config,
+            weights_hash=print_.weights,
+            processor_hash=print_.processor,
+            template_hash=print_.template,
+            features=tuple(sorted(feature.name for feature in features)),
+            dtype=dtype,
+            revision=print_.revision,
+            sampling=sampling,
+            code_version=code_version(),
+        )
+
+    def _eos_ids(self) -> tuple[int, ...]:
+        text = self.model.config.get_text_config()
+        for given in (
+            self.model.generation_config.eos_token_id,
+            getattr(text, "eos_token_id", None),
+            self.tokenizer.eos_token_id,
+        ):
+            if given is not None:
+                return tuple(given) if isinstance(given, list | tuple) else (int(given),)
+        raise TargetError(
+            f"{self.folder} names no end-of-sequence token: add eos_token_id to generation_config.json"
+        )
+
+    # What it reads and answers
+
+    def encode(self, messages: Messages) -> Prompt:
+        """Read a conversation; DataError names what cannot be used. See `prompt.encode`."""
+        return encode(
+            messages,
+            family=self.family,
+            model=self.model,
+            processor=self.processor,
+            max_length=self.info.max_position,
+        )
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> list[Response]:
+        """Answer a batch: greedily at temperature 0, else sampled from the target's own distribution.
+
+        The same prompts, settings and seed give the same answers. When the GPU's memory runs out the
+        batch is halved.
+        """
+        if max_new_tokens < 1 or temperature < 0 or not 0 < top_p <= 1:
+            raise DataError(
+                f"cannot answer with max_new_tokens {max_new_tokens} (at least 1), "
+                f"temperature {temperature} (at least 0), top_p {top_p} (above 0, up to 1)"
+            )
+        sampled = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+        config = transformers.GenerationConfig(
+            max_new_tokens=max_new_tokens,
+            eos_token_id=list(self.info.eos_ids),
+            pad_token_id=self._pad_id,
+            **(sampled if temperature > 0 else {"do_sample": False}),
+        )
+        return halving(list(prompts), lambda part: self._generate(part, config, seed))
+
+    @torch.inference_mode()
+    def _generate(self, prompts: Sequence[Prompt], config: Any, seed: int) -> list[Response]:
+        gpus = [self.device] if self.device.type == "cuda" else []
+        inputs = self._stock_inputs(prompts)
+        with torch.random.fork_rng(devices=gpus):
+            torch.manual_seed(seed)
+            out_BL = self.model.generate(**inputs, generation_config=config)
+        answers = out_BL[:, inputs["input_ids"].shape[1] :].tolist()
+        return [self._response(ids) for ids in answers]
+
+    def _response(self, ids: list[int]) -> Response:
+        stops = [i for i, token in enumerate(ids) if token in self.info.eos_ids]
+        kept = ids[: stops[0] + 1] if stops else ids
+        text = self.tokenizer.decode(kept, skip_special_tokens=True)
+        return Response(ids=tuple(kept), finish="stop" if stops else "length", text=text)
+
+    def _stock_inputs(self, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+        """A left-padded batch as the stock model takes it."""
+        inputs = {
+            "input_ids": pad([prompt.ids_L for prompt in prompts], self._pad_id, left=True),
+            "attention_mask": pad([torch.ones_like(prompt.ids_L) for prompt in prompts], 0, left=True),
+        }
+        if self.family.grids:
+            kinds = [prompt.visual_L.long() for prompt in prompts]
+            inputs["mm_token_type_ids"] = pad(kinds, 0, left=True)
+        visual = self.family.collate([prompt.inputs for prompt in prompts])
+        return {name: self._place(value) for name, value in {**inputs, **visual}.items()}
+
+    def _place(self, value: Tensor) -> Tensor:
+        value = value.to(self.device, non_blocking=True)
+        return value.to(self.dtype) if value.is_floating_point() else value
+
+    # What it gives up for training
+
+    def capture(
+        self,
+        prompts: Sequence[Prompt],
+        responses: Sequence[Sequence[int]],
+        features: Collection[Feature],
+        dtype: str = "bfloat16",
+        keys: Sequence[str] | None = None,
+    ) -> list[Sample]:
+        """Run prompts with their responses teacher-forced, in one batch, and keep what is asked for.
+
+        Raises TargetError for a layer that the target does not have, and when its LM head does not turn
+        the captured states into its own logits.
+        """
+        if dtype not in STORED:
+            raise DataError(f"features are stored as {', '.join(STORED)}, not as {dtype}")
+        if prompts and not self._checked:
+            self.check(prompts[0])
+        items = list(zip(prompts, responses, keys or [""] * len(prompts), strict=True))
+        return halving(items, lambda part: self._capture(part, features, dtype))
+
+    @torch.inference_mode()
+    def _capture(
+        self, items: Sequence[tuple[Prompt, Sequence[int], str]], features: Collection[Feature], dtype: str
+    ) -> list[Sample]:
+        sequences = [Transcript.of(prompt, response) for prompt, response, _ in items]
+        states = self._states([item[0] for item in items], sequences, {f.source for f in features})
+        return samples(sequences, [item[2] for item in items], states, features, dtype)
+
+    def _states(
+        self,
+        prompts: Sequence[Prompt],
+        sequences: Sequence[Transcript],
+        sources: Collection[str],
+        **cache: Any,
+    ) -> dict[str, Tensor]:
+        """States [B, L, D] of a right-padded batch. No token sees one to its right: padding needs no mask."""
+        ids_BL = pad([s.ids_L for s in sequences], self._pad_id).to(self.device)
+        rope_ABL = pad([s.rope_AL for s in sequences], 0).transpose(0, 1).to(self.device)
+        visual_BL = pad([s.visual_L for s in sequences], 0).to(self.device)
+        hidden_BLD = self._text.embed_tokens(ids_BL)
+        inputs = self.family.collate([prompt.inputs for prompt in prompts])
+        visual = None
+        if inputs:
+            visual = self.family.see(self.model, {name: self._place(value) for name, value in inputs.items()})
+            expected = sum(span.length for s in sequences for span in s.spans)
+            if len(visual.embed_UD) != expected:
+                raise TargetError(
+                    f"{self.folder}: the processor does not match the model: "
+                    f"{expected} placeholders for {len(visual.embed_UD)} visual tokens"
+                )
+            hidden_BLD[visual_BL] = visual.embed_UD.to(hidden_BLD.dtype)
+        eager = self._text.config._attn_implementation == "eager"
+        mask = causal(ids_BL.shape[1], hidden_BLD) if eager else None
+        return run_layers(
+            self._text,
+            hidden_BLD,
+            rope_ABL,
+            mask=mask,
+            sources=sources,
+            visual_BL=visual_BL,
+            visual=visual,
+            **cache,
+        )
+
+    @torch.inference_mode()
+    def check(self, prompt: Prompt) -> None:
+        """Compare with the stock model, once: the LM head turns captured states into its logits.
+
+        Raises TargetError when it does not; nothing trained from such states could draft.
+        """
+        stock_V = self.model(**self._stock_inputs([prompt]), logits_to_keep=1).logits[0, -1].float()
+        hidden_LD = self._states([prompt], [Transcript.of(prompt)], ())["hidden"][0]
+        mine_V = self.logits(hidden_LD[-1:])[0]
+        allowed = (1e-3 if self.dtype == torch.float32 else 5e-2) * float(stock_V.abs().max())
+        worst = float((mine_V - stock_V).abs().max())
+        if not worst <= allowed:
+            raise TargetError(
+                f"{self.folder}: the captured states do not give the target's own logits "
+                f"(difference {worst:.3g}, allowed {allowed:.3g}): this checkpoint is not served"
+            )
+        self._checked = True
+
+    # What the decoder asks of it
+
+    @cached_property
+    def _fused(self) -> FusedLayers:
+        with torch.inference_mode(False), torch.no_grad():
+            return FusedLayers(self._text)
+
+    def prefill(self, prompt: Prompt, features: Collection[Feature] = ()) -> Batch:
+        """Forget the last sequence, run a prompt, and return its tokens with `features` and hidden.text."""
+        fused = self._fused
+        with torch.inference_mode():
+            self._cache = fused.prefix()
+            self._cache.reserve(prompt.length)
+            sequence = Transcript.of(prompt)
+            asked = {HIDDEN_TEXT, *features}
+            states = self._states([prompt], [sequence], {f.source for f in asked}, cache=self._cache)
+            self._cache.length = prompt.length
+            self._next, self._written = prompt.next_rope, 0
+            return sequence.batch({name: state[0] for name, state in states.items()}, asked)
+
+    @torch.inference_mode()
+    def extend(
+        self,
+        ids_N: Tensor,
+        depth_N: Tensor,
+        visible_NN: Tensor | None = None,
+        sources: Collection[str] = ("hidden",),
+    ) -> dict[str, Tensor]:
+        """One forward pass over N tokens after the committed prefix: states by source, each [N, D].
+
+        Token n stands `depth_N[n]` positions after the last committed one (the first at depth 1) and
+        attends to the prefix and the tokens of `visible_NN[n]` (bool, itself included; None: causal).
+        Nothing is committed; `hidden` is always among the states.
+        """
+        count = self._written = len(ids_N)
+        mask_NS: Tensor | None = None
+        place_N: Tensor | slice = slice(self._next, self._next + 1)
+        if count > 1:
+            place_N = depth_N + (self._next - 1)
+            mask_NS = self._mask(count, visible_NN)
+        taps = tapped(sources, len(self._fused.layers))
+        return self._fused.run(ids_N, place_N, self._next + count, mask_NS, self._cache, taps)
+
+    def _mask(self, count: int, visible_NN: Tensor | None) -> Tensor:
+        """Additive, in the model's dtype: the only form that every attention implementation reads alike."""
+        hidden_NN = torch.full(
+            (count, count), torch.finfo(self.dtype).min, dtype=self.dtype, device=self.device
+        )
+        mask_NN = hidden_NN.triu_(1) if visible_NN is None else hidden_NN.masked_fill_(visible_NN, 0)
+        return F.pad(mask_NN, (self._cache.length, 0))
+
+    @torch.inference_mode()
+    def commit(self, rows_K: Tensor) -> None:
+        """Keep those rows of the last `extend`, in that order, as part of the prefix; drop the others."""
+        self._cache.keep(rows_K, self._written)
+        self._next += len(rows_K)
+        self._written = 0
+
+    @torch.inference_mode()
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        """The LM head on `hidden` states, float32 [N, V]."""
+        return F.linear(hidden_ND, self._head).float()

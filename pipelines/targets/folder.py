@@ -1,0 +1,125 @@
+"""Find a target's checkpoint folder, and say in one line what is wrong with it before anything loads."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+
+import vlmdistill.pipelines.demo
+from vlmdistill.pipelines.targets.catalogue import FAMILIES, HUB
+from vlmdistill.stores.errors import TargetError
+
+HUB_TIMEOUT = 5.0  # seconds until the hub counts as out of reach
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
+INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def resolve(name: str) -> Path:
+    """The checkpoint folder of `demo`, of a registry name, of a local path or of a hub id.
+
+    Raises TargetError when there is none, when it is incomplete, or when the hub is out of reach.
+    """
+    if name == "demo":
+        folder = demo_folder()
+        if not (folder / "config.json").is_file():
+            raise TargetError("the demo target has not been built: run `vlmdistill target build-demo`")
+        return complete(folder)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return complete(path)
+    repository = HUB.get(name, name)
+    if name not in HUB and (path.exists() or not HUB_ID.fullmatch(name)):
+        known = ", ".join(("demo", *HUB))
+        raise TargetError(
+            f"there is no target '{name}': give a checkpoint folder, a hub id, or one of {known}"
+        )
+    return complete(_from_hub(name, repository))
+
+
+def demo_folder() -> Path:
+    """Where the embedded target lives, whether or not it has been built."""
+    return Path(vlmdistill.pipelines.demo.__path__[0]) / "checkpoint"
+
+
+def complete(folder: Path) -> Path:
+    """Return the folder if nothing is missing in it; TargetError names the first thing that is."""
+    config = read_json(folder, "config.json")
+    kind = config.get("model_type")
+    if kind not in FAMILIES:
+        raise TargetError(
+            f"{folder}: model_type '{kind}' is none of the families served: {', '.join(FAMILIES)}"
+        )
+    for shard in weight_files(folder):
+        _check_safetensors(shard)
+    _one_of(folder, "tokenizer", "tokenizer.json", "tokenizer.model", "vocab.json")
+    _one_of(folder, "image processor", "preprocessor_config.json", "processor_config.json")
+    return folder
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that hold the weights; TargetError when one is missing."""
+    if (folder / INDEX).is_file():
+        shards = sorted(set(read_json(folder, INDEX).get("weight_map", {}).values()))
+    else:
+        shards = [WHOLE]
+    missing = [shard for shard in shards if not (folder / shard).is_file()]
+    if missing or not shards:
+        which = f"{missing[0]} ({len(missing)} of {len(shards)} files)" if missing else INDEX
+        raise TargetError(f"{folder} lacks the weights {which}: the download is not whole, fetch it again")
+    return [folder / shard for shard in shards]
+
+
+def read_json(folder: Path, name: str) -> dict[str, Any]:
+    """One JSON object of the checkpoint; TargetError when it is missing or is none."""
+    try:
+        value = json.loads((folder / name).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise TargetError(f"{folder} has no {name}: it is no checkpoint, or not wholly downloaded") from None
+    except (OSError, ValueError) as error:
+        raise TargetError(f"{folder / name} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise TargetError(f"{folder / name} holds no JSON object: fetch the checkpoint again")
+    return value
+
+
+def safetensors_header(path: Path) -> bytes:
+    """The raw header of a safetensors file: names, types, shapes and places of its tensors."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        return file.read(min(length, path.stat().st_size))
+
+
+def _check_safetensors(path: Path) -> None:
+    size, header = path.stat().st_size, safetensors_header(path)
+    try:
+        tensors = json.loads(header)
+        ends = [value["data_offsets"][1] for name, value in tensors.items() if name != "__metadata__"]
+        whole = 8 + len(header) + max(ends, default=0)
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError):
+        raise TargetError(f"{path} is corrupt (its header is unreadable): fetch it again") from None
+    if size != whole:
+        raise TargetError(f"{path} is corrupt: it has {size} bytes and should have {whole}; fetch it again")
+
+
+def _one_of(folder: Path, what: str, *names: str) -> None:
+    if not any((folder / name).is_file() for name in names):
+        raise TargetError(f"{folder} has no {what} ({' or '.join(names)}): fetch the checkpoint again")
+
+
+def _from_hub(name: str, repository: str) -> Path:
+    try:
+        return complete(Path(huggingface_hub.snapshot_download(repository, local_files_only=True)))
+    except (OSError, TargetError):
+        pass  # not in the local cache, or not whole: ask the hub
+    try:
+        huggingface_hub.HfApi().model_info(repository, timeout=HUB_TIMEOUT)
+        return Path(huggingface_hub.snapshot_download(repository, allow_patterns=list(WANTED)))
+    except Exception as error:  # noqa: BLE001 - whatever the hub's client raises, the user needs one line
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise TargetError(
+            f"could not fetch {repository} from the Hugging Face hub ({reason}): "
+            f"download it elsewhere and pass its folder instead of '{name}'"
+        ) from None

@@ -1,0 +1,44 @@
+"""LLaVA-1.5: one square crop per image, a fixed number of visual tokens, 1-D positions.
+
+Shapes: U visual tokens, D hidden width.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from vlmdistill.pipelines.targets.family import Family, Inputs, Visual, concatenate, disagreement
+
+
+class Llava(Family):
+    """LLaVA-1.5."""
+
+    name = "llava-1.5"
+    model_type = "llava"
+    grids = False
+
+    def processor(self, folder: Path) -> Any:
+        """The stock processor."""
+        return transformers.LlavaProcessor.from_pretrained(folder, local_files_only=True)
+
+    def mismatch(self, config: Any, processor: Any) -> str | None:
+        """As many placeholders as patches, of crops as large as the vision tower's."""
+        vision, strategy = config.vision_config, config.vision_feature_select_strategy
+        crop = processor.image_processor.crop_size
+        return disagreement(
+            ("patch_size", processor.patch_size, vision.patch_size),
+            ("the image height", crop["height"], vision.image_size),
+            ("vision_feature_select_strategy", processor.vision_feature_select_strategy, strategy),
+        )
+
+    def collate(self, samples: Sequence[Inputs]) -> Inputs:
+        """Images [images, 3, h, w] one after the other."""
+        return concatenate(samples)
+
+    def see(self, model: Any, inputs: Inputs) -> Visual:
+        """All images in one batch."""
+        out = model.model.get_image_features(inputs["pixel_values"])
+        return Visual(torch.cat(tuple(out.pooler_output)))

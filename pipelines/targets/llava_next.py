@@ -1,0 +1,44 @@
+"""LLaVA-NeXT (1.6): an overview and a grid of tiles per image, padding cut off, 1-D positions.
+
+Shapes: U visual tokens, D hidden width.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from vlmdistill.pipelines.targets.family import Family, Inputs, Visual, concatenate, disagreement, pad_tiles
+
+
+class LlavaNext(Family):
+    """LLaVA-NeXT."""
+
+    name = "llava-next"
+    model_type = "llava_next"
+    grids = False
+
+    def processor(self, folder: Path) -> Any:
+        """The stock processor."""
+        return transformers.LlavaNextProcessor.from_pretrained(folder, local_files_only=True)
+
+    def mismatch(self, config: Any, processor: Any) -> str | None:
+        """The same tiles, patches and selection of vision features."""
+        vision, strategy = config.vision_config, config.vision_feature_select_strategy
+        pinpoints = [list(size) for size in processor.image_processor.image_grid_pinpoints]
+        return disagreement(
+            ("patch_size", processor.patch_size, vision.patch_size),
+            ("image_grid_pinpoints", pinpoints, [list(size) for size in config.image_grid_pinpoints]),
+            ("vision_feature_select_strategy", processor.vision_feature_select_strategy, strategy),
+        )
+
+    def collate(self, samples: Sequence[Inputs]) -> Inputs:
+        """Tiles [images, tiles, 3, h, w], padded to the largest number of tiles."""
+        return concatenate(pad_tiles(samples))
+
+    def see(self, model: Any, inputs: Inputs) -> Visual:
+        """All tiles in one batch; the model drops those that are padding."""
+        out = model.model.get_image_features(inputs["pixel_values"], inputs["image_sizes"])
+        return Visual(torch.cat(tuple(out.pooler_output)))

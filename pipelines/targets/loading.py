@@ -1,0 +1,130 @@
+"""Load a target from whatever names it: one code path for the demo, local folders and hub ids."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from vlmdistill.pipelines.targets.base import VisionLanguageTarget
+from vlmdistill.pipelines.targets.catalogue import FAMILIES
+from vlmdistill.pipelines.targets.family import Family
+from vlmdistill.pipelines.targets.folder import read_json, resolve
+from vlmdistill.stores.errors import TargetError
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+ATTENTION = ("sdpa", "eager")
+
+
+def load(
+    name: str, *, device: str = "auto", dtype: str = "auto", attention: str = "sdpa"
+) -> VisionLanguageTarget:
+    """Load `demo`, a registry name, a local checkpoint folder or a hub id.
+
+    `device` auto: CUDA where there is one; `dtype` auto: bfloat16 on a GPU, float32 on a CPU;
+    `attention`: sdpa or eager, of the capture and the prefill. Raises TargetError, one line each,
+    for everything that can be wrong with a name, a folder or a setting.
+    """
+    if attention not in ATTENTION:
+        raise TargetError(f"attention '{attention}' is not served: choose one of {', '.join(ATTENTION)}")
+    if dtype != "auto" and dtype not in DTYPES:
+        raise TargetError(f"dtype '{dtype}' is not served: choose auto or one of {', '.join(DTYPES)}")
+    place = _device(device)
+    number = DTYPES.get(dtype, torch.bfloat16 if place.type == "cuda" else torch.float32)
+    folder = resolve(name)
+    family = FAMILIES[read_json(folder, "config.json")["model_type"]]
+    with _quiet_transformers():
+        processor = _processor(folder, family)
+        model = _model(folder, number, attention).to(place).eval().requires_grad_(False)
+    _check_together(folder, family, model, processor)
+    return VisionLanguageTarget(name=name, folder=folder, family=family, model=model, processor=processor)
+
+
+def _device(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise TargetError(f"'{device}' is no device: write auto, cpu, cuda or cuda:1 ({error})") from None
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        raise TargetError(f"device '{device}' is not there: {torch.cuda.device_count()} GPUs are visible")
+    return place
+
+
+def _processor(folder: Path, family: Family) -> Any:
+    try:
+        processor = family.processor(folder)
+    except Exception as error:  # noqa: BLE001 - broken files raise anything; the user needs one line
+        raise TargetError(f"{folder}: the processor does not load: {first_line(error)}") from None
+    if not processor.chat_template:
+        processor.chat_template = getattr(processor.tokenizer, "chat_template", None)
+    if not processor.chat_template:
+        raise TargetError(f"{folder} has no chat template: add chat_template.jinja of the published model")
+    return processor
+
+
+def _model(folder: Path, dtype: torch.dtype, attention: str) -> Any:
+    try:
+        model, report = transformers.AutoModelForImageTextToText.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=attention,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except Exception as error:  # noqa: BLE001 - broken files raise anything; the user needs one line
+        raise TargetError(f"{folder}: the weights do not load: {first_line(error)}") from None
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise TargetError(
+            f"{folder}: the weights lack {len(missing)} tensors, {missing[0]} first: wrong files?"
+        )
+    return model
+
+
+def _check_together(folder: Path, family: Family, model: Any, processor: Any) -> None:
+    text = model.config.get_text_config()
+    if "sliding_attention" in (getattr(text, "layer_types", None) or ()):
+        raise TargetError(
+            f"{folder}: sliding-window attention is not served; set use_sliding_window to false"
+        )
+    rows = model.get_input_embeddings().weight.shape[0]
+    if len(processor.tokenizer) > rows:
+        raise TargetError(
+            f"{folder}: the tokenizer does not match the model: {len(processor.tokenizer)} tokens, "
+            f"{rows} embeddings"
+        )
+    theirs, mine = (
+        processor.tokenizer.convert_tokens_to_ids(processor.image_token),
+        model.config.image_token_id,
+    )
+    fact = family.mismatch(model.config, processor)
+    if theirs != mine:
+        fact = f"the image placeholder is {theirs} in the processor and {mine} in the model"
+    if fact:
+        raise TargetError(f"{folder}: the processor does not match the model: {fact}")
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error, or its type where it has no words."""
+    words = str(error).strip()
+    return words.splitlines()[0] if words else type(error).__name__
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """No progress bar and no advice while loading; what matters is checked and raised."""
+    library = transformers.utils.logging
+    level, bars = library.get_verbosity(), library.is_progress_bar_enabled()
+    library.set_verbosity(logging.CRITICAL)
+    library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        library.set_verbosity(level)
+        if bars:
+            library.enable_progress_bar()

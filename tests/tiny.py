@@ -1,0 +1,334 @@
+"""Small genuine checkpoints of every family, with random weights, in the layout that hubs publish.
+
+`checkpoint(family, folder)` writes config, weights, tokenizer, image processor and chat template.
+A vocabulary under 280 gives a character tokenizer, so that whole distributions can be enumerated.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from PIL import Image
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+QWEN_SPECIALS = (
+    "<|endoftext|>",
+    "<|im_end|>",
+    "<|im_start|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+LLAVA_SPECIALS = ("<unk>", "</s>", "<s>", "<pad>", "<image>")
+ONEVISION_SPECIALS = ("<|endoftext|>", "<|im_end|>", "<|im_start|>", "<image>", "<video>")
+LETTERS = "etaoinsrhldcumfpgwybvkxjqz ETAOINSRHLDCUMFPGWYBVKXJQZ\n:.,0123456789"
+
+QWEN_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% for part in message['content'] %}{% if part['type'] == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAVA_TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'user' %}USER: {% else %}ASSISTANT: {% endif %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'image' %}<image>"
+    "{% elif part['type'] == 'text' %}{{ part['text'] }} {% endif %}{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+)
+ONEVISION_TEMPLATE = QWEN_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<image>")
+
+FAMILIES = ("llava", "llava_next", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+HIDDEN, HEADS, KV_HEADS, MLP = 32, 4, 2, 48
+TOWER, PATCH = 28, 14  # pixels
+PINPOINTS = [[28, 56], [56, 28], [56, 56]]
+
+
+def checkpoint(
+    family: str, folder: Path, *, vocabulary: int = 320, layers: int = 3, seed: int = 0, std: float = 0.15
+) -> Path:
+    """Write a checkpoint of `family` with random weights into `folder` and return the folder."""
+    build = {
+        "llava": _llava,
+        "llava_next": _llava_next,
+        "llava_onevision": _llava_onevision,
+        "qwen2_vl": _qwen2_vl,
+        "qwen2_5_vl": _qwen2_5_vl,
+        "qwen3_vl": _qwen3_vl,
+    }[family]
+    folder.mkdir(parents=True, exist_ok=True)
+    build(folder, vocabulary, layers, _weights(folder, seed, std))
+    return folder
+
+
+def picture(width: int, height: int, seed: int = 0) -> Image.Image:
+    """A small picture of random colours."""
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randint(0, 256, (height, width, 3), generator=generator, dtype=torch.uint8)
+    return Image.fromarray(pixels.numpy())
+
+
+def message(text: str, *images: Any) -> list[dict[str, Any]]:
+    """One user turn: images first, then text, as in chat JSONL."""
+    parts: list[dict[str, Any]] = [{"type": "image", "image": image} for image in images]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
+
+
+Save = Callable[[Any, Any, list[int]], None]
+
+
+def _weights(folder: Path, seed: int, std: float) -> Save:
+    def save(cls: Any, config: Any, eos: list[int]) -> None:
+        torch.manual_seed(seed)
+        model = cls(config)
+        for name, weight in model.named_parameters():
+            if weight.ndim > 1 or "bias" in name:
+                torch.nn.init.normal_(weight, std=std)
+        model.generation_config = transformers.GenerationConfig(eos_token_id=eos, pad_token_id=0)
+        model.save_pretrained(folder)
+
+    return save
+
+
+def _tokenizer(
+    folder: Path, specials: tuple[str, ...], vocabulary: int, template: str, **special: str
+) -> Any:
+    if vocabulary >= 256 + len(specials):
+        characters = sorted(pre_tokenizers.ByteLevel.alphabet())
+        entries = {token: i for i, token in enumerate([*specials, *characters])}
+        core = Tokenizer(models.BPE(vocab=entries, merges=[]))
+        core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        core.decoder = decoders.ByteLevel()
+    else:
+        entries = {token: i for i, token in enumerate([*specials, *LETTERS][:vocabulary])}
+        core = Tokenizer(models.WordLevel(vocab=entries, unk_token=LETTERS[0]))
+        core.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
+        core.decoder = decoders.Fuse()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        additional_special_tokens=[token for token in specials if token not in special.values()],
+        chat_template=template,
+        **special,
+    )
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def _json(folder: Path, name: str, **values: Any) -> None:
+    (folder / name).write_text(json.dumps(values, indent=2))
+
+
+def _text(vocabulary: int, layers: int, **more: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": HIDDEN,
+        "intermediate_size": MLP,
+        "num_hidden_layers": layers,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": False,
+        "pad_token_id": 0,
+        **more,
+    }
+
+
+def _mrope(sections: list[int], **more: Any) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections, **more}
+
+
+def _qwen_files(folder: Path, vocabulary: int, patch: int, processor: str) -> None:
+    eos = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    _tokenizer(folder, QWEN_SPECIALS, vocabulary, QWEN_TEMPLATE, **eos)
+    _json(
+        folder,
+        "preprocessor_config.json",
+        image_processor_type="Qwen2VLImageProcessor",
+        processor_class=processor,
+        patch_size=patch,
+        temporal_patch_size=2,
+        merge_size=2,
+        size={"shortest_edge": (2 * patch) ** 2, "longest_edge": (2 * patch) ** 2 * 64},
+    )
+
+
+def _qwen_ids() -> dict[str, int]:
+    ids = {token: i for i, token in enumerate(QWEN_SPECIALS)}
+    return {
+        "image_token_id": ids["<|image_pad|>"],
+        "video_token_id": ids["<|video_pad|>"],
+        "vision_start_token_id": ids["<|vision_start|>"],
+        "vision_end_token_id": ids["<|vision_end|>"],
+    }
+
+
+def _qwen2_vl(folder: Path, vocabulary: int, layers: int, save: Save) -> None:
+    _qwen_files(folder, vocabulary, PATCH, "Qwen2VLProcessor")
+    config = transformers.Qwen2VLConfig(
+        text_config=_text(vocabulary, layers, rope_parameters=_mrope([1, 1, 2])),
+        vision_config={
+            "depth": 2,
+            "embed_dim": 32,
+            "hidden_size": HIDDEN,
+            "num_heads": 2,
+            "mlp_ratio": 2,
+            "patch_size": PATCH,
+        },
+        tie_word_embeddings=False,
+        **_qwen_ids(),
+    )
+    save(transformers.Qwen2VLForConditionalGeneration, config, [1, 0])
+
+
+def _qwen2_5_vl(folder: Path, vocabulary: int, layers: int, save: Save) -> None:
+    _qwen_files(folder, vocabulary, PATCH, "Qwen2_5_VLProcessor")
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=_text(vocabulary, layers, rope_parameters=_mrope([1, 1, 2])),
+        vision_config={
+            "depth": 2,
+            "hidden_size": 32,
+            "out_hidden_size": HIDDEN,
+            "num_heads": 2,
+            "intermediate_size": 48,
+            "patch_size": PATCH,
+            "window_size": 4 * PATCH,
+            "fullatt_block_indexes": [1],
+        },
+        tie_word_embeddings=False,
+        **_qwen_ids(),
+    )
+    save(transformers.Qwen2_5_VLForConditionalGeneration, config, [1, 0])
+
+
+def _qwen3_vl(folder: Path, vocabulary: int, layers: int, save: Save) -> None:
+    _qwen_files(folder, vocabulary, 16, "Qwen3VLProcessor")
+    config = transformers.Qwen3VLConfig(
+        text_config=_text(
+            vocabulary, layers, head_dim=8, rope_parameters=_mrope([2, 1, 1], mrope_interleaved=True)
+        ),
+        vision_config={
+            "depth": 3,
+            "hidden_size": 32,
+            "out_hidden_size": HIDDEN,
+            "num_heads": 2,
+            "intermediate_size": 48,
+            "patch_size": 16,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0, 1],
+        },
+        tie_word_embeddings=False,
+        **_qwen_ids(),
+    )
+    save(transformers.Qwen3VLForConditionalGeneration, config, [1, 0])
+
+
+def _clip(**more: Any) -> dict[str, Any]:
+    return {
+        "model_type": "clip_vision_model",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": TOWER,
+        "patch_size": 7,
+        "projection_dim": 32,
+        **more,
+    }
+
+
+def _llava(folder: Path, vocabulary: int, layers: int, save: Save) -> None:
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    _tokenizer(folder, LLAVA_SPECIALS, vocabulary, LLAVA_TEMPLATE, **special)
+    _json(
+        folder,
+        "preprocessor_config.json",
+        image_processor_type="CLIPImageProcessor",
+        crop_size={"height": TOWER, "width": TOWER},
+        size={"shortest_edge": TOWER},
+    )
+    _json(
+        folder,
+        "processor_config.json",
+        processor_class="LlavaProcessor",
+        image_token="<image>",
+        patch_size=7,
+        num_additional_image_tokens=1,
+        vision_feature_select_strategy="default",
+    )
+    config = transformers.LlavaConfig(
+        text_config=_text(vocabulary, layers, model_type="llama"),
+        vision_config=_clip(),
+        image_token_id=4,
+        vision_feature_layer=-2,
+        vision_feature_select_strategy="default",
+        tie_word_embeddings=False,
+    )
+    save(transformers.LlavaForConditionalGeneration, config, [1])
+
+
+def _llava_next(folder: Path, vocabulary: int, layers: int, save: Save) -> None:
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    _tokenizer(folder, LLAVA_SPECIALS, vocabulary, LLAVA_TEMPLATE, **special)
+    _json(
+        folder,
+        "preprocessor_config.json",
+        image_processor_type="LlavaNextImageProcessor",
+        crop_size={"height": TOWER, "width": TOWER},
+        size={"shortest_edge": TOWER},
+        image_grid_pinpoints=PINPOINTS,
+    )
+    _json(
+        folder,
+        "processor_config.json",
+        processor_class="LlavaNextProcessor",
+        image_token="<image>",
+        patch_size=7,
+        num_additional_image_tokens=1,
+        vision_feature_select_strategy="default",
+    )
+    config = transformers.LlavaNextConfig(
+        text_config=_text(vocabulary, layers, model_type="llama"),
+        vision_config=_clip(),
+        image_token_id=4,
+        image_grid_pinpoints=PINPOINTS,
+        vision_feature_layer=-2,
+        vision_feature_select_strategy="default",
+        tie_word_embeddings=False,
+    )
+    save(transformers.LlavaNextForConditionalGeneration, config, [1])
+
+
+def _llava_onevision(folder: Path, vocabulary: int, layers: int, save: Save) -> None:
+    eos = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    _tokenizer(folder, ONEVISION_SPECIALS, vocabulary, ONEVISION_TEMPLATE, **eos)
+    _json(
+        folder,
+        "preprocessor_config.json",
+        image_processor_type="LlavaOnevisionImageProcessor",
+        size={"height": TOWER, "width": TOWER},
+        image_grid_pinpoints=PINPOINTS,
+    )
+    _json(
+        folder,
+        "processor_config.json",
+        processor_class="LlavaOnevisionProcessor",
+        image_token="<image>",
+        video_token="<video>",
+        num_image_tokens=16,
+        vision_feature_select_strategy="full",
+    )
+    config = transformers.LlavaOnevisionConfig(
+        text_config=_text(vocabulary, layers, model_type="qwen2"),
+        vision_config={**_clip(model_type="siglip_vision_model"), "vision_use_head": False},
+        image_token_id=3,
+        video_token_id=4,
+        image_grid_pinpoints=PINPOINTS,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+        tie_word_embeddings=False,
+    )
+    save(transformers.LlavaOnevisionForConditionalGeneration, config, [1, 0])
