@@ -65,7 +65,7 @@ class Transcript:
             segment_M=torch.zeros_like(start_M),
         ).to(device)
         rows = {f: states[f.source].index_select(0, places[f.where]) for f in features}
-        return Batch(**{**vars(batch), "features": rows})
+        return batch.having(rows)
 
     def sample(self, key: str, features: Mapping[Feature, Array]) -> Sample:
         """This sequence for the store, with its rows of features."""
