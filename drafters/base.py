@@ -207,6 +207,8 @@ class Stage:
     """Share of samples with images, ramped over the stage; (0, 0) is text only, (1, 1) images only."""
     hops: int = 1
     """Draft steps unrolled per position; 1 is plain teacher forcing."""
+    hop_decay: float = 1.0
+    """Weight of each hop relative to the one before."""
     learning_rate: float = 3e-5
     keep_top: int = 0
     """Dynamic filtering (HiViS): a row stops counting at the first hop whose target token is not among the

@@ -39,6 +39,12 @@ class Score:
     agree_R: Tensor  # bool: drafter and target have the same best token
     loss_R: Tensor  # weighted loss of each row, detached
 
+    @property
+    def sums(self) -> Tensor:
+        """Loss, rows that agree, rows that count: float64 [3], detached."""
+        agree = (self.agree_R & self.count_R).sum()
+        return torch.stack([self.total.detach().double(), agree.double(), self.count_R.sum().double()])
+
 
 def regression(state_CD: Tensor, target_CD: Tensor) -> Tensor:
     """Smooth-L1 (beta 1) between hidden states, mean over the width (EAGLE eq. of L_reg): [C]."""

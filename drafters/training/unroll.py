@@ -3,17 +3,39 @@
 Shapes: T text tokens, E entries, R rows (entries whose first draft is supervised), D hidden.
 """
 
+from dataclasses import dataclass
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vlmdistill.drafters.base import Batch, Drafter, Entries, Stage
 from vlmdistill.drafters.losses import Rows, Score
 from vlmdistill.drafters.memory import PackedMemory
 
 
+@dataclass(frozen=True)
+class Unrolled:
+    """The score of every hop, and the sample of every supervised row."""
+
+    scores: list[Score]
+    segment_R: Tensor
+
+
+class Unroll(nn.Module):
+    """`unroll` as a module, for an engine that wants to be called."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        super().__init__()
+        self.drafter = drafter
+
+    def forward(self, batch: Batch, stage: Stage, generator: torch.Generator | None = None) -> Unrolled:
+        """See `unroll`."""
+        return unroll(self.drafter, batch, stage, generator)
+
+
 def unroll(
     drafter: Drafter, batch: Batch, stage: Stage, generator: torch.Generator | None = None
-) -> list[Score]:
+) -> Unrolled:
     """Draft `stage.hops` tokens after every response position, and score each hop.
 
     Row r stands where the decoder stands after committing its entry: hop 0 has the target's states up to
@@ -21,7 +43,7 @@ def unroll(
     Noise (`config.noise`) touches the input states alone, never what they are compared with.
     """
     inputs = batch if generator is None else with_noise(batch, drafter.config.noise, generator)
-    supervised_T, last = _supervised(batch), len(batch.ids_T) - 1
+    supervised_T, last = supervised(batch), len(batch.ids_T) - 1
     entries, token_E = drafter.entries(inputs)
     rows_R = supervised_T[token_E].nonzero()[:, 0]
     token_R = token_E[rows_R]
@@ -48,7 +70,7 @@ def unroll(
             places=places.at_rows(),
             hop=hop + 1,
         )
-    return scores
+    return Unrolled(scores, places.at_rows().segment_N)
 
 
 def with_noise(batch: Batch, width: float, generator: torch.Generator) -> Batch:
@@ -74,7 +96,7 @@ def with_noise(batch: Batch, width: float, generator: torch.Generator) -> Batch:
     return batch.having(noisy)
 
 
-def _supervised(batch: Batch) -> Tensor:
+def supervised(batch: Batch) -> Tensor:
     """Tokens whose entry is trained: they and the next token are both of one response. [T] (bool)."""
     following_T = torch.zeros_like(batch.response_T)
     following_T[:-1] = (
