@@ -1,0 +1,1 @@
+"""Performance ratios with their floors."""

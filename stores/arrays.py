@@ -1,0 +1,218 @@
+"""Ragged tensors as Zarr v3 arrays: rows of all samples of a shard one after the other.
+
+Each array is one shard file in the layout of Zarr's sharding codec: inner chunks in order, then
+the offset and length of each, then their crc32c. It is written here directly, row by row, since
+the generic path needs the whole shard in memory; stock Zarr readers open it. Uncompressed, the
+rows of a sample are one plain extent of the file.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import blake3
+import google_crc32c
+import numpy as np
+import xxhash
+
+from vlmdistill.stores.errors import StoreError
+from vlmdistill.stores.place import Place
+from vlmdistill.stores.schema import Array
+
+CHUNK_ROWS = 256
+CHUNK_FILE = "c/0/0"
+EMPTY_CHUNK = (1 << 64) - 1
+BUFFER = 1 << 20
+
+Rows = Literal["text", "visual", "span", "sample"]  # what one row of an array stands for
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """One array of every shard: its folder name, what a row is, and how rows are stored."""
+
+    name: str
+    rows: Rows
+    dtype: str  # as numpy names it: what is on disk
+    width: int
+    compressed: bool = False
+    attributes: tuple[tuple[str, str], ...] = ()  # the logical dtype, column names: for human readers
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row, uncompressed."""
+        return np.dtype(self.dtype).itemsize * self.width
+
+
+def blosc(spec: ArraySpec) -> Any:
+    """The codec of a compressed array: byte planes apart, then zstd; exponents shrink, mantissas do not."""
+    from numcodecs.blosc import Blosc  # type: ignore[import-untyped]
+
+    return Blosc(cname="zstd", clevel=1, shuffle=Blosc.SHUFFLE, typesize=np.dtype(spec.dtype).itemsize)
+
+
+def metadata(spec: ArraySpec, rows: int, chunk_rows: int) -> dict[str, Any]:
+    """The `zarr.json` of an array with `rows` rows in one shard of chunks of `chunk_rows`."""
+    itemsize = np.dtype(spec.dtype).itemsize
+    codecs: list[dict[str, Any]] = [
+        {"name": "bytes", "configuration": {"endian": "little"}} if itemsize > 1 else {"name": "bytes"}
+    ]
+    if spec.compressed:
+        settings = {"cname": "zstd", "clevel": 1, "shuffle": "shuffle", "typesize": itemsize, "blocksize": 0}
+        codecs.append({"name": "blosc", "configuration": settings})
+    sharding = {
+        "chunk_shape": [chunk_rows, spec.width],
+        "codecs": codecs,
+        "index_codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
+        "index_location": "end",
+    }
+    shard_rows = max(1, -(-rows // chunk_rows)) * chunk_rows
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": [rows, spec.width],
+        "data_type": spec.dtype,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [shard_rows, spec.width]}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "fill_value": 0,
+        "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
+        "attributes": {"rows": spec.rows, **dict(spec.attributes)},
+        "dimension_names": [spec.rows, "channel"],
+    }
+
+
+class HashedFile:
+    """A file written once, front to back, hashed on the way and durable when closed."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("xb", buffering=BUFFER)
+        self._hash = blake3.blake3()
+        self.bytes = 0
+
+    def write(self, data: Any) -> None:
+        """Append bytes or a contiguous array."""
+        view = memoryview(data).cast("B")
+        self._file.write(view)
+        self._hash.update(view)
+        self.bytes += len(view)
+
+    def close(self) -> tuple[int, str]:
+        """Force it to the disk; (bytes, blake3)."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return self.bytes, self._hash.hexdigest()
+
+    def abort(self) -> None:
+        """Close without a promise, also after `close`; what is buffered may not fit a full disk."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+class ArrayWriter:
+    """Appends the rows of one sample after the other to an array."""
+
+    def __init__(self, shard: Path, spec: ArraySpec) -> None:
+        self.spec = spec
+        self.rows = 0
+        self._folder = shard / spec.name
+        self._file = HashedFile(self._folder / CHUNK_FILE)
+        self._chunks: list[tuple[int, int]] = []
+        self._pending: list[Array] = []  # rows of a compressed chunk that is not full yet
+        self._codec: Any = blosc(spec) if spec.compressed else None
+
+    def append(self, rows: Array) -> int:
+        """Add rows [n, width]; their xxh3."""
+        rows = np.ascontiguousarray(rows)
+        self.rows += len(rows)
+        if self._codec is None:
+            if len(rows):
+                self._file.write(rows)
+        else:
+            self._pending.append(rows)
+            held = sum(len(part) for part in self._pending)
+            if held >= CHUNK_ROWS:
+                self._compress(held - held % CHUNK_ROWS)
+        return xxhash.xxh3_64_intdigest(rows.data if len(rows) else b"")
+
+    def _compress(self, rows: int) -> None:
+        held = np.concatenate(self._pending)
+        for start in range(0, rows, CHUNK_ROWS):
+            packed = self._codec.encode(np.ascontiguousarray(held[start : start + CHUNK_ROWS]))
+            self._chunks.append((self._file.bytes, len(packed)))
+            self._file.write(packed)
+        self._pending = [held[rows:].copy()]
+
+    def close(self) -> dict[str, tuple[int, str]]:
+        """Write what remains, the chunk index and the metadata: file name -> (bytes, blake3)."""
+        chunk_rows = CHUNK_ROWS
+        if self._codec is not None:
+            tail = -self.rows % CHUNK_ROWS
+            if tail:
+                self._pending.append(np.zeros((tail, self.spec.width), self.spec.dtype))
+                self._compress(CHUNK_ROWS)
+        elif self.rows:
+            # Chunks are cut evenly once the rows are known, so that hardly any row is padding.
+            count = -(-self.rows // CHUNK_ROWS)
+            chunk_rows = -(-self.rows // count)
+            self._file.write(bytes((count * chunk_rows - self.rows) * self.spec.row_bytes))
+            size = chunk_rows * self.spec.row_bytes
+            self._chunks = [(i * size, size) for i in range(count)]
+        files = {}
+        if self.rows:
+            index = b"".join(struct.pack("<QQ", *chunk) for chunk in self._chunks)
+            self._file.write(index + struct.pack("<I", google_crc32c.value(index)))
+            files[f"{self.spec.name}/{CHUNK_FILE}"] = self._file.close()
+        else:  # Zarr reads a missing file as the fill value, here of no rows at all
+            self._file.abort()
+            (self._folder / CHUNK_FILE).unlink()
+        described = HashedFile(self._folder / "zarr.json")
+        described.write(json.dumps(metadata(self.spec, self.rows, chunk_rows)).encode())
+        files[f"{self.spec.name}/zarr.json"] = described.close()
+        return files
+
+    def abort(self) -> None:
+        """Close the file as it is."""
+        self._file.abort()
+
+
+@functools.lru_cache(maxsize=256)  # shards never change, so neither do their chunk indices
+def _chunk_index(place: Place, name: str, size: int, chunks: int) -> Array:
+    """Offset and length of each chunk, [chunks, 2]; StoreError when their crc32c does not match."""
+    length = chunks * 16
+    tail = place.extent(name, max(0, size - length - 4), length + 4).tobytes()
+    if struct.pack("<I", google_crc32c.value(tail[:length])) != tail[length:]:
+        raise StoreError(f"the chunk index of {place.url}/{name} is damaged: run `store verify`")
+    return np.frombuffer(tail[:length], "<u8").astype(np.int64).reshape(chunks, 2)
+
+
+def read_rows(place: Place, shard: str, spec: ArraySpec, span: range, total: int, size: int) -> Array:
+    """The rows of `span` [n, width], of an array of `total` rows in a file of `size` bytes.
+
+    StoreError when the file is too short or cannot be decompressed; equality is for the caller
+    to check, by the xxh3 in the index.
+    """
+    name = f"{shard}/{spec.name}/{CHUNK_FILE}"
+    if not len(span):
+        return np.empty((0, spec.width), spec.dtype)
+    if not spec.compressed:
+        data = place.extent(name, span.start * spec.row_bytes, len(span) * spec.row_bytes)
+        return data.view(spec.dtype).reshape(len(span), spec.width)
+    first, last = span.start // CHUNK_ROWS, -(-span.stop // CHUNK_ROWS)
+    chunks = _chunk_index(place, name, size, -(-total // CHUNK_ROWS))[first:last]
+    begin = int(chunks[0, 0])
+    data = place.extent(name, begin, int(chunks[-1].sum()) - begin)
+    codec = blosc(spec)
+    try:
+        parts = [codec.decode(data[at - begin : at - begin + n]) for at, n in chunks.tolist()]
+    except (RuntimeError, ValueError) as error:
+        raise StoreError(f"{place.url}/{name} is damaged: {error}. Run `store verify`") from error
+    rows = np.frombuffer(b"".join(parts), spec.dtype).reshape(-1, spec.width)
+    skip = span.start - first * CHUNK_ROWS
+    return rows[skip : skip + len(span)]

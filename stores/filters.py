@@ -1,0 +1,230 @@
+"""Views: which samples count, decided over the index alone, each drop with its reason.
+
+A filter returns, per row, whether the sample stays. Filters apply in turn and a sample is
+dropped for the first it fails. Columns come from the index: token counts, meta (see `measures`
+for those made from text) and the statistics of training runs.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import polars as pl
+import xxhash
+
+from vlmdistill.stores.errors import StoreError
+from vlmdistill.stores.manifest import VIEWS, check_name
+from vlmdistill.stores.measures import BAND, SKETCH
+from vlmdistill.stores.store import Store
+from vlmdistill.stores.tables import XXH3, read_table, table_names, write_table
+
+
+@dataclass(frozen=True)
+class Filter:
+    """A reason to drop samples: `keep` maps the rows that are left to a Boolean series."""
+
+    reason: str
+    keep: Callable[[pl.DataFrame], pl.Series]
+
+
+@dataclass(frozen=True)
+class View:
+    """What became of a filtering: counts per reason, in the order applied."""
+
+    name: str
+    rows: int
+    kept: int
+    dropped: Mapping[str, int]
+
+
+def where(text: str, columns: Sequence[str]) -> Filter:
+    """A filter from an expression such as `words > 5 and code_ratio < 0.05`.
+
+    It is SQL as polars reads it; a name with a dot is quoted: `"sparrow.kept" > 0.2`. Rows where
+    it is unknown (a value is missing) are dropped. StoreError on a mistake, with the columns there are.
+    """
+    known = [column for column in columns if not column.startswith(XXH3)]
+    try:
+        expression = pl.sql_expr(text)
+        names = set(expression.meta.root_names())
+    except (pl.exceptions.PolarsError, ValueError) as error:
+        raise StoreError(
+            f'cannot read the expression "{text}" ({_line(error)}). Columns: {", ".join(known)}'
+        ) from error
+    missing = sorted(names - set(columns))
+    if missing:
+        raise StoreError(f"there is no column '{missing[0]}' (in \"{text}\"). Columns: {', '.join(known)}")
+
+    def keep(rows: pl.DataFrame) -> pl.Series:
+        try:
+            kept = rows.select(expression.alias("keep"))["keep"]
+        except pl.exceptions.PolarsError as error:
+            raise StoreError(f'"{text}" cannot be computed: {_line(error)}') from error
+        if kept.dtype != pl.Boolean or len(kept) != len(rows):
+            raise StoreError(
+                f'"{text}" is not a yes or no for each sample: compare something, as in words > 5'
+            )
+        return kept
+
+    return Filter(text, keep)
+
+
+def _line(error: Exception) -> str:
+    return str(error).splitlines()[0]
+
+
+def _bound(column: str, reason: str, keep: Callable[[pl.Expr], pl.Expr]) -> Filter:
+    def check(rows: pl.DataFrame) -> pl.Series:
+        if column not in rows.columns:
+            raise StoreError(
+                f"'{reason}' needs the column '{column}', which this store's samples do not have: "
+                "`vlmdistill features` records it, or give it in the meta of each sample"
+            )
+        return rows.select(keep(pl.col(column)).fill_null(False))[column]
+
+    return Filter(reason, check)
+
+
+def min_words(least: str = "6") -> Filter:
+    """Answers over five words (HiViS, both stages)."""
+    return _bound("words", f"fewer than {least} words", lambda words: words >= _number(least))
+
+
+def max_code(share: str = "0.05") -> Filter:
+    """Little code: the share of programming symbols and keywords (HiViS, stage 2)."""
+    return _bound("code_ratio", f"more than {share} code", lambda ratio: ratio <= _number(share))
+
+
+def max_repetition(share: str = "0.3") -> Filter:
+    """No degenerate loops: the share of word n-grams that were there before."""
+    return _bound("repetition", f"more than {share} repetition", lambda ratio: ratio <= _number(share))
+
+
+def max_tokens(most: str = "2048") -> Filter:
+    """Samples whose expanded sequence is at most this long."""
+    limit = _number(most)
+    return Filter(
+        f"more than {most} tokens", lambda rows: (rows["text_tokens"] + rows["visual_tokens"]) <= limit
+    )
+
+
+def unique(text: str = "") -> Filter:
+    """One of each group of near-duplicate answers: the first by key that shares no band of its sketch."""
+    del text
+
+    def first(sketch: pl.Expr) -> pl.Expr:
+        bands = [sketch.str.slice(at, BAND).is_first_distinct() for at in range(0, SKETCH, BAND)]
+        return pl.all_horizontal(bands)
+
+    return _bound("sketch", "near-duplicate answer", first)
+
+
+def mix(shares: str) -> Filter:
+    """A dataset mix such as `llava:0.5,sharegpt:0.5`: as many samples as the shares allow.
+
+    Datasets not named are dropped. Which samples stay depends on a hash of their keys alone.
+    """
+    wanted = {}
+    for part in shares.split(","):
+        name, _, share = part.rpartition(":")
+        wanted[name] = _number(share)
+    if not all(name and share > 0 for name, share in wanted.items()):
+        raise StoreError(f"cannot read the mix '{shares}': write it as llava:0.5,sharegpt:0.5")
+
+    def keep(rows: pl.DataFrame) -> pl.Series:
+        held = dict(rows["dataset"].value_counts().iter_rows())
+        missing = sorted(set(wanted) - set(held))
+        if missing:
+            raise StoreError(
+                f"the mix names '{missing[0]}'. Datasets left: {', '.join(sorted(held)) or 'none'}"
+            )
+        whole = min(held[name] / share for name, share in wanted.items())
+        quota = {name: round(share * whole) for name, share in wanted.items()}
+        lots = pl.Series("lot", [xxhash.xxh3_64_intdigest(key.encode()) for key in rows["key"]], pl.UInt64)
+        turn = pl.col("lot").rank("ordinal").over("dataset")
+        allowed = pl.col("dataset").replace_strict(quota, default=0, return_dtype=pl.Int64)
+        return rows.select("dataset", lots).select((turn <= allowed).alias("keep"))["keep"]
+
+    return Filter(f"over the mix {shares}", keep)
+
+
+NAMED: Mapping[str, Callable[..., Filter]] = {
+    "min_words": min_words,
+    "max_code": max_code,
+    "max_repetition": max_repetition,
+    "max_tokens": max_tokens,
+    "unique": unique,
+    "mix": mix,
+}
+
+
+def named(text: str) -> Filter:
+    """A named filter, `name` or `name=value`; StoreError with the names there are."""
+    name, equals, value = text.partition("=")
+    if name not in NAMED or (name == "mix" and not equals):
+        raise StoreError(f"'{text}' is no filter: use one of {', '.join(NAMED)}, as in min_words=6")
+    return NAMED[name](value) if equals else NAMED[name]()
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise StoreError(f"'{text}' is not a number, as in min_words=6") from None
+
+
+def filter_store(
+    store: Store,
+    name: str,
+    *,
+    expressions: Sequence[str] = (),
+    filters: Sequence[str | Filter] = (),
+    base: str | None = None,
+) -> View:
+    """Make the view `name` of the samples that pass every named filter, then every expression.
+
+    `base` starts from another view. No tensor is touched. The view keeps the key of every sample
+    looked at with the reason it was dropped for, null when it was not.
+    """
+    check_name(name, "view")
+    rows = store.view(base)
+    steps = [item if isinstance(item, Filter) else named(item) for item in filters]
+    steps += [where(text, rows.columns) for text in expressions]
+    reason = np.full(len(rows), -1, np.int64)
+    left = rows.with_row_index("at")
+    dropped: dict[str, int] = {}
+    for number, step in enumerate(steps):
+        kept = step.keep(left.drop("at")).fill_null(False)
+        gone = left.filter(~kept)["at"].to_numpy()
+        reason[gone] = number
+        dropped[step.reason] = dropped.get(step.reason, 0) + len(gone)
+        left = left.filter(kept)
+    names = pl.Series([step.reason for step in steps], dtype=pl.String)
+    which = pl.Series(np.where(reason < 0, 0, reason))
+    told = names.gather(which) if steps else pl.Series([None] * len(rows), dtype=pl.String)
+    table = rows.select("key").with_columns(
+        pl.when(pl.Series(reason >= 0)).then(told).alias("reason").cast(pl.Categorical)
+    )
+    facts: dict[str, Any] = {
+        "view": name,
+        "base": base,
+        "filters": [step.reason for step in steps],
+        "rows": len(rows),
+        "kept": len(left),
+        "dropped": dropped,
+    }
+    write_table(store.place, VIEWS, name, table.to_arrow(compat_level=pl.CompatLevel.oldest()), facts)
+    return View(name, len(rows), len(left), dropped)
+
+
+def view_keys(store: Store, name: str) -> pl.DataFrame:
+    """The keys that a view keeps; StoreError when there is no such view, with those there are."""
+    try:
+        _, table = read_table(store.place, VIEWS, name)
+    except FileNotFoundError:
+        there = ", ".join(table_names(store.place, VIEWS)) or "none yet: make one with `store filter`"
+        raise StoreError(f"{store.path} has no view '{name}'. Views: {there}") from None
+    frame = pl.from_arrow(table)
+    assert isinstance(frame, pl.DataFrame)
+    return frame.filter(pl.col("reason").is_null()).select("key")

@@ -1,0 +1,164 @@
+"""Which arrays a shard has, and how a sample becomes their rows and returns from them.
+
+Every shard has `tokens`; every captured feature has one array, or three when it is kept in
+8 bits. Encodings of a feature:
+
+- `raw`: as captured, bit for bit. The default: it is read by mapping the file.
+- `zstd`: the same bits, compressed about 1.4 times (mantissas are noise); several times slower.
+- `int8`: half the bytes and not the same bits: one scale per token times one per channel of the
+  sample. A plain scale per token would drown ordinary channels beside a few massive ones.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vlmdistill.stores.arrays import ArraySpec, Rows
+from vlmdistill.stores.errors import StoreError
+from vlmdistill.stores.schema import Array, Feature, Provenance, Sample, TargetInfo
+
+STORAGE = {"bfloat16": "uint16", "float16": "float16", "float32": "float32"}
+ENCODINGS = ("raw", "zstd", "int8")
+TOKENS = ArraySpec("tokens", "text", "int32", 4, attributes=(("columns", "ids,position,rope,response"),))
+TOKEN_SCALE, CHANNEL_SCALE = "token_scale", "channel_scale"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The arrays of every shard of a store."""
+
+    features: tuple[Feature, ...]
+    dtype: str
+    width: int
+    encoding: Mapping[str, str]  # feature name -> raw | zstd | int8; raw when not named
+
+    @classmethod
+    def of(cls, provenance: Provenance, info: TargetInfo, encoding: Mapping[str, str]) -> "Layout":
+        """From what a store declares; StoreError where that makes no sense."""
+        if provenance.dtype not in STORAGE:
+            raise StoreError(f"dtype '{provenance.dtype}' cannot be stored: use one of {', '.join(STORAGE)}")
+        for name, value in encoding.items():
+            if value not in ENCODINGS:
+                raise StoreError(f"{name}: unknown encoding '{value}', use one of {', '.join(ENCODINGS)}")
+            if name not in provenance.features:
+                raise StoreError(f"an encoding is given for {name}, which is not among the captured features")
+        features = tuple(Feature.parse(name) for name in provenance.features)
+        return cls(features, provenance.dtype, info.hidden_size, dict(encoding))
+
+    def parts(self, feature: Feature) -> tuple[ArraySpec, ...]:
+        """The arrays that together hold a feature."""
+        name, encoding = feature.name, self.encoding.get(feature.name, "raw")
+        about = (("dtype", self.dtype), ("encoding", encoding))
+        if encoding != "int8":
+            storage = STORAGE[self.dtype]
+            return (ArraySpec(name, feature.where, storage, self.width, encoding == "zstd", about),)
+        scale = (("dtype", "float32"),)
+        return (
+            ArraySpec(name, feature.where, "int8", self.width, attributes=about),
+            ArraySpec(f"{name}.{TOKEN_SCALE}", feature.where, "float32", 1, attributes=scale),
+            ArraySpec(f"{name}.{CHANNEL_SCALE}", "sample", "float32", self.width, attributes=scale),
+        )
+
+    @property
+    def arrays(self) -> tuple[ArraySpec, ...]:
+        """Every array, `tokens` first."""
+        return (TOKENS, *(part for feature in self.features for part in self.parts(feature)))
+
+    def choose(self, features: Collection[Feature] | None) -> tuple[Feature, ...]:
+        """The features asked for, all when None; StoreError names what was never captured."""
+        if features is None:
+            return self.features
+        missing = sorted(feature.name for feature in set(features) - set(self.features))
+        if missing:
+            raise StoreError(
+                f"this store has no {', '.join(missing)}: it holds "
+                f"{', '.join(feature.name for feature in self.features)}. Capture the features again"
+            )
+        return tuple(sorted(set(features)))
+
+    def check(self, sample: Sample) -> None:
+        """Refuse a sample that does not fit, naming the sample and the field."""
+        tokens = len(sample.ids_T)
+        for name in ("response_T", "position_T", "rope_T"):
+            if len(getattr(sample, name)) != tokens:
+                found = len(getattr(sample, name))
+                raise StoreError(f"sample {sample.key}: {name} has {found} rows, ids_T has {tokens}")
+        if set(sample.features) != set(self.features):
+            have = ", ".join(sorted(feature.name for feature in sample.features)) or "no features"
+            want = ", ".join(sorted(feature.name for feature in self.features))
+            raise StoreError(f"sample {sample.key} has {have}; this store holds {want}")
+        for feature, rows in sample.features.items():
+            shape = (sample.rows(feature.where), self.width)
+            storage = STORAGE[self.dtype]
+            if rows.shape != shape or rows.dtype != storage:
+                raise StoreError(
+                    f"sample {sample.key}: {feature.name} is {rows.dtype}{list(rows.shape)}, "
+                    f"not {storage}{list(shape)}"
+                )
+
+    def split(self, sample: Sample, losses: dict[str, list[float]]) -> Iterator[tuple[ArraySpec, Array]]:
+        """The rows of each array for one sample.
+
+        `losses` gains, per 8-bit feature, the summed squared error and the squares it compares to.
+        """
+        columns = (sample.ids_T, sample.position_T, sample.rope_T, sample.response_T)
+        yield TOKENS, np.stack([np.asarray(column, np.int32) for column in columns], axis=1)
+        for feature in self.features:
+            rows = sample.features[feature]
+            if self.encoding.get(feature.name) != "int8":
+                yield self.parts(feature)[0], rows
+                continue
+            kept = quantize(rows, self.dtype)
+            yield from zip(self.parts(feature), kept, strict=True)
+            true_ND, back_ND = widen(rows, self.dtype), widen(dequantize(kept, self.dtype), self.dtype)
+            sums = losses.setdefault(feature.name, [0.0, 0.0])
+            sums[0] += float(np.square(true_ND - back_ND, dtype=np.float64).sum())
+            sums[1] += float(np.square(true_ND, dtype=np.float64).sum())
+
+    def join(self, feature: Feature, parts: tuple[Array, ...]) -> Array:
+        """A feature [n, D] in its storage dtype, from the rows of its arrays."""
+        return parts[0] if len(parts) == 1 else dequantize(parts, self.dtype)
+
+
+def rows_of(rows: Rows, counts: Mapping[str, Any]) -> int:
+    """How many rows a sample has in an array of this kind; `counts` is its line in the index."""
+    if rows == "sample":
+        return 1
+    return len(counts["spans"]) if rows == "span" else int(counts[f"{rows}_tokens"])
+
+
+def widen(rows: Array, dtype: str) -> Array:
+    """Storage dtype -> float32."""
+    if dtype == "bfloat16":
+        return (rows.astype(np.uint32) << 16).view(np.float32)
+    return rows.astype(np.float32)
+
+
+def narrow(rows: Array, dtype: str) -> Array:
+    """Float32 -> storage dtype, to the nearest, ties to even."""
+    if dtype == "bfloat16":
+        bits = rows.view(np.uint32)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return rows.astype(STORAGE[dtype])
+
+
+def quantize(rows_ND: Array, dtype: str) -> tuple[Array, Array, Array]:
+    """Int8 [n, D], scale of each token [n, 1], scale of each channel [1, D]."""
+    x_ND = widen(rows_ND, dtype)
+    if not np.isfinite(x_ND).all():
+        raise StoreError("a feature holds infinities or NaN, which 8 bits cannot keep: use the raw encoding")
+    # A power mean below the plain one: a single massive token must not set a channel's scale.
+    scale_D = np.square(np.sqrt(np.abs(x_ND)).mean(axis=0)) if len(x_ND) else np.ones(x_ND.shape[1])
+    scale_D = np.maximum(scale_D, max(float(scale_D.max()) * 1e-6, 1e-30)).astype(np.float32)
+    y_ND = x_ND / scale_D
+    scale_N1 = np.abs(y_ND).max(axis=1, keepdims=True, initial=0) / 127
+    scale_N1[scale_N1 == 0] = 1
+    return np.rint(y_ND / scale_N1).astype(np.int8), scale_N1.astype(np.float32), scale_D[None]
+
+
+def dequantize(parts: tuple[Array, ...], dtype: str) -> Array:
+    """What `quantize` kept, back in the storage dtype."""
+    q_ND, scale_N1, scale_1D = parts
+    return narrow(q_ND.astype(np.float32) * scale_N1 * scale_1D, dtype)

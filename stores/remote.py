@@ -1,0 +1,136 @@
+"""Places behind fsspec: object stores that need know no more than PUT, GET, LIST and DELETE."""
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+
+from vlmdistill.stores.place import Place, cut
+from vlmdistill.stores.schema import Array
+
+PROBE = "staging/probe"
+
+
+class Remote(Place):
+    """A prefix of an object store, such as `s3://bucket/store`. A PUT is whole or nothing there."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        # Listings must be true now: a cached one would hide what other writers commit.
+        self._fs, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False)
+        self._root = root.rstrip("/")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Remote, (self.url,))
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}" if name else self._root
+
+    def read(self, name: str) -> bytes:
+        """The whole file; FileNotFoundError when there is none."""
+        return bytes(self._fs.cat_file(self._path(name)))
+
+    def extent(self, name: str, start: int, length: int) -> Array:
+        """One ranged request."""
+        if length == 0:
+            return np.empty(0, np.uint8)
+        data = self._fs.cat_file(self._path(name), start=start, end=start + length)
+        if len(data) != length:
+            raise cut(self.url, name)
+        return np.frombuffer(bytearray(data), np.uint8)  # writable, as torch likes its memory
+
+    def create(self, name: str, data: bytes) -> bool:
+        """A conditional PUT where the store has one; elsewhere racing writers may both win, each whole."""
+        path = self._path(name)
+        self._make_parent(path)
+        try:
+            self._fs.pipe_file(path, data, mode="create")
+        except FileExistsError:
+            return False
+        except (NotImplementedError, ValueError, TypeError):
+            if self._fs.exists(path):
+                return False
+            self._fs.pipe_file(path, data)
+        return True
+
+    def replace(self, name: str, data: bytes) -> None:
+        """A PUT."""
+        self._make_parent(self._path(name))
+        self._fs.pipe_file(self._path(name), data)
+
+    def publish(self, folder: Path, name: str) -> None:
+        """PUT every file; equal names have equal content, so what is there already may be written again."""
+        for file in sorted(folder.rglob("*")):
+            if file.is_file():
+                path = self._path(f"{name}/{file.relative_to(folder).as_posix()}")
+                self._make_parent(path)
+                self._fs.put_file(str(file), path)
+
+    def _make_parent(self, path: str) -> None:
+        if not hasattr(self._fs, "bucket_info") and self._fs.protocol != "s3":
+            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+
+    def files(self, folder: str) -> dict[str, int]:
+        """Every file below a folder: name relative to the folder -> bytes."""
+        base = self._path(folder)
+        return {path[len(base) + 1 :]: int(about["size"]) for path, about in self._find(folder).items()}
+
+    def _find(self, folder: str) -> dict[str, Any]:
+        try:
+            self._fs.invalidate_cache()
+            found = self._fs.find(self._path(folder), detail=True)
+        except FileNotFoundError:
+            return {}
+        return {path: about for path, about in found.items() if about["type"] == "file"}
+
+    def size(self, name: str) -> int | None:
+        """Bytes of one file, or None when it is missing."""
+        try:
+            self._fs.invalidate_cache()
+            return int(self._fs.info(self._path(name))["size"])
+        except FileNotFoundError:
+            return None
+
+    def names(self, folder: str) -> list[str]:
+        """The sorted names directly inside a folder."""
+        try:
+            self._fs.invalidate_cache()
+            found = self._fs.ls(self._path(folder), detail=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted(path.rstrip("/").rpartition("/")[2] for path in found)
+
+    def remove(self, name: str) -> None:
+        """DELETE a file or everything below a folder."""
+        for path in self._find(name) or [self._path(name)]:
+            try:
+                self._fs.rm_file(path)
+            except FileNotFoundError:
+                continue
+
+    def idle(self, folder: str) -> float:
+        """Compare the store's own modification times with that of an object written now."""
+        times = [self._modified(path) for path in self._find(folder)]
+        if not times:
+            return 0.0
+        self.replace(PROBE, b"")
+        now = self._modified(self._path(PROBE))
+        self._fs.rm_file(self._path(PROBE))
+        return now - max(times)
+
+    def _modified(self, path: str) -> float:
+        self._fs.invalidate_cache()
+        about = self._fs.info(path)
+        when = about.get("LastModified") or about.get("mtime") or about.get("created")
+        return float(when.timestamp()) if hasattr(when, "timestamp") else float(when or 0)
+
+    def workspace(self) -> Path:
+        """A folder of this machine: shards are built here and then sent."""
+        return Path(tempfile.mkdtemp(prefix="vlmdistill-"))
+
+    def release(self, folder: Path) -> None:
+        """Remove the folder."""
+        shutil.rmtree(folder, ignore_errors=True)

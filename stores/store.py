@@ -1,0 +1,246 @@
+"""The store: hidden states and their index, committed shard by shard.
+
+    STORE/
+      store.json            provenance, target facts, layout, the frozen head's file; sealed
+      head-<hash>.safetensors
+      commits/<unit>.json   a shard counts when its record is here; sealed
+      shards/<unit>-<hash>/ a Zarr v3 group of arrays, and index.arrow
+      views/, stats/        what filters keep; what training says of samples
+      staging/, dead/       unfinished work; what a collector is removing
+
+`docs/store-format.md` describes every file.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+
+from vlmdistill.stores.arrays import CHUNK_FILE, ArraySpec, read_rows
+from vlmdistill.stores.errors import StoreError
+from vlmdistill.stores.heads import read_head, write_head
+from vlmdistill.stores.layout import TOKENS, Layout, rows_of
+from vlmdistill.stores.manifest import SHARDS, STATS, STORE, commit_name, damaged, read_record, seal, units
+from vlmdistill.stores.place import Place, place_of
+from vlmdistill.stores.schema import (
+    SCHEMA_VERSION,
+    Array,
+    Feature,
+    Head,
+    Provenance,
+    Sample,
+    Span,
+    TargetInfo,
+    content_hash,
+)
+from vlmdistill.stores.tables import INDEX, XXH3, merge_index, read_arrow, reserved
+from vlmdistill.stores.writer import Writer
+
+if TYPE_CHECKING:
+    import polars as pl
+
+FORMAT = "vlmdistill-store"
+
+
+class Store:
+    """A feature store at a local path or any fsspec URL. Make one with `create` or `open`."""
+
+    def __init__(self, place: Place, record: Mapping[str, Any]) -> None:
+        self.place = place
+        self.record = record
+        self.path = place.url
+        self.provenance = Provenance.from_dict(record["provenance"])
+        self.info = TargetInfo.from_dict(record["info"])
+        self.layout = Layout.of(self.provenance, self.info, record["encoding"])
+        self._commits: dict[str, dict[str, Any]] = {}
+        self._tables: dict[str, Any] = {}
+        self._index: tuple[Any, pl.DataFrame] | None = None  # what it was made from; the frame
+
+    @classmethod
+    def create(
+        cls,
+        path: str | Path,
+        provenance: Provenance,
+        info: TargetInfo,
+        head: Head,
+        encoding: Mapping[str, str] | None = None,
+    ) -> "Store":
+        """Make a store, or open the one that is there if it is of the same origin.
+
+        `encoding` maps feature names to `raw` (default), `zstd` or `int8`. StoreError names the
+        field in which an existing store differs.
+        """
+        place = place_of(path)
+        Layout.of(provenance, info, encoding or {})
+        if place.size(STORE) is None:
+            record = {
+                "format": FORMAT,
+                "schema": SCHEMA_VERSION,
+                "provenance": provenance.to_dict(),
+                "info": info.to_dict(),
+                "encoding": dict(encoding or {}),
+                "head": write_head(place, head),
+            }
+            place.create(STORE, seal(record))
+        store = cls.open(path)
+        store.require(provenance, info)
+        if encoding is not None and dict(encoding) != store.layout.encoding:
+            mine = dict(store.layout.encoding)
+            raise StoreError(f"{store.path} was made with encoding {mine}, not {dict(encoding)}")
+        return store
+
+    @classmethod
+    def open(cls, path: str | Path) -> "Store":
+        """Open a store; StoreError when there is none, or it is damaged or newer than this code."""
+        place = place_of(path)
+        try:
+            record = read_record(place, STORE)
+        except FileNotFoundError:
+            what = f"there is no feature store at {path}"
+            raise StoreError(f"{what}: make one with `vlmdistill features`") from None
+        if record.get("format") != FORMAT:
+            raise StoreError(f"{path} is not a feature store: its {STORE} does not say '{FORMAT}'")
+        return cls(place, record)
+
+    def require(self, provenance: Provenance, info: TargetInfo | None = None) -> None:
+        """StoreError naming the first field in which this store's origin differs."""
+        difference = self.provenance.mismatch(provenance)
+        if difference is None and info is not None:
+            mine, theirs = self.info.to_dict(), info.to_dict()
+            odd = [name for name in mine if name != "name" and mine[name] != theirs[name]]
+            difference = f"{odd[0]}: {mine[odd[0]]}, not {theirs[odd[0]]}" if odd else None
+        if difference is not None:
+            raise StoreError(f"{self.path} is of another origin ({difference}): use another store")
+
+    def head(self) -> Head:
+        """The target's frozen tables, checked against their checksum."""
+        return read_head(self.place, self.record["head"])
+
+    # Writing
+
+    def writer(self, unit: str) -> Writer:
+        """A context manager that commits the samples added to it all at once, or not at all."""
+        origin = content_hash(self.provenance.to_dict())
+        return Writer(self.place, self.layout, unit, origin, self._keys)
+
+    def write_stats(self, run: str, table: "Mapping[str, Sequence[Any]] | pl.DataFrame") -> None:
+        """Keep per-sample numbers of a training run beside the samples: `key` and further columns.
+
+        In the index they appear as `<run>.<column>`, and plain as `<column>` from the latest run
+        that has a value. Writing a run again replaces it. StoreError on a column of the index's own.
+        """
+        from vlmdistill.stores.sidecar import write_stats
+
+        write_stats(self.place, run, table)
+
+    # The index
+
+    def keys(self) -> set[str]:
+        """The keys of every committed sample, as of now."""
+        return {key for unit in units(self.place) for key in self._keys(unit)}
+
+    def _keys(self, unit: str) -> set[str]:
+        return set(self._table(unit)["key"].to_pylist())
+
+    def commit(self, unit: str) -> dict[str, Any]:
+        """The record of a committed unit; StoreError when it is damaged."""
+        if unit not in self._commits:
+            self._commits[unit] = read_record(self.place, commit_name(unit))
+        return self._commits[unit]
+
+    def _table(self, unit: str) -> Any:
+        if unit not in self._tables:
+            record = self.commit(unit)
+            name = f"{SHARDS}/{record['shard']}/{INDEX}"
+            self._tables[unit] = read_arrow(self.place, name, record["files"][INDEX])
+        return self._tables[unit]
+
+    @property
+    def index(self) -> "pl.DataFrame":
+        """One row per sample, sorted by key; a key in several units is taken from the first by name.
+
+        Columns: key, dataset, text_tokens, visual_tokens, response_tokens, spans, where its rows
+        lie (unit, shard, text_row, visual_row, span_row, sample_row), xxh3.<array>, then meta.
+        """
+        import polars as pl
+
+        from vlmdistill.stores.sidecar import join_stats
+
+        there = tuple(units(self.place)), tuple(self.place.names(STATS))
+        if self._index is None or self._index[0] != there:
+            frames = []
+            for unit in there[0]:
+                frame = pl.from_arrow(self._table(unit))
+                assert isinstance(frame, pl.DataFrame)
+                names = (pl.lit(unit).alias("unit"), pl.lit(self.commit(unit)["shard"]).alias("shard"))
+                frames.append(frame.with_columns(*names))
+            self._index = there, join_stats(self.place, merge_index(frames))
+        return self._index[1]
+
+    def view(self, name: str | None) -> "pl.DataFrame":
+        """The rows of the index that a view keeps, all when None; StoreError when there is no such view."""
+        if name is None:
+            return self.index
+        from vlmdistill.stores.filters import view_keys
+
+        return self.index.join(view_keys(self, name), on="key", how="semi")
+
+    # Reading
+
+    def read(self, key: str, features: Collection[Feature] | None = None) -> Sample:
+        """One whole sample with the features asked for (all when None), every byte checked.
+
+        StoreError when there is no such sample or feature, or when the data are damaged: it
+        names the shard, the field and the sample.
+        """
+        row = self._row(self._index[1], key) if self._index else None
+        row = row or self._row(self.index, key)  # committed since we last looked?
+        if row is None:
+            raise StoreError(f"{self.path} has no sample '{key}'")
+        return self.read_row(row, features)
+
+    @staticmethod
+    def _row(index: "pl.DataFrame", key: str) -> dict[str, Any] | None:
+        at = index["key"].search_sorted(key) if len(index) else 0
+        return index.row(at, named=True) if at < len(index) and index["key"][at] == key else None
+
+    def read_row(self, row: Mapping[str, Any], features: Collection[Feature] | None = None) -> Sample:
+        """The sample of one row of the index; see `read`."""
+        tokens_T4 = self._rows(TOKENS, row)
+        ids_T, position_T, rope_T, response_T = np.ascontiguousarray(tokens_T4.T)
+        held = {}
+        for feature in self.layout.choose(features):
+            parts = tuple(self._rows(spec, row) for spec in self.layout.parts(feature))
+            held[feature] = self.layout.join(feature, parts)
+        return Sample(
+            key=row["key"],
+            ids_T=ids_T,
+            response_T=response_T.astype(np.bool_),
+            position_T=position_T,
+            rope_T=rope_T,
+            spans=tuple(Span(span["start"], span["length"]) for span in row["spans"]),
+            features=held,
+            meta={
+                name: value
+                for name, value in row.items()
+                if value is not None and (name == "dataset" or not reserved(name))
+            },
+        )
+
+    def _rows(self, spec: ArraySpec, row: Mapping[str, Any]) -> Array:
+        record = self.commit(row["unit"])
+        start = row[f"{spec.rows}_row"]
+        span = range(start, start + rows_of(spec.rows, row))
+        total = record["rows"][spec.rows]
+        size = record["files"].get(f"{spec.name}/{CHUNK_FILE}", (0,))[0]
+        shard = f"{SHARDS}/{record['shard']}"
+        where = f"{self.path}/{shard}: {spec.name} of sample {row['key']}"
+        try:
+            rows = read_rows(self.place, shard, spec, span, total, size)
+        except FileNotFoundError as error:
+            raise damaged(where, "it is missing") from error
+        if xxhash.xxh3_64_intdigest(rows.data if len(rows) else b"") != row[XXH3 + spec.name]:
+            raise damaged(where)
+        return rows

@@ -1,0 +1,119 @@
+"""The index of a shard and other small tables, as Arrow IPC files.
+
+Writing uses pyarrow alone: its plain paths start no threads, so a process may fork around it.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from vlmdistill.stores.errors import StoreError
+from vlmdistill.stores.manifest import Record, damaged, digest, read_record, seal
+from vlmdistill.stores.place import Place
+from vlmdistill.stores.schema import SCHEMA_VERSION
+
+if TYPE_CHECKING:
+    import polars as pl
+
+INDEX = "index.arrow"
+SPAN = pa.struct([("start", pa.int32()), ("length", pa.int32())])
+ROW = "_row"  # suffix of the offsets: text_row, visual_row, span_row, sample_row
+XXH3 = "xxh3."  # prefix of the checksums: xxh3.hidden.text
+
+CORE: Mapping[str, pa.DataType] = {
+    "key": pa.string(),
+    "dataset": pa.string(),
+    "text_tokens": pa.int32(),
+    "visual_tokens": pa.int32(),
+    "response_tokens": pa.int32(),
+    "spans": pa.list_(SPAN),
+    "text_row": pa.int64(),
+    "visual_row": pa.int64(),
+    "span_row": pa.int64(),
+    "sample_row": pa.int64(),
+}
+ADDED = ("unit", "shard")  # columns that only the merged index has
+
+
+def reserved(column: str) -> bool:
+    """Whether a column name belongs to the index itself."""
+    return column in CORE or column in ADDED or column.startswith(XXH3)
+
+
+def index_table(rows: Sequence[Mapping[str, Any]], arrays: Sequence[str]) -> pa.Table:
+    """The index of a shard, one row per sample; StoreError when a meta column mixes types."""
+    columns: dict[str, pa.Array] = {}
+    for name, kind in CORE.items():
+        columns[name] = pa.array([row[name] for row in rows], kind)
+    for name in arrays:
+        columns[XXH3 + name] = pa.array([row[XXH3 + name] for row in rows], pa.uint64())
+    for name in sorted({name for row in rows for name in row} - set(columns)):
+        try:
+            columns[name] = pa.array([row.get(name) for row in rows])
+        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+            raise StoreError(
+                f"the meta column '{name}' mixes types among samples: give it one type ({error})"
+            ) from error
+    return pa.table(columns)
+
+
+def to_arrow(table: pa.Table) -> bytes:
+    """An Arrow IPC file of this table."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    return bytes(sink.getvalue())
+
+
+def read_arrow(place: Place, name: str, entry: Sequence[Any]) -> pa.Table:
+    """Read an Arrow IPC file that a record names with (bytes, blake3); StoreError when it differs."""
+    try:
+        data = place.extent(name, 0, entry[0])
+        if digest(data.data) != entry[1]:
+            raise damaged(f"{place.url}/{name}")
+
+        return pa.ipc.open_file(pa.py_buffer(data)).read_all()
+    except (pa.ArrowInvalid, OSError) as error:
+        raise damaged(f"{place.url}/{name}", str(error)) from error
+
+
+def write_table(place: Place, folder: str, name: str, table: pa.Table, facts: Record) -> None:
+    """Keep a table under a name: a file named by its content, made to count by a record with `facts`."""
+    data = to_arrow(table)
+    entry = (len(data), digest(data))
+    file = f"{folder}/{name}-{entry[1][:16]}.arrow"
+    place.create(file, data)
+    record = {**facts, "schema": SCHEMA_VERSION, "file": file, "entry": entry}
+    place.replace(f"{folder}/{name}.json", seal(record))
+
+
+def read_table(place: Place, folder: str, name: str) -> tuple[Record, pa.Table]:
+    """The record and the table kept under a name; FileNotFoundError when there is none."""
+    record = read_record(place, f"{folder}/{name}.json")
+    return record, read_arrow(place, record["file"], record["entry"])
+
+
+def table_names(place: Place, folder: str) -> list[str]:
+    """The names of the tables kept in a folder, sorted."""
+    return [name.removesuffix(".json") for name in place.names(folder) if name.endswith(".json")]
+
+
+def merge_index(frames: "Sequence[pl.DataFrame]") -> "pl.DataFrame":
+    """One frame of all shards, sorted by key; of equal keys the one of the first unit by name."""
+    import polars as pl
+
+    if not frames:
+        empty = {**CORE, **dict.fromkeys(ADDED, pa.string())}
+        frame = pl.from_arrow(pa.schema(empty).empty_table())
+        assert isinstance(frame, pl.DataFrame)
+        return frame
+    kinds: dict[str, pl.DataType] = {}
+    for frame in frames:
+        for name, kind in frame.schema.items():
+            known = kinds.setdefault(name, kind)
+            alike = known == kind or pl.Null in (known, kind) or (known.is_numeric() and kind.is_numeric())
+            if not alike:
+                raise StoreError(f"the meta column '{name}' is {known} in one unit and {kind} in another")
+    merged = pl.concat(frames, how="diagonal_relaxed")
+    return merged.sort("key", "unit").unique("key", keep="first", maintain_order=True)

@@ -1,0 +1,119 @@
+"""Small stores of made-up samples: every test builds its own from a number."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vlmdistill.stores.schema import Feature, Head, Provenance, Sample, Span, TargetInfo
+from vlmdistill.stores.store import Store
+
+WIDTH = 8
+FEATURES = ("embed.span", "hidden.text", "layer2.visual")
+
+
+def provenance(**changes: Any) -> Provenance:
+    values: dict[str, Any] = {
+        "target": "tiny",
+        "config_hash": "c0",
+        "weights_hash": "w0",
+        "processor_hash": "p0",
+        "template_hash": "t0",
+        "features": FEATURES,
+        "dtype": "bfloat16",
+    }
+    return Provenance(**(values | changes))
+
+
+def info(**changes: Any) -> TargetInfo:
+    values: dict[str, Any] = {
+        "name": "tiny",
+        "family": "qwen2_5_vl",
+        "hidden_size": WIDTH,
+        "intermediate_size": 16,
+        "num_layers": 4,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "head_dim": 4,
+        "vocab_size": 32,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e4,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "max_position": 512,
+        "eos_ids": (1,),
+        "visual_ids": (2, 3),
+    }
+    return TargetInfo(**(values | changes))
+
+
+def head(tied: bool = True) -> Head:
+    rng = np.random.default_rng(7)
+    embed_VD = rng.integers(0, 1 << 15, (32, WIDTH), dtype=np.uint16)
+    lm_head_VD = embed_VD if tied else rng.integers(0, 1 << 15, (32, WIDTH), dtype=np.uint16)
+    return Head(embed_VD, lm_head_VD, "bfloat16", {"temperature": 1.0})
+
+
+def bf16(values: Any) -> Any:
+    return (np.asarray(values, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def sample(
+    number: int,
+    features: Sequence[str] = FEATURES,
+    width: int = WIDTH,
+    tokens: int | None = None,
+    **meta: Any,
+) -> Sample:
+    """The sample of a number: always the same, of its own length, some without visual tokens."""
+    rng = np.random.default_rng(number)
+    text = int(rng.integers(3, 40)) if tokens is None else tokens
+    lengths = [int(n) for n in rng.integers(1, 20, int(rng.integers(0, 3)))]
+    spans, position, start = [], np.arange(text, dtype=np.int32), 1
+    for length in lengths:
+        spans.append(Span(start, length))
+        position[start:] += length
+        start += length + 1
+    rows = {"text": text, "visual": sum(lengths), "span": len(lengths)}
+    held = {}
+    for name in features:
+        feature = Feature.parse(name)
+        held[feature] = bf16(rng.standard_normal((rows[feature.where], width)))
+    ids_T = rng.integers(0, 32, text, dtype=np.int32)
+    told: dict[str, Any] = {"dataset": "ab"[number % 2], "words": number, **meta}
+    return Sample(
+        f"k{number:04}",
+        ids_T,
+        np.arange(text) >= text // 2,
+        position,
+        position.copy(),
+        tuple(spans),
+        held,
+        told,
+    )
+
+
+def make(path: Path | str, units: Iterable[Iterable[int]] = (), **options: Any) -> Store:
+    """A store with one committed unit of numbered samples after the other."""
+    store = Store.create(path, provenance(), info(), head(), **options)
+    for at, numbers in enumerate(units):
+        write(store, f"u{at}", numbers)
+    return store
+
+
+def write(store: Store, unit: str, numbers: Iterable[int]) -> None:
+    with store.writer(unit) as writer:
+        for number in numbers:
+            writer.add(sample(number))
+
+
+def same(mine: Sample, theirs: Sample) -> bool:
+    """Equal to the last bit."""
+    arrays = ("ids_T", "response_T", "position_T", "rope_T")
+    return (
+        (mine.key, mine.spans, mine.meta) == (theirs.key, theirs.spans, theirs.meta)
+        and all(np.array_equal(getattr(mine, name), getattr(theirs, name)) for name in arrays)
+        and set(mine.features) == set(theirs.features)
+        and all(np.array_equal(rows, theirs.features[feature]) for feature, rows in mine.features.items())
+    )

@@ -1,0 +1,170 @@
+"""A store keeps samples to the last bit, with their origin, and says what is wrong in one line."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.stores.samples import FEATURES, bf16, head, info, make, provenance, same, sample, write
+from vlmdistill.stores.errors import StoreError
+from vlmdistill.stores.layout import widen
+from vlmdistill.stores.schema import Feature
+from vlmdistill.stores.store import Store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return make(tmp_path / "store", [range(5), range(5, 12)])
+
+
+def test_samples_come_back_to_the_last_bit(store: Store) -> None:
+    reopened = Store.open(store.path)
+    assert reopened.keys() == {f"k{number:04}" for number in range(12)}
+    for number in range(12):
+        assert same(reopened.read(f"k{number:04}"), sample(number))
+
+
+def test_lossless_compression_changes_no_bit(tmp_path: Path) -> None:
+    store = make(tmp_path, [range(60)], encoding={"hidden.text": "zstd", "layer2.visual": "zstd"})
+    for number in range(60):
+        assert same(store.read(f"k{number:04}"), sample(number))
+
+
+def test_eight_bits_keep_a_feature_within_one_percent_even_beside_massive_channels(tmp_path: Path) -> None:
+    store = make(tmp_path, encoding={"hidden.text": "int8"})
+    feature = Feature.parse("hidden.text")
+    given = sample(1, tokens=300)
+    rows = widen(given.features[feature], "bfloat16")
+    rows[:, 3] *= 1000
+    given = dataclasses.replace(given, features={**given.features, feature: bf16(rows)})
+    with store.writer("u") as writer:
+        writer.add(given)
+    back = widen(store.read(given.key).features[feature], "bfloat16")
+    plain = np.arange(rows.shape[1]) != 3
+    error = np.sqrt(np.square(back - rows)[:, plain].sum() / np.square(rows)[:, plain].sum())
+    assert error < 0.01
+    squared, squares = store.commit("u")["losses"]["hidden.text"]
+    assert np.sqrt(squared / squares) < 0.01
+
+
+def test_only_the_features_asked_for_are_read(store: Store) -> None:
+    wanted = Feature.parse("hidden.text")
+    visual = store.index.filter(store.index["visual_tokens"] > 0)["key"][0]
+    for folder in Path(store.path, "shards").iterdir():
+        (folder / "layer2.visual/c/0/0").unlink()
+    assert set(store.read(visual, [wanted]).features) == {wanted}
+    with pytest.raises(StoreError, match=r"layer2\.visual of sample .* is damaged: it is missing"):
+        store.read(visual)
+
+
+def test_creating_again_opens_the_store_of_the_same_origin(store: Store) -> None:
+    again = Store.create(store.path, provenance(target="elsewhere", sampling="t=1"), info(), head())
+    assert again.keys() == store.keys()
+
+
+@pytest.mark.parametrize("field", ["config_hash", "weights_hash", "processor_hash", "template_hash", "dtype"])
+def test_another_origin_is_refused_by_the_name_of_the_field(store: Store, field: str) -> None:
+    other = {"dtype": "float16"}.get(field, "other")
+    with pytest.raises(StoreError, match=field):
+        Store.create(store.path, provenance(**{field: other}), info(), head())
+
+
+def test_another_target_or_encoding_is_refused(store: Store) -> None:
+    with pytest.raises(StoreError, match="num_layers: 4, not 5"):
+        Store.create(store.path, provenance(), info(num_layers=5), head())
+    with pytest.raises(StoreError, match="made with encoding"):
+        Store.create(store.path, provenance(), info(), head(), {"hidden.text": "zstd"})
+
+
+def test_opening_what_is_no_store_says_so(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"there is no feature store at .*vlmdistill features"):
+        Store.open(tmp_path / "nowhere")
+    (tmp_path / "store.json").write_text(json.dumps({"format": "another"}))
+    with pytest.raises(StoreError, match="damaged"):
+        Store.open(tmp_path)
+
+
+def test_a_failing_unit_leaves_nothing_that_counts(store: Store) -> None:
+    def midway() -> None:
+        with store.writer("u9") as writer:
+            writer.add(sample(50))
+            raise RuntimeError("midway")
+
+    with pytest.raises(RuntimeError, match="midway"):
+        midway()
+    there = Store.open(store.path).keys()
+    assert "k0050" not in there
+    assert not any(Path(store.path, "staging").iterdir())
+
+
+def test_a_second_writer_of_a_unit_changes_nothing(store: Store) -> None:
+    before = sorted(path for path in Path(store.path).rglob("*"))
+    write(store, "u0", range(5))
+    assert sorted(path for path in Path(store.path).rglob("*")) == before
+
+
+def test_two_writers_of_a_unit_at_once_leave_one_shard(store: Store) -> None:
+    with store.writer("u9") as one, store.writer("u9") as two:
+        for number in (20, 21):
+            one.add(sample(number))
+            two.add(sample(number))
+    assert store.index["unit"].to_list().count("u9") == 2
+    assert len([path for path in Path(store.path, "shards").iterdir() if path.name.startswith("u9-")]) == 1
+
+
+def test_a_unit_name_used_for_other_samples_is_refused(store: Store) -> None:
+    with pytest.raises(StoreError, match="already committed with other samples"):
+        write(store, "u0", range(20, 25))
+
+
+def test_a_key_in_two_units_is_one_sample(store: Store) -> None:
+    write(store, "a-first", [3, 4, 30])
+    assert store.index["key"].is_unique().all()
+    units = dict(store.index.select("key", "unit").iter_rows())
+    assert (units["k0003"], units["k0005"]) == ("a-first", "u1")
+
+
+def test_the_index_has_a_line_per_sample_with_its_meta(store: Store) -> None:
+    index = store.index
+    assert index["key"].to_list() == [f"k{number:04}" for number in range(12)]
+    assert index["words"].to_list() == list(range(12))
+    given = sample(4)
+    row = index.row(4, named=True)
+    assert row["text_tokens"] == len(given.ids_T)
+    assert row["visual_tokens"] == given.visual_tokens
+    assert row["response_tokens"] == given.response_T.sum()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_frozen_head_travels_along(tmp_path: Path, tied: bool) -> None:
+    given = head(tied)
+    back = Store.create(tmp_path, provenance(), info(), given).head()
+    assert back.tied == tied
+    assert np.array_equal(back.embed_VD, given.embed_VD)
+    assert np.array_equal(back.lm_head_VD, given.lm_head_VD)
+    assert (back.dtype, back.generation) == (given.dtype, given.generation)
+
+
+def test_a_sample_that_does_not_fit_is_refused_by_name(store: Store) -> None:
+    good = sample(40)
+    feature = Feature.parse("hidden.text")
+    cut = dataclasses.replace(good, features={**good.features, feature: good.features[feature][1:]})
+    bare = dataclasses.replace(good, features={})
+    odd = dataclasses.replace(good, meta={"text_row": 1})
+    with store.writer("u9") as writer:
+        for wrong, reason in ((cut, r"hidden\.text is uint16"), (bare, "no features"), (odd, "'text_row'")):
+            with pytest.raises(StoreError, match=f"sample k0040.*{reason}"):
+                writer.add(wrong)
+        writer.add(good)
+        with pytest.raises(StoreError, match="twice"):
+            writer.add(good)
+    assert same(store.read("k0040"), good)
+
+
+def test_a_feature_never_captured_is_named(store: Store) -> None:
+    with pytest.raises(StoreError, match=rf"no layer9\.text: it holds {', '.join(FEATURES)}"):
+        store.read("k0000", [Feature.parse("layer9.text")])
+    with pytest.raises(StoreError, match="no sample 'nobody'"):
+        store.read("nobody")
