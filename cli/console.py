@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
@@ -17,6 +18,14 @@ Runs = Annotated[
     str | None, typer.Option("--runs", help="Folder of all workspaces.", envvar="VLMDISTILL_RUNS")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+class Side(StrEnum):
+    """Which prompts a verb works on."""
+
+    train = "train"
+    eval = "eval"
+    all = "all"
 
 
 def result(facts: Mapping[str, Any], as_json: bool) -> None:

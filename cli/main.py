@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from vlmdistill.cli import console, prompts, target
+from vlmdistill.cli import console, features, prompts, responses, target
 from vlmdistill.stores.errors import VlmdistillError
 
 GROUPS = {
@@ -19,6 +19,8 @@ GROUPS = {
 }
 VERBS = {
     "prompts": prompts.prompts,
+    "responses": responses.responses,
+    "features": features.features,
 }
 
 app = typer.Typer(

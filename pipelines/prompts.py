@@ -46,9 +46,10 @@ class Prompt:
     turn: int  # which assistant turn of the row it asks for, from 1
 
     @property
-    def visual(self) -> bool:
-        """Whether an image or a video is part of it."""
-        return any(part["type"] != "text" for message in self.messages for part in message["content"])
+    def files(self) -> list[str]:
+        """The images and videos that are part of it."""
+        parts = [part for message in self.messages for part in message["content"]]
+        return [part["path"] for part in parts if part["type"] != "text"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +138,16 @@ def read(path: Path) -> list[Prompt]:
         for message in row["messages"]:
             message["content"] = [{k: v for k, v in p.items() if v is not None} for p in message["content"]]
     return [Prompt(**row) for row in rows]
+
+
+def select(prompts: Sequence[Prompt], split: str = "all", limit: int | None = None) -> list[Prompt]:
+    """The first `limit` prompts of one split (train, eval or all); DataError when there are none."""
+    chosen = [prompt for prompt in prompts if split in ("all", prompt.split)][:limit]
+    if not chosen:
+        raise DataError(
+            f"none of the {len(prompts)} prompts is in the split '{split}': see --eval-share and --split"
+        )
+    return chosen
 
 
 def import_prompts(

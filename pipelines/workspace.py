@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from vlmdistill.stores.errors import DataError
 
@@ -84,11 +85,22 @@ def written_aside(path: Path) -> Iterator[Path]:
         aside.unlink(missing_ok=True)
 
 
+def absolute(model: str) -> str:
+    """A model as another process finds it: a local folder by its absolute path, else as it is."""
+    path = Path(model).expanduser()
+    return str(path.resolve()) if path.is_dir() else model
+
+
+def _lock_file(folder: Path, what: str) -> IO[str]:
+    """A lock beside the folder, not in it: what the folder holds is for its owner to say."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    return (folder.parent / f".{folder.name}.{what}").open("w")
+
+
 @contextlib.contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
     """Hold `folder` for one run, as long as the process lives; DataError when another run holds it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as file:
+    with _lock_file(folder, "lock") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -96,12 +108,11 @@ def only_writer(folder: Path) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def working_in(folder: Path) -> Iterator[None]:
-    """Held by every worker that writes into `folder`, so that `wait_for_workers` can see it."""
-    with (folder / ".workers").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_SH)
-        yield
+def working_in(folder: Path) -> IO[str]:
+    """Say that this process writes into `folder`, until it closes the file or ends."""
+    file = _lock_file(folder, "workers")
+    fcntl.flock(file, fcntl.LOCK_SH)
+    return file
 
 
 def wait_for_workers(folder: Path, seconds: float = 60) -> None:
@@ -111,7 +122,7 @@ def wait_for_workers(folder: Path, seconds: float = 60) -> None:
     its unit out again.
     """
     end = time.monotonic() + seconds
-    with (folder / ".workers").open("w") as file:
+    with _lock_file(folder, "workers") as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

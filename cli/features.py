@@ -1,0 +1,82 @@
+"""`vlmdistill features`: capture the target's hidden states into the store."""
+
+from contextlib import nullcontext
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vlmdistill.cli import console
+
+
+class Dtype(StrEnum):
+    """How features are stored."""
+
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
+def features(
+    model: console.Model = "demo",
+    prompts: Annotated[Path | None, typer.Option(help="Prompts file; default: the workspace's.")] = None,
+    responses: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of answers; default: the workspace's, where missing answers are made first."
+        ),
+    ] = None,
+    store: Annotated[
+        str | None, typer.Option(help="Store (folder or URL); default: the workspace's.")
+    ] = None,
+    drafters: Annotated[
+        str, typer.Option("--for", help="Drafters to capture for, separated by commas, or all.")
+    ] = "all",
+    split: Annotated[console.Side, typer.Option(help="Which prompts to capture.")] = console.Side.train,
+    dtype: Annotated[Dtype, typer.Option(help="Number format of the stored features.")] = Dtype.bfloat16,
+    limit: Annotated[int | None, typer.Option(min=1, help="The first N prompts only.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Ray actors; default: the GPUs, else one per four cores.")
+    ] = None,
+    batch_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens in one forward pass, padding included.")
+    ] = 8192,
+    runs: console.Runs = None,
+    as_json: console.Json = False,
+) -> None:
+    """Capture what the drafters need of the target's hidden states, in one pass, into the store.
+
+    Prompts that are not answered yet are answered first. Does what is missing.
+    """
+    from vlmdistill.pipelines import features as capturing
+    from vlmdistill.pipelines import prompts as prompting
+    from vlmdistill.pipelines import responses as answering
+    from vlmdistill.pipelines.workers import session
+    from vlmdistill.pipelines.workspace import Workspace
+
+    workspace = Workspace.of(model, Path(runs) if runs else None)
+    answering.checkpoint(model)  # a wrong model is the first thing to say
+    names = capturing.drafters(drafters)
+    asked = prompting.select(prompting.read(prompts or workspace.prompts), split.value, limit)
+    answers = responses or workspace.responses
+    # Ray starts once for both, and not at all when nothing is missing.
+    answer = responses is None and bool(answering.unanswered(asked, answers))
+    with session(workers) if answer else nullcontext():
+        if answer:
+            sampling, filters = answering.made_with(answers)
+            with console.progress("answering", "prompts") as report:
+                answering.respond(asked, answers, model, sampling, filters, workers=workers, report=report)
+        with console.progress("capturing", "samples") as report:
+            summary = capturing.capture(
+                asked,
+                answers,
+                store or str(workspace.features),
+                model,
+                names,
+                dtype=dtype.value,
+                workers=workers,
+                budget=batch_tokens,
+                report=report,
+            )
+    console.result(summary.to_dict(), as_json)

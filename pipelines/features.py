@@ -1,0 +1,336 @@
+"""Capture the target's hidden states over prompts and answers, into the store.
+
+Ray actors run the target teacher-forced, batched by length. The actor that computes a shard writes
+it; what comes back are counts. What is captured is the union of what the chosen drafters need, in
+one pass. A rerun captures the missing samples only.
+"""
+
+import dataclasses
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from vlmdistill.pipelines import responses
+from vlmdistill.pipelines.prompts import Prompt
+from vlmdistill.pipelines.responses import Answer, checkpoint
+from vlmdistill.pipelines.workers import MIB, Crew, session
+from vlmdistill.pipelines.workspace import absolute, only_writer, wait_for_workers, working_in
+from vlmdistill.stores.errors import DataError, StoreError, TargetError
+from vlmdistill.stores.manifest import STORE
+from vlmdistill.stores.place import place_of
+from vlmdistill.stores.schema import Array, Feature, Head, TargetInfo, content_hash
+from vlmdistill.stores.store import Store
+
+logger = logging.getLogger(__name__)
+
+UNIT_SAMPLES = 256  # at most, in one shard
+
+Report = Callable[[int, int, str], None]  # done, total, remark
+
+
+@dataclass(frozen=True)
+class Item:
+    """One sample to capture."""
+
+    prompt: Prompt
+    answer: Answer
+
+    @property
+    def tokens(self) -> int:
+        """The length of the expanded sequence."""
+        return self.answer.prompt_tokens + len(self.answer.ids)
+
+    @property
+    def meta(self) -> dict[str, str | int]:
+        """Columns of the store's index, to filter by."""
+        return {
+            "dataset": self.prompt.dataset,
+            "split": self.prompt.split,
+            "augmentation": self.prompt.augmentation,
+            "words": self.answer.words,
+            "finish": self.answer.finish,
+        }
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Samples of similar length that become one shard."""
+
+    items: tuple[Item, ...]
+    name: str
+
+
+@dataclass
+class Result:
+    """What a worker returns for one unit: counts, never tensors."""
+
+    samples: int = 0
+    tokens: int = 0  # text and visual
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What a run did, and what the store holds after it."""
+
+    store: str
+    features: tuple[str, ...]
+    samples: int  # in the store
+    captured: int  # by this run
+    failed: dict[str, str]  # key -> why
+    samples_per_second: float
+    tokens_per_second: float
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-able form."""
+        return vars(self)
+
+
+class Capturer:
+    """The worker: loads the target once, captures unit after unit and writes each as a shard."""
+
+    def __init__(
+        self, model: str, store: str, drafters: Sequence[str] | None, dtype: str, sampling: str, budget: int
+    ) -> None:
+        from vlmdistill.pipelines.targets.loading import load
+
+        self.guard = (
+            working_in(Path(store)) if "://" not in store else None
+        )  # held as long as the actor lives
+        self.target = load(model)
+        self.features = chosen(store, drafters, self.target.info)
+        self.dtype = dtype
+        self.budget = budget
+        provenance = self.target.provenance(self.features, dtype, sampling)
+        self.store = Store.create(store, provenance, self.target.info, stored_head(self.target))
+
+    def facts(self) -> dict[str, Any]:
+        """What the driver plans with."""
+        width = self.target.info.hidden_size * (4 if self.dtype == "float32" else 2)
+        wheres = [feature.where for feature in self.features]
+        return {
+            "target": str(self.target.fingerprint),
+            "features": tuple(sorted(feature.name for feature in self.features)),
+            "text_bytes": width * wheres.count("text"),
+            "visual_bytes": width * wheres.count("visual"),
+        }
+
+    def work(self, unit: Unit) -> Result:
+        """Capture a unit and commit it, whole."""
+        result = Result()
+        encoded: list[tuple[Item, Any]] = []
+        for item in unit.items:
+            try:
+                prompt = self.target.encode(item.prompt.messages)
+                if prompt.length != item.answer.prompt_tokens:
+                    raise DataError(
+                        f"it has {prompt.length} tokens and had {item.answer.prompt_tokens} when it was "
+                        "answered: did its image change?"
+                    )
+                encoded.append((item, prompt))
+            except DataError as error:
+                result.failed[item.prompt.key] = " ".join(str(error).split())
+        if not encoded:
+            return result
+        with self.store.writer(
+            unit.name if not result.failed else unit_name(item for item, _ in encoded)
+        ) as writer:
+            for batch in packed(encoded, self.budget):
+                samples = self.target.capture(
+                    [prompt for _, prompt in batch],
+                    [item.answer.ids.tolist() for item, _ in batch],
+                    self.features,
+                    self.dtype,
+                    [item.prompt.key for item, _ in batch],
+                )
+                for (item, _), sample in zip(batch, samples, strict=True):
+                    writer.add(dataclasses.replace(sample, meta=item.meta))
+                    result.samples += 1
+                    result.tokens += item.tokens
+        return result
+
+
+def drafters(names: str) -> tuple[str, ...] | None:
+    """Drafters as typed: `a,b`, or `all` (None). DataError on a name that is not known."""
+    from vlmdistill.drafters import catalogue
+
+    if names == "all":
+        return None
+    listed = tuple(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
+    for name in listed:
+        catalogue.load(name)
+    if not listed:
+        raise DataError("--for names no drafter: give names separated by commas, or all")
+    return listed
+
+
+def chosen(store: str, drafters: Sequence[str] | None, info: TargetInfo) -> frozenset[Feature]:
+    """What to capture: the union of the drafters' needs, or what the store that is there holds.
+
+    StoreError when that store lacks what a drafter asked for needs. `drafters` None: all known ones,
+    which an existing store need not serve.
+    """
+    from vlmdistill.drafters import catalogue
+
+    needs = {
+        name: (drafter := catalogue.load(name)).needs(drafter.Config(), info)
+        for name in (drafters or catalogue.DRAFTERS)
+    }
+    there = stored_features(store)
+    if there is None:
+        return frozenset().union(*needs.values())
+    for name, wanted in needs.items():
+        if drafters and wanted - there:
+            lacking = ", ".join(sorted(feature.name for feature in wanted - there))
+            raise StoreError(f"the store {store} lacks {lacking}, which {name} needs: give another --store")
+    return there
+
+
+def stored_features(store: str) -> frozenset[Feature] | None:
+    """The features of the store at that place; None when there is none."""
+    if place_of(store).size(STORE) is None:
+        return None
+    return frozenset(map(Feature.parse, Store.open(store).provenance.features))
+
+
+def stored_head(target: Any) -> Head:
+    """The target's frozen tables as a store keeps them, in the dtype that the target runs in."""
+    import torch
+
+    def bits(table: torch.Tensor) -> Array:
+        table = table.detach().cpu().contiguous()
+        return (
+            table.view(torch.int16).numpy().view("uint16") if table.dtype == torch.bfloat16 else table.numpy()
+        )
+
+    embed = bits(target.head.embed_VD)
+    tied = target.head.lm_head_VD is target.head.embed_VD
+    config = target.folder / "generation_config.json"
+    return Head(
+        embed_VD=embed,
+        lm_head_VD=embed if tied else bits(target.head.lm_head_VD),
+        dtype=str(target.head.embed_VD.dtype).removeprefix("torch."),
+        generation=json.loads(config.read_text()) if config.is_file() else {},
+    )
+
+
+def packed(items: Sequence[tuple[Item, Any]], budget: int) -> Iterator[list[tuple[Item, Any]]]:
+    """Batches of similar length whose padded size stays within `budget` tokens; a longer one goes alone."""
+    batch: list[tuple[Item, Any]] = []
+    for item in sorted(items, key=lambda pair: -pair[0].tokens):
+        if batch and batch[0][0].tokens * (len(batch) + 1) > budget:
+            yield batch
+            batch = []
+        batch.append(item)
+    if batch:
+        yield batch
+
+
+def capture(
+    prompts: Sequence[Prompt],
+    answers: Path,
+    store: str,
+    model: str,
+    drafters: Sequence[str] | None = None,
+    *,
+    dtype: str = "bfloat16",
+    workers: int | None = None,
+    budget: int = 8192,
+    shard_bytes: int = 512 * MIB,
+    report: Report = lambda done, total, remark: None,
+) -> Summary:
+    """Bring the features of all kept answers to `prompts` into `store`.
+
+    `drafters` None means all known ones. DataError when there are no answers, or another target gave
+    them; StoreError when the store is of another target. Interrupted, it leaves what is done.
+    """
+    check_origin(model, answers, store)
+    by_key = {prompt.key: prompt for prompt in prompts}
+    items = [Item(by_key[answer.key], answer) for answer in responses.read(answers) if answer.key in by_key]
+    if not items:
+        raise DataError(
+            f"{answers} holds no kept answer to any of the {len(prompts)} prompts: nothing to capture"
+        )
+    local = "://" not in store
+    with only_writer(Path(store)) if local else nullcontext():
+        if local:
+            wait_for_workers(Path(store))
+        there = set[str]()
+        if stored_features(store) is not None:
+            opened = Store.open(store)
+            there = opened.keys()
+            chosen(store, drafters, opened.info)
+        missing = [item for item in items if item.prompt.key not in there]
+        start, done, tokens, failed = time.monotonic(), len(items) - len(missing), 0, dict[str, str]()
+        if missing:
+            report(done, len(items), "starting")
+            told = str(responses.made_with(answers)[0])
+            place = str(Path(store).absolute()) if local else store
+            worker = partial(Capturer, absolute(model), place, drafters, dtype, told, budget)
+            with session(workers) as size, Crew[Unit, Result](worker, size) as crew:
+                facts = crew.facts()
+                start = time.monotonic()
+                for outcome in crew.run(plan(missing, facts, shard_bytes)):
+                    done += len(outcome.unit.items)
+                    tokens += outcome.result.tokens
+                    failed |= outcome.result.failed
+                    report(done, len(items), f"{tokens / (time.monotonic() - start):.0f} tokens/s")
+        seconds = time.monotonic() - start
+        if failed and len(failed) == len(missing):
+            key, why = next(iter(failed.items()))
+            raise TargetError(f"none of the {len(failed)} samples could be captured; {key}: {why}")
+        final = Store.open(store)
+        captured = len(missing) - len(failed)
+        return Summary(
+            store=store,
+            features=final.provenance.features,
+            samples=len(final.keys()),
+            captured=captured,
+            failed=failed,
+            samples_per_second=captured / seconds if captured else 0.0,
+            tokens_per_second=tokens / seconds if captured else 0.0,
+            seconds=seconds,
+        )
+
+
+def plan(items: Sequence[Item], facts: dict[str, Any], shard_bytes: int) -> list[Unit]:
+    """Units of similar length, each about a shard of `shard_bytes`; the longest first."""
+    units: list[Unit] = []
+    chunk: list[Item] = []
+    size = 0
+    for item in sorted(items, key=lambda item: (-item.tokens, item.prompt.key)):
+        visual = item.answer.visual_tokens
+        weight = (item.tokens - visual) * facts["text_bytes"] + visual * facts["visual_bytes"]
+        if chunk and (size + weight > shard_bytes or len(chunk) >= UNIT_SAMPLES):
+            units.append(Unit(tuple(chunk), unit_name(chunk)))
+            chunk, size = [], 0
+        chunk.append(item)
+        size += weight
+    return [*units, Unit(tuple(chunk), unit_name(chunk))]
+
+
+def unit_name(items: Iterable[Item]) -> str:
+    """A name that follows from the samples: the same unit, captured twice, counts once."""
+    return content_hash(sorted(item.prompt.key for item in items))
+
+
+def check_origin(model: str, answers: Path, store: str) -> None:
+    """DataError or StoreError naming the field when the answers or the store are of another target."""
+    mine = checkpoint(model)
+    responses.check_settings(answers, {"checkpoint": str(mine)})
+    if stored_features(store) is None:
+        return
+    theirs = Store.open(store).provenance
+    for name in ("config", "weights", "processor"):
+        if getattr(theirs, f"{name}_hash") != getattr(mine, name):
+            raise StoreError(
+                f"{store} is of another target ({name}_hash: {getattr(theirs, f'{name}_hash')}, "
+                f"not {getattr(mine, name)}): give another --store"
+            )

@@ -1,0 +1,206 @@
+"""Ray: actors that share units of work, and survive one another's death.
+
+A worker is a plain class, made in the actor by the function that the crew was given; it loads its
+target there, once. Only small things travel: units, and facts about what became of them.
+"""
+
+import logging
+import os
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from vlmdistill.stores.errors import DataError, VlmdistillError
+
+logger = logging.getLogger(__name__)
+
+ATTEMPTS = 3  # that one unit is given out
+MIB = 2**20
+
+Unit = TypeVar("Unit", contravariant=True)
+Result = TypeVar("Result", covariant=True)
+U = TypeVar("U")
+R = TypeVar("R")
+
+
+class Worker(Protocol[Unit, Result]):
+    """What runs inside an actor."""
+
+    def facts(self) -> Any:
+        """What the driver must know before it can plan."""
+        ...
+
+    def work(self, unit: Unit) -> Result:
+        """Do one unit, whole."""
+        ...
+
+
+class Host:
+    """The actor: makes its worker at the first call, so that an error while loading is an ordinary one."""
+
+    def __init__(self, make: Callable[[], Worker[Any, Any]]) -> None:
+        self._make = make
+        self._worker: Worker[Any, Any] | None = None
+
+    def _ready(self) -> Worker[Any, Any]:
+        self._worker = self._worker or self._make()
+        return self._worker
+
+    def facts(self) -> Any:
+        """The worker's facts."""
+        return self._ready().facts()
+
+    def work(self, unit: Any) -> Any:
+        """The worker's result for one unit."""
+        return self._ready().work(unit)
+
+
+@contextmanager
+def session(workers: int | None = None) -> Iterator[int]:
+    """A Ray session; yields how many workers to use. Ends with the block, unless it was there before.
+
+    The cluster at RAY_ADDRESS if that is set, else this machine alone. `workers` defaults to the
+    number of GPUs, and without any to one per four cores.
+    """
+    if workers is not None and workers < 1:
+        raise DataError(f"--workers {workers}: give a number above 0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    import ray
+
+    ours = not ray.is_initialized()
+    if ours:
+        quiet = {"logging_level": "ERROR", "log_to_driver": logger.isEnabledFor(logging.DEBUG)}
+        address = os.environ.get("RAY_ADDRESS")
+        if address:
+            try:
+                ray.init(address=address, **quiet)
+            except ConnectionError as error:
+                raise DataError(f"no Ray cluster at RAY_ADDRESS={address}: {error}") from None
+        else:
+            # Tensors never travel through the object store, so the smallest will do.
+            ray.init(address="local", include_dashboard=False, object_store_memory=100 * MIB, **quiet)
+    try:
+        there = ray.cluster_resources()
+        gpus, cores = int(there.get("GPU", 0)), int(there.get("CPU", 1))
+        yield workers or gpus or max(1, cores // 4)
+    finally:
+        if ours:
+            ray.shutdown()
+
+
+@dataclass(frozen=True)
+class Done(Generic[U, R]):
+    """A unit and what came of it."""
+
+    unit: U
+    result: R
+
+
+class Crew(Generic[U, R]):
+    """Actors with one target each. Use inside `session`, as a context manager."""
+
+    def __init__(self, make: Callable[[], Worker[U, R]], size: int) -> None:
+        import ray
+
+        there = ray.cluster_resources()
+        gpus, cores = there.get("GPU", 0), there.get("CPU", 1)
+        share = {"num_cpus": max(1, int(cores // size))} if not gpus else {"num_gpus": min(1, gpus / size)}
+        # More workers than cores is the user's choice; Ray would wait for ever for whole cores.
+        share = {"num_cpus": cores / size} if not gpus and size > cores else share
+        self._actor = ray.remote(Host).options(**share, max_restarts=0)
+        self._make = make
+        self._hosts = [self._actor.remote(make) for _ in range(size)]
+
+    def __enter__(self) -> "Crew[U, R]":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        import ray
+
+        for host in self._hosts:
+            ray.kill(host)
+
+    def facts(self) -> Any:
+        """The facts of whichever worker is ready first; all of them start to load."""
+        import ray
+
+        asked = [host.facts.remote() for host in self._hosts]
+        ready, _ = ray.wait(asked, num_returns=1)
+        try:
+            return ray.get(ready[0])
+        except ray.exceptions.RayTaskError as error:
+            raise _cause(error) from error
+        except ray.exceptions.RayError as error:
+            raise VlmdistillError(
+                f"a worker died while it loaded the target: {_first_line(error)}"
+            ) from error
+
+    def run(self, units: Sequence[U]) -> Iterator[Done[U, R]]:
+        """Give every unit to a worker; yield each as it is done.
+
+        A unit whose worker dies goes to another worker. One that fails `ATTEMPTS` times is put
+        aside, so that the others get done, and then it is an error. A user's error ends the run at once.
+        """
+        import ray
+
+        waiting = deque(enumerate(units))
+        idle = list(self._hosts)
+        out: dict[Any, tuple[Any, int, U]] = {}
+        failures: Counter[int] = Counter()
+        given_up: list[str] = []
+        done = 0
+        while out or waiting:
+            while idle and waiting:
+                host, (number, unit) = idle.pop(), waiting.popleft()
+                out[host.work.remote(unit)] = host, number, unit
+            ready, _ = ray.wait(list(out), num_returns=1)
+            host, number, unit = out.pop(ready[0])
+            try:
+                result = ray.get(ready[0])
+            except ray.exceptions.RayTaskError as error:
+                cause = _cause(error)
+                if isinstance(cause, (VlmdistillError, OSError)):
+                    raise cause from error
+                trouble = f"{type(cause).__name__}: {_first_line(cause)}"
+                logger.debug("%s", error)
+            except ray.exceptions.RayError as error:
+                trouble = f"its worker died ({_first_line(error)})"
+                host = self._replace(host)
+            else:
+                done += 1
+                idle.append(host)
+                yield Done(unit, result)
+                continue
+            idle.append(host)
+            failures[number] += 1
+            if failures[number] < ATTEMPTS:
+                logger.warning("a unit failed, trying again: %s", trouble)
+                waiting.append((number, unit))
+                continue
+            given_up.append(trouble)
+            if not done and len(given_up) >= ATTEMPTS:
+                break
+        if given_up:
+            raise VlmdistillError(
+                f"{len(given_up)} of {len(units)} units failed {ATTEMPTS} times, last with {given_up[-1]}; "
+                f"what is done ({done} units) is kept, and the same command tries the rest again"
+            )
+
+    def _replace(self, dead: Any) -> Any:
+        self._hosts.remove(dead)
+        self._hosts.append(self._actor.remote(self._make))
+        return self._hosts[-1]
+
+
+def _cause(error: Any) -> Exception:
+    """What was raised in the worker."""
+    cause = error.cause
+    return cause if isinstance(cause, Exception) else error  # type: ignore[no-any-return]
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].strip() if lines else type(error).__name__
