@@ -4,10 +4,10 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import typer
 
@@ -37,6 +37,8 @@ def result(facts: Mapping[str, Any], as_json: bool) -> None:
     for name, value in facts.items():
         if isinstance(value, Mapping):
             value = ", ".join(f"{key} {_short(count)}" for key, count in value.items()) or "none"
+        elif isinstance(value, tuple | list):
+            value = ", ".join(map(_short, value)) or "none"
         typer.echo(f"{name.replace('_', ' '):<{width}}  {_short(value)}")
 
 
@@ -53,15 +55,22 @@ def note(text: str) -> None:
     typer.echo(text, err=True)
 
 
+class Report(Protocol):
+    """Hears how far something is."""
+
+    def __call__(self, done: int, total: int, remark: str = "") -> None:
+        """`total` 0 means unknown."""
+
+
 @contextmanager
-def progress(what: str, unit: str) -> Iterator[Callable[[int, int, str], None]]:
+def progress(what: str, unit: str) -> Iterator[Report]:
     """A bar with rate and time left on stderr; a line now and then where stderr is not a terminal.
 
     Yields `report(done, total, remark)`, to be called as often as one likes.
     """
     if sys.stderr.isatty():
-        with _bar(what, unit) as report:
-            yield report
+        with _bar(what, unit) as bar:
+            yield bar
         return
     last = start = time.monotonic()
     first: int | None = None
@@ -80,7 +89,7 @@ def progress(what: str, unit: str) -> Iterator[Callable[[int, int, str], None]]:
 
 
 @contextmanager
-def _bar(what: str, unit: str) -> Iterator[Callable[[int, int, str], None]]:
+def _bar(what: str, unit: str) -> Iterator[Report]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

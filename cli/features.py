@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from vlmdistill.cli import console
+from vlmdistill.cli.prompts import sources
 
 
 class Dtype(StrEnum):
@@ -33,6 +34,12 @@ def features(
     drafters: Annotated[
         str, typer.Option("--for", help="Drafters to capture for, separated by commas, or all.")
     ] = "all",
+    import_: Annotated[
+        str | None,
+        typer.Option(
+            "--import", metavar="SRC", help="Import this first when there are no prompts: a file, or demo."
+        ),
+    ] = None,
     split: Annotated[console.Side, typer.Option(help="Which prompts to capture.")] = console.Side.train,
     dtype: Annotated[Dtype, typer.Option(help="Number format of the stored features.")] = Dtype.bfloat16,
     limit: Annotated[int | None, typer.Option(min=1, help="The first N prompts only.")] = None,
@@ -49,6 +56,7 @@ def features(
 
     Prompts that are not answered yet are answered first. Does what is missing.
     """
+    from vlmdistill.pipelines import answers as parts
     from vlmdistill.pipelines import features as capturing
     from vlmdistill.pipelines import prompts as prompting
     from vlmdistill.pipelines import responses as answering
@@ -58,13 +66,16 @@ def features(
     workspace = Workspace.of(model, Path(runs) if runs else None)
     answering.checkpoint(model)  # a wrong model is the first thing to say
     names = capturing.drafters(drafters)
-    asked = prompting.select(prompting.read(prompts or workspace.prompts), split.value, limit)
+    if import_ and not (prompts or workspace.prompts).exists():
+        console.note(f"no prompts yet: importing {import_}")
+        prompting.import_prompts(sources([import_], workspace.root), prompts or workspace.prompts)
+    asked = prompting.select(prompting.read(prompts or workspace.prompts, model), split.value, limit)
     answers = responses or workspace.responses
     # Ray starts once for both, and not at all when nothing is missing.
-    answer = responses is None and bool(answering.unanswered(asked, answers))
+    answer = responses is None and bool(parts.unanswered(asked, answers))
     with session(workers) if answer else nullcontext():
         if answer:
-            sampling, filters = answering.made_with(answers)
+            sampling, filters = parts.made_with(answers)
             with console.progress("answering", "prompts") as report:
                 answering.respond(asked, answers, model, sampling, filters, workers=workers, report=report)
         with console.progress("capturing", "samples") as report:

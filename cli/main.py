@@ -7,7 +7,8 @@ A verb's file holds only a typer function or group; whatever is heavy it imports
 import os
 import sys
 import traceback
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
@@ -17,7 +18,7 @@ from vlmdistill.stores.errors import VlmdistillError
 GROUPS = {
     "target": target.app,
 }
-VERBS = {
+VERBS: dict[str, Callable[..., Any]] = {
     "prompts": prompts.prompts,
     "responses": responses.responses,
     "features": features.features,

@@ -34,7 +34,7 @@ class Split(StrEnum):
 
 
 def prompts(
-    sources: Annotated[
+    given: Annotated[
         list[str],
         typer.Argument(
             metavar="SRC...",
@@ -74,9 +74,6 @@ def prompts(
 
     workspace = Workspace.of(model, Path(runs) if runs else None)
     out = out or workspace.prompts
-    if "demo" in sources and not Path("demo").exists():
-        files = demo_files(workspace.root / "demo-data")
-        sources = [name for source in sources for name in (files if source == "demo" else [source])]
     choices = importing.Choices(
         images=images,
         limit=limit,
@@ -88,18 +85,22 @@ def prompts(
     )
     with console.progress("importing", "rows") as report:
         summary = importing.import_prompts(
-            sources, out, kind.value, choices, lambda rows: report(rows, 0, "")
+            sources(given, out.parent), out, kind.value, choices, lambda rows: report(rows, 0, "")
         )
     console.result(_facts(summary.to_dict()), as_json)
 
 
-def demo_files(folder: Path) -> list[str]:
-    """The demo's prompt files, written into `folder` when they are not there."""
+def sources(given: list[str], workspace: Path) -> list[str]:
+    """The sources as typed, with `demo` standing for the demo's files, written when they are not there."""
+    if "demo" not in given or Path("demo").exists():
+        return given
     from vlmdistill.pipelines.demo import data
 
+    folder = workspace / "demo-data"
     if not any(folder.glob("*.json")):
         data.write(folder)
-    return sorted(map(str, folder.glob("*.json")))
+    files = sorted(map(str, folder.glob("*.json")))
+    return [name for source in given for name in (files if source == "demo" else [source])]
 
 
 def _facts(summary: dict[str, Any]) -> dict[str, Any]:

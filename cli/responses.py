@@ -44,20 +44,20 @@ def responses(
     """
     from vlmdistill.pipelines import prompts as prompting
     from vlmdistill.pipelines import responses as answering
+    from vlmdistill.pipelines.answers import Sampling
+    from vlmdistill.pipelines.filters import Filters
     from vlmdistill.pipelines.workspace import Workspace
 
     workspace = Workspace.of(model, Path(runs) if runs else None)
     answering.checkpoint(model)  # a wrong model is the first thing to say
-    asked = prompting.select(prompting.read(prompts or workspace.prompts), split.value, limit)
+    asked = prompting.select(prompting.read(prompts or workspace.prompts, model), split.value, limit)
     with console.progress("answering", "prompts") as report:
         summary = answering.respond(
             asked,
             out or workspace.responses,
             model,
-            answering.Sampling(
-                temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens, seed=seed
-            ),
-            answering.Filters(min_words=min_words, max_repetition=max_repetition, max_length=max_length),
+            Sampling(temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens, seed=seed),
+            Filters(min_words=min_words, max_repetition=max_repetition, max_length=max_length),
             workers=workers,
             batch=batch_size,
             report=report,

@@ -16,9 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vlmdistill.pipelines import responses
+from vlmdistill.pipelines import answers
+from vlmdistill.pipelines.answers import Answer
 from vlmdistill.pipelines.prompts import Prompt
-from vlmdistill.pipelines.responses import Answer, checkpoint
+from vlmdistill.pipelines.responses import checkpoint
 from vlmdistill.pipelines.workers import MIB, Crew, session
 from vlmdistill.pipelines.workspace import absolute, only_writer, wait_for_workers, working_in
 from vlmdistill.stores.errors import DataError, StoreError, TargetError
@@ -235,7 +236,7 @@ def packed(items: Sequence[tuple[Item, Any]], budget: int) -> Iterator[list[tupl
 
 def capture(
     prompts: Sequence[Prompt],
-    answers: Path,
+    folder: Path,
     store: str,
     model: str,
     drafters: Sequence[str] | None = None,
@@ -251,12 +252,12 @@ def capture(
     `drafters` None means all known ones. DataError when there are no answers, or another target gave
     them; StoreError when the store is of another target. Interrupted, it leaves what is done.
     """
-    check_origin(model, answers, store)
+    check_origin(model, folder, store)
     by_key = {prompt.key: prompt for prompt in prompts}
-    items = [Item(by_key[answer.key], answer) for answer in responses.read(answers) if answer.key in by_key]
+    items = [Item(by_key[answer.key], answer) for answer in answers.read(folder) if answer.key in by_key]
     if not items:
         raise DataError(
-            f"{answers} holds no kept answer to any of the {len(prompts)} prompts: nothing to capture"
+            f"{folder} holds no kept answer to any of the {len(prompts)} prompts: nothing to capture"
         )
     local = "://" not in store
     with only_writer(Path(store)) if local else nullcontext():
@@ -271,7 +272,7 @@ def capture(
         start, done, tokens, failed = time.monotonic(), len(items) - len(missing), 0, dict[str, str]()
         if missing:
             report(done, len(items), "starting")
-            told = str(responses.made_with(answers)[0])
+            told = str(answers.made_with(folder)[0])
             place = str(Path(store).absolute()) if local else store
             worker = partial(Capturer, absolute(model), place, drafters, dtype, told, budget)
             with session(workers) as size, Crew[Unit, Result](worker, size) as crew:
@@ -321,10 +322,10 @@ def unit_name(items: Iterable[Item]) -> str:
     return content_hash(sorted(item.prompt.key for item in items))
 
 
-def check_origin(model: str, answers: Path, store: str) -> None:
+def check_origin(model: str, folder: Path, store: str) -> None:
     """DataError or StoreError naming the field when the answers or the store are of another target."""
     mine = checkpoint(model)
-    responses.check_settings(answers, {"checkpoint": str(mine)})
+    answers.check_settings(folder, {"checkpoint": str(mine)})
     if stored_features(store) is None:
         return
     theirs = Store.open(store).provenance

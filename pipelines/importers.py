@@ -235,7 +235,7 @@ def _question(value: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _listed(value: Mapping[str, Any], *names: str) -> list[Media]:
     """The media a row gives beside its turns."""
-    found = next((value[name] for name in names if value.get(name)), [])
+    found: Any = next((value[name] for name in names if value.get(name)), [])
     return [_media(item) for item in (found if isinstance(found, list) else [found])]
 
 

@@ -119,13 +119,19 @@ def schema() -> Any:
     )
 
 
-def read(path: Path) -> list[Prompt]:
-    """The prompts of a file, in its order; DataError when it is missing or of another kind."""
+def read(path: Path, model: str = "M") -> list[Prompt]:
+    """The prompts of a file, in its order; DataError when it is missing or of another kind.
+
+    `model` is what the error tells the user to import prompts for.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     if not path.is_file():
-        raise DataError(f"there are no prompts at {path}: import some with vlmdistill prompts FILE...")
+        raise DataError(
+            f"there are no prompts at {path}: import yours with `vlmdistill prompts FILE... -m {model}`, "
+            f"or the demo's with `vlmdistill prompts demo -m {model}`"
+        )
     try:
         table = pq.read_table(path)
     except (OSError, pa.ArrowInvalid) as error:

@@ -198,7 +198,7 @@ class Crew(Generic[U, R]):
 def _cause(error: Any) -> Exception:
     """What was raised in the worker."""
     cause = error.cause
-    return cause if isinstance(cause, Exception) else error  # type: ignore[no-any-return]
+    return cause if isinstance(cause, Exception) else error
 
 
 def _first_line(error: Exception) -> str:
