@@ -289,7 +289,9 @@ def _parts(
         return made
     if what not in ("image", "video"):
         raise BadRowError("unknown part", kind or type(part).__name__)
-    given = next((part[name] for name in (kind, what, "path", "url", "bytes") if part.get(name)), None)
+    given = next(
+        (part[name] for name in (what, f"{what}_url", "path", "url", "bytes") if part.get(name)), None
+    )
     return [{"type": what, "media": _next(what, files, placed) if given is None else _media(given)}]
 
 
