@@ -4,28 +4,15 @@ A store needs little of a file system: whole-file exclusive creation, listing, a
 ranges. No locks, no appends, no renames of what is already visible.
 """
 
-import errno
-import fcntl
-import mmap
-import os
-import secrets
-import shutil
-import threading
 from abc import ABC, abstractmethod
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.schema import Array
 
 STAGING = "staging"  # unfinished local work; nothing in it counts
-OPEN_FILES = 128
-MAPPED_BYTES = 1 << 16  # below this a read is cheaper than a memory map
-NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 class Place(ABC):
@@ -77,6 +64,12 @@ class Place(ABC):
     def release(self, folder: Path) -> None:
         """Give a `workspace` back, whatever became of it."""
 
+    @contextmanager
+    def seized(self, name: str) -> Iterator[bool]:
+        """Hold something against its writer; false when a living process is known to hold it itself."""
+        del name
+        yield True
+
     def size(self, name: str) -> int | None:
         """Bytes of one file, or None when it is missing."""
         folder, _, leaf = name.rpartition("/")
@@ -89,225 +82,23 @@ def cut(url: str, name: str) -> StoreError:
     return StoreError(f"{what}. `vlmdistill store verify` lists all damage")
 
 
-def sync(path: Path) -> None:
-    """Force a file or a folder's entries to the disk."""
-    handle = os.open(path, os.O_RDONLY)
+@contextmanager
+def writing(place: "Place") -> Iterator[None]:
+    """Turn a full disk and its like into an error that names the place."""
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def ensure(folder: Path) -> None:
-    """Make a folder and its parents, durably."""
-    if not folder.is_dir():
-        ensure(folder.parent)
-        folder.mkdir(exist_ok=True)
-        sync(folder.parent)
-
-
-class Local(Place):
-    """A folder of a local or shared POSIX file system."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.url = str(root)
-        self._handles: OrderedDict[str, int] = OrderedDict()
-        self._lock = threading.Lock()
-        self._held: dict[Path, int] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"root": self.root}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        Local.__init__(self, state["root"])
-
-    def __del__(self) -> None:
-        for handle in self._handles.values():
-            os.close(handle)
-
-    def read(self, name: str) -> bytes:
-        """The whole file; FileNotFoundError when there is none."""
-        return (self.root / name).read_bytes()
-
-    def extent(self, name: str, start: int, length: int) -> Array:
-        """Map just this extent, so that memory follows what is held, not what was ever read."""
-        if length == 0:
-            return np.empty(0, np.uint8)
-        with self._lock:  # the handle must not be closed by another thread's eviction meanwhile
-            handle = self._handle(name)
-            if length < MAPPED_BYTES:
-                data = bytearray(length)
-                if os.preadv(handle, [data], start) != length:
-                    raise cut(self.url, name)
-                return np.frombuffer(data, np.uint8)
-            if os.fstat(handle).st_size < start + length:  # touching a map past the end kills the process
-                raise cut(self.url, name)
-            skip = start % mmap.ALLOCATIONGRANULARITY
-            # Private and writable: torch takes it without a copy, and nobody can change the file.
-            mapped = mmap.mmap(
-                handle,
-                skip + length,
-                flags=mmap.MAP_PRIVATE,
-                prot=mmap.PROT_READ | mmap.PROT_WRITE,
-                offset=start - skip,
-            )
-        mapped.madvise(mmap.MADV_WILLNEED)
-        return np.frombuffer(mapped, np.uint8, length, skip)
-
-    def _handle(self, name: str) -> int:
-        handle = self._handles.get(name)
-        if handle is None:
-            handle = self._handles[name] = os.open(self.root / name, os.O_RDONLY)
-            if len(self._handles) > OPEN_FILES:
-                os.close(self._handles.popitem(last=False)[1])
-        self._handles.move_to_end(name)
-        return handle
-
-    def create(self, name: str, data: bytes) -> bool:
-        """Link a finished file into place: atomic, exclusive, and whole on every POSIX system."""
-
-        def link(ready: Path, path: Path) -> bool:
-            try:
-                os.link(ready, path)
-            except FileExistsError:
-                return False
-            except OSError as error:
-                if error.errno not in NO_LINKS:
-                    raise
-                # No hard links here: two racing writers may both win, each with a whole file.
-                if path.exists():
-                    return False
-                os.rename(ready, path)
-            return True
-
-        return self._place(name, data, link)
-
-    def replace(self, name: str, data: bytes) -> None:
-        """Rename a finished file into place."""
-
-        def rename(ready: Path, path: Path) -> bool:
-            os.rename(ready, path)
-            return True
-
-        self._place(name, data, rename)
-
-    def _place(self, name: str, data: bytes, into: Callable[[Path, Path], bool]) -> bool:
-        path = self.root / name
-        ensure(path.parent)
-        ensure(self.root / STAGING)
-        ready = self.root / STAGING / secrets.token_hex(8)
-        try:
-            with ready.open("xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            made = into(ready, path)
-        finally:
-            ready.unlink(missing_ok=True)
-        sync(path.parent)
-        return made
-
-    def publish(self, folder: Path, name: str) -> None:
-        """Rename the folder; one already there under the same content-made name is as good."""
-        path = self.root / name
-        ensure(path.parent)
-        for parent, _, _ in os.walk(folder):
-            sync(Path(parent))
-        try:
-            os.rename(folder, path)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-        sync(path.parent)
-
-    def files(self, folder: str) -> dict[str, int]:
-        """Every file below a folder: name relative to the folder -> bytes."""
-        return {name: stat.st_size for name, stat in self._walk(folder)}
-
-    def _walk(self, folder: str) -> Iterator[tuple[str, os.stat_result]]:
-        base = self.root / folder
-        for parent, _, leaves in os.walk(base):
-            for leaf in leaves:
-                path = Path(parent, leaf)
-                try:
-                    yield path.relative_to(base).as_posix(), path.stat()
-                except FileNotFoundError:  # another process removed it while we walked
-                    continue
-
-    def names(self, folder: str) -> list[str]:
-        """The sorted names directly inside a folder."""
-        try:
-            return sorted(os.listdir(self.root / folder))
-        except FileNotFoundError:
-            return []
-
-    def remove(self, name: str) -> None:
-        """Remove a file or a folder; a folder vanishes at once, by a rename, before it is emptied."""
-        path = self.root / name
-        if not path.is_dir():
-            path.unlink(missing_ok=True)
-            return
-        ensure(self.root / STAGING)
-        doomed = self.root / STAGING / f"removed-{secrets.token_hex(8)}"
-        os.rename(path, doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
-
-    def idle(self, folder: str) -> float:
-        """Compare modification times with that of a file written now, on the same file system."""
-        path = self.root / folder
-        probe = self.root / STAGING / f"probe-{secrets.token_hex(8)}"
-        ensure(probe.parent)
-        probe.touch()
-        now = probe.stat().st_mtime
-        probe.unlink()
-        times = [stat.st_mtime for _, stat in self._walk(folder)]
-        return now - max([*times, path.stat().st_mtime]) if path.exists() else 0.0
-
-    def workspace(self) -> Path:
-        """A locked folder in staging: the kernel drops the lock when the process ends, however it ends."""
-        folder = self.root / STAGING / secrets.token_hex(8)
-        ensure(folder)
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # no locks on this file system: `idle` alone must tell
-            os.close(handle)
-        else:
-            self._held[folder] = handle
-        return folder
-
-    def release(self, folder: Path) -> None:
-        """Remove the folder if it is still there, then let its lock go."""
-        shutil.rmtree(folder, ignore_errors=True)
-        handle = self._held.pop(folder, None)
-        if handle is not None:
-            os.close(handle)
-
-    def locked(self, name: str) -> bool:
-        """Whether a living process holds a workspace."""
-        try:
-            handle = os.open(self.root / name, os.O_RDONLY)
-        except FileNotFoundError:
-            return False
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        finally:
-            os.close(handle)
-        return False
+        yield
+    except OSError as error:
+        what = f"cannot write to {place.url}: {error.strerror or error}"
+        raise StoreError(f"{what}. Nothing half-written counts: mend that and run again") from error
 
 
 def place_of(path: str | Path) -> Place:
     """The place at a path or URL; `file://` URLs are local."""
     text = str(path)
-    if "://" not in text:
-        return Local(Path(path))
-    if text.startswith("file://"):
-        return Local(Path(text.removeprefix("file://")))
-    from vlmdistill.stores.remote import Remote
+    if "://" in text and not text.startswith("file://"):
+        from vlmdistill.stores.remote import Remote
 
-    return Remote(text)
+        return Remote(text)
+    from vlmdistill.stores.local import Local
+
+    return Local(Path(text.removeprefix("file://")))

@@ -22,8 +22,18 @@ from vlmdistill.stores.arrays import CHUNK_FILE, ArraySpec, read_rows
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.heads import read_head, write_head
 from vlmdistill.stores.layout import TOKENS, Layout, rows_of
-from vlmdistill.stores.manifest import SHARDS, STATS, STORE, commit_name, damaged, read_record, seal, units
-from vlmdistill.stores.place import Place, place_of
+from vlmdistill.stores.manifest import (
+    SHARDS,
+    STATS,
+    STORE,
+    Record,
+    commit_name,
+    damaged,
+    read_record,
+    seal,
+    units,
+)
+from vlmdistill.stores.place import Place, place_of, writing
 from vlmdistill.stores.schema import (
     SCHEMA_VERSION,
     Array,
@@ -75,15 +85,15 @@ class Store:
         place = place_of(path)
         Layout.of(provenance, info, encoding or {})
         if place.size(STORE) is None:
-            record = {
+            record: Record = {
                 "format": FORMAT,
                 "schema": SCHEMA_VERSION,
                 "provenance": provenance.to_dict(),
                 "info": info.to_dict(),
                 "encoding": dict(encoding or {}),
-                "head": write_head(place, head),
             }
-            place.create(STORE, seal(record))
+            with writing(place):
+                place.create(STORE, seal({**record, "head": write_head(place, head)}))
         store = cls.open(path)
         store.require(provenance, info)
         if encoding is not None and dict(encoding) != store.layout.encoding:
@@ -210,6 +220,7 @@ class Store:
         """The sample of one row of the index; see `read`."""
         tokens_T4 = self._rows(TOKENS, row)
         ids_T, position_T, rope_T, response_T = np.ascontiguousarray(tokens_T4.T)
+        written = self._table(row["unit"]).column_names  # without what training says of the sample
         held = {}
         for feature in self.layout.choose(features):
             parts = tuple(self._rows(spec, row) for spec in self.layout.parts(feature))
@@ -225,7 +236,7 @@ class Store:
             meta={
                 name: value
                 for name, value in row.items()
-                if value is not None and (name == "dataset" or not reserved(name))
+                if value is not None and name in written and (name == "dataset" or not reserved(name))
             },
         )
 

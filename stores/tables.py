@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.manifest import Record, damaged, digest, read_record, seal
-from vlmdistill.stores.place import Place
+from vlmdistill.stores.place import Place, writing
 from vlmdistill.stores.schema import SCHEMA_VERSION
 
 if TYPE_CHECKING:
@@ -83,9 +83,10 @@ def write_table(place: Place, folder: str, name: str, table: pa.Table, facts: Re
     data = to_arrow(table)
     entry = (len(data), digest(data))
     file = f"{folder}/{name}-{entry[1][:16]}.arrow"
-    place.create(file, data)
     record = {**facts, "schema": SCHEMA_VERSION, "file": file, "entry": entry}
-    place.replace(f"{folder}/{name}.json", seal(record))
+    with writing(place):
+        place.create(file, data)
+        place.replace(f"{folder}/{name}.json", seal(record))
 
 
 def read_table(place: Place, folder: str, name: str) -> tuple[Record, pa.Table]:

@@ -15,7 +15,7 @@ from vlmdistill.stores.arrays import ArrayWriter, HashedFile, Rows
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.layout import Layout, rows_of
 from vlmdistill.stores.manifest import DEAD, SHARDS, check_name, commit_name, read_record, seal, shard_name
-from vlmdistill.stores.place import Place
+from vlmdistill.stores.place import Place, writing
 from vlmdistill.stores.schema import SCHEMA_VERSION, Sample
 from vlmdistill.stores.tables import INDEX, XXH3, index_table, reserved, to_arrow
 
@@ -42,7 +42,7 @@ class Writer:
 
     def __enter__(self) -> "Writer":
         if not self.committed:
-            with _disk(self._place):
+            with writing(self._place):
                 self._folder = self._place.workspace()
                 for spec in self._layout.arrays:
                     self._arrays[spec.name] = ArrayWriter(self._folder, spec)
@@ -70,7 +70,7 @@ class Writer:
         }
         for rows, end in self._ends.items():
             row[f"{rows}_row"] = end
-        with _disk(self._place):
+        with writing(self._place):
             for spec, array in self._layout.split(sample, self._losses):
                 row[XXH3 + spec.name] = self._arrays[spec.name].append(array)
         for rows in self._ends:
@@ -82,7 +82,7 @@ class Writer:
     ) -> None:
         try:
             if kind is None:
-                with _disk(self._place):
+                with writing(self._place):
                     self._commit()
         finally:
             for array in self._arrays.values():
@@ -123,7 +123,8 @@ class Writer:
         elif self._place.size(f"{DEAD}/{name}") is not None or not _whole(self._place, record):
             # A collector took this shard for dead while we were away; our record must not count.
             self._place.remove(commit_name(self.unit))
-            raise StoreError(f"unit {self.unit} was collected as dead while it was written: write it again")
+            what = f"unit {self.unit} was being removed by `store gc` while it was written"
+            raise StoreError(f"{what}: let gc finish, then write it again")
 
     def _lost(self, name: str) -> None:
         """Another writer committed the unit first: its shard stands, ours goes if it is another."""
@@ -144,19 +145,3 @@ def _whole(place: Place, record: dict[str, Any]) -> bool:
     """Whether every file of a record is there with its size."""
     there = place.files(f"{SHARDS}/{record['shard']}")
     return all(there.get(name) == size for name, (size, _) in record["files"].items())
-
-
-class _disk:  # noqa: N801 (reads as a word in `with _disk(place)`)
-    """Turn a full disk and its like into an error that names the store."""
-
-    def __init__(self, place: Place) -> None:
-        self._place = place
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError):
-            reason = error.strerror or str(error)
-            what = f"cannot write to {self._place.url}: {reason}"
-            raise StoreError(f"{what}. Nothing of this unit counts; run again to resume") from error

@@ -1,0 +1,262 @@
+"""Places on a local or shared POSIX file system: whole files by link and rename, reads by memory map."""
+
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import shutil
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vlmdistill.stores.place import STAGING, Place, cut
+from vlmdistill.stores.schema import Array
+
+OPEN_FILES = 128
+MAPPED_BYTES = 1 << 16  # below this a read is cheaper than a memory map
+NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+
+
+def sync(path: Path) -> None:
+    """Force a file or a folder's entries to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def ensure(folder: Path) -> None:
+    """Make a folder and its parents, durably."""
+    if not folder.is_dir():
+        ensure(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync(folder.parent)
+
+
+class Local(Place):
+    """A folder of a local or shared POSIX file system."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.url = str(root)
+        self._handles: OrderedDict[str, int] = OrderedDict()
+        self._lock = threading.Lock()
+        self._held: dict[Path, int] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"root": self.root}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Local.__init__(self, state["root"])
+
+    def __del__(self) -> None:
+        for handle in self._handles.values():
+            os.close(handle)
+
+    def read(self, name: str) -> bytes:
+        """The whole file; FileNotFoundError when there is none."""
+        return (self.root / name).read_bytes()
+
+    def extent(self, name: str, start: int, length: int) -> Array:
+        """Map just this extent, so that memory follows what is held, not what was ever read."""
+        if length == 0:
+            return np.empty(0, np.uint8)
+        with self._lock:  # the handle must not be closed by another thread's eviction meanwhile
+            handle = self._handle(name)
+            if length < MAPPED_BYTES:
+                data = bytearray(length)
+                if os.preadv(handle, [data], start) != length:
+                    raise cut(self.url, name)
+                return np.frombuffer(data, np.uint8)
+            if os.fstat(handle).st_size < start + length:  # touching a map past the end kills the process
+                raise cut(self.url, name)
+            skip = start % mmap.ALLOCATIONGRANULARITY
+            # Private and writable: torch takes it without a copy, and nobody can change the file.
+            mapped = mmap.mmap(
+                handle,
+                skip + length,
+                flags=mmap.MAP_PRIVATE,
+                prot=mmap.PROT_READ | mmap.PROT_WRITE,
+                offset=start - skip,
+            )
+        mapped.madvise(mmap.MADV_WILLNEED)
+        return np.frombuffer(mapped, np.uint8, length, skip)
+
+    def _handle(self, name: str) -> int:
+        handle = self._handles.get(name)
+        if handle is None:
+            handle = self._handles[name] = os.open(self.root / name, os.O_RDONLY)
+            if len(self._handles) > OPEN_FILES:
+                os.close(self._handles.popitem(last=False)[1])
+        self._handles.move_to_end(name)
+        return handle
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Link a finished file into place: atomic, exclusive, and whole on every POSIX system."""
+
+        def link(ready: Path, path: Path) -> bool:
+            try:
+                os.link(ready, path)
+            except FileExistsError:
+                return False
+            except OSError as error:
+                if error.errno not in NO_LINKS:
+                    raise
+                # No hard links here: two racing writers may both win, each with a whole file.
+                if path.exists():
+                    return False
+                os.rename(ready, path)
+            return True
+
+        return self._place(name, data, link)
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Rename a finished file into place."""
+
+        def rename(ready: Path, path: Path) -> bool:
+            os.rename(ready, path)
+            return True
+
+        self._place(name, data, rename)
+
+    def _place(self, name: str, data: bytes, into: Callable[[Path, Path], bool]) -> bool:
+        path = self.root / name
+        ensure(path.parent)
+        folder = self.workspace()
+        ready = folder / "record"
+        try:
+            with ready.open("xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            made = into(ready, path)
+        finally:
+            self.release(folder)
+        sync(path.parent)
+        return made
+
+    def publish(self, folder: Path, name: str) -> None:
+        """Rename the folder; one already there under the same content-made name is as good."""
+        path = self.root / name
+        ensure(path.parent)
+        for parent, _, _ in os.walk(folder):
+            sync(Path(parent))
+        try:
+            os.rename(folder, path)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            self._adopt(folder, path)
+        sync(path.parent)
+
+    def files(self, folder: str) -> dict[str, int]:
+        """Every file below a folder: name relative to the folder -> bytes."""
+        return {name: stat.st_size for name, stat in self._walk(folder)}
+
+    def _walk(self, folder: str) -> Iterator[tuple[str, os.stat_result]]:
+        base = self.root / folder
+        for parent, _, leaves in os.walk(base):
+            for leaf in leaves:
+                path = Path(parent, leaf)
+                try:
+                    yield path.relative_to(base).as_posix(), path.stat()
+                except FileNotFoundError:  # another process removed it while we walked
+                    continue
+
+    def names(self, folder: str) -> list[str]:
+        """The sorted names directly inside a folder."""
+        try:
+            return sorted(os.listdir(self.root / folder))
+        except FileNotFoundError:
+            return []
+
+    def remove(self, name: str) -> None:
+        """Remove a file or a folder; a folder vanishes at once, by a rename, before it is emptied."""
+        path = self.root / name
+        if not path.is_dir():
+            path.unlink(missing_ok=True)
+            return
+        ensure(self.root / STAGING)
+        doomed = self.root / STAGING / f"removed-{secrets.token_hex(8)}"
+        os.rename(path, doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+    def idle(self, folder: str) -> float:
+        """Compare modification times with that of a folder made now, on the same file system."""
+        path = self.root / folder
+        probe = self.workspace()
+        now = probe.stat().st_mtime
+        self.release(probe)
+        times = [stat.st_mtime for _, stat in self._walk(folder)]
+        return max(0.0, now - max([*times, path.stat().st_mtime])) if path.exists() else 0.0
+
+    def workspace(self) -> Path:
+        """A locked folder in staging: the kernel drops the lock when the process ends, however it ends."""
+        ensure(self.root / STAGING)
+        while True:
+            folder = self.root / STAGING / secrets.token_hex(8)
+            folder.mkdir()
+            try:
+                handle = _lock(folder)
+            except (FileNotFoundError, BlockingIOError):
+                continue  # a collector was faster than our lock
+            if handle is not None:
+                self._held[folder] = handle
+            if folder.exists():
+                return folder
+            self.release(folder)
+
+    def _adopt(self, folder: Path, path: Path) -> None:
+        """Guard a shard that another writer published, living or dead, in place of our own folder."""
+        os.utime(path)  # to a collector it is fresh again
+        try:
+            handle = _lock(path)
+        except BlockingIOError:  # its own writer lives, and guards it
+            return
+        if handle is not None:
+            mine = self._held.pop(folder, None)
+            self._held[folder] = handle
+            if mine is not None:
+                os.close(mine)
+
+    def release(self, folder: Path) -> None:
+        """Remove the folder if it is still there, then let its lock go."""
+        shutil.rmtree(folder, ignore_errors=True)
+        handle = self._held.pop(folder, None)
+        if handle is not None:
+            os.close(handle)
+
+    @contextmanager
+    def seized(self, name: str) -> Iterator[bool]:
+        """Hold the lock of a folder or file; false when a living process has it, wherever it was renamed."""
+        try:
+            handle = _lock(self.root / name)
+        except (FileNotFoundError, BlockingIOError):
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            if handle is not None:
+                os.close(handle)
+
+
+def _lock(path: Path) -> int | None:
+    """Lock a file or folder; BlockingIOError when another process has it, None where locks are unknown."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise
+    except OSError:
+        os.close(handle)
+        return None
+    return handle

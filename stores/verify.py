@@ -1,0 +1,152 @@
+"""Verification: every file a store's records name is read and compared; every other file is told."""
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import blake3
+
+from vlmdistill.stores.errors import StoreError
+from vlmdistill.stores.manifest import (
+    COMMITS,
+    DEAD,
+    SHARDS,
+    STATS,
+    STORE,
+    VIEWS,
+    Record,
+    commit_name,
+    read_record,
+    shard_name,
+    units,
+)
+from vlmdistill.stores.place import STAGING, Place, place_of
+from vlmdistill.stores.schema import content_hash
+from vlmdistill.stores.tables import table_names
+
+BLOCK = 1 << 24
+Kind = Literal["damaged", "missing", "orphan", "unfinished"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One file that is not as it should be.
+
+    `damaged` and `missing` files are named by a record; `orphan` files are named by none and
+    `unfinished` ones belong to a writer, perhaps a dead one: neither is ever read, gc removes them.
+    """
+
+    kind: Kind
+    name: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a verification found."""
+
+    files: int
+    bytes: int
+    findings: tuple[Finding, ...]
+
+    @property
+    def damage(self) -> tuple[Finding, ...]:
+        """What was promised and is not there as promised."""
+        return tuple(finding for finding in self.findings if finding.kind in ("damaged", "missing"))
+
+
+def verify(
+    path: str | Path, *, threads: int | None = None, progress: Callable[[int, int], None] | None = None
+) -> Report:
+    """Read everything once and compare it with its record.
+
+    `progress` is called with (bytes done, bytes in all). StoreError only when there is no store.
+    """
+    place = place_of(path)
+    there = place.files("")
+    if STORE not in there and not any(name.startswith(f"{COMMITS}/") for name in there):
+        raise StoreError(f"there is no feature store at {path}")
+    findings: list[Finding] = []
+    promised = dict(_promises(place, findings))
+    total = sum(size for size, _ in promised.values())
+
+    def check(item: tuple[str, tuple[int, str]]) -> tuple[int, Finding | None]:
+        name, (size, checksum) = item
+        if name not in there:
+            return size, Finding("missing", name, f"{size} bytes are gone")
+        if there[name] != size:
+            return size, Finding("damaged", name, f"it has {there[name]} bytes, its record says {size}")
+        try:
+            found = _checksum(place, name, size)
+        except (OSError, StoreError) as error:
+            return size, Finding("damaged", name, f"it cannot be read: {error}")
+        return size, None if found == checksum else Finding("damaged", name, "its checksum does not match")
+
+    done = 0
+    with ThreadPoolExecutor(threads or min(4, os.cpu_count() or 1)) as pool:
+        for size, finding in pool.map(check, promised.items()):
+            done += size
+            if progress:
+                progress(done, total)
+            if finding:
+                findings.append(finding)
+    records = {STORE} | {name for name in there if _is_record(name)}
+    for name in sorted(set(there) - set(promised) - records):
+        if name.startswith((f"{STAGING}/", f"{DEAD}/")):
+            findings.append(Finding("unfinished", name, "a writer's or collector's work in progress"))
+        else:
+            findings.append(Finding("orphan", name, "no record names it"))
+    return Report(len(promised) + len(records), total, tuple(findings))
+
+
+def _is_record(name: str) -> bool:
+    folder, _, leaf = name.rpartition("/")
+    return folder in (COMMITS, VIEWS, STATS) and leaf.endswith(".json")
+
+
+def _checksum(place: Place, name: str, size: int) -> str:
+    state = blake3.blake3()
+    for start in range(0, size, BLOCK):
+        state.update(place.extent(name, start, min(BLOCK, size - start)).data)
+    return str(state.hexdigest())
+
+
+def _promises(place: Place, findings: list[Finding]) -> Iterator[tuple[str, tuple[int, str]]]:
+    """Every file that some record names, with (bytes, blake3); damaged records become findings."""
+
+    def record(name: str) -> Record | None:
+        try:
+            return read_record(place, name)
+        except FileNotFoundError:
+            findings.append(Finding("missing", name, "the record is gone"))
+        except (StoreError, OSError) as error:
+            findings.append(Finding("damaged", name, str(error)))
+        return None
+
+    def entry(pair: Any) -> tuple[int, str]:
+        size, checksum = pair
+        return int(size), str(checksum)
+
+    store = record(STORE)
+    if store is not None:
+        yield store["head"]["file"], entry(store["head"]["entry"])
+    origin = content_hash(store["provenance"]) if store is not None else None
+    for unit in units(place):
+        commit = record(commit_name(unit))
+        if commit is None:
+            continue
+        # A record is intact and yet wrong where it was copied from another unit or store.
+        if commit["unit"] != unit or commit["shard"] != shard_name(unit, commit["files"]):
+            findings.append(Finding("damaged", commit_name(unit), f"it is the record of {commit['unit']}"))
+        if origin is not None and commit["origin"] != origin:
+            findings.append(Finding("damaged", commit_name(unit), "it is of another origin than the store"))
+        for name, pair in commit["files"].items():
+            yield f"{SHARDS}/{commit['shard']}/{name}", entry(pair)
+    for folder in (VIEWS, STATS):
+        for name in table_names(place, folder):
+            table = record(f"{folder}/{name}.json")
+            if table is not None:
+                yield table["file"], entry(table["entry"])

@@ -1,0 +1,195 @@
+"""Whatever is killed, full or flipped: a sample is there once and whole, or not at all."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.stores.campaign import UNITS
+from tests.stores.faults import WRITES, Calls, struck
+from tests.stores.samples import make, same, sample, write
+from vlmdistill.stores.collect import collect
+from vlmdistill.stores.errors import StoreError
+from vlmdistill.stores.filters import filter_store, view_keys
+from vlmdistill.stores.manifest import DEAD, SHARDS
+from vlmdistill.stores.store import Store
+from vlmdistill.stores.verify import verify
+
+KILLS = 200
+FLIPS = 1000
+ROOT = Path(__file__).parents[2]
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def test_killed_writers_leave_the_very_bytes_of_an_undisturbed_run(tmp_path: Path) -> None:
+    calm = make(tmp_path / "calm")
+    for unit, numbers in UNITS.items():
+        write(calm, unit, numbers)
+    storm = tmp_path / "storm"
+    command = [sys.executable, "-m", "tests.stores.campaign", str(storm), str(KILLS), "1"]
+    told = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=ROOT).stdout)
+    assert told["killed"] >= KILLS
+    for path in storm.iterdir():
+        store = Store.open(path)
+        assert not verify(path).damage
+        collect(store, grace=0)
+        assert tree(path) == tree(Path(calm.path))
+        assert store.index["key"].to_list() == sorted(calm.keys())
+        assert all(same(store.read(f"k{number:04}"), sample(number)) for number in range(24))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """A store with every kind of file and every encoding."""
+    encoding = {"hidden.text": "zstd", "embed.span": "int8"}
+    store = make(tmp_path_factory.mktemp("whole"), [range(3), range(3, 6)], encoding=encoding)
+    filter_store(store, "some", expressions=["words > 2"])
+    store.write_stats("run", {"key": ["k0001"], "kept": [0.5]})
+    return store
+
+
+def spoilt(data: bytes, rng: random.Random) -> bytes:
+    at = rng.randrange(len(data))
+    if rng.random() < 0.3:
+        return data[:at]
+    return data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
+
+
+def test_every_flip_and_cut_is_found_and_never_read(whole: Store) -> None:
+    root = Path(whole.path)
+    truth = {key: whole.read(key) for key in sorted(whole.keys())}
+    kept = view_keys(whole, "some")
+    kept_index = whole.index
+    head = whole.head()
+    files = sorted(path for path in root.rglob("*") if path.is_file() and path.stat().st_size)
+    rng = random.Random(0)
+    for turn in range(FLIPS):
+        path = files[turn % len(files)]
+        good = path.read_bytes()
+        path.write_bytes(spoilt(good, rng))
+        name = path.relative_to(root).as_posix()
+        assert name in {finding.name for finding in verify(root, threads=1).damage}, name
+        refused = 0
+        try:
+            store = Store.open(root)
+            assert head.embed_VD.tobytes() == store.head().embed_VD.tobytes()
+            assert view_keys(store, "some").equals(kept)
+            for key in truth:
+                assert same(store.read(key), truth[key])
+            assert store.index.equals(kept_index)
+        except StoreError as error:
+            refused += "damaged" in str(error)
+        # What describes the arrays to other readers is not read by this one.
+        assert refused or name.endswith(("zarr.json", "c/0/0")), name
+        path.write_bytes(good)
+    assert not verify(root).findings
+
+
+def test_missing_files_and_orphans_are_named(whole: Store) -> None:
+    root = Path(whole.path)
+    for path in sorted(path for path in root.rglob("*") if path.is_file()):
+        name = path.relative_to(root).as_posix()
+        aside = path.rename(root.parent / "aside")
+        found = {finding.name: finding.kind for finding in verify(root, threads=1).findings}
+        if name.startswith(("commits/", "views/", "stats/")) and name.endswith(".json"):
+            assert "orphan" in found.values()
+        else:
+            assert found[name] == "missing"
+        aside.rename(path)
+    stray = root / "shards" / "stray"
+    stray.touch()
+    assert [(finding.kind, finding.name) for finding in verify(root).findings] == [("orphan", "shards/stray")]
+    stray.unlink()
+
+
+def places_to_fail(tmp_path: Path) -> Iterator[int]:
+    calls = Calls(WRITES, None)
+    with struck(calls):
+        write(make(tmp_path / "count"), "u", range(3))
+    yield from range(1, calls.count + 1)
+
+
+def test_a_disk_that_fills_up_at_any_write_leaves_a_store_that_verifies(tmp_path: Path) -> None:
+    failed = 0
+    for at in places_to_fail(tmp_path):
+        path = tmp_path / str(at)
+        try:
+            with struck(Calls(WRITES, at)):
+                write(make(path), "u", range(3))
+        except StoreError as error:
+            failed += "No space left" in str(error)
+        if (path / "store.json").exists():
+            store = Store.open(path)
+            assert not verify(path).damage
+            assert store.keys() in (set(), {"k0000", "k0001", "k0002"})
+        store = make(path)
+        write(store, "u", range(3))
+        assert all(same(store.read(f"k{number:04}"), sample(number)) for number in range(3))
+    assert failed > 50
+
+
+def test_gc_removes_what_the_dead_left_and_spares_the_living(tmp_path: Path) -> None:
+    store = make(tmp_path, [range(3)])
+    orphan = tmp_path / SHARDS / "dead-0123456789abcdef"
+    orphan.mkdir()
+    (orphan / "index.arrow").write_bytes(b"left")
+    (tmp_path / "staging" / "left").mkdir()
+    with store.writer("living") as writer:
+        writer.add(sample(7))
+        for path in (tmp_path / "staging").iterdir():
+            os.utime(path, (0, 0))  # a clock that jumped years ahead: old is not dead
+        assert [item.name for item in collect(store, grace=3600)] == ["staging/left"]
+        assert [item.name for item in collect(store, grace=0)] == [f"{SHARDS}/{orphan.name}"]
+    assert same(store.read("k0007"), sample(7))
+    assert not verify(tmp_path).findings
+
+
+def test_a_dry_run_of_gc_removes_nothing(tmp_path: Path) -> None:
+    store = make(tmp_path)
+    (tmp_path / "staging" / "left").mkdir()
+    assert [item.name for item in collect(store, grace=0, dry_run=True)] == ["staging/left"]
+    assert (tmp_path / "staging" / "left").exists()
+
+
+def test_gc_forgets_replaced_views_but_not_the_present_ones(tmp_path: Path) -> None:
+    store = make(tmp_path, [range(6)])
+    filter_store(store, "v", expressions=["words > 1"])
+    filter_store(store, "v", expressions=["words > 3"])
+    assert len(collect(store, grace=0)) == 1
+    assert store.view("v")["words"].to_list() == [4, 5]
+    assert not verify(tmp_path).findings
+
+
+def test_a_commit_that_meets_a_collector_withdraws(tmp_path: Path) -> None:
+    store = make(tmp_path / "store")
+    other = make(tmp_path / "other", [range(3)])
+    shard = other.commit("u0")["shard"]
+    (tmp_path / "store" / DEAD).mkdir()
+    (tmp_path / "store" / DEAD / shard).touch()  # a collector marked this very shard
+    with pytest.raises(StoreError, match="being removed by `store gc`"):
+        write(store, "u0", range(3))
+    assert store.keys() == set()
+    collect(store, grace=0)
+    write(store, "u0", range(3))
+    assert len(store.keys()) == 3
+
+
+def test_gc_removes_nothing_when_a_record_cannot_be_read(tmp_path: Path) -> None:
+    store = make(tmp_path, [range(3), range(3, 6)])
+    (tmp_path / "commits" / "u0.json").write_bytes(b"{}")
+    with pytest.raises(StoreError, match="damaged"):
+        collect(Store.open(tmp_path), grace=0)
+    assert len(list((tmp_path / SHARDS).iterdir())) == 2
+    del store
