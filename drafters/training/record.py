@@ -43,7 +43,7 @@ class Board:
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder / "tensorboard"))  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(str(folder / "tensorboard"))
 
     def step(self, progress: Progress, rate: float) -> None:
         """One optimizer step."""

@@ -1,0 +1,47 @@
+"""`vlmdistill generate`: one answer, streamed, with the drafted tokens marked."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vlmdistill.cli import console
+
+
+def generate(
+    text: Annotated[str, typer.Argument(help="What to ask.")],
+    model: console.Model = "demo",
+    image: Annotated[list[Path] | None, typer.Option(help="An image; may be repeated.")] = None,
+    drafter: Annotated[
+        str | None, typer.Option(help="Name or folder of a trained drafter; plain decoding without.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 512,
+    tree: Annotated[str | None, typer.Option(help="total-depth-k such as 30-3-8, or chain-5.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
+    runs: console.Runs = None,
+) -> None:
+    """Answer one prompt. Drafted tokens that were accepted are green and underlined on a terminal."""
+    import sys
+
+    from vlmdistill.drafters.base import Tree
+    from vlmdistill.pipelines.answer import answer
+    from vlmdistill.pipelines.workspace import Workspace
+
+    workspace = Workspace.of(model, Path(runs) if runs else None)
+    stream = answer(
+        workspace,
+        text,
+        images=image or [],
+        drafter=drafter,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        tree=Tree.parse(tree) if tree else None,
+        seed=seed,
+    )
+    marked = sys.stdout.isatty()
+    for piece in stream.pieces():
+        green = marked and piece.drafted
+        typer.echo(typer.style(piece.text, fg="green", underline=True) if green else piece.text, nl=False)
+    typer.echo()
+    console.note(stream.summary())

@@ -1,0 +1,32 @@
+"""Fixtures for all tests."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import tiny
+
+torch.set_num_threads(1)  # models this small only lose by more
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """Tiny models run slower on several threads, and far slower when the machine is shared."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Makes tiny checkpoints, each once per session: checkpoint("llava", vocabulary=24, layers=2)."""
+    made: dict[str, Path] = {}
+
+    def make(family: str, **options: Any) -> Path:
+        name = "-".join([family, *(f"{key}={value}" for key, value in sorted(options.items()))])
+        if name not in made:
+            made[name] = tiny.checkpoint(family, tmp_path_factory.mktemp("tiny") / name, **options)
+        return made[name]
+
+    return make
