@@ -28,10 +28,7 @@ HUB = MappingProxyType(
         "qwen2.5-vl-3b": "Qwen/Qwen2.5-VL-3B-Instruct",
         "qwen2.5-vl-7b": "Qwen/Qwen2.5-VL-7B-Instruct",
         "qwen2.5-vl-32b": "Qwen/Qwen2.5-VL-32B-Instruct",
+        "qwen3-vl-4b": "Qwen/Qwen3-VL-4B-Instruct",
+        "qwen3-vl-8b": "Qwen/Qwen3-VL-8B-Instruct",
     }
 )
-
-
-def family_of(model_type: str) -> Family | None:
-    """The family that serves this `model_type` of a config.json, or None."""
-    return FAMILIES.get(model_type)

@@ -15,6 +15,7 @@ HUB_TIMEOUT = 5.0  # seconds until the hub counts as out of reach
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
+PROCESSOR = "processor_config.json"
 
 
 def resolve(name: str) -> Path:
@@ -55,7 +56,9 @@ def complete(folder: Path) -> Path:
     for shard in weight_files(folder):
         _check_safetensors(shard)
     _one_of(folder, "tokenizer", "tokenizer.json", "tokenizer.model", "vocab.json")
-    _one_of(folder, "image processor", "preprocessor_config.json", "processor_config.json")
+    inside = (folder / PROCESSOR).is_file() and "image_processor" in read_json(folder, PROCESSOR)
+    if not inside:  # one file holds all settings, or this one those of images
+        _one_of(folder, "image processor", "preprocessor_config.json")
     return folder
 
 
@@ -118,8 +121,13 @@ def _from_hub(name: str, repository: str) -> Path:
         huggingface_hub.HfApi().model_info(repository, timeout=HUB_TIMEOUT)
         return Path(huggingface_hub.snapshot_download(repository, allow_patterns=list(WANTED)))
     except Exception as error:  # noqa: BLE001 - whatever the hub's client raises, the user needs one line
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise TargetError(
-            f"could not fetch {repository} from the Hugging Face hub ({reason}): "
+            f"could not fetch {repository} from the Hugging Face hub ({first_line(error)}): "
             f"download it elsewhere and pass its folder instead of '{name}'"
         ) from None
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error, cut where it rambles, or its type where it has no words."""
+    words = str(error).strip()
+    return words.splitlines()[0][:240] if words else type(error).__name__

@@ -12,7 +12,7 @@ import transformers
 from vlmdistill.pipelines.targets.base import VisionLanguageTarget
 from vlmdistill.pipelines.targets.catalogue import FAMILIES
 from vlmdistill.pipelines.targets.family import Family
-from vlmdistill.pipelines.targets.folder import read_json, resolve
+from vlmdistill.pipelines.targets.folder import first_line, read_json, resolve
 from vlmdistill.stores.errors import TargetError
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -107,12 +107,6 @@ def _check_together(folder: Path, family: Family, model: Any, processor: Any) ->
         fact = f"the image placeholder is {theirs} in the processor and {mine} in the model"
     if fact:
         raise TargetError(f"{folder}: the processor does not match the model: {fact}")
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error, or its type where it has no words."""
-    words = str(error).strip()
-    return words.splitlines()[0] if words else type(error).__name__
 
 
 @contextmanager

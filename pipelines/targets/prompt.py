@@ -13,6 +13,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from vlmdistill.pipelines.targets.family import Family, Inputs
+from vlmdistill.pipelines.targets.folder import first_line
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import Span
 
@@ -66,13 +67,17 @@ def encode(messages: Messages, *, family: Family, model: Any, processor: Any, ma
     conversation = [_turn(message) for message in messages]
     if not conversation:
         raise DataError("a prompt needs at least one message")
+    for text in (part.get("text", "") for turn in conversation for part in turn["content"]):
+        for placeholder in (processor.image_token, getattr(processor, "video_token", None)):
+            if placeholder and placeholder in text:
+                raise DataError(f"a prompt's text contains '{placeholder}', the target's own placeholder")
     images = sum(part["type"] == "image" for turn in conversation for part in turn["content"])
     try:
         batch = processor.apply_chat_template(
             conversation, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
         )
     except Exception as error:  # templates and processors raise anything
-        raise DataError(f"the target's processor refuses this prompt: {str(error).strip()[:300]}") from error
+        raise DataError(f"the target's processor refuses this prompt: {first_line(error)}") from error
     ids_L = batch["input_ids"][0]
     if len(ids_L) > max_length:
         raise DataError(f"the prompt has {len(ids_L)} tokens and the target reads at most {max_length}")
@@ -112,8 +117,10 @@ def _part(part: Mapping[str, Any]) -> dict[str, Any]:
 def read_image(source: str | Path | Image.Image) -> Image.Image:
     """Load an image upright and in RGB; DataError names a file that is missing or unreadable."""
     try:
-        image = source if isinstance(source, Image.Image) else Image.open(source)
-        return ImageOps.exif_transpose(image).convert("RGB")
+        if isinstance(source, Image.Image):
+            return ImageOps.exif_transpose(source).convert("RGB")
+        with Image.open(source) as image:
+            return ImageOps.exif_transpose(image).convert("RGB")
     except FileNotFoundError:
         raise DataError(f"image {source} does not exist") from None
     except (
@@ -133,7 +140,7 @@ def _spans(kind_L: Tensor, lengths: Sequence[int]) -> tuple[Span, ...]:
     if sum(lengths) != len(places):
         raise DataError(
             f"the prompt holds {len(places)} visual tokens and its images need {sum(lengths)}: "
-            "its text must not contain the target's image placeholder"
+            "does the chat template place each image once?"
         )
     spans, taken = [], 0
     for length in lengths:

@@ -1,0 +1,176 @@
+"""Captured states are those of an independent run of the stock model, row for row."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests import tiny
+from tests.pipelines.targets.stock import Messages, Stock
+from vlmdistill.pipelines.targets.loading import load
+from vlmdistill.stores.errors import TargetError
+from vlmdistill.stores.schema import Feature, Sample
+
+Checkpoint = Callable[..., Path]
+SOURCES = ("hidden", "embed", "layer0", "layer1", "layer2")
+ALL = [Feature(source, where) for source in SOURCES for where in ("text", "visual", "span")]
+CASES: dict[str, Messages] = {
+    "no image": tiny.message("say something"),
+    "one": tiny.message("what is it?", tiny.picture(90, 64)),
+    "several": tiny.message(
+        "compare", tiny.picture(33, 95, 1), tiny.picture(120, 30, 2), tiny.picture(56, 56, 3)
+    ),
+    "dialogue": [
+        {"role": "system", "content": [{"type": "text", "text": "be brief"}]},
+        *tiny.message("first", tiny.picture(57, 29, 4)),
+        {"role": "assistant", "content": [{"type": "text", "text": "a thing"}]},
+        *tiny.message("and this, which is longer?", tiny.picture(28, 64, 5)),
+    ],
+}
+ANSWERS = [(40, 41, 42, 1), (50, 51), (60, 61, 62, 63, 64, 65, 66), (70, 71, 1)]
+
+
+def rows(states: torch.Tensor, sample: Sample, where: str) -> np.ndarray[Any, Any]:
+    """Cut the stock model's [L, D] by the sample's own account of where its tokens stand."""
+    visual = np.zeros(len(states), bool)
+    for span in sample.spans:
+        visual[span.start : span.start + span.length] = True
+    last = [span.start + span.length - 1 for span in sample.spans]
+    picked: np.ndarray[Any, Any] = states.numpy()[{"text": ~visual, "visual": visual, "span": last}[where]]
+    return picked
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_padded_batch_equals_stock_model_one_by_one(
+    checkpoint: Checkpoint, family: str, attention: str
+) -> None:
+    folder = checkpoint(family)
+    target = load(str(folder), attention=attention)
+    stock = Stock(folder, target, attention)
+    prompts = [target.encode(messages) for messages in CASES.values()]
+    samples = target.capture(prompts, ANSWERS, ALL, "float32", list(CASES))
+    assert len({prompt.length for prompt in prompts}) == len(prompts), "the batch has to need padding"
+    for messages, answer, sample in zip(CASES.values(), ANSWERS, samples, strict=True):
+        states = stock.states(messages, answer)
+        ids = stock.inputs(messages, answer)["input_ids"][0].numpy()
+        assert len(sample.ids_T) + sample.visual_tokens == len(ids)
+        np.testing.assert_array_equal(sample.ids_T, ids[sample.position_T])
+        np.testing.assert_array_equal(sample.response_T, sample.position_T >= len(ids) - len(answer))
+        for span in sample.spans:
+            assert set(ids[span.start : span.start + span.length]) <= set(target.info.visual_ids)
+        assert not set(sample.ids_T) & set(target.info.visual_ids)
+        for feature in ALL:
+            expected = rows(states[feature.source], sample, feature.where)
+            assert len(expected) == sample.rows(feature.where)
+            np.testing.assert_allclose(
+                sample.features[feature], expected, atol=2e-5, rtol=1e-4, err_msg=feature.name
+            )
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_spans_are_images(checkpoint: Checkpoint, family: str) -> None:
+    """One span per image, each as long as the vision tower's output for it, neighbours told apart."""
+    target = load(str(checkpoint(family)))
+    for name, count in (("no image", 0), ("one", 1), ("several", 3), ("dialogue", 2)):
+        prompt = target.encode(CASES[name])
+        assert len(prompt.spans) == count
+        if count:
+            out = target.model.model.get_image_features(**prompt.inputs)
+            assert [span.length for span in prompt.spans] == [len(image) for image in out.pooler_output]
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_step_by_step_generation_has_the_same_states(checkpoint: Checkpoint, family: str) -> None:
+    folder = checkpoint(family)
+    target = load(str(folder))
+    stock = Stock(folder, target)
+    messages = CASES["several"]
+    out = stock.generate(messages, 8, output_hidden_states=True, return_dict_in_generate=True)
+    prompt = target.encode(messages)
+    answer = out.sequences[0, prompt.length :].tolist()
+    sample = target.capture(
+        [prompt], [answer], [Feature("hidden", "text"), Feature("embed", "text")], "float32"
+    )[0]
+    for step, states in enumerate(out.hidden_states[1:]):
+        row = int(np.flatnonzero(sample.response_T)[step])
+        for source, layer in (("hidden", -1), ("embed", 0)):
+            mine = sample.features[Feature(source, "text")][row]
+            np.testing.assert_allclose(mine, states[layer][0, 0].numpy(), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_rotary_positions_are_the_models_own(checkpoint: Checkpoint, family: str) -> None:
+    """After an image, M-RoPE is behind the expanded index; elsewhere both are the same."""
+    target = load(str(checkpoint(family)))
+    sample = target.capture([target.encode(CASES["one"])], [(40, 41)], [Feature("hidden", "text")])[0]
+    assert (np.diff(sample.rope_T) > 0).all()
+    behind = sample.position_T[-1] - sample.rope_T[-1]
+    assert behind > 0 if target.family.grids else behind == 0
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_a_placeholder_in_the_response_is_an_ordinary_token(checkpoint: Checkpoint, family: str) -> None:
+    folder = checkpoint(family)
+    target = load(str(folder))
+    answer = (40, target.info.visual_ids[0], 42)
+    sample = target.capture([target.encode(CASES["one"])], [answer], [Feature("hidden", "text")], "float32")[
+        0
+    ]
+    assert sample.ids_T[-3:].tolist() == list(answer)
+    # What generate feeds back after the prompt is looked up as text, too.
+    target.prefill(target.encode(CASES["one"]))
+    hidden = target.extend(torch.tensor(answer), torch.arange(1, 4))["hidden"].numpy()
+    np.testing.assert_allclose(sample.features[Feature("hidden", "text")][-3:], hidden, atol=2e-5, rtol=1e-4)
+
+
+def test_only_what_is_asked_for_and_in_the_dtype_asked_for(checkpoint: Checkpoint) -> None:
+    target = load(str(checkpoint("qwen2_5_vl")))
+    prompt = target.encode(CASES["one"])
+    asked = [Feature("hidden", "text"), Feature("layer1", "visual")]
+    wide = target.capture([prompt], [(40,)], asked, "float32")[0]
+    assert set(wide.features) == set(asked)
+    small = target.capture([prompt], [(40,)], asked, "bfloat16")[0]
+    for feature in asked:
+        assert small.features[feature].dtype == np.uint16
+        back = torch.from_numpy(small.features[feature].view(np.int16)).view(torch.bfloat16)
+        assert torch.equal(back, torch.from_numpy(wide.features[feature]).to(torch.bfloat16))
+
+
+def test_a_layer_that_is_not_there_is_refused(checkpoint: Checkpoint) -> None:
+    target = load(str(checkpoint("llava")))
+    with pytest.raises(TargetError, match="layers 0 to 2: layer3"):
+        target.capture([target.encode(CASES["one"])], [(40,)], [Feature("layer3", "text")])
+
+
+def test_states_that_do_not_give_the_logits_are_refused(checkpoint: Checkpoint) -> None:
+    """As they would not if a checkpoint scaled its logits, or applied its last norm elsewhere."""
+    target = load(str(checkpoint("qwen2_vl")))
+    forward = target.model.lm_head.forward
+    target.model.lm_head.forward = lambda hidden: 2 * forward(hidden)
+    with pytest.raises(TargetError, match="do not give the target's own logits"):
+        target.capture([target.encode(CASES["one"])], [(40,)], [Feature("hidden", "text")])
+
+
+def test_no_memory_halves_the_batch(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = load(str(checkpoint("llava")))
+    prompts = [target.encode(messages) for messages in CASES.values()]
+    whole = target.capture(prompts, ANSWERS, ALL, "float32")
+    run, sizes = target._capture, list[int]()
+
+    def tight(items: Any, *more: Any) -> Any:
+        sizes.append(len(items))
+        if len(items) > 1:
+            raise torch.OutOfMemoryError
+        return run(items, *more)
+
+    monkeypatch.setattr(target, "_capture", tight)
+    parts = target.capture(prompts, ANSWERS, ALL, "float32")
+    assert sizes == [4, 2, 1, 1, 2, 1, 1]
+    for one, other in zip(whole, parts, strict=True):
+        np.testing.assert_array_equal(one.ids_T, other.ids_T)
+        for feature in ALL:
+            np.testing.assert_allclose(one.features[feature], other.features[feature], atol=2e-5)

@@ -1,0 +1,216 @@
+"""A wrong name, a half-downloaded folder or parts that do not match: one clear line each."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+
+from tests import tiny
+from vlmdistill.pipelines.targets.catalogue import FAMILIES, HUB
+from vlmdistill.pipelines.targets.loading import load
+from vlmdistill.stores.errors import TargetError
+from vlmdistill.stores.schema import Feature
+
+Checkpoint = Callable[..., Path]
+
+
+@pytest.fixture
+def copy(checkpoint: Checkpoint, tmp_path: Path) -> Callable[[str], Path]:
+    """A checkpoint that a test may spoil."""
+    return lambda family: Path(shutil.copytree(checkpoint(family), tmp_path / family))
+
+
+def edit(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def refusal(folder: Path | str, **settings: Any) -> str:
+    with pytest.raises(TargetError) as caught:
+        load(str(folder), **settings)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert len(message) < 400
+    return message
+
+
+def test_every_family_has_its_file_and_its_place() -> None:
+    folder = Path("pipelines/targets")
+    files = {path.stem for path in folder.glob("*.py") if "(Family)" in path.read_text()}
+    assert files == set(FAMILIES) == set(tiny.FAMILIES)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_facts_of_a_target(checkpoint: Checkpoint, family: str) -> None:
+    target = load(str(checkpoint(family)))
+    info = target.info
+    assert (info.hidden_size, info.num_layers, info.num_heads, info.num_kv_heads) == (32, 3, 4, 2)
+    assert (info.vocab_size, info.intermediate_size, info.head_dim, info.max_position) == (320, 48, 8, 1024)
+    assert info.rope_theta == 10000
+    assert info.hidden_act == "silu"
+    assert info.attention_bias == (family in ("llava_onevision", "qwen2_vl", "qwen2_5_vl"))
+    assert target.head.embed_VD.shape == target.head.lm_head_VD.shape == (320, 32)
+    assert target.dtype == torch.float32
+    assert not any(weight.requires_grad for weight in target.model.parameters())
+
+
+def test_provenance_tells_checkpoints_apart(copy: Callable[[str], Path], checkpoint: Checkpoint) -> None:
+    features = {Feature("hidden", "text"), Feature("embed", "visual")}
+    base = load(str(checkpoint("llava"))).provenance(features, "bfloat16")
+    assert base.features == ("embed.visual", "hidden.text")
+    folder = copy("llava")
+    assert base.mismatch(load(str(folder)).provenance(features, "bfloat16")) is None
+    template = folder / "chat_template.jinja"
+    template.write_text(template.read_text().replace("USER", "HUMAN"))
+    changed = load(str(folder))
+    assert "template_hash" in (base.mismatch(changed.provenance(features, "bfloat16")) or "")
+    assert str(changed.fingerprint) != str(load(str(checkpoint("llava"))).fingerprint)
+    other = load(str(checkpoint("llava", seed=1))).provenance(features, "bfloat16")
+    assert "weights_hash" in (base.mismatch(other) or "")
+    edit(folder / "preprocessor_config.json", do_normalize=False)
+    template.write_text(template.read_text().replace("HUMAN", "USER"))
+    assert "processor_hash" in (base.mismatch(load(str(folder)).provenance(features, "bfloat16")) or "")
+
+
+def test_unknown_name_lists_the_known_ones() -> None:
+    message = refusal("qwen9")
+    assert "qwen9" in message
+    assert "qwen2.5-vl-7b" in message
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-vl-7b", "someone/some-model"])
+def test_hub_out_of_reach(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def offline(*_: Any, **__: Any) -> None:
+        raise OSError("[Errno -2] Name or service not known\nmore words")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", offline)
+    message = refusal(name)
+    assert f"could not fetch {HUB.get(name, name)}" in message
+    assert "Name or service not known" in message
+    assert "pass its folder" in message
+
+
+def test_hub_cache_is_used_without_asking(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = str(checkpoint("qwen2_vl"))
+
+    def cached(repository: str, *, local_files_only: bool) -> str:
+        assert (repository, local_files_only) == ("Qwen/Qwen2-VL-7B-Instruct", True)
+        return folder
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", cached)
+    assert load("qwen2-vl-7b").info.family == "qwen2-vl"
+
+
+def test_unknown_family(copy: Callable[[str], Path]) -> None:
+    folder = copy("llava")
+    edit(folder / "config.json", model_type="gpt2")
+    assert "'gpt2' is none of the families served: llava" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("lost", "said"),
+    [
+        ("config.json", "has no config.json"),
+        ("model.safetensors", "lacks the weights model.safetensors"),
+        ("tokenizer.json", "has no tokenizer"),
+        ("chat_template.jinja", "has no chat template"),
+    ],
+)
+@pytest.mark.parametrize("family", ["llava_next", "qwen3_vl"])
+def test_half_downloaded(copy: Callable[[str], Path], family: str, lost: str, said: str) -> None:
+    folder = copy(family)
+    (folder / lost).unlink()
+    assert said in refusal(folder)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_no_image_processor(copy: Callable[[str], Path], family: str) -> None:
+    folder = copy(family)
+    (folder / "preprocessor_config.json").unlink()
+    assert "processor" in refusal(folder)
+
+
+def test_missing_shard(copy: Callable[[str], Path]) -> None:
+    folder = copy("llava")
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    message = refusal(folder)
+    assert "model-00002-of-00002.safetensors (1 of 2 files)" in message
+    assert "not whole" in message
+
+
+def test_corrupt_files(copy: Callable[[str], Path]) -> None:
+    folder = copy("qwen2_vl")
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1000])
+    assert "is corrupt: it has" in refusal(folder)
+    weights.write_bytes(b"\xff" * 8 + whole[8:])
+    assert "its header is unreadable" in refusal(folder)
+    weights.write_bytes(b"")
+    assert "its header is unreadable" in refusal(folder)
+    weights.write_bytes(whole)
+    (folder / "config.json").write_text("{")
+    assert "config.json cannot be read" in refusal(folder)
+
+
+def test_weights_of_another_model(copy: Callable[[str], Path], checkpoint: Checkpoint) -> None:
+    folder = copy("llava")
+    shutil.copy(checkpoint("qwen2_vl") / "model.safetensors", folder)
+    assert "the weights" in refusal(folder)
+    shutil.copy(checkpoint("llava", layers=2) / "model.safetensors", folder)
+    assert "the weights lack" in refusal(folder)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_processor_of_another_model(copy: Callable[[str], Path], family: str) -> None:
+    folder = copy(family)
+    changes = {
+        "llava": ("processor_config.json", {"patch_size": 14}),
+        "llava_next": ("preprocessor_config.json", {"image_grid_pinpoints": [[28, 56]]}),
+        "llava_onevision": ("processor_config.json", {"num_image_tokens": 729}),
+    }
+    name, values = changes.get(family, ("preprocessor_config.json", {"merge_size": 1}))
+    edit(folder / name, **values)
+    assert "the processor does not match the model" in refusal(folder)
+
+
+def test_tokenizer_of_another_model(copy: Callable[[str], Path], checkpoint: Checkpoint) -> None:
+    folder = copy("qwen2_5_vl")
+    config = json.loads((folder / "config.json").read_text())
+    edit(folder / "config.json", image_token_id=config["image_token_id"] + 3)
+    assert "the image placeholder is 5 in the processor and 8 in the model" in refusal(folder)
+    folder = copy("llava")
+    shutil.copytree(checkpoint("llava", vocabulary=24), folder, dirs_exist_ok=True)
+    shutil.copy(checkpoint("llava") / "tokenizer.json", folder)
+    assert "261 tokens, 24 embeddings" in refusal(folder)
+
+
+def test_sliding_window_is_refused(copy: Callable[[str], Path]) -> None:
+    folder = copy("qwen2_vl")
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    kinds = ["full_attention", "sliding_attention", "sliding_attention"]
+    edit(
+        folder / "config.json",
+        text_config={**text, "use_sliding_window": True, "sliding_window": 8, "layer_types": kinds},
+    )
+    assert "sliding-window attention" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"attention": "flash_attention_2"}, "attention 'flash_attention_2'"),
+        ({"dtype": "int8"}, "dtype 'int8'"),
+        ({"device": "gpu"}, "'gpu' is no device"),
+        ({"device": "cuda:99"}, "'cuda:99' is not there"),
+    ],
+)
+def test_wrong_settings(checkpoint: Checkpoint, settings: dict[str, Any], said: str) -> None:
+    assert said in refusal(checkpoint("llava"), **settings)
