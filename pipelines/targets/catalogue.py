@@ -2,7 +2,6 @@
 
 from types import MappingProxyType
 
-from vlmdistill.pipelines.targets.family import Family
 from vlmdistill.pipelines.targets.llava import Llava
 from vlmdistill.pipelines.targets.llava_next import LlavaNext
 from vlmdistill.pipelines.targets.llava_onevision import LlavaOnevision

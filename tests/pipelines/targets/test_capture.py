@@ -38,8 +38,10 @@ def rows(states: torch.Tensor, sample: Sample, where: str) -> np.ndarray[Any, An
     visual = np.zeros(len(states), bool)
     for span in sample.spans:
         visual[span.start : span.start + span.length] = True
-    last = [span.start + span.length - 1 for span in sample.spans]
-    picked: np.ndarray[Any, Any] = states.numpy()[{"text": ~visual, "visual": visual, "span": last}[where]]
+    last = np.array([span.start + span.length - 1 for span in sample.spans], int)
+    picked: np.ndarray[Any, Any] = states.numpy()[
+        {"text": ~visual, "visual": visual}[where] if where != "span" else last
+    ]
     return picked
 
 

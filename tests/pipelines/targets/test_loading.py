@@ -171,7 +171,7 @@ def test_weights_of_another_model(copy: Callable[[str], Path], checkpoint: Check
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_processor_of_another_model(copy: Callable[[str], Path], family: str) -> None:
     folder = copy(family)
-    changes = {
+    changes: dict[str, tuple[str, dict[str, Any]]] = {
         "llava": ("processor_config.json", {"patch_size": 14}),
         "llava_next": ("preprocessor_config.json", {"image_grid_pinpoints": [[28, 56]]}),
         "llava_onevision": ("processor_config.json", {"num_image_tokens": 729}),
