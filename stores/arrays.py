@@ -115,6 +115,16 @@ class HashedFile:
             self._file.close()
 
 
+def write_file(path: Path, data: bytes) -> tuple[int, str]:
+    """Write a whole durable file; (bytes, blake3)."""
+    file = HashedFile(path)
+    try:
+        file.write(data)
+        return file.close()
+    finally:
+        file.abort()
+
+
 class ArrayWriter:
     """Appends the rows of one sample after the other to an array."""
 
@@ -172,9 +182,8 @@ class ArrayWriter:
         else:  # Zarr reads a missing file as the fill value, here of no rows at all
             self._file.abort()
             (self._folder / CHUNK_FILE).unlink()
-        described = HashedFile(self._folder / "zarr.json")
-        described.write(json.dumps(metadata(self.spec, self.rows, chunk_rows)).encode())
-        files[f"{self.spec.name}/zarr.json"] = described.close()
+        described = json.dumps(metadata(self.spec, self.rows, chunk_rows)).encode()
+        files[f"{self.spec.name}/zarr.json"] = write_file(self._folder / "zarr.json", described)
         return files
 
     def abort(self) -> None:

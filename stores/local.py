@@ -43,6 +43,8 @@ def ensure(folder: Path) -> None:
 class Local(Place):
     """A folder of a local or shared POSIX file system."""
 
+    here = True
+
     def __init__(self, root: Path) -> None:
         self.root = root
         self.url = str(root)
@@ -197,16 +199,17 @@ class Local(Place):
         times = [stat.st_mtime for _, stat in self._walk(folder)]
         return max(0.0, now - max([*times, path.stat().st_mtime])) if path.exists() else 0.0
 
-    def workspace(self) -> Path:
+    def workspace(self, name: str | None = None) -> Path:
         """A locked folder in staging: the kernel drops the lock when the process ends, however it ends."""
         ensure(self.root / STAGING)
         while True:
-            folder = self.root / STAGING / secrets.token_hex(8)
-            folder.mkdir()
+            folder = self.root / STAGING / (name or secrets.token_hex(8))
+            folder.mkdir(exist_ok=name is not None)
             try:
                 handle = _lock(folder)
             except (FileNotFoundError, BlockingIOError):
-                continue  # a collector was faster than our lock
+                name = None  # another process has it: take one of our own; or a collector was faster
+                continue
             if handle is not None:
                 self._held[folder] = handle
             if folder.exists():
@@ -226,9 +229,10 @@ class Local(Place):
             if mine is not None:
                 os.close(mine)
 
-    def release(self, folder: Path) -> None:
+    def release(self, folder: Path, keep: bool = False) -> None:
         """Remove the folder if it is still there, then let its lock go."""
-        shutil.rmtree(folder, ignore_errors=True)
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
         handle = self._held.pop(folder, None)
         if handle is not None:
             os.close(handle)

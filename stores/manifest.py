@@ -93,6 +93,25 @@ def units(place: Place) -> list[str]:
     return [name.removesuffix(".json") for name in place.names(COMMITS) if name.endswith(".json")]
 
 
+def commit(place: Place, record: Record) -> bool:
+    """Make a published shard count; false when another shard was committed for the unit before.
+
+    StoreError when a collector took the shard for garbage meanwhile: then it does not count.
+    """
+    unit, shard = record["unit"], record["shard"]
+    if not place.create(commit_name(unit), seal(record)):
+        if read_record(place, commit_name(unit))["shard"] != shard:
+            place.remove(f"{SHARDS}/{shard}")  # nobody else's: its name holds its unit and content
+        return False
+    there = place.files(f"{SHARDS}/{shard}")
+    whole = all(there.get(name) == size for name, (size, _) in record["files"].items())
+    if place.size(f"{DEAD}/{shard}") is not None or not whole:
+        place.remove(commit_name(unit))
+        what = f"unit {unit} was being removed by `store gc` while it was written"
+        raise StoreError(f"{what}: let gc finish, then write it again")
+    return True
+
+
 def commit_name(unit: str) -> str:
     """Where the record of a unit lies."""
     return f"{COMMITS}/{unit}.json"

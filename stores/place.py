@@ -19,6 +19,7 @@ class Place(ABC):
     """Named files under one root. Names use '/' and are relative to the root."""
 
     url: str
+    here: bool  # local: what was written is where it was compared
 
     @abstractmethod
     def read(self, name: str) -> bytes:
@@ -57,12 +58,15 @@ class Place(ABC):
         """Seconds since anything below a folder was written, told by the place's own clock."""
 
     @abstractmethod
-    def workspace(self) -> Path:
-        """A new local folder to build a shard in; for a local place on the same file system."""
+    def workspace(self, name: str | None = None) -> Path:
+        """A local folder to build a shard in; for a local place on the same file system.
+
+        Of a `name`, what an interrupted process left of it is found again.
+        """
 
     @abstractmethod
-    def release(self, folder: Path) -> None:
-        """Give a `workspace` back, whatever became of it."""
+    def release(self, folder: Path, keep: bool = False) -> None:
+        """Give a `workspace` back, whatever became of it; its files stay only to be found again."""
 
     @contextmanager
     def seized(self, name: str) -> Iterator[bool]:

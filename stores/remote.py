@@ -17,6 +17,8 @@ PROBE = "staging/probe"
 class Remote(Place):
     """A prefix of an object store, such as `s3://bucket/store`. A PUT is whole or nothing there."""
 
+    here = False
+
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         # Listings must be true now: a cached one would hide what other writers commit.
@@ -62,10 +64,12 @@ class Remote(Place):
         self._fs.pipe_file(self._path(name), data)
 
     def publish(self, folder: Path, name: str) -> None:
-        """PUT every file; equal names have equal content, so what is there already may be written again."""
+        """PUT the files that are not there: equal names of folders have equal content."""
+        there = self.files(name)
         for file in sorted(folder.rglob("*")):
-            if file.is_file():
-                path = self._path(f"{name}/{file.relative_to(folder).as_posix()}")
+            leaf = file.relative_to(folder).as_posix()
+            if file.is_file() and there.get(leaf) != file.stat().st_size:
+                path = self._path(f"{name}/{leaf}")
                 self._make_parent(path)
                 self._fs.put_file(str(file), path)
 
@@ -127,10 +131,12 @@ class Remote(Place):
         when = about.get("LastModified") or about.get("mtime") or about.get("created")
         return float(when.timestamp()) if hasattr(when, "timestamp") else float(when or 0)
 
-    def workspace(self) -> Path:
+    def workspace(self, name: str | None = None) -> Path:
         """A folder of this machine: shards are built here and then sent."""
+        del name
         return Path(tempfile.mkdtemp(prefix="vlmdistill-"))
 
-    def release(self, folder: Path) -> None:
-        """Remove the folder."""
+    def release(self, folder: Path, keep: bool = False) -> None:
+        """Remove the folder: what was sent already is not sent again, and the rest is near."""
+        del keep
         shutil.rmtree(folder, ignore_errors=True)

@@ -45,7 +45,7 @@ from vlmdistill.stores.schema import (
     TargetInfo,
     content_hash,
 )
-from vlmdistill.stores.tables import INDEX, XXH3, merge_index, read_arrow, reserved
+from vlmdistill.stores.tables import INDEX, XXH3, merge_index, read_arrow
 from vlmdistill.stores.writer import Writer
 
 if TYPE_CHECKING:
@@ -186,7 +186,10 @@ class Store:
                 assert isinstance(frame, pl.DataFrame)
                 names = (pl.lit(unit).alias("unit"), pl.lit(self.commit(unit)["shard"]).alias("shard"))
                 frames.append(frame.with_columns(*names))
-            self._index = there, join_stats(self.place, merge_index(frames))
+            self._index = (
+                there,
+                join_stats(self.place, merge_index(frames, [spec.name for spec in self.layout.arrays])),
+            )
         return self._index[1]
 
     def view(self, name: str | None) -> "pl.DataFrame":
@@ -195,7 +198,7 @@ class Store:
             return self.index
         from vlmdistill.stores.filters import view_keys
 
-        return self.index.join(view_keys(self, name), on="key", how="semi")
+        return self.index.join(view_keys(self, name), on="key", how="semi", maintain_order="left")
 
     # Reading
 
@@ -218,12 +221,12 @@ class Store:
 
     def read_row(self, row: Mapping[str, Any], features: Collection[Feature] | None = None) -> Sample:
         """The sample of one row of the index; see `read`."""
-        tokens_T4 = self._rows(TOKENS, row)
+        tokens_T4 = self.rows(TOKENS, row)
         ids_T, position_T, rope_T, response_T = np.ascontiguousarray(tokens_T4.T)
-        written = self._table(row["unit"]).column_names  # without what training says of the sample
+        written = self.commit(row["unit"])["meta"]  # without what training says of the sample
         held = {}
         for feature in self.layout.choose(features):
-            parts = tuple(self._rows(spec, row) for spec in self.layout.parts(feature))
+            parts = tuple(self.rows(spec, row) for spec in self.layout.parts(feature))
             held[feature] = self.layout.join(feature, parts)
         return Sample(
             key=row["key"],
@@ -236,11 +239,12 @@ class Store:
             meta={
                 name: value
                 for name, value in row.items()
-                if value is not None and name in written and (name == "dataset" or not reserved(name))
+                if value is not None and (name in written or name == "dataset")
             },
         )
 
-    def _rows(self, spec: ArraySpec, row: Mapping[str, Any]) -> Array:
+    def rows(self, spec: ArraySpec, row: Mapping[str, Any]) -> Array:
+        """The rows of one array for one row of the index, as stored and checked; see `read`."""
         record = self.commit(row["unit"])
         start = row[f"{spec.rows}_row"]
         span = range(start, start + rows_of(spec.rows, row))

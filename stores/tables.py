@@ -100,12 +100,13 @@ def table_names(place: Place, folder: str) -> list[str]:
     return [name.removesuffix(".json") for name in place.names(folder) if name.endswith(".json")]
 
 
-def merge_index(frames: "Sequence[pl.DataFrame]") -> "pl.DataFrame":
+def merge_index(frames: "Sequence[pl.DataFrame]", arrays: Sequence[str]) -> "pl.DataFrame":
     """One frame of all shards, sorted by key; of equal keys the one of the first unit by name."""
     import polars as pl
 
     if not frames:
-        empty = {**CORE, **dict.fromkeys(ADDED, pa.string())}
+        checksums = {XXH3 + name: pa.uint64() for name in arrays}
+        empty = {**CORE, **checksums, **dict.fromkeys(ADDED, pa.string())}
         frame = pl.from_arrow(pa.schema(empty).empty_table())
         assert isinstance(frame, pl.DataFrame)
         return frame

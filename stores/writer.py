@@ -6,18 +6,18 @@ its record appears in `commits/`. Writers share no file, so any number may work 
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from vlmdistill.stores.arrays import ArrayWriter, HashedFile, Rows
+from vlmdistill.stores.arrays import ArraySpec, ArrayWriter, Rows, write_file
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.layout import Layout, rows_of
-from vlmdistill.stores.manifest import DEAD, SHARDS, check_name, commit_name, read_record, seal, shard_name
+from vlmdistill.stores.manifest import SHARDS, check_name, commit, commit_name, shard_name
 from vlmdistill.stores.place import Place, writing
-from vlmdistill.stores.schema import SCHEMA_VERSION, Sample
-from vlmdistill.stores.tables import INDEX, XXH3, index_table, reserved, to_arrow
+from vlmdistill.stores.schema import SCHEMA_VERSION, Array, Sample
+from vlmdistill.stores.tables import CORE, INDEX, XXH3, index_table, reserved, to_arrow
 
 
 class Writer:
@@ -35,30 +35,29 @@ class Writer:
         self._added: set[str] = set()
         self._rows: list[dict[str, Any]] = []
         self._ends: dict[Rows, int] = {"text": 0, "visual": 0, "span": 0, "sample": 0}
-        self._losses: dict[str, list[float]] = {}
+        self.losses: dict[str, list[float]] = {}  # of 8-bit features: squared errors, squares; summed
         self._arrays: dict[str, ArrayWriter] = {}
         self._folder: Path | None = None
         self.committed = place.size(commit_name(unit)) is not None
 
     def __enter__(self) -> "Writer":
         if not self.committed:
-            with writing(self._place):
-                self._folder = self._place.workspace()
-                for spec in self._layout.arrays:
-                    self._arrays[spec.name] = ArrayWriter(self._folder, spec)
+            try:
+                with writing(self._place):
+                    self._folder = self._place.workspace()
+                    for spec in self._layout.arrays:
+                        self._arrays[spec.name] = ArrayWriter(self._folder, spec)
+            except BaseException:
+                self._release()
+                raise
         return self
 
     def add(self, sample: Sample) -> None:
         """Append one sample; StoreError when it does not fit the store or its key is already here."""
-        if sample.key in self._added:
-            raise StoreError(f"sample {sample.key} is given twice in unit {self.unit}")
         odd = sorted(name for name in sample.meta if reserved(name) and name != "dataset")
         if odd:
             raise StoreError(f"sample {sample.key}: the meta column '{odd[0]}' is the index's own, rename it")
         self._layout.check(sample)
-        self._added.add(sample.key)
-        if self._folder is None:
-            return
         row: dict[str, Any] = {
             **sample.meta,
             "key": sample.key,
@@ -68,14 +67,23 @@ class Writer:
             "response_tokens": int(sample.response_T.sum()),
             "spans": [{"start": span.start, "length": span.length} for span in sample.spans],
         }
-        for rows, end in self._ends.items():
-            row[f"{rows}_row"] = end
+        self.copy(row, self._layout.split(sample, self.losses))
+
+    def copy(self, row: Mapping[str, Any], arrays: Iterable[tuple[ArraySpec, Array]]) -> None:
+        """Append a sample in the form it is stored in: its line of the index, and its rows of each array."""
+        key = row["key"]
+        if key in self._added:
+            raise StoreError(f"sample {key} is given twice in unit {self.unit}")
+        self._added.add(key)
+        if self._folder is None:
+            return
+        line = {**row, **{f"{rows}_row": end for rows, end in self._ends.items()}}
         with writing(self._place):
-            for spec, array in self._layout.split(sample, self._losses):
-                row[XXH3 + spec.name] = self._arrays[spec.name].append(array)
+            for spec, array in arrays:
+                line[XXH3 + spec.name] = self._arrays[spec.name].append(array)
         for rows in self._ends:
             self._ends[rows] += rows_of(rows, row)
-        self._rows.append(row)
+        self._rows.append(line)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -85,10 +93,13 @@ class Writer:
                 with writing(self._place):
                     self._commit()
         finally:
-            for array in self._arrays.values():
-                array.abort()
-            if self._folder is not None:
-                self._place.release(self._folder)
+            self._release()
+
+    def _release(self) -> None:
+        for array in self._arrays.values():
+            array.abort()
+        if self._folder is not None:
+            self._place.release(self._folder)
 
     def _commit(self) -> None:
         if self._folder is None or not self._rows:
@@ -99,13 +110,8 @@ class Writer:
             files |= array.close()
         table = index_table(self._rows, list(self._arrays))
         group = {"zarr_format": 3, "node_type": "group", "attributes": {"unit": self.unit}}
-        for name, data in ((INDEX, to_arrow(table)), ("zarr.json", json.dumps(group).encode())):
-            file = HashedFile(self._folder / name)
-            try:
-                file.write(data)
-                files[name] = file.close()
-            finally:
-                file.abort()
+        files[INDEX] = write_file(self._folder / INDEX, to_arrow(table))
+        files["zarr.json"] = write_file(self._folder / "zarr.json", json.dumps(group).encode())
         name = shard_name(self.unit, files)
         record = {
             "schema": SCHEMA_VERSION,
@@ -113,24 +119,13 @@ class Writer:
             "shard": name,
             "origin": self._origin,
             "rows": self._ends,
+            "meta": [name for name in table.column_names if name not in CORE and not name.startswith(XXH3)],
             "files": files,
-            "losses": self._losses,
+            "losses": self.losses,
         }
-        shard = f"{SHARDS}/{name}"
-        self._place.publish(self._folder, shard)
-        if not self._place.create(commit_name(self.unit), seal(record)):
-            self._lost(name)
-        elif self._place.size(f"{DEAD}/{name}") is not None or not _whole(self._place, record):
-            # A collector took this shard for dead while we were away; our record must not count.
-            self._place.remove(commit_name(self.unit))
-            what = f"unit {self.unit} was being removed by `store gc` while it was written"
-            raise StoreError(f"{what}: let gc finish, then write it again")
-
-    def _lost(self, name: str) -> None:
-        """Another writer committed the unit first: its shard stands, ours goes if it is another."""
-        self._compare()
-        if read_record(self._place, commit_name(self.unit))["shard"] != name:
-            self._place.remove(f"{SHARDS}/{name}")
+        self._place.publish(self._folder, f"{SHARDS}/{name}")
+        if not commit(self._place, record):
+            self._compare()
 
     def _compare(self) -> None:
         if self._added and self._added != (there := self._keys(self.unit)):
@@ -139,9 +134,3 @@ class Writer:
                 f"unit {self.unit} is already committed with other samples ({odd} is in only one of them): "
                 "name each unit after the samples it holds"
             )
-
-
-def _whole(place: Place, record: dict[str, Any]) -> bool:
-    """Whether every file of a record is there with its size."""
-    there = place.files(f"{SHARDS}/{record['shard']}")
-    return all(there.get(name) == size for name, (size, _) in record["files"].items())

@@ -1,0 +1,161 @@
+"""Stores are merged, pushed and pulled without losing, doubling or mixing up a sample."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.stores.samples import FEATURES, head, info, make, provenance, same, sample, write
+from vlmdistill.stores import share
+from vlmdistill.stores.errors import StoreError
+from vlmdistill.stores.filters import filter_store
+from vlmdistill.stores.local import Local
+from vlmdistill.stores.schema import Array, Feature
+from vlmdistill.stores.share import merge, send
+from vlmdistill.stores.store import Store
+from vlmdistill.stores.verify import verify
+
+
+def numbers(store: Store) -> list[int]:
+    return [int(key[1:]) for key in store.index["key"]]
+
+
+def test_merging_two_teams_keeps_each_sample_once(tmp_path: Path) -> None:
+    make(tmp_path / "one", [range(4), range(4, 8)])
+    make(tmp_path / "two", [range(20, 24), range(6, 12)])  # the same unit names, other samples
+    told = merge(tmp_path / "both", [tmp_path / "one", tmp_path / "two"])
+    both = Store.open(tmp_path / "both")
+    assert numbers(both) == [*range(12), *range(20, 24)]
+    assert [(one.copied, one.present) for one in told] == [(8, 0), (8, 2)]
+    assert all(same(both.read(f"k{number:04}"), sample(number)) for number in numbers(both))
+    assert not verify(both.path).findings
+
+
+def test_merging_again_copies_nothing(tmp_path: Path) -> None:
+    make(tmp_path / "one", [range(4)])
+    merge(tmp_path / "both", [tmp_path / "one"])
+    before = sorted((tmp_path / "both").rglob("*"))
+    assert merge(tmp_path / "both", [tmp_path / "one"])[0].copied == 0
+    assert sorted((tmp_path / "both").rglob("*")) == before
+
+
+@pytest.mark.parametrize("field", ["config_hash", "processor_hash", "template_hash", "features"])
+def test_a_merge_refuses_another_origin_by_field(tmp_path: Path, field: str) -> None:
+    make(tmp_path / "one", [range(4)])
+    other = provenance(**{field: FEATURES[:1] if field == "features" else "other"})
+    Store.create(tmp_path / "two", other, info(), head())
+    with pytest.raises(StoreError, match=field):
+        merge(tmp_path / "both", [tmp_path / "one", tmp_path / "two"])
+    assert not (tmp_path / "both").exists()
+
+
+def test_a_key_with_two_contents_keeps_the_first_and_is_told(tmp_path: Path) -> None:
+    make(tmp_path / "one", [range(4)])
+    two = make(tmp_path / "two")
+    changed = sample(3)
+    changed.features[Feature.parse("hidden.text")][0, 0] ^= 1
+    with two.writer("u0") as writer:
+        writer.add(changed)
+    told = merge(tmp_path / "one", [tmp_path / "two"])[0]
+    assert (told.copied, told.conflicts) == (0, ("k0003",))
+    assert same(Store.open(tmp_path / "one").read("k0003"), sample(3))
+
+
+def test_the_same_content_under_another_key_is_not_copied(tmp_path: Path) -> None:
+    make(tmp_path / "one", [range(4)])
+    two = make(tmp_path / "two")
+    with two.writer("u") as writer:
+        writer.add(dataclasses.replace(sample(3), key="renamed"))
+        writer.add(sample(9))
+    told = merge(tmp_path / "one", [tmp_path / "two"])[0]
+    assert (told.copied, told.twins) == (1, 1)
+
+
+@pytest.mark.parametrize("url", ["{tmp}/there", "memory://{name}"])
+def test_push_and_pull_bring_everything_back(tmp_path: Path, url: str) -> None:
+    there = url.format(tmp=tmp_path, name=tmp_path.name)
+    encoding = {"hidden.text": "zstd", "embed.span": "int8"}
+    store = make(tmp_path / "here", [range(5), range(5, 9)], encoding=encoding)
+    filter_store(store, "long", expressions=["words > 3"])
+    store.write_stats("run", {"key": ["k0004"], "kept": [0.5]})
+    assert send(store.path, there).copied == 9
+    assert not verify(there).findings
+    assert send(there, tmp_path / "back").copied == 9
+    back = Store.open(tmp_path / "back")
+    assert back.index.equals(store.index)
+    assert back.view("long").equals(store.view("long"))
+    assert all(same(back.read(key), store.read(key)) for key in store.index["key"])
+    write(store, "u9", [30])
+    assert send(store.path, there).copied == 1
+
+
+def test_a_view_and_some_features_are_all_that_is_copied(tmp_path: Path) -> None:
+    encoding = {"hidden.text": "int8"}
+    store = make(tmp_path / "here", [range(5), range(5, 9)], encoding=encoding)
+    filter_store(store, "long", expressions=["words >= 3"])
+    wanted = Feature.parse("hidden.text")
+    send(store.path, tmp_path / "part", view="long", features=[wanted])
+    part = Store.open(tmp_path / "part")
+    assert numbers(part) == list(range(3, 9))
+    assert part.provenance.features == ("hidden.text",)
+    for key in part.index["key"]:
+        assert same(part.read(key), store.read(key, [wanted]))
+    assert not list((tmp_path / "part").rglob("layer2.visual"))
+    assert not verify(part.path).findings
+    send(store.path, tmp_path / "part", features=[wanted])
+    assert numbers(part) == list(range(9))
+
+
+def test_an_interrupted_pull_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = make(tmp_path / "here", [range(9)])
+    large = max((tmp_path / "here" / "shards").rglob("0"), key=lambda path: path.stat().st_size)
+    fetched: list[str] = []
+    extent = Local.extent
+
+    def limited(limit: int) -> Callable[[Local, str, int, int], Array]:
+        def read(place: Local, name: str, start: int, length: int) -> Array:
+            if place.url == store.path and "/c/0/0" in name:
+                fetched.append(name)
+                if len(fetched) == limit:
+                    raise ConnectionError("the line is dead")
+            return extent(place, name, start, length)
+
+        return read
+
+    monkeypatch.setattr(share, "BLOCK", large.stat().st_size // 8)
+    monkeypatch.setattr(Local, "extent", limited(9))
+    with pytest.raises(StoreError, match="the line is dead"):
+        send(store.path, tmp_path / "there")
+    assert Store.open(tmp_path / "there").keys() == set()
+    fetched.clear()
+    monkeypatch.setattr(Local, "extent", limited(-1))
+    send(store.path, tmp_path / "again")
+    whole = len(fetched)
+    fetched.clear()
+    send(store.path, tmp_path / "there")
+    assert len(fetched) == whole - 8
+    assert Store.open(tmp_path / "there").keys() == store.keys()
+    assert not verify(tmp_path / "there").findings
+
+
+def test_damage_does_not_travel(tmp_path: Path) -> None:
+    store = make(tmp_path / "here", [range(4)])
+    path = next((tmp_path / "here").glob("shards/*/hidden.text/c/0/0"))
+    data = bytearray(path.read_bytes())
+    data[7] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(StoreError, match=r"hidden\.text/c/0/0 is damaged"):
+        send(store.path, tmp_path / "there")
+    assert Store.open(tmp_path / "there").keys() == set()
+
+
+def test_a_pulled_store_needs_nothing_of_the_target(tmp_path: Path) -> None:
+    store = make(tmp_path / "here", [range(4)])
+    send(store.path, tmp_path / "there")
+    for path in sorted((tmp_path / "here").rglob("*"), reverse=True):
+        path.unlink() if path.is_file() else path.rmdir()
+    pulled = Store.open(tmp_path / "there")
+    assert np.array_equal(pulled.head().embed_VD, head().embed_VD)
+    assert pulled.info == info()
