@@ -7,6 +7,7 @@ import os
 import secrets
 import shutil
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -50,6 +51,7 @@ class Local(Place):
         self.url = str(root)
         self._handles: OrderedDict[str, int] = OrderedDict()
         self._lock = threading.Lock()
+        weakref.finalize(self, _close, self._handles)
         self._held: dict[Path, int] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -57,10 +59,6 @@ class Local(Place):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         Local.__init__(self, state["root"])
-
-    def __del__(self) -> None:
-        for handle in self._handles.values():
-            os.close(handle)
 
     def read(self, name: str) -> bytes:
         """The whole file; FileNotFoundError when there is none."""
@@ -250,6 +248,11 @@ class Local(Place):
         finally:
             if handle is not None:
                 os.close(handle)
+
+
+def _close(handles: OrderedDict[str, int]) -> None:
+    for handle in handles.values():
+        os.close(handle)
 
 
 def _lock(path: Path) -> int | None:

@@ -256,6 +256,8 @@ class Store:
             rows = read_rows(self.place, shard, spec, span, total, size)
         except FileNotFoundError as error:
             raise damaged(where, "it is missing") from error
+        except OSError as error:
+            raise StoreError(f"{where} cannot be read: {error}") from error
         if xxhash.xxh3_64_intdigest(rows.data if len(rows) else b"") != row[XXH3 + spec.name]:
             raise damaged(where)
         return rows

@@ -1,11 +1,14 @@
 """Stores are merged, pushed and pulled without losing, doubling or mixing up a sample."""
 
 import dataclasses
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.stores.samples import FEATURES, head, info, make, provenance, same, sample, write
 from vlmdistill.stores import share
@@ -159,3 +162,22 @@ def test_a_pulled_store_needs_nothing_of_the_target(tmp_path: Path) -> None:
     pulled = Store.open(tmp_path / "there")
     assert np.array_equal(pulled.head().embed_VD, head().embed_VD)
     assert pulled.info == info()
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    stores=st.lists(
+        st.lists(st.sets(st.integers(0, 20), min_size=1, max_size=6), max_size=3), min_size=1, max_size=3
+    )
+)
+def test_any_merge_is_the_union(stores: list[list[set[int]]]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        for at, units in enumerate(stores):
+            make(root / str(at), units)
+        merge(root / "all", [root / str(at) for at in range(len(stores))])
+        merged = Store.open(root / "all")
+        union = sorted({number for units in stores for unit in units for number in unit})
+        assert numbers(merged) == union
+        assert all(same(merged.read(f"k{number:04}"), sample(number)) for number in union)
+        assert not verify(merged.path).findings

@@ -1,0 +1,170 @@
+"""Views drop samples for a reason, are counted, and touch no tensor."""
+
+import time
+from pathlib import Path
+
+import polars as pl
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.stores.samples import make, sample
+from vlmdistill.stores.errors import StoreError
+from vlmdistill.stores.filters import filter_store, named, where
+from vlmdistill.stores.manifest import VIEWS
+from vlmdistill.stores.measures import code_ratio, measures, repetition
+from vlmdistill.stores.store import Store
+from vlmdistill.stores.tables import read_table
+
+PROSE = (
+    "A small brown dog runs along the wet beach while two children watch it from a red towel. "
+    "Behind them the sea is grey, and a single white sail leans in the wind close to the horizon."
+)
+LOOP = "the cat sat on the mat " * 20
+CODE = "for (int i = 0; i < n; i++) { total += values[i]; }\nreturn total / n;"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    store = make(tmp_path)
+    texts = [
+        PROSE,
+        PROSE.replace("red", "blue"),
+        LOOP,
+        CODE,
+        "Yes, it is.",
+        "A dog and a cat play in a garden.",
+    ]
+    with store.writer("u") as writer:
+        for number, text in enumerate(texts):
+            writer.add(sample(number, **measures(text)))  # type: ignore[arg-type]
+    return store
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    return make(tmp_path_factory.mktemp("many"), [range(7), range(7, 30)])
+
+
+def test_the_filters_of_the_papers_drop_what_they_name(store: Store) -> None:
+    view = filter_store(store, "good", filters=["min_words", "max_code", "max_repetition", "unique"])
+    assert dict(view.dropped) == {
+        "fewer than 6 words": 1,
+        "more than 0.05 code": 1,
+        "more than 0.3 repetition": 1,
+        "near-duplicate answer": 1,
+    }
+    assert store.view("good")["key"].to_list() == ["k0000", "k0005"]
+
+
+def test_each_dropped_sample_is_kept_with_its_reason(store: Store) -> None:
+    filter_store(store, "v", filters=["min_words"], expressions=["code_ratio < 0.05"])
+    record, table = read_table(store.place, VIEWS, "v")
+    frame = pl.DataFrame(table)
+    assert dict(frame.filter(pl.col("reason").is_not_null()).iter_rows()) == {
+        "k0003": "code_ratio < 0.05",
+        "k0004": "fewer than 6 words",
+    }
+    assert (record["rows"], record["kept"]) == (6, 4)
+
+
+@settings(max_examples=40, deadline=None)
+@given(least=st.integers(-1, 31), dataset=st.sampled_from("abc"), length=st.integers(0, 60))
+def test_a_view_keeps_what_a_plain_loop_would(many: Store, least: int, dataset: str, length: int) -> None:
+    texts = [f"words >= {least}", f"dataset != '{dataset}' or text_tokens < {length}"]
+    view = filter_store(many, "v", expressions=texts)
+    expected = []
+    for number in range(30):
+        item = sample(number)
+        if number >= least and (item.meta["dataset"] != dataset or len(item.ids_T) < length):
+            expected.append(item.key)
+    assert many.view("v")["key"].to_list() == expected
+    assert view.kept == len(expected)
+    assert view.rows - view.kept == sum(view.dropped.values())
+
+
+def test_views_stack(many: Store) -> None:
+    filter_store(many, "late", expressions=["words >= 20"])
+    filter_store(many, "late-a", base="late", expressions=["dataset = 'a'"])
+    assert many.view("late-a")["words"].to_list() == [20, 22, 24, 26, 28]
+
+
+def test_a_mix_keeps_the_shares_and_the_same_samples_each_time(many: Store) -> None:
+    filter_store(many, "mix", filters=["mix=a:0.75,b:0.25"])
+    first = many.view("mix")
+    counts = dict(first["dataset"].value_counts().iter_rows())
+    assert counts == {"a": 15, "b": 5}
+    filter_store(many, "mix", filters=["mix=a:0.75,b:0.25"])
+    assert many.view("mix").equals(first)
+
+
+def test_statistics_of_training_make_a_curriculum(many: Store) -> None:
+    many.write_stats(
+        "sparrow", {"key": ["k0001", "k0002", "k0003"], "kept": [0.1, 0.5, 0.9], "loss": [3.0, 2.0, 1.0]}
+    )
+    filter_store(many, "almost", expressions=["kept > 0.2"])
+    assert many.view("almost")["key"].to_list() == ["k0002", "k0003"]
+    many.write_stats("later", {"key": ["k0002"], "kept": [0.0]})
+    filter_store(many, "almost", expressions=["kept > 0.2"])
+    assert many.view("almost")["key"].to_list() == ["k0003"]
+    filter_store(many, "almost", expressions=['"sparrow.kept" > 0.2'])
+    assert many.view("almost")["key"].to_list() == ["k0002", "k0003"]
+    many.write_stats("sparrow", {"key": ["k0009"], "kept": [1.0]})
+    assert many.index.filter(pl.col("sparrow.kept").is_not_null())["key"].to_list() == ["k0009"]
+
+
+def test_statistics_that_cannot_be_joined_are_refused(many: Store) -> None:
+    with pytest.raises(StoreError, match="'text_tokens' is the index's own"):
+        many.write_stats("r", {"key": ["k0001"], "text_tokens": [1]})
+    with pytest.raises(StoreError, match="two rows for one key"):
+        many.write_stats("r", {"key": ["k0001", "k0001"], "kept": [1, 2]})
+    with pytest.raises(StoreError, match="text column 'key'"):
+        many.write_stats("r", {"kept": [1]})
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("wrds > 5", "no column 'wrds'.*Columns: key, dataset.*words"),
+        ("words >", "cannot read the expression"),
+        ("words + 1", "not a yes or no"),
+        ("max(words) > 1", "not a yes or no"),
+        ("dataset > 3", "cannot be computed"),
+    ],
+)
+def test_a_mistaken_expression_is_explained(many: Store, text: str, reason: str) -> None:
+    with pytest.raises(StoreError, match=reason):
+        filter_store(many, "v", expressions=[text])
+
+
+def test_a_mistaken_name_is_explained(many: Store) -> None:
+    with pytest.raises(StoreError, match="no filter: use one of min_words"):
+        named("shorter=3")
+    with pytest.raises(StoreError, match="is not a number"):
+        named("max_tokens=many").keep(many.index)
+    with pytest.raises(StoreError, match="has no view 'nope'"):
+        many.view("nope")
+    with pytest.raises(StoreError, match="needs the column 'sketch'"):
+        filter_store(many, "v", filters=["unique"])
+    with pytest.raises(StoreError, match="Datasets left: a, b"):
+        filter_store(many, "v", filters=["mix=a:0.5,zebra:0.5"])
+
+
+def test_measures_tell_code_loops_and_prose_apart() -> None:
+    assert code_ratio(PROSE) < 0.01
+    assert code_ratio(CODE) > 0.3
+    assert code_ratio("Use it like this:\n```python\npass\n```") == 1
+    assert repetition(PROSE) < 0.01
+    assert repetition(LOOP) > 0.9
+    assert repetition("") == code_ratio("") == 0
+    assert measures("")["words"] == 0
+
+
+def test_filtering_a_million_rows_takes_about_a_second() -> None:
+    rows = pl.DataFrame({"key": pl.int_range(10**6, eager=True).cast(pl.String)}).with_columns(
+        words=pl.int_range(10**6) % 500, code_ratio=pl.lit(0.01)
+    )
+    start = time.perf_counter()
+    kept = rows.filter(where("words > 5 and code_ratio < 0.05", rows.columns).keep(rows))
+    assert time.perf_counter() - start < 1
+    assert len(kept) == 988_000

@@ -1,0 +1,98 @@
+"""The format as documented: stock zarr, pyarrow, polars and safetensors read a store without this code."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import blake3
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pytest
+import safetensors.torch
+import torch
+import zarr
+
+from tests.stores.samples import FEATURES, head, make, sample
+from vlmdistill.stores.layout import ENCODINGS
+from vlmdistill.stores.schema import Feature
+from vlmdistill.stores.tensors import Packer, as_numpy, as_torch
+
+BIG = 3  # a sample of more rows than a chunk
+
+
+def fill(path: Path, encoding: str) -> None:
+    store = make(path, encoding=dict.fromkeys(FEATURES, encoding))
+    with store.writer("u") as writer:
+        for number in range(6):
+            writer.add(sample(number, tokens=700 if number == BIG else None))
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_stock_readers_read_every_field_of_every_sample(tmp_path: Path, encoding: str) -> None:
+    fill(tmp_path, encoding)
+    commit = json.loads((tmp_path / "commits/u.json").read_text())
+    shard = tmp_path / "shards" / commit["shard"]
+    for name, (size, checksum) in commit["files"].items():
+        data = (shard / name).read_bytes()
+        assert (len(data), blake3.blake3(data).hexdigest()) == (size, checksum)
+    index = pl.read_ipc(shard / "index.arrow")
+    assert pa.ipc.open_file(shard / "index.arrow").read_all().num_rows == len(index) == 6
+    group: Any = zarr.open_group(shard, mode="r")
+    for row in index.iter_rows(named=True):
+        number = int(row["key"][1:])
+        given = sample(number, tokens=700 if number == BIG else None)
+        tokens = group["tokens"][row["text_row"] : row["text_row"] + row["text_tokens"]]
+        assert np.array_equal(
+            tokens, np.stack([given.ids_T, given.position_T, given.rope_T, given.response_T], 1)
+        )
+        assert [(span["start"], span["length"]) for span in row["spans"]] == [
+            (span.start, span.length) for span in given.spans
+        ]
+        for feature, rows in given.features.items():
+            start = row[f"{feature.where}_row"]
+            stored = group[feature.name][start : start + len(rows)]
+            if encoding == "int8":
+                tokens = group[f"{feature.name}.token_scale"][start : start + len(rows)]
+                channels = group[f"{feature.name}.channel_scale"][row["sample_row"]]
+                back = stored.astype(np.float32) * tokens * channels
+                true = torch.from_numpy(rows.view(np.int16)).view(torch.bfloat16).float().numpy()
+                assert np.abs(back - true).max(initial=0) < 0.05 * np.abs(true).max(initial=1)
+            else:
+                assert np.array_equal(stored, rows)
+
+
+def test_a_stock_reader_finds_the_frozen_head(tmp_path: Path) -> None:
+    fill(tmp_path, "raw")
+    record = json.loads((tmp_path / "store.json").read_text())
+    tables = safetensors.torch.load_file(tmp_path / record["head"]["file"])
+    assert torch.equal(tables["embed"], as_torch(head().embed_VD, "bfloat16"))
+
+
+def test_hardly_a_row_is_padding(tmp_path: Path) -> None:
+    fill(tmp_path, "raw")
+    rows = sum(700 if number == BIG else len(sample(number).ids_T) for number in range(6))
+    file = next(tmp_path.glob("shards/*/hidden.text/c/0/0"))
+    assert file.stat().st_size <= (rows + 3) * 8 * 2 + 3 * 16 + 4
+
+
+def test_torch_shares_the_memory_of_what_is_read(tmp_path: Path) -> None:
+    store = make(tmp_path)
+    with store.writer("u") as writer:
+        writer.add(sample(1, tokens=8000))
+    rows = store.read("k0001").features[Feature.parse("hidden.text")]
+    tensor = as_torch(rows, "bfloat16")
+    assert (tensor.dtype, tensor.data_ptr()) == (torch.bfloat16, rows.ctypes.data)
+    assert np.shares_memory(as_numpy(tensor), rows)
+    tensor.zero_()  # private to this process: the file does not change
+    again = store.read("k0001").features[Feature.parse("hidden.text")]
+    assert np.array_equal(again, sample(1, tokens=8000).features[Feature.parse("hidden.text")])
+
+
+def test_packing_joins_ragged_rows_in_reused_memory() -> None:
+    packer = Packer("bfloat16", ring=2)
+    parts = [np.full((n, 4), n, np.uint16) for n in (3, 1, 5)]
+    packed = packer.pack(parts)
+    assert np.array_equal(as_numpy(packed), np.concatenate(parts))
+    assert packer.pack(parts).data_ptr() != packed.data_ptr()
+    assert packer.pack(parts[:2]).data_ptr() == packed.data_ptr()
