@@ -3,12 +3,12 @@
 The only module that imports DeepSpeed.
 """
 
+import atexit
 import json
 import logging
 import os
 import pickle
 import shutil
-import socket
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -32,20 +32,21 @@ def start(seed: int) -> tuple[int, int]:
     # a stale lock when interrupted. Gloo alone serves.
     __compatible_ops__["deepspeed_shm_comm"] = False
     _quiet()
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
     if not torch.distributed.is_initialized():
-        deepspeed.init_distributed(
-            dist_backend="nccl" if torch.cuda.is_available() else "gloo", verbose=False
-        )
+        if "RANK" not in os.environ:
+            # Without a launcher DeepSpeed would look for MPI. An address in the environment would do, but
+            # child processes would inherit it.
+            os.environ.setdefault("LOCAL_RANK", "0")
+            alone = torch.distributed.HashStore()
+            torch.distributed.init_process_group(backend, store=alone, rank=0, world_size=1)
+        # The group is left at exit and not before: DeepSpeed remembers it, and a second run here uses it.
+        atexit.register(_leave)
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     torch.manual_seed(seed)
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
-
-
-def stop() -> None:
-    """Leave the process group."""
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 def barrier() -> None:
@@ -137,17 +138,16 @@ def load(engine: Any, folder: Path, tag: str) -> dict[str, Any]:
     return state
 
 
+def _leave() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 def _environment() -> None:
-    """What DeepSpeed reads from the environment; without a launcher it would look for MPI."""
+    """What DeepSpeed reads from the environment before it is imported."""
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(tempfile.gettempdir()) / "vlmdistill_extensions"))
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    if "RANK" not in os.environ:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        os.environ.update({**alone, "MASTER_PORT": str(port)})
 
 
 def _quiet() -> None:

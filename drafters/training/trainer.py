@@ -80,14 +80,11 @@ def train(run: Run, on_step: Callable[[Progress], None] = lambda progress: None)
         return run.out
     tag = deepspeed.resumable(run.state, signature, run.resume)
     rank, world = deepspeed.start(run.seed)
-    try:
-        trainer = _Trainer(run, store, needs, samples, signature, (rank, world))
-        trainer.on_step = on_step
-        if tag is not None:
-            trainer.position = Position(**deepspeed.load(trainer.engine, run.state, tag)["position"])
-        trainer.fit()
-    finally:
-        deepspeed.stop()
+    trainer = _Trainer(run, store, needs, samples, signature, (rank, world))
+    trainer.on_step = on_step
+    if tag is not None:
+        trainer.position = Position(**deepspeed.load(trainer.engine, run.state, tag)["position"])
+    trainer.fit()
     return run.out
 
 

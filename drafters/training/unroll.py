@@ -4,6 +4,7 @@ Shapes: T text tokens, E entries, R rows (entries whose first draft is supervise
 """
 
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
@@ -87,7 +88,9 @@ def with_noise(batch: Batch, width: float, generator: torch.Generator) -> Batch:
         "span": batch.segment_M,
     }
     noisy = {}
-    for feature, state_ND in batch.features.items():
+    for feature, state_ND in sorted(
+        batch.features.items(), key=itemgetter(0)
+    ):  # the order decides who gets which draw
         if feature.source == "hidden" and width:
             scale_N1 = (width * 512 / length_B[segments[feature.where]])[:, None]
             draw_ND = torch.rand(state_ND.shape, generator=generator, device=state_ND.device)

@@ -1,11 +1,17 @@
 """Random target states in the shape that targets give them: enough to prove what drafters compute."""
 
+import random
 from collections.abc import Collection
+from pathlib import Path
 
 import torch
 
 from vlmdistill.drafters.base import Batch, Head
-from vlmdistill.stores.schema import Feature, TargetInfo
+from vlmdistill.stores import schema
+from vlmdistill.stores.schema import Feature, Provenance, Sample, Span, TargetInfo
+from vlmdistill.stores.store import Store
+
+ALL = ("hidden.text", "hidden.visual", "hidden.span", "embed.visual", "layer2.visual")
 
 INFO = TargetInfo(
     name="synthetic",
@@ -89,3 +95,44 @@ def cut(sample: Batch, tokens: int) -> Batch:
         sample.segment_M[spans],
         {feature: state[: kept[feature.where]] for feature, state in sample.features.items()},
     )
+
+
+def store(path: Path, samples: int, features: Collection[str] = ALL, seed: int = 0) -> Store:
+    """A small store of such samples, float32, in one shard."""
+    wanted = [Feature.parse(name) for name in features]
+    provenance = Provenance(
+        target="synthetic",
+        config_hash="c",
+        weights_hash="w",
+        processor_hash="p",
+        template_hash="t",
+        features=tuple(sorted(features)),
+        dtype="float32",
+    )
+    tables = head()
+    made = Store.create(
+        path,
+        provenance,
+        INFO,
+        schema.Head(tables.embed_VD.numpy(), tables.lm_head_VD.numpy(), "float32"),
+    )
+    draw = random.Random(seed)
+    with made.writer("unit") as writer:
+        for number in range(samples):
+            one = batch([LAYOUTS[draw.choice(sorted(LAYOUTS))]], wanted, seed=seed * 1000 + number)
+            writer.add(
+                Sample(
+                    key=f"sample{number}",
+                    ids_T=one.ids_T.int().numpy(),
+                    response_T=one.response_T.numpy(),
+                    position_T=one.position_T.int().numpy(),
+                    rope_T=one.rope_T.int().numpy(),
+                    spans=tuple(
+                        Span(start, length)
+                        for start, length in zip(one.start_M.tolist(), one.length_M.tolist(), strict=True)
+                    ),
+                    features={feature: state.numpy() for feature, state in one.features.items()},
+                    meta={"dataset": "synthetic"},
+                )
+            )
+    return made

@@ -101,7 +101,7 @@ def test_a_drafter_that_is_right_gains_tokens_and_changes_nothing(
             return frozenset()
 
         def step(self, entries: Any, memory: Any) -> Tensor:
-            order_N = entries.places.order_N if entries.hop == 0 else entries.places.order_N
+            order_N = entries.places.order_N
             rows = entries.places.rows_R
             order_R = order_N if rows is None else order_N[rows]
             return (order_R - prompt.length + 1)[:, None].float()
