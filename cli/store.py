@@ -1,0 +1,259 @@
+"""`vlmdistill store`: look into a feature store, check it, cut views, share it."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from vlmdistill.cli import console
+from vlmdistill.stores.errors import StoreError
+
+if TYPE_CHECKING:
+    from vlmdistill.stores.schema import Feature, TargetInfo
+
+app = typer.Typer(
+    help="Look into a feature store, check it, cut views of it, share it.", no_args_is_help=True
+)
+
+BARS = " ▁▂▃▄▅▆▇█"
+LISTED = 20  # findings shown before the rest is only counted
+Path = Annotated[str, typer.Argument(metavar="STORE", help="A folder, or a URL such as s3://bucket/store.")]
+View = Annotated[str | None, typer.Option("--view", help="Only the samples of this view.")]
+Fields = Annotated[
+    str | None, typer.Option("--fields", help="Only these features, such as hidden.text,embed.span.")
+]
+
+
+@app.command()
+def info(store: Path, as_json: console.Json = False) -> None:
+    """What is in it, from what, how big; what each drafter would read of it."""
+    from vlmdistill.stores import summary
+    from vlmdistill.stores.store import Store
+
+    opened = Store.open(store)
+    told = summary.info(opened, _needs(opened.info))
+    if as_json:
+        console.result(told, True)
+        return
+    origin, target = told["provenance"], told["target"]
+    console.result(
+        {
+            "store": told["path"],
+            "target": f"{origin['target']} ({target['family']}, width {target['hidden_size']})",
+            "samples": f"{told['samples']} in {told['units']} units",
+            "size": f"{_size(told['bytes'])}, of which the frozen head {_size(told['head_bytes'])}",
+            "dtype": origin["dtype"],
+            "sampling": origin["sampling"] or "not told",
+            "views": told["views"],
+            "runs": told["runs"],
+        },
+        False,
+    )
+    typer.echo()
+    fields = [
+        (name, f["rows"], _size(f["bytes"]), f.get("encoding", "raw"), _error(f))
+        for name, f in told["fields"].items()
+    ]
+    console.rows(("field", "rows", "size", "encoding", "error"), fields)
+    typer.echo()
+    datasets = [
+        (name or "-", *list(d.values())[:-1], _size(d["bytes"])) for name, d in told["datasets"].items()
+    ]
+    console.rows(("dataset", "samples", "text", "visual", "response", "size"), datasets)
+    if told.get("drafters"):
+        typer.echo()
+        drafters = [
+            (name, _size(d["bytes"]), _size(d["bytes_per_sample"]), ", ".join(d["missing"]) or "none")
+            for name, d in told["drafters"].items()
+        ]
+        console.rows(("drafter", "reads", "per sample", "missing"), drafters)
+
+
+@app.command()
+def stats(store: Path, view: View = None, as_json: console.Json = False) -> None:
+    """How lengths, measures and training statistics are distributed, with small plots."""
+    from vlmdistill.stores import summary
+    from vlmdistill.stores.store import Store
+
+    told = summary.stats(Store.open(store), view)
+    if as_json:
+        console.result(told, True)
+        return
+    lines = [
+        (name, c["count"], c["mean"], c["min"], c["p50"], c["p90"], c["max"], _plot(c["histogram"]["counts"]))
+        for name, c in told.items()
+    ]
+    console.rows(("column", "count", "mean", "min", "p50", "p90", "max", "distribution"), lines)
+
+
+@app.command()
+def verify(
+    store: Path,
+    threads: Annotated[int | None, typer.Option(min=1, help="Files read at once; default: up to 4.")] = None,
+    as_json: console.Json = False,
+) -> None:
+    """Read everything once: finds every flipped byte, missing file and orphan. Fails on damage."""
+    from vlmdistill.stores import verify as checking
+
+    with console.progress("verify", "bytes") as report:
+        found = checking.verify(store, threads=threads, progress=report)
+    kinds: dict[str, int] = {}
+    for finding in found.findings:
+        kinds[finding.kind] = kinds.get(finding.kind, 0) + 1
+    listed = [{"kind": f.kind, "name": f.name, "detail": f.detail} for f in found.findings]
+    if as_json:
+        console.result(
+            {"files": found.files, "bytes": found.bytes, "counts": kinds, "findings": listed}, True
+        )
+    else:
+        console.result({"files": found.files, "bytes": _size(found.bytes), "findings": kinds}, False)
+        if listed:
+            console.rows(("kind", "file", "what"), [tuple(f.values()) for f in listed[:LISTED]])
+        if len(listed) > LISTED:
+            typer.echo(f"and {len(listed) - LISTED} more: --json lists all")
+    if found.damage:
+        first = found.damage[0]
+        raise StoreError(
+            f"{len(found.damage)} files are damaged or missing, the first {first.name}. To make a unit anew, "
+            "remove its record from commits/, run `store gc --grace 0`, then `vlmdistill features`"
+        )
+
+
+@app.command("filter")
+def filter_(
+    store: Path,
+    name: Annotated[str, typer.Option("--name", help="Name of the view to make.")],
+    where: Annotated[
+        list[str] | None,
+        typer.Option("--where", help="Keep samples for which this holds: 'words > 5 and code_ratio < 0.05'."),
+    ] = None,
+    named: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--filter",
+            help="min_words[=6], max_code[=0.05], max_repetition[=0.3], max_tokens[=2048], unique, "
+            "mix=llava:0.5,sharegpt:0.5; may be repeated.",
+        ),
+    ] = None,
+    base: Annotated[str | None, typer.Option("--from", help="Start from this view.")] = None,
+    as_json: console.Json = False,
+) -> None:
+    """Make a view: the samples that pass named filters, then expressions over the index."""
+    from vlmdistill.stores.filters import filter_store
+    from vlmdistill.stores.store import Store
+
+    view = filter_store(Store.open(store), name, expressions=where or (), filters=named or (), base=base)
+    facts = {"view": view.name, "rows": view.rows, "kept": view.kept, "dropped": dict(view.dropped)}
+    if as_json:
+        console.result(facts, True)
+        return
+    console.result({"view": view.name, "kept": f"{view.kept} of {view.rows}"}, False)
+    if view.dropped:
+        console.rows(("dropped", "reason"), [(count, reason) for reason, count in view.dropped.items()])
+
+
+@app.command()
+def merge(
+    target: Annotated[str, typer.Argument(metavar="INTO", help="Store to merge into; made if missing.")],
+    sources: Annotated[list[str], typer.Argument(metavar="STORE...", help="Stores to take samples from.")],
+    as_json: console.Json = False,
+) -> None:
+    """Bring stores of the same target together; what is there already is not copied again."""
+    from vlmdistill.stores import share
+
+    with console.progress("merge", "samples") as report:
+        told = share.merge(target, sources, progress=report)
+    facts = {source: _copied(one) for source, one in zip(sources, told, strict=True)}
+    if as_json:
+        console.result(facts, True)
+    else:
+        lines = [(source, *counts.values()) for source, counts in facts.items()]
+        console.rows(("store", "copied", "present", "twins", "conflicts"), lines)
+
+
+@app.command()
+def push(
+    store: Path,
+    url: Annotated[str, typer.Argument(metavar="URL", help="Where to: a folder or any fsspec URL.")],
+    view: View = None,
+    fields: Fields = None,
+    as_json: console.Json = False,
+) -> None:
+    """Copy what is missing to another place, checked on arrival; run again to continue."""
+    _send(store, url, view, fields, as_json)
+
+
+@app.command()
+def pull(
+    url: Annotated[str, typer.Argument(metavar="URL", help="Where from: a folder or any fsspec URL.")],
+    store: Path,
+    view: View = None,
+    fields: Fields = None,
+    as_json: console.Json = False,
+) -> None:
+    """Copy what is missing from another place, checked on arrival; run again to continue."""
+    _send(url, store, view, fields, as_json)
+
+
+@app.command()
+def gc(
+    store: Path,
+    grace: Annotated[
+        float, typer.Option(min=0, help="Leave what was written to in the last SECONDS.", metavar="SECONDS")
+    ] = 3600,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would go.")] = False,
+    as_json: console.Json = False,
+) -> None:
+    """Remove what killed writers left and nothing refers to; never a living writer's work."""
+    from vlmdistill.stores.collect import collect
+    from vlmdistill.stores.store import Store
+
+    removed = collect(Store.open(store), grace=grace, dry_run=dry_run)
+    total = sum(item.bytes for item in removed)
+    if as_json:
+        names = [{"name": item.name, "bytes": item.bytes} for item in removed]
+        console.result({"removed": names, "bytes": total, "dry_run": dry_run}, True)
+        return
+    for item in removed:
+        typer.echo(item.name)
+    console.result({"would remove" if dry_run else "removed": f"{len(removed)}, {_size(total)}"}, False)
+
+
+def _send(source: str, target: str, view: str | None, fields: str | None, as_json: bool) -> None:
+    from vlmdistill.stores import share
+    from vlmdistill.stores.schema import Feature
+
+    features = [Feature.parse(name.strip()) for name in fields.split(",")] if fields else None
+    with console.progress("copy", "samples") as report:
+        told = share.send(source, target, view=view, features=features, progress=report)
+    console.result(_copied(told), as_json)
+
+
+def _copied(told: Any) -> dict[str, int]:
+    counts = {"copied": told.copied, "present": told.present, "twins": told.twins}
+    return {**counts, "conflicts": len(told.conflicts)}
+
+
+def _needs(info: "TargetInfo") -> "Mapping[str, frozenset[Feature]]":
+    """What each drafter, as it is by default, reads in training."""
+    from vlmdistill.drafters import catalogue
+
+    drafters = {name: catalogue.load(name) for name in catalogue.DRAFTERS}
+    return {name: drafter.needs(drafter.Config(), info) for name, drafter in drafters.items()}
+
+
+def _error(field: Mapping[str, Any]) -> str:
+    return f"{field['relative_error']:.2%}" if "relative_error" in field else "none"
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def _plot(counts: list[int]) -> str:
+    most = max(counts)
+    return "".join(BARS[-(-count * (len(BARS) - 1) // most)] for count in counts)

@@ -1,0 +1,120 @@
+"""What is in a store, told from its records and index alone: no tensor is touched."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from vlmdistill.stores.arrays import ArraySpec
+from vlmdistill.stores.layout import TOKENS
+from vlmdistill.stores.manifest import STATS, VIEWS, read_record, units
+from vlmdistill.stores.schema import Feature
+from vlmdistill.stores.store import Store
+from vlmdistill.stores.tables import ADDED, CORE, ROW, XXH3, table_names
+
+BINS = 24
+COUNTS = ("text_tokens", "visual_tokens", "response_tokens")
+
+
+def info(store: Store, needs: Mapping[str, Collection[Feature]] | None = None) -> dict[str, Any]:
+    """What a store holds, from what, how big, per field and per dataset. Bytes are bytes on disk.
+
+    `needs` maps drafters to the features they read: then also what each would read, or lacks.
+    """
+    records = [store.commit(unit) for unit in units(store.place)]
+    index = store.index
+    disk: dict[str, int] = {}
+    rows = dict.fromkeys(("text", "visual", "span", "sample"), 0)
+    losses: dict[str, list[float]] = {}
+    for record in records:
+        for name, (size, _) in record["files"].items():
+            disk[name.split("/")[0]] = disk.get(name.split("/")[0], 0) + size
+        for kind, count in record["rows"].items():
+            rows[kind] += count
+        for name, sums in record["losses"].items():
+            losses[name] = [a + b for a, b in zip(losses.get(name, [0.0, 0.0]), sums, strict=True)]
+
+    def on_disk(specs: Collection[ArraySpec]) -> int:
+        return sum(disk.get(spec.name, 0) for spec in specs)
+
+    fields: dict[str, dict[str, Any]] = {"tokens": {"bytes": on_disk([TOKENS]), "rows": rows["text"]}}
+    for feature in store.layout.features:
+        about = {
+            "bytes": on_disk(store.layout.parts(feature)),
+            "rows": rows[feature.where],
+            "encoding": store.layout.encoding.get(feature.name, "raw"),
+        }
+        if feature.name in losses:
+            error, squares = losses[feature.name]
+            about["relative_error"] = float(np.sqrt(error / squares)) if squares else 0.0
+        fields[feature.name] = about
+    told: dict[str, Any] = {
+        "path": store.path,
+        "samples": len(index),
+        "units": len(records),
+        "bytes": sum(disk.values()) + store.record["head"]["entry"][0],
+        "head_bytes": store.record["head"]["entry"][0],
+        "schema": store.record["schema"],
+        "provenance": store.provenance.to_dict(),
+        "target": store.info.to_dict(),
+        "fields": fields,
+        "datasets": _datasets(store, fields),
+        "views": {name: _kept(store, name) for name in table_names(store.place, VIEWS)},
+        "runs": table_names(store.place, STATS),
+    }
+    if needs is not None:
+        told["drafters"] = {name: _cost(store, wanted, fields) for name, wanted in sorted(needs.items())}
+    return told
+
+
+def _kept(store: Store, view: str) -> int:
+    return int(read_record(store.place, f"{VIEWS}/{view}.json")["kept"])
+
+
+def _cost(store: Store, wanted: Collection[Feature], fields: Mapping[str, Any]) -> dict[str, Any]:
+    missing = sorted(feature.name for feature in set(wanted) - set(store.layout.features))
+    held = sorted(feature.name for feature in set(wanted) & set(store.layout.features))
+    read = sum(fields[name]["bytes"] for name in ["tokens", *held])
+    samples = max(1, len(store.index))
+    return {"features": held, "missing": missing, "bytes": read, "bytes_per_sample": read // samples}
+
+
+def _datasets(store: Store, fields: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+    """Counts per dataset; its bytes are its share of each field's rows."""
+    index = store.index.with_columns(span_count=pl.col("spans").list.len())
+    columns = {"text": "text_tokens", "visual": "visual_tokens", "span": "span_count"}
+    bytes_of = pl.lit(0.0)
+    for name, about in fields.items():
+        where = "text" if name == "tokens" else Feature.parse(name).where
+        bytes_of += pl.col(columns[where]).sum() * (about["bytes"] / max(1, about["rows"]))
+    counts = [pl.col(name).sum() for name in COUNTS]
+    grouped = index.group_by("dataset").agg(pl.len().alias("samples"), *counts, bytes_of.alias("bytes"))
+    return {
+        str(row["dataset"]): {name: int(row[name]) for name in ("samples", *COUNTS, "bytes")}
+        for row in grouped.sort("dataset").iter_rows(named=True)
+    }
+
+
+def stats(store: Store, view: str | None = None) -> dict[str, dict[str, Any]]:
+    """Each numeric column of the index: count, mean, quantiles and a histogram of 24 equal bins.
+
+    Token counts, numeric meta and the statistics of training runs, over a view or all samples.
+    """
+    rows = store.view(view)
+    told = {}
+    for name, kind in rows.schema.items():
+        own = name in CORE or name in ADDED or name.startswith(XXH3) or name.endswith(ROW)
+        if not kind.is_numeric() or (own and name not in COUNTS):
+            continue
+        values = rows[name].drop_nulls().cast(pl.Float64).drop_nans().to_numpy()
+        if len(values):
+            counts, edges = np.histogram(values, BINS)
+            quantiles = np.quantile(values, [0, 0.1, 0.5, 0.9, 1])
+            told[name] = {
+                "count": len(values),
+                "mean": float(values.mean()),
+                **dict(zip(("min", "p10", "p50", "p90", "max"), map(float, quantiles), strict=True)),
+                "histogram": {"from": float(edges[0]), "to": float(edges[-1]), "counts": counts.tolist()},
+            }
+    return told

@@ -1,0 +1,93 @@
+"""The command line and the functions behind it tell the truth about a store."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.stores.samples import make, sample
+from vlmdistill.cli.store import app
+from vlmdistill.stores.errors import StoreError
+from vlmdistill.stores.schema import Feature
+from vlmdistill.stores.store import Store
+from vlmdistill.stores.summary import info, stats
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return make(tmp_path / "store", [range(5), range(5, 9)], encoding={"hidden.text": "int8"})
+
+
+def run(*arguments: str) -> Any:
+    return json.loads(text(*arguments, "--json"))
+
+
+def text(*arguments: str) -> str:
+    result = CliRunner().invoke(app, list(arguments))
+    if result.exception:
+        raise result.exception
+    return result.stdout
+
+
+def test_info_counts_samples_bytes_and_datasets(store: Store) -> None:
+    told = info(store)
+    samples = [sample(number) for number in range(9)]
+    assert (told["samples"], told["units"]) == (9, 2)
+    assert told["bytes"] == sum(
+        path.stat().st_size
+        for path in Path(store.path).rglob("*")
+        if path.is_file() and path.parent.name != "commits" and path.name != "store.json"
+    )
+    assert told["datasets"]["a"]["samples"] == 5
+    assert told["datasets"]["b"]["text_tokens"] == sum(len(item.ids_T) for item in samples[1::2])
+    assert 0 < told["fields"]["hidden.text"]["relative_error"] < 0.02
+    assert "relative_error" not in told["fields"]["layer2.visual"]
+    assert told["provenance"]["features"] == store.provenance.features
+
+
+def test_info_says_what_each_drafter_would_cost_or_lack(store: Store) -> None:
+    needs = {"small": [Feature.parse("hidden.text")], "large": [Feature.parse("layer9.visual")]}
+    told = info(store, needs)["drafters"]
+    assert told["large"]["missing"] == ["layer9.visual"]
+    assert told["small"]["missing"] == []
+    assert told["small"]["bytes"] > told["large"]["bytes"] > 0
+
+
+def test_stats_describe_every_numeric_column_of_a_view(store: Store) -> None:
+    store.write_stats("run", {"key": ["k0001", "k0002"], "kept": [0.25, 0.75]})
+    told = stats(store)
+    words = {name: value for name, value in told["words"].items() if name != "histogram"}
+    assert words == {"count": 9, "mean": 4, "min": 0, "p10": 0.8, "p50": 4, "p90": 7.2, "max": 8}
+    assert told["kept"]["mean"] == 0.5
+    assert sum(told["text_tokens"]["histogram"]["counts"]) == 9
+    assert not {"text_row", "xxh3.tokens"} & set(told)
+
+
+def test_each_verb_answers_in_json_and_in_words(store: Store, tmp_path: Path) -> None:
+    path = store.path
+    assert run("info", path)["samples"] == 9
+    assert "hidden.text" in text("info", path)
+    assert run("stats", path)["words"]["max"] == 8
+    assert "█" in text("stats", path)
+    view = run("filter", path, "--where", "words > 5", "--name", "long")
+    assert view == {"view": "long", "rows": 9, "kept": 3, "dropped": {"words > 5": 6}}
+    assert "3 of 9" in text("filter", path, "--where", "words > 5", "--name", "long")
+    assert run("verify", path)["findings"] == []
+    there = str(tmp_path / "there")
+    assert run("push", path, there, "--view", "long", "--fields", "hidden.text")["copied"] == 3
+    assert run("pull", path, str(tmp_path / "all")) == {"copied": 9, "present": 0, "twins": 0, "conflicts": 0}
+    assert run("merge", str(tmp_path / "merged"), path)[path]["copied"] == 9
+    (Path(path) / "staging" / "left").mkdir()
+    assert run("gc", path, "--grace", "0", "--dry-run")["removed"] == [{"name": "staging/left", "bytes": 0}]
+    assert "staging/left" in text("gc", path, "--grace", "0")
+
+
+def test_verify_fails_and_names_what_is_damaged(store: Store) -> None:
+    path = next(Path(store.path).glob("shards/u0-*/tokens/c/0/0"))
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(
+        StoreError, match=r"1 files are damaged or missing, the first shards/u0-.*/tokens/c/0/0"
+    ):
+        run("verify", store.path)
