@@ -17,9 +17,11 @@ from torch import Tensor
 from vlmdistill.drafters.base import Batch, Head
 from vlmdistill.pipelines.targets.batching import halving, pad
 from vlmdistill.pipelines.targets.capture import STORED, Transcript, samples
+from vlmdistill.pipelines.targets.decoding import Decoder
+from vlmdistill.pipelines.targets.facts import target_info
 from vlmdistill.pipelines.targets.family import Family
 from vlmdistill.pipelines.targets.fingerprint import Fingerprint, code_version, fingerprint
-from vlmdistill.pipelines.targets.layers import FusedLayers, causal, run_layers, tapped
+from vlmdistill.pipelines.targets.layers import causal, run_layers
 from vlmdistill.pipelines.targets.prompt import Messages, Prompt, Response, encode
 from vlmdistill.stores.errors import DataError, TargetError
 from vlmdistill.stores.schema import Feature, Provenance, Sample, TargetInfo
@@ -42,7 +44,6 @@ class VisionLanguageTarget:
         self._text = model.model.language_model
         self._head: Tensor = model.get_output_embeddings().weight
         self._checked = False
-        self._next = self._written = 0
         # What a checkpoint advises (greedy, top_k, repetition penalty) would reach every `generate`.
         eos_ids = self.info.eos_ids
         pad_id = self.tokenizer.pad_token_id
@@ -56,27 +57,7 @@ class VisionLanguageTarget:
     @cached_property
     def info(self) -> TargetInfo:
         """The facts a drafter is built from."""
-        config = self.model.config.get_text_config()
-        attention = self._text.layers[0].self_attn
-        embed = self.model.get_input_embeddings().weight
-        return TargetInfo(
-            name=self.name,
-            family=self.family.name,
-            hidden_size=embed.shape[1],
-            intermediate_size=config.intermediate_size,
-            num_layers=len(self._text.layers),
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=attention.head_dim,
-            vocab_size=self._head.shape[0],
-            rms_norm_eps=config.rms_norm_eps,
-            rope_theta=float(config.rope_parameters["rope_theta"]),
-            hidden_act=config.hidden_act,
-            attention_bias=attention.q_proj.bias is not None,
-            max_position=config.max_position_embeddings,
-            eos_ids=self._eos_ids(),
-            visual_ids=self.family.visual_ids(self.model.config),
-        )
+        return target_info(self.name, self.family, self.model, self.tokenizer)
 
     @property
     def head(self) -> Head:
@@ -102,19 +83,6 @@ class VisionLanguageTarget:
             revision=print_.revision,
             sampling=sampling,
             code_version=code_version(),
-        )
-
-    def _eos_ids(self) -> tuple[int, ...]:
-        text = self.model.config.get_text_config()
-        for given in (
-            self.model.generation_config.eos_token_id,
-            getattr(text, "eos_token_id", None),
-            self.tokenizer.eos_token_id,
-        ):
-            if given is not None:
-                return tuple(given) if isinstance(given, list | tuple) else (int(given),)
-        raise TargetError(
-            f"{self.folder} names no end-of-sequence token: add eos_token_id to generation_config.json"
         )
 
     # What it reads and answers
@@ -276,22 +244,19 @@ class VisionLanguageTarget:
     # What the decoder asks of it
 
     @cached_property
-    def _fused(self) -> FusedLayers:
-        with torch.inference_mode(False), torch.no_grad():
-            return FusedLayers(self._text)
+    def _decoder(self) -> Decoder:
+        with torch.inference_mode(False), torch.no_grad():  # the weights stay usable in training
+            return Decoder(self._text)
 
     def prefill(self, prompt: Prompt, features: Collection[Feature] = ()) -> Batch:
         """Forget the last sequence, run a prompt, and return its tokens with `features` and hidden.text."""
-        fused = self._fused
+        decoder, transcript = self._decoder, Transcript.of(prompt)
+        asked = {HIDDEN_TEXT, *features}
         with torch.inference_mode():
-            self._cache = fused.prefix()
-            self._cache.reserve(prompt.length)
-            sequence = Transcript.of(prompt)
-            asked = {HIDDEN_TEXT, *features}
-            states = self._states([prompt], [sequence], {f.source for f in asked}, cache=self._cache)
-            self._cache.length = prompt.length
-            self._next, self._written = prompt.next_rope, 0
-            return sequence.batch({name: state[0] for name, state in states.items()}, asked)
+            cache = decoder.start(prompt.length, prompt.next_rope)
+            states = self._states([prompt], [transcript], {f.source for f in asked}, cache=cache)
+            cache.length = prompt.length
+            return transcript.batch({name: state[0] for name, state in states.items()}, asked)
 
     @torch.inference_mode()
     def extend(
@@ -307,29 +272,12 @@ class VisionLanguageTarget:
         attends to the prefix and the tokens of `visible_NN[n]` (bool, itself included; None: causal).
         Nothing is committed; `hidden` is always among the states.
         """
-        count = self._written = len(ids_N)
-        mask_NS: Tensor | None = None
-        place_N: Tensor | slice = slice(self._next, self._next + 1)
-        if count > 1:
-            place_N = depth_N + (self._next - 1)
-            mask_NS = self._mask(count, visible_NN)
-        taps = tapped(sources, len(self._fused.layers))
-        return self._fused.run(ids_N, place_N, self._next + count, mask_NS, self._cache, taps)
-
-    def _mask(self, count: int, visible_NN: Tensor | None) -> Tensor:
-        """Additive, in the model's dtype: the only form that every attention implementation reads alike."""
-        hidden_NN = torch.full(
-            (count, count), torch.finfo(self.dtype).min, dtype=self.dtype, device=self.device
-        )
-        mask_NN = hidden_NN.triu_(1) if visible_NN is None else hidden_NN.masked_fill_(visible_NN, 0)
-        return F.pad(mask_NN, (self._cache.length, 0))
+        return self._decoder.extend(ids_N, depth_N, visible_NN, sources)
 
     @torch.inference_mode()
     def commit(self, rows_K: Tensor) -> None:
         """Keep those rows of the last `extend`, in that order, as part of the prefix; drop the others."""
-        self._cache.keep(rows_K, self._written)
-        self._next += len(rows_K)
-        self._written = 0
+        self._decoder.commit(rows_K)
 
     @torch.inference_mode()
     def logits(self, hidden_ND: Tensor) -> Tensor:

@@ -1,24 +1,16 @@
-"""The target's text layers, run by this package: once as they are, once fused for decoding.
+"""The stock text layers one by one, so that the input of every layer is a value in hand and needs no hook.
 
-`run_layers` calls the stock modules one by one, which makes every layer's input a value in hand and
-needs no hooks. `FusedLayers` does the same arithmetic for a few tokens after a cached prefix, with the
-projections fused and no per-module overhead; on small targets it halves the time of a step.
-
-Shapes: B samples, L positions, N tokens, S cached positions, D hidden width, V vocabulary, H heads,
-G key/value heads, d head width, C capacity of the cache, Y layers, P rotary positions.
+Shapes: B samples, L positions, A rotary axes, D hidden width.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from vlmdistill.pipelines.targets.family import Visual
 from vlmdistill.stores.errors import TargetError
-
-ROOM = 256  # positions that a cache grows by, at least
 
 
 def tapped(sources: Collection[str], layers: int) -> dict[int, list[str]]:
@@ -45,7 +37,7 @@ def run_layers(
     *,
     mask: Tensor | None,
     sources: Collection[str],
-    cache: "Prefix | None" = None,
+    cache: Any = None,
     visual_BL: Tensor | None = None,
     visual: Visual | None = None,
 ) -> dict[str, Tensor]:
@@ -65,197 +57,3 @@ def run_layers(
             hidden_BLD[visual_BL] += deepstack[number]
     states["hidden"] = text.norm(hidden_BLD)
     return states
-
-
-class Prefix:
-    """The keys and values of one sequence: written once, never concatenated, rolled back for free.
-
-    Rows beyond `length` are what the last forward pass wrote; they count only once committed.
-    """
-
-    def __init__(self, layers: int, heads: int, width: int, like: Tensor):
-        self.length = 0
-        self._shape = (layers, 2 * heads, width)
-        self._heads = heads
-        self._like = like
-        self._make(0)
-
-    def reserve(self, length: int) -> None:
-        """Make room for `length` positions in all."""
-        if length > self.capacity:
-            old = self.rows_YGCd[..., : self.length, :]
-            self._make(max(length + ROOM, 2 * self.capacity))
-            self.rows_YGCd[..., : self.length, :] = old
-
-    def _make(self, capacity: int) -> None:
-        layers, heads, width = self._shape
-        self.capacity = capacity
-        self.rows_YGCd = self._like.new_empty(layers, heads, capacity, width)  # G: keys, then values
-        self.layers = tuple(self.rows_YGCd)
-
-    def update(self, key_1GNd: Tensor, value_1GNd: Tensor, layer: int, *_: Any) -> tuple[Tensor, Tensor]:
-        """The one call that stock attention layers make: store, and return all keys and values."""
-        end = self.length + key_1GNd.shape[2]
-        rows = self.layers[layer][None, :, :end]
-        key, value = rows[:, : self._heads], rows[:, self._heads :]
-        key[:, :, self.length :] = key_1GNd
-        value[:, :, self.length :] = value_1GNd
-        return key, value
-
-    def keep(self, rows_K: Tensor, written: int) -> None:
-        """Commit those of the `written` rows after the prefix, in that order."""
-        count = len(rows_K)
-        in_place = count == written == 1 or (
-            not rows_K.is_cuda and rows_K.tolist() == list(range(count))  # a look would make a GPU wait
-        )
-        if not in_place:
-            new = self.rows_YGCd[..., self.length : self.length + written, :]
-            new[..., :count, :] = new.index_select(2, rows_K.to(new.device))
-        self.length += count
-
-
-class FusedLayers:
-    """Decoding steps over the target's own weights: N tokens after a cached prefix, of one sequence.
-
-    The query, key and value matrices of a layer are made one, and so are gate and up; the model's
-    own modules become views of the fused matrices, so that no weight is held twice.
-    """
-
-    def __init__(self, text: Any):
-        attention = text.layers[0].self_attn
-        self.width = int(attention.head_dim)
-        self.kv_heads = attention.k_proj.weight.shape[0] // self.width
-        self.heads = attention.q_proj.weight.shape[0] // self.width
-        self.scale = float(attention.scaling)
-        self.embed_VD: Tensor = text.embed_tokens.weight
-        self.norm = (text.norm.weight, float(text.norm.variance_epsilon))
-        self.rotary = text.rotary_emb
-        self.act = text.layers[0].mlp.act_fn
-        self.layers = [_fuse(layer, self.width) for layer in text.layers]
-        self._rotate(1024)
-
-    def prefix(self) -> Prefix:
-        """An empty cache of the right shape."""
-        return Prefix(len(self.layers), self.kv_heads, self.width, self.embed_VD)
-
-    def _rotate(self, positions: int) -> None:
-        """Tables of the rotary factors of text positions; the sign of the rotated half is in the sine."""
-        place_3P = torch.arange(positions, device=self.embed_VD.device).expand(3, 1, -1)
-        multi = hasattr(self.rotary, "mrope_section")
-        cos_1Pd, sin_1Pd = self.rotary(self.embed_VD[:1], place_3P if multi else place_3P[0])
-        self.cos_P1d, self.sin_P1d = cos_1Pd[0][:, None], sin_1Pd[0][:, None].clone()
-        self.sin_P1d[..., : self.width // 2].neg_()
-
-    def run(
-        self,
-        ids_N: Tensor,
-        place_N: Tensor | slice,
-        last: int,
-        mask_NS: Tensor | None,
-        cache: Prefix,
-        taps: dict[int, list[str]],
-    ) -> dict[str, Tensor]:
-        """States by source [N, D]; `place_N` are rotary positions, none beyond `last`.
-
-        `mask_NS` is additive, in the model's dtype, over the prefix and the N tokens; None attends to all.
-        """
-        if last >= len(self.cos_P1d):
-            self._rotate(2 * last)
-        cos_N1d, sin_N1d = self.cos_P1d[place_N], self.sin_P1d[place_N]
-        hidden_ND = F.embedding(ids_N, self.embed_VD)
-        count, start = hidden_ND.shape[0], cache.length
-        end, heads, kv_heads, width = start + count, self.heads, self.kv_heads, self.width
-        shared, turned, half = heads // kv_heads, heads + kv_heads, width // 2
-        cache.reserve(end)
-        if mask_NS is not None:  # the heads that share keys are laid out as more tokens
-            mask_NS = mask_NS.repeat(shared, 1)
-        states: dict[str, Tensor] = {}
-        for number, layer in enumerate(self.layers):
-            if number in taps:
-                states |= dict.fromkeys(taps[number], hidden_ND)
-            normed_ND = F.rms_norm(hidden_ND, layer.norm_in.shape, layer.norm_in, layer.eps)
-            qkv_NHd = F.linear(normed_ND, layer.qkv, layer.qkv_bias).view(count, -1, width)
-            qk_NHd = qkv_NHd[:, :turned]
-            if layer.norm_qk_Hd is not None:
-                qk_NHd.copy_(F.rms_norm(qk_NHd, (width,), None, layer.eps) * layer.norm_qk_Hd)
-            rolled_NHd = qk_NHd.roll(half, -1)
-            qk_NHd.mul_(cos_N1d).addcmul_(rolled_NHd, sin_N1d)
-            rows_GSd = cache.layers[number][:, :end]
-            rows_GSd[:, start:] = qkv_NHd[:, heads:].transpose(0, 1)
-            query = qkv_NHd[:, :heads].view(count, kv_heads, shared, width).permute(1, 2, 0, 3)
-            mixed = F.scaled_dot_product_attention(
-                query.reshape(1, kv_heads, shared * count, width),
-                rows_GSd[None, :kv_heads],
-                rows_GSd[None, kv_heads:],
-                attn_mask=mask_NS,
-                scale=self.scale,
-            )
-            mixed_ND = mixed.view(kv_heads, shared, count, width).permute(2, 0, 1, 3).reshape(count, -1)
-            hidden_ND = torch.addmm(hidden_ND, mixed_ND, layer.out_t)
-            normed_ND = F.rms_norm(hidden_ND, layer.norm_mlp.shape, layer.norm_mlp, layer.eps)
-            gate_NM, up_NM = F.linear(normed_ND, layer.gate_up).chunk(2, -1)
-            hidden_ND = torch.addmm(hidden_ND, self.act(gate_NM).mul_(up_NM), layer.down_t)
-        weight_D, eps = self.norm
-        states["hidden"] = F.rms_norm(hidden_ND, weight_D.shape, weight_D, eps)
-        return states
-
-
-class _Layer:
-    """The weights of one fused layer."""
-
-    __slots__ = ("down_t", "eps", "gate_up", "norm_in", "norm_mlp", "norm_qk_Hd", "out_t", "qkv", "qkv_bias")
-
-    def __init__(self, **values: Any):
-        for name in self.__slots__:
-            setattr(self, name, values[name])
-
-
-def _fuse(layer: Any, width: int) -> Any:
-    attention, mlp = layer.self_attn, layer.mlp
-    out, down = attention.o_proj, mlp.down_proj
-    for module in (
-        attention.q_proj,
-        attention.k_proj,
-        attention.v_proj,
-        out,
-        mlp.gate_proj,
-        mlp.up_proj,
-        down,
-    ):
-        if type(module) is not nn.Linear:
-            kind = type(module).__name__
-            raise TargetError(f"decoding needs plain weights, not {kind}: load the model unquantized")
-    if out.bias is not None or down.bias is not None or mlp.gate_proj.bias is not None:
-        raise TargetError("decoding is not served for text models with biased output or MLP projections")
-    qkv, qkv_bias = _merge((attention.q_proj, attention.k_proj, attention.v_proj))
-    gate_up, _ = _merge((mlp.gate_proj, mlp.up_proj))
-    norm_qk_Hd = None
-    if hasattr(attention, "q_norm"):
-        heads = [attention.q_norm.weight] * (attention.q_proj.weight.shape[0] // width)
-        norm_qk_Hd = torch.stack(
-            heads + [attention.k_norm.weight] * (attention.k_proj.weight.shape[0] // width)
-        )
-    return _Layer(
-        qkv=qkv,
-        qkv_bias=qkv_bias,
-        out_t=out.weight.t(),
-        gate_up=gate_up,
-        down_t=down.weight.t(),
-        norm_in=layer.input_layernorm.weight,
-        norm_mlp=layer.post_attention_layernorm.weight,
-        norm_qk_Hd=norm_qk_Hd,
-        eps=float(layer.input_layernorm.variance_epsilon),
-    )
-
-
-def _merge(modules: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """One matrix and one bias for several projections of the same input, which become views of it."""
-    weight = torch.cat([module.weight for module in modules])
-    bias = torch.cat([module.bias for module in modules]) if modules[0].bias is not None else None
-    row = 0
-    for module in modules:
-        rows = slice(row, row := row + module.out_features)
-        module.weight = nn.Parameter(weight[rows], requires_grad=False)
-        if bias is not None:
-            module.bias = nn.Parameter(bias[rows], requires_grad=False)
-    return weight, bias

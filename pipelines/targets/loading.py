@@ -92,6 +92,9 @@ def _check_together(folder: Path, family: Family, model: Any, processor: Any) ->
         raise TargetError(
             f"{folder}: sliding-window attention is not served; set use_sliding_window to false"
         )
+    rope = text.rope_parameters.get("rope_type", "default")
+    if rope in ("dynamic", "longrope"):
+        raise TargetError(f"{folder}: rotary positions of type '{rope}' are not served")
     rows = model.get_input_embeddings().weight.shape[0]
     if len(processor.tokenizer) > rows:
         raise TargetError(

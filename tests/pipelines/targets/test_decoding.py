@@ -177,3 +177,17 @@ def test_weights_that_are_not_plain_are_refused(target: VisionLanguageTarget) ->
     target.model.model.language_model.layers[1].mlp.up_proj = Quantized(32, 48)
     with pytest.raises(TargetError, match="plain weights, not Quantized"):
         target.prefill(target.encode(PROMPTS["none"]))
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_half_precision_stays_near(checkpoint: Checkpoint, family: str) -> None:
+    """In bfloat16 a tree rounds differently than one token does, by little."""
+    target = load(str(checkpoint(family)), dtype="bfloat16")
+    exact = load(str(checkpoint(family)), dtype="float32")
+    ids_N, depth_N, visible_NN = tree(0)
+    for one in (target, exact):
+        one.prefill(one.encode(PROMPTS["several"]))
+    mine = target.extend(ids_N, depth_N, visible_NN)["hidden"]
+    assert mine.dtype == torch.bfloat16
+    theirs = exact.extend(ids_N, depth_N, visible_NN)["hidden"]
+    assert float((mine - theirs).pow(2).mean() / theirs.pow(2).mean()) < 1e-3

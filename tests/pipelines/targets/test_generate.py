@@ -83,6 +83,14 @@ def test_samples_follow_the_targets_distribution(checkpoint: Checkpoint) -> None
         assert float(((count_V - expected_V) ** 2 / expected_V).sum()) < 75
 
 
+def test_no_token_is_left_out(checkpoint: Checkpoint) -> None:
+    """The default of transformers keeps the 50 best; near-uniform answers use most of 320 tokens."""
+    target = load(str(checkpoint("qwen2_5_vl")))
+    prompts = [target.encode(tiny.message("hello"))] * 1000
+    answers = target.generate(prompts, max_new_tokens=1, temperature=100.0)
+    assert len({answer.ids[0] for answer in answers}) > 250
+
+
 def test_no_memory_halves_the_batch(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     target = load(str(checkpoint("llava")))
     prompts = [target.encode(messages) for messages in PROMPTS]

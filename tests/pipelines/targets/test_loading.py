@@ -12,6 +12,7 @@ import torch
 
 from tests import tiny
 from vlmdistill.pipelines.targets.catalogue import FAMILIES, HUB
+from vlmdistill.pipelines.targets.folder import demo_folder
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.stores.errors import TargetError
 from vlmdistill.stores.schema import Feature
@@ -214,3 +215,25 @@ def test_sliding_window_is_refused(copy: Callable[[str], Path]) -> None:
 )
 def test_wrong_settings(checkpoint: Checkpoint, settings: dict[str, Any], said: str) -> None:
     assert said in refusal(checkpoint("llava"), **settings)
+
+
+def test_rotary_positions_that_depend_on_the_length_are_refused(copy: Callable[[str], Path]) -> None:
+    folder = copy("llava")
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    edit(folder / "config.json", text_config={**text, "rope_parameters": rope})
+    assert "rotary positions of type 'dynamic'" in refusal(folder)
+
+
+def test_answers_that_could_never_end_are_refused(copy: Callable[[str], Path]) -> None:
+    folder = copy("qwen2_vl")
+    (folder / "generation_config.json").unlink()
+    assert load(str(folder)).info.eos_ids == (1,), "the tokenizer's, where nothing else says"
+    edit(folder / "tokenizer_config.json", eos_token=None)
+    assert "no end-of-sequence token" in refusal(folder)
+
+
+def test_the_demo_is_a_checkpoint_like_any_other() -> None:
+    demo, folder = load("demo"), load(str(demo_folder()))
+    assert demo.info.family == "qwen2.5-vl"
+    assert demo.fingerprint == folder.fingerprint

@@ -1,0 +1,44 @@
+"""What a drafter has to know of a loaded target, read off the model itself where that is possible."""
+
+from typing import Any
+
+from vlmdistill.pipelines.targets.family import Family
+from vlmdistill.stores.errors import TargetError
+from vlmdistill.stores.schema import TargetInfo
+
+
+def target_info(name: str, family: Family, model: Any, tokenizer: Any) -> TargetInfo:
+    """The facts of a target; TargetError when it names no token that ends an answer."""
+    config, text = model.config.get_text_config(), model.model.language_model
+    attention, rows = text.layers[0].self_attn, model.get_output_embeddings().weight.shape[0]
+    return TargetInfo(
+        name=name,
+        family=family.name,
+        hidden_size=text.embed_tokens.weight.shape[1],
+        intermediate_size=config.intermediate_size,
+        num_layers=len(text.layers),
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=attention.head_dim,
+        vocab_size=rows,
+        rms_norm_eps=config.rms_norm_eps,
+        rope_theta=float(config.rope_parameters["rope_theta"]),
+        hidden_act=config.hidden_act,
+        attention_bias=attention.q_proj.bias is not None,
+        max_position=config.max_position_embeddings,
+        eos_ids=_eos_ids(name, rows, config, model.generation_config, tokenizer),
+        visual_ids=family.visual_ids(model.config),
+    )
+
+
+def _eos_ids(name: str, rows: int, config: Any, generation: Any, tokenizer: Any) -> tuple[int, ...]:
+    """All ids that end an answer: those of the generation config, and only without them another's.
+
+    A configuration that says nothing has its class's default, which may lie outside of the vocabulary.
+    """
+    for source in (generation, config, tokenizer):
+        given = getattr(source, "eos_token_id", None)
+        ids = given if isinstance(given, list | tuple) else (given,)
+        if known := tuple(int(i) for i in ids if i is not None and i < rows):
+            return known
+    raise TargetError(f"{name} names no end-of-sequence token: add eos_token_id to generation_config.json")
