@@ -11,6 +11,7 @@ import functools
 import json
 import os
 import struct
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +29,8 @@ CHUNK_ROWS = 256
 CHUNK_FILE = "c/0/0"
 EMPTY_CHUNK = (1 << 64) - 1
 BUFFER = 1 << 20
+LARGE = 1 << 20  # bytes from which on a thread pays
+SYNC_EVERY = 1 << 26
 
 Rows = Literal["text", "visual", "span", "sample"]  # what one row of an array stands for
 
@@ -86,6 +89,15 @@ def metadata(spec: ArraySpec, rows: int, chunk_rows: int) -> dict[str, Any]:
     }
 
 
+@functools.cache
+def _helpers() -> ThreadPoolExecutor:
+    """Threads that hash and sync while the caller writes on: all three let the interpreter go."""
+    return ThreadPoolExecutor(3, thread_name_prefix="vlmdistill-write")
+
+
+os.register_at_fork(after_in_child=_helpers.cache_clear)  # threads stay behind in the parent
+
+
 class HashedFile:
     """A file written once, front to back, hashed on the way and durable when closed."""
 
@@ -93,17 +105,41 @@ class HashedFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("xb", buffering=BUFFER)
         self._hash = blake3.blake3()
+        self._syncing: Future[None] | None = None
+        self._unsynced = 0
         self.bytes = 0
 
     def write(self, data: Any) -> None:
         """Append bytes or a contiguous array."""
         view = memoryview(data).cast("B")
-        self._file.write(view)
-        self._hash.update(view)
+        if len(view) < LARGE:
+            self._file.write(view)
+            self._hash.update(view)
+        else:
+            hashing = _helpers().submit(self._hash.update, view)
+            try:
+                self._file.write(view)
+            finally:
+                hashing.result()  # the caller may change its data once we return
+            self._unsynced += len(view)
+            self._sync_along()
         self.bytes += len(view)
+
+    def _sync_along(self) -> None:
+        """Start to force what is written to the disk, so that closing need not wait for all of it."""
+        if self._unsynced >= SYNC_EVERY and (self._syncing is None or self._syncing.done()):
+            self._wait()
+            self._syncing = _helpers().submit(os.fdatasync, self._file.fileno())
+            self._unsynced = 0
+
+    def _wait(self) -> None:
+        syncing, self._syncing = self._syncing, None
+        if syncing is not None:
+            syncing.result()
 
     def close(self) -> tuple[int, str]:
         """Force it to the disk; (bytes, blake3)."""
+        self._wait()
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -111,6 +147,8 @@ class HashedFile:
 
     def abort(self) -> None:
         """Close without a promise, also after `close`; what is buffered may not fit a full disk."""
+        with contextlib.suppress(OSError):
+            self._wait()
         with contextlib.suppress(OSError):
             self._file.close()
 
@@ -140,16 +178,28 @@ class ArrayWriter:
     def append(self, rows: Array) -> int:
         """Add rows [n, width]; their xxh3."""
         rows = np.ascontiguousarray(rows)
+        data = rows.data if len(rows) else b""
+        if rows.nbytes < LARGE:
+            checksum = xxhash.xxh3_64_intdigest(data)
+            self._store(rows)
+        else:
+            hashing = _helpers().submit(xxhash.xxh3_64_intdigest, data)
+            try:
+                self._store(rows)
+            finally:
+                checksum = hashing.result()
         self.rows += len(rows)
+        return checksum
+
+    def _store(self, rows: Array) -> None:
         if self._codec is None:
             if len(rows):
                 self._file.write(rows)
-        else:
-            self._pending.append(rows)
-            held = sum(len(part) for part in self._pending)
-            if held >= CHUNK_ROWS:
-                self._compress(held - held % CHUNK_ROWS)
-        return xxhash.xxh3_64_intdigest(rows.data if len(rows) else b"")
+            return
+        self._pending.append(rows)
+        held = sum(len(part) for part in self._pending)
+        if held >= CHUNK_ROWS:
+            self._compress(held - held % CHUNK_ROWS)
 
     def _compress(self, rows: int) -> None:
         held = np.concatenate(self._pending)

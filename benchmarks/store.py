@@ -1,0 +1,335 @@
+"""The feature store against the disk's own speed and against one file per sample.
+
+    python -m benchmarks.store [--samples 300] [--width 3584] [--folder DIR] [--out FILE]
+
+Every number is a rate in GB/s; each is measured in rounds with its floor, in the same run and
+the same order, and told as the median of the ratios within a round. Caches are dropped with
+posix_fadvise before a cold read. The samples are synthetic: the lengths of long answers, the
+values of hidden states with a few massive channels.
+"""
+
+import argparse
+import gc
+import json
+import mmap
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import safetensors.torch
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from vlmdistill.stores.filters import filter_store
+from vlmdistill.stores.reader import epoch
+from vlmdistill.stores.schema import Feature, Head, Provenance, Sample, TargetInfo
+from vlmdistill.stores.store import Store
+from vlmdistill.stores.tensors import Packer, as_torch
+
+FEATURE = Feature.parse("hidden.text")
+BUDGET = 8192  # tokens of a batch
+UNIT = 100  # samples
+GOALS = {
+    "read warm / memory map": 0.9,
+    "read cold / memory map": 0.85,
+    "batches / torch.save habit": 8.0,
+    "write / raw write": 0.7,
+}
+
+
+def samples(count: int, width: int) -> Iterator[Sample]:
+    """Samples of 100 to 2000 tokens, lognormal, made one at a time."""
+    rng = np.random.default_rng(0)
+    pool_ND = rng.standard_normal((4096, width)).astype(np.float32)
+    pool_ND[:, :4] *= 300  # massive channels
+    bits_ND = (pool_ND.view(np.uint32) >> 16).astype(np.uint16)
+    for number in range(count):
+        tokens = int(np.clip(rng.lognormal(6.3, 0.6), 100, 2000))
+        rows = bits_ND[rng.integers(0, len(bits_ND), tokens)]
+        at = np.arange(tokens, dtype=np.int32)
+        yield Sample(f"s{number:06}", at, at > tokens // 4, at, at, (), {FEATURE: rows}, {"words": tokens})
+
+
+def origin(width: int) -> tuple[Provenance, TargetInfo, Head]:
+    """What a store wants to know, made up."""
+    provenance = Provenance(
+        target="made up", config_hash="0", weights_hash="0", processor_hash="0", template_hash="0",
+        features=(FEATURE.name,), dtype="bfloat16",
+    )  # fmt: skip
+    info = TargetInfo(
+        name="made up", family="none", hidden_size=width, intermediate_size=1, num_layers=1, num_heads=1,
+        num_kv_heads=1, head_dim=1, vocab_size=8, rms_norm_eps=1e-6, rope_theta=1e4, hidden_act="silu",
+        attention_bias=False, max_position=4096, eos_ids=(1,), visual_ids=(2,),
+    )  # fmt: skip
+    table = np.zeros((8, width), np.uint16)
+    return provenance, info, Head(table, table, "bfloat16")
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds that some work takes."""
+    gc.collect()
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def drop(folder: Path) -> None:
+    """Ask the system to forget the pages of all files below a folder."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            handle = os.open(path, os.O_RDONLY)
+            os.fsync(handle)
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(handle)
+
+
+class Raw:
+    """The floor: all samples in one flat file, written in sequence, read through one memory map."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.extents: dict[str, tuple[int, int]] = {}
+
+    def write(self, given: Sequence[Sample]) -> None:
+        """Write all samples, durably."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        at = 0
+        with (self.folder / "all").open("wb", buffering=0) as file:
+            for sample in given:
+                rows = sample.features[FEATURE]
+                file.write(rows.data)
+                self.extents[sample.key] = (at, rows.nbytes)
+                at += rows.nbytes
+            os.fsync(file.fileno())
+
+    def read(self, keys: Sequence[str]) -> None:
+        """Every byte of each sample into memory that is used again: the least a reader can do."""
+        buffer = np.empty(max(size for _, size in self.extents.values()), np.uint8)
+        with (self.folder / "all").open("rb") as file:
+            mapped = np.frombuffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), np.uint8)
+            for key in keys:
+                at, size = self.extents[key]
+                buffer[:size] = mapped[at : at + size]
+
+
+class PerFile:
+    """One file per sample, as torch.save or safetensors writes it."""
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        self.folder, self.kind = folder, kind
+
+    def write(self, given: Sequence[Sample]) -> None:
+        """Write all samples, durably."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        for sample in given:
+            hidden = as_torch(sample.features[FEATURE], "bfloat16")
+            record = {"input_ids": as_torch(sample.ids_T, "int64"), "hidden_state": hidden}
+            path = self.folder / f"{sample.key}.{self.kind}"
+            if self.kind == "pt":
+                torch.save(record, path)
+            else:
+                safetensors.torch.save_file(record, path)
+        for path in self.folder.iterdir():  # as durable as the others
+            handle = os.open(path, os.O_RDONLY)
+            os.fsync(handle)
+            os.close(handle)
+
+    def load(self, key: str) -> dict[str, torch.Tensor]:
+        """One sample."""
+        path = self.folder / f"{key}.{self.kind}"
+        if self.kind == "pt":
+            record: dict[str, torch.Tensor] = torch.load(path, weights_only=True)
+            return record
+        return safetensors.torch.load_file(path)
+
+    def read(self, keys: Sequence[str]) -> None:
+        """Every byte of each sample into memory."""
+        for key in keys:
+            hidden = self.load(key)["hidden_state"]
+            if self.kind == "safetensors":  # a lazy map so far
+                hidden.clone()
+
+
+class Ours:
+    """The store. Reading maps the samples and compares every byte with its checksum."""
+
+    def __init__(self, folder: Path, width: int) -> None:
+        self.folder, self.width = folder, width
+
+    def write(self, given: Sequence[Sample]) -> None:
+        """Write all samples, durably."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        store = Store.create(self.folder, *origin(self.width))
+        for start in range(0, len(given), UNIT):
+            with store.writer(f"u{start:06}") as writer:
+                for sample in given[start : start + UNIT]:
+                    writer.add(sample)
+
+    def read(self, keys: Sequence[str]) -> None:
+        """Every byte of each sample through its checksum, without a copy."""
+        store = Store.open(self.folder)
+        for key in keys:
+            store.read(key)
+
+
+class Copied(Ours):
+    """The same, and copied out as from the memory map."""
+
+    def read(self, keys: Sequence[str]) -> None:
+        """Every byte of each sample through its checksum and into memory that is used again."""
+        store = Store.open(self.folder)
+        buffer = np.empty((2000, self.width), np.uint16)
+        for key in keys:
+            rows = store.read(key).features[FEATURE]
+            buffer[: len(rows)] = rows
+
+
+class Habit(Dataset[dict[str, torch.Tensor]]):
+    """The field's data set: an item is a torch.load."""
+
+    def __init__(self, files: PerFile, keys: Sequence[str]) -> None:
+        self.files, self.keys = files, keys
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __getitem__(self, at: int) -> dict[str, torch.Tensor]:
+        return self.files.load(self.keys[at])
+
+
+def pad(items: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+    """The field's collator: zeros up to the longest of the batch."""
+    rows = [item["hidden_state"] for item in items]
+    out = torch.zeros(len(rows), max(map(len, rows)), rows[0].shape[1], dtype=rows[0].dtype)
+    for at, row in enumerate(rows):
+        out[at, : len(row)] = row
+    return out
+
+
+def habit_batches(files: PerFile, keys: Sequence[str], batch: int) -> None:
+    """An epoch of the field's habit: DataLoader with two worker processes, padded batches."""
+    loader = DataLoader(Habit(files, keys), batch_size=batch, num_workers=2, collate_fn=pad)
+    for _ in loader:
+        pass
+
+
+def our_batches(folder: Path, number: int) -> None:
+    """An epoch from the store to packed bfloat16 tensors."""
+    packer = Packer("bfloat16")
+    for batch in epoch(Store.open(folder), [FEATURE], token_budget=BUDGET, epoch=number):
+        packer.pack([sample.features[FEATURE] for sample in batch])
+
+
+def measure(count: int, width: int, rounds: int, folder: Path) -> dict[str, Any]:
+    """All rates and ratios; the stores stay in `folder` until the caller removes them."""
+    given = list(samples(count, width))
+    size = sum(sample.features[FEATURE].nbytes for sample in given)
+    keys = [given[at].key for at in np.random.default_rng(1).permutation(count)]
+    raw, ours = Raw(folder / "raw"), Ours(folder / "store", width)
+    kinds: dict[str, Any] = {
+        "memory map": raw,
+        "store": ours,
+        "torch.save": PerFile(folder / "torch", "pt"),
+        "safetensors": PerFile(folder / "safetensors", "safetensors"),
+    }
+    readers = {**kinds, "store, copied": Copied(ours.folder, width)}
+    rates: dict[str, dict[str, list[float]]] = {name: {} for name in readers}
+
+    def note(name: str, what: str, seconds: float) -> None:
+        rates[name].setdefault(what, []).append(size / seconds / 1e9)
+
+    for _ in range(rounds):
+        for name, kind in kinds.items():
+            note(name, "write", timed(lambda kind=kind: kind.write(given)))  # type: ignore[misc]
+    mean_tokens = sum(len(sample.ids_T) for sample in given) / count
+    given.clear()
+    for _ in range(rounds + 1):
+        for name, kind in readers.items():
+            note(name, "read warm", timed(lambda kind=kind: kind.read(keys)))  # type: ignore[misc]
+    for _ in range(rounds):
+        for name, kind in readers.items():
+            drop(folder)
+            note(name, "read cold", timed(lambda kind=kind: kind.read(keys)))  # type: ignore[misc]
+    batch = max(1, int(BUDGET / mean_tokens))
+    for number in range(rounds + 1):
+        note("store", "batches", timed(lambda number=number: our_batches(ours.folder, number)))  # type: ignore[misc]
+        habit = timed(lambda: habit_batches(kinds["torch.save"], keys, batch))
+        note("torch.save", "batches", habit)
+    for kind in rates.values():
+        for what in ("read warm", "batches"):
+            if what in kind:
+                del kind[what][0]  # the round that warmed the cache
+
+    def ratio(what: str, name: str, floor: str) -> float:
+        pairs = zip(rates[name][what], rates[floor][what], strict=True)
+        return statistics.median(mine / theirs for mine, theirs in pairs)
+
+    ratios = {
+        "read warm / memory map": ratio("read warm", "store", "memory map"),
+        "read and copied warm / memory map": ratio("read warm", "store, copied", "memory map"),
+        "read cold / memory map": ratio("read cold", "store", "memory map"),
+        "batches / torch.save habit": ratio("batches", "store", "torch.save"),
+        "write / raw write": ratio("write", "store", "memory map"),
+    }
+    table = {
+        name: {what: statistics.median(values) for what, values in kind.items()}
+        | {"files": sum(path.is_file() for path in readers[name].folder.rglob("*"))}
+        | {"bytes": sum(path.stat().st_size for path in readers[name].folder.rglob("*") if path.is_file())}
+        for name, kind in rates.items()
+    }
+    return {"samples": count, "bytes": size, "ratios": ratios, "goals": GOALS, "rates": table}
+
+
+def view_of_a_million(folder: Path) -> float:
+    """Seconds to make a view of a million rows."""
+    count = 10**6
+    store = Store.create(folder / "million", *origin(8))
+    with store.writer("one") as writer:
+        writer.add(next(samples(1, 8)))
+    rows = pl.concat([store.index] * 1000).select(pl.all().repeat_by(count // 1000).explode())
+    rows = rows.with_columns(key=pl.int_range(count).cast(pl.String), words=pl.int_range(count) % 500)
+    store.view = lambda name: rows  # type: ignore[method-assign]
+    return timed(lambda: filter_store(store, "view", expressions=["words > 5 and text_tokens > 10"]))
+
+
+def main() -> None:
+    """Measure, print and save."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--samples", type=int, default=300)
+    parser.add_argument("--width", type=int, default=3584)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, help="where to write; the disk of it is what is measured")
+    parser.add_argument("--out", type=Path, default=Path("build/bench-store.json"))
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    folder = Path(tempfile.mkdtemp(prefix="bench-store-", dir=given.folder))
+    try:
+        result = measure(given.samples, given.width, given.rounds, folder)
+        result["view of a million rows, seconds"] = view_of_a_million(folder)
+    finally:
+        shutil.rmtree(folder)
+    print(f"{result['samples']} samples, {result['bytes'] / 1e9:.2f} GB; GB/s")
+    print(f"{'':14} {'write':>7} {'warm':>7} {'cold':>7} {'batches':>8} {'files':>6} {'bytes':>14}")
+    for name, row in result["rates"].items():
+        rates = [f"{row.get(what, 0):7.2f}" for what in ("write", "read warm", "read cold", "batches")]
+        print(f"{name:14} {' '.join(rates)}  {row['files']:6} {row['bytes']:14}")
+    for name, value in result["ratios"].items():
+        print(f"{name:34} {value:6.2f}  {f'(goal {GOALS[name]})' if name in GOALS else ''}")
+    print(f"{'view of a million rows':34} {result['view of a million rows, seconds']:6.2f} s")
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    given.out.write_text(json.dumps(result, indent=1))
+    print(f"saved {given.out}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
