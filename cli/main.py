@@ -12,16 +12,34 @@ from typing import Annotated, Any
 
 import typer
 
-from vlmdistill.cli import console, features, prompts, responses, target
+from vlmdistill.cli import (
+    console,
+    evaluate,
+    features,
+    generate,
+    prompts,
+    report,
+    responses,
+    run,
+    store,
+    target,
+    train,
+)
 from vlmdistill.stores.errors import VlmdistillError
 
 GROUPS = {
     "target": target.app,
+    "store": store.app,
 }
 VERBS: dict[str, Callable[..., Any]] = {
     "prompts": prompts.prompts,
     "responses": responses.responses,
     "features": features.features,
+    "train": train.train,
+    "eval": evaluate.evaluate,
+    "report": report.report,
+    "generate": generate.generate,
+    "run": run.run,
 }
 
 app = typer.Typer(

@@ -43,16 +43,10 @@ def train(
     if ranks > 1 and "RANK" not in os.environ:
         pipeline.launch(ranks, sys.argv[1:])
         return
-    stages = len(config.schedule)
-    names = [stage.name for stage in config.schedule]
     with console.progress(f"training {name or drafter}", "%") as report:
 
         def on_step(progress: Progress) -> None:
-            agreement = " ".join(f"{share:.2f}" for share in progress.agreement)
-            rate = progress.tokens / max(progress.seconds, 1e-9)
-            remark = f"{progress.stage}: loss {progress.loss:.3f}, agreement {agreement}, {rate:.0f} tokens/s"
-            done = names.index(progress.stage) + progress.done if progress.stage in names else 0.0
-            report(round(100 * done / stages), 100, remark)
+            report(round(100 * progress.done), 100, progress.remark)
 
         folder = pipeline.run(
             workspace,

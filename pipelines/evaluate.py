@@ -28,6 +28,7 @@ from vlmdistill.drafters.base import Drafter, Tree
 from vlmdistill.drafters.decoding.generate import Cycle, plain, speculate
 from vlmdistill.pipelines import prompts
 from vlmdistill.pipelines.answer import pieces
+from vlmdistill.pipelines.evaluations import FORMAT
 from vlmdistill.pipelines.prompts import Prompt
 from vlmdistill.pipelines.targets.base import VisionLanguageTarget
 from vlmdistill.pipelines.targets.loading import load
@@ -35,7 +36,6 @@ from vlmdistill.pipelines.workspace import Workspace, written_aside
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import content_hash
 
-FORMAT = 1
 SHOWN = 6  # prompts whose answers are kept for the report
 NEAR_TIE = 16  # in units of the dtype's rounding at the size of the best logit
 

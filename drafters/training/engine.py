@@ -38,7 +38,7 @@ def start(seed: int) -> tuple[int, int]:
             # Without a launcher DeepSpeed would look for MPI. An address in the environment would do, but
             # child processes would inherit it.
             os.environ.setdefault("LOCAL_RANK", "0")
-            alone = torch.distributed.HashStore()
+            alone = torch.distributed.HashStore()  # type: ignore[attr-defined]
             torch.distributed.init_process_group(backend, store=alone, rank=0, world_size=1)
         # The group is left at exit and not before: DeepSpeed remembers it, and a second run here uses it.
         atexit.register(_leave)

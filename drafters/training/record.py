@@ -19,11 +19,18 @@ class Progress:
     """One optimizer step over all ranks."""
 
     stage: str
-    done: float  # share of the stage
+    done: float  # share of the whole schedule
     step: int  # of the whole run
     sums_H3: Tensor  # by hop: loss, rows that agree, rows that count
     tokens: int
     seconds: float
+
+    @property
+    def remark(self) -> str:
+        """The figures in one short line."""
+        agreement = " ".join(f"{share:.2f}" for share in self.agreement)
+        rate = self.tokens / max(self.seconds, 1e-9)
+        return f"{self.stage}: loss {self.loss:.3f}, agreement {agreement}, {rate:.0f} tokens/s"
 
     @property
     def loss(self) -> float:

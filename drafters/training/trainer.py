@@ -188,7 +188,8 @@ class _Trainer:
             self.position.reader = reader.state
             self.position.total += 1
             seconds = time.perf_counter() - started
-            done = (number + read / whole) / stage.epochs
+            part = (number + read / whole) / stage.epochs
+            done = (self.position.stage + part) / len(self.config.schedule)
             self._tell(Progress(stage.name, done, self.position.total, sums, tokens, seconds), rate)
             if self.position.total % self.run.save_every == 0:
                 deepspeed.save(

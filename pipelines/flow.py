@@ -1,0 +1,123 @@
+"""The whole flow on one workspace, stage by stage. Each stage does what is missing and no more.
+
+prompts -> responses -> features -> train -> eval
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from vlmdistill.drafters.training.record import Progress
+from vlmdistill.pipelines import answers, features, prompts, responses, train, workers
+from vlmdistill.pipelines.answers import Sampling
+from vlmdistill.pipelines.demo_prompts import import_demo
+from vlmdistill.pipelines.workspace import Workspace
+from vlmdistill.stores.errors import DataError
+
+Report = Callable[[int, int, str], None]
+Bar = Callable[[str, str], AbstractContextManager[Report]]  # what, unit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to run; the same plan again goes on where it stopped, or redoes nothing."""
+
+    drafters: Sequence[str]
+    recipe: str = "paper"
+    settings: Sequence[str] = ()
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    max_new_tokens: int = 1024  # of the responses to learn from
+    eval_limit: int = 100
+    eval_tokens: int = 512
+    workers: int | None = None
+    seed: int = 0
+
+
+def run(workspace: Workspace, plan: Plan, tell: Callable[[str], None], bar: Bar) -> None:
+    """Run all stages up to the evaluation; `tell` hears what each stage did, `bar` shows progress.
+
+    Raises what the stages raise; what is done by then stays done.
+    """
+    configs = {name: train.resolve(name, plan.recipe, plan.settings) for name in plan.drafters}
+    if not configs:
+        raise DataError("--drafters names no drafter")
+
+    if workspace.model == "demo" and not workspace.prompts.exists():
+        with bar("importing", "rows") as rows:
+            made = import_demo(workspace.root / "data", workspace.prompts, progress=lambda n: rows(n, 0, ""))
+        tell(f"prompts    {made.train} to learn from and {made.eval} held out, in {workspace.prompts}")
+    asked = prompts.select(prompts.read(workspace.prompts, workspace.model), "train")
+
+    missing = bool(answers.unanswered(asked, workspace.responses))
+    with workers.session(plan.workers) if missing else nullcontext():
+        if missing:
+            sampling = Sampling(max_new_tokens=plan.max_new_tokens, seed=plan.seed)
+            with bar("answering", "prompts") as shown:
+                said = responses.respond(
+                    asked, workspace.responses, workspace.model, sampling, workers=plan.workers, report=shown
+                )
+            tell(
+                f"responses  {said.kept} kept and {sum(said.dropped.values())} dropped, in {workspace.responses}"
+            )
+        with bar("capturing", "samples") as shown:
+            stored = features.capture(
+                asked,
+                workspace.responses,
+                str(workspace.features),
+                workspace.model,
+                list(plan.drafters),
+                workers=plan.workers,
+                report=shown,
+            )
+        if stored.captured:
+            tell(f"features   {stored.samples} samples, in {stored.store}: {', '.join(stored.features)}")
+
+    for name, config in configs.items():
+        fresh = not (workspace.drafter(name) / "config.json").exists()
+        with bar(f"training {name}", "%") as shown:
+            train.run(
+                workspace,
+                name,
+                config,
+                seed=plan.seed,
+                resume=True,
+                on_step=_steps(shown),
+            )
+        if fresh:
+            tell(f"trained    {name}, in {workspace.drafter(name)}")
+
+    stale = [name for name in configs if not _evaluated(workspace, name, plan)]
+    if stale:
+        from vlmdistill.pipelines import evaluate
+
+        settings = evaluate.Settings(
+            temperatures=plan.temperatures,
+            limit=plan.eval_limit,
+            max_new_tokens=plan.eval_tokens,
+            seed=plan.seed,
+        )
+        # All of them again: numbers from one process on one machine compare.
+        with bar("decoding", "prompts") as shown:
+            evaluate.evaluate(workspace, list(configs), settings, on_prompt=shown)
+        tell(f"evaluated  {', '.join(configs)}, in {workspace.reports}")
+
+
+def _steps(shown: Report) -> Callable[[Progress], None]:
+    return lambda progress: shown(round(100 * progress.done), 100, progress.remark)
+
+
+def _evaluated(workspace: Workspace, name: str, plan: Plan) -> bool:
+    """The workspace holds an evaluation of this very drafter at these temperatures."""
+    file: Path = workspace.reports / f"{name}.json"
+    try:
+        seen = json.loads(file.read_text())
+        trained = json.loads((workspace.drafter(name) / "config.json").read_text())
+        return (
+            seen["training"]["signature"] == trained["training"]["signature"]
+            and {one["temperature"] for one in seen["temperatures"]} >= set(plan.temperatures)
+            and seen["max_new_tokens"] == plan.eval_tokens
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
