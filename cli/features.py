@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from vlmdistill.cli import console
-from vlmdistill.cli.prompts import sources
+from vlmdistill.cli.prompts import imported
 
 
 class Dtype(StrEnum):
@@ -44,7 +44,7 @@ def features(
     dtype: Annotated[Dtype, typer.Option(help="Number format of the stored features.")] = Dtype.bfloat16,
     limit: Annotated[int | None, typer.Option(min=1, help="The first N prompts only.")] = None,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Ray actors; default: the GPUs, else one per four cores.")
+        int | None, typer.Option(min=1, help="Ray actors; default: the GPUs, else the cores.")
     ] = None,
     batch_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens in one forward pass, padding included.")
@@ -68,7 +68,7 @@ def features(
     names = capturing.drafters(drafters)
     if import_ and not (prompts or workspace.prompts).exists():
         console.note(f"no prompts yet: importing {import_}")
-        prompting.import_prompts(sources([import_], workspace.root), prompts or workspace.prompts)
+        imported([import_], workspace.root, prompts or workspace.prompts, prompting.Choices())
     asked = prompting.select(prompting.read(prompts or workspace.prompts, model), split.value, limit)
     answers = responses or workspace.responses
     # Ray starts once for both, and not at all when nothing is missing.

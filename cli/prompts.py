@@ -2,11 +2,15 @@
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from vlmdistill.cli import console
+
+if TYPE_CHECKING:
+    from vlmdistill.pipelines.importers import Format as AnyFormat
+    from vlmdistill.pipelines.prompts import Choices, Summary
 
 
 class Format(StrEnum):
@@ -83,24 +87,25 @@ def prompts(
         eval_share=eval_share,
         split=split.value if split else None,
     )
-    with console.progress("importing", "rows") as report:
-        summary = importing.import_prompts(
-            sources(given, out.parent), out, kind.value, choices, lambda rows: report(rows, 0, "")
-        )
+    summary = imported(given, workspace.root, out, choices, kind.value)
     console.result(_facts(summary.to_dict()), as_json)
 
 
-def sources(given: list[str], workspace: Path) -> list[str]:
-    """The sources as typed, with `demo` standing for the demo's files, written when they are not there."""
-    if "demo" not in given or Path("demo").exists():
-        return given
-    from vlmdistill.pipelines.demo import data
+def imported(
+    given: list[str],
+    workspace: Path,
+    out: Path,
+    choices: "Choices",
+    kind: "AnyFormat" = "auto",
+) -> "Summary":
+    """Import the sources as typed; `demo` alone means the files that the demo writes into the workspace."""
+    from vlmdistill.pipelines import prompts as importing
+    from vlmdistill.pipelines.demo_prompts import import_demo
 
-    folder = workspace / "demo-data"
-    if not any(folder.glob("*.json")):
-        data.write(folder)
-    files = sorted(map(str, folder.glob("*.json")))
-    return [name for source in given for name in (files if source == "demo" else [source])]
+    with console.progress("importing", "rows") as report:
+        if given == ["demo"] and not Path("demo").exists():
+            return import_demo(workspace / "demo-data", out, choices, progress=lambda rows: report(rows, 0))
+        return importing.import_prompts(given, out, kind, choices, lambda rows: report(rows, 0))
 
 
 def _facts(summary: dict[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def responses(
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="The first N prompts only.")] = None,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Ray actors; default: the GPUs, else one per four cores.")
+        int | None, typer.Option(min=1, help="Ray actors; default: the GPUs, else the cores.")
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered together.")] = 32,
     runs: console.Runs = None,

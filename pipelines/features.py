@@ -19,7 +19,7 @@ from typing import Any
 from vlmdistill.pipelines import answers
 from vlmdistill.pipelines.answers import Answer
 from vlmdistill.pipelines.prompts import Prompt
-from vlmdistill.pipelines.responses import checkpoint
+from vlmdistill.pipelines.responses import checkpoint, weights_of
 from vlmdistill.pipelines.workers import MIB, Crew, session
 from vlmdistill.pipelines.workspace import absolute, only_writer, wait_for_workers, working_in
 from vlmdistill.stores.errors import DataError, StoreError, TargetError
@@ -122,6 +122,11 @@ class Capturer:
             "text_bytes": width * wheres.count("text"),
             "visual_bytes": width * wheres.count("visual"),
         }
+
+    def close(self) -> None:
+        """Say that nothing more will be written; the end of the process says it as well."""
+        if self.guard:
+            self.guard.close()
 
     def work(self, unit: Unit) -> Result:
         """Capture a unit and commit it, whole."""
@@ -275,7 +280,7 @@ def capture(
             told = str(answers.made_with(folder)[0])
             place = str(Path(store).absolute()) if local else store
             worker = partial(Capturer, absolute(model), place, drafters, dtype, told, budget)
-            with session(workers) as size, Crew[Unit, Result](worker, size) as crew:
+            with session(workers, weights_of(model)) as size, Crew[Unit, Result](worker, size) as crew:
                 facts = crew.facts()
                 start = time.monotonic()
                 for outcome in crew.run(plan(missing, facts, shard_bytes)):

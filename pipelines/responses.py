@@ -186,7 +186,7 @@ def respond(
         if missing:
             worker = partial(Responder, absolute(model), sampling, filters, batch)
             report(len(prompts) - len(missing), len(prompts), "starting")
-            with session(workers) as size, Crew[Unit, Result](worker, size) as crew:
+            with session(workers, weights_of(model)) as size, Crew[Unit, Result](worker, size) as crew:
                 facts = crew.facts()
                 answers.check_settings(out, {**facts, **settings})
                 start, done = time.monotonic(), len(prompts) - len(missing)
@@ -216,6 +216,13 @@ def checkpoint(model: str) -> "Fingerprint":
     folder = resolve(model)
     names = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
     return fingerprint(folder, [(folder / name).read_text() for name in names if (folder / name).is_file()])
+
+
+def weights_of(model: str) -> int:
+    """Bytes of a checkpoint's weights."""
+    from vlmdistill.pipelines.targets.folder import resolve, weight_files
+
+    return sum(path.stat().st_size for path in weight_files(resolve(model)))
 
 
 def plan(prompts: Sequence[Prompt], unit: int, seed: int) -> list[Unit]:

@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 ATTEMPTS = 3  # that one unit is given out
 MIB = 2**20
+WORKER_BYTES = 1536 * MIB  # what a worker takes beside its target
+EXPANSION = 3  # of weights on a CPU: 16-bit files in 32 bits, and room to work
 
 Unit = TypeVar("Unit", contravariant=True)
 Result = TypeVar("Result", covariant=True)
@@ -58,11 +60,12 @@ class Host:
 
 
 @contextmanager
-def session(workers: int | None = None) -> Iterator[int]:
+def session(workers: int | None = None, weights: int = 0) -> Iterator[int]:
     """A Ray session; yields how many workers to use. Ends with the block, unless it was there before.
 
     The cluster at RAY_ADDRESS if that is set, else this machine alone. `workers` defaults to the
-    number of GPUs, and without any to one per four cores.
+    number of GPUs, and without any to as many as there are cores, where memory suffices for each to
+    hold a target of `weights` bytes.
     """
     if workers is not None and workers < 1:
         raise DataError(f"--workers {workers}: give a number above 0")
@@ -84,8 +87,9 @@ def session(workers: int | None = None) -> Iterator[int]:
             ray.init(address="local", include_dashboard=False, object_store_memory=100 * MIB, **quiet)
     try:
         there = ray.cluster_resources()
-        gpus, cores = int(there.get("GPU", 0)), int(there.get("CPU", 1))
-        yield workers or gpus or max(1, cores // 4)
+        gpus, cores, memory = (int(there.get(name, 0)) for name in ("GPU", "CPU", "memory"))
+        fitting = memory // (WORKER_BYTES + EXPANSION * weights)
+        yield workers or gpus or max(1, min(cores, fitting))
     finally:
         if ours:
             ray.shutdown()
@@ -151,6 +155,7 @@ class Crew(Generic[U, R]):
         out: dict[Any, tuple[Any, int, U]] = {}
         failures: Counter[int] = Counter()
         given_up: list[str] = []
+        last: Exception | None = None
         done = 0
         while out or waiting:
             while idle and waiting:
@@ -164,10 +169,9 @@ class Crew(Generic[U, R]):
                 cause = _cause(error)
                 if isinstance(cause, (VlmdistillError, OSError)):
                     raise cause from error
-                trouble = f"{type(cause).__name__}: {_first_line(cause)}"
-                logger.debug("%s", error)
+                last, trouble = error, f"{type(cause).__name__}: {_first_line(cause)}"
             except ray.exceptions.RayError as error:
-                trouble = f"its worker died ({_first_line(error)})"
+                last, trouble = error, f"its worker died ({_first_line(error)})"
                 host = self._replace(host)
             else:
                 done += 1
@@ -187,7 +191,7 @@ class Crew(Generic[U, R]):
             raise VlmdistillError(
                 f"{len(given_up)} of {len(units)} units failed {ATTEMPTS} times, last with {given_up[-1]}; "
                 f"what is done ({done} units) is kept, and the same command tries the rest again"
-            )
+            ) from last
 
     def _replace(self, dead: Any) -> Any:
         self._hosts.remove(dead)

@@ -1,0 +1,35 @@
+"""One Ray session for all pipeline tests, and the prompts they run on."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+from vlmdistill.pipelines.prompts import import_prompts
+from vlmdistill.pipelines.workers import session
+
+
+@pytest.fixture(scope="session")
+def ray() -> Iterator[int]:
+    """Starting Ray takes seconds; the pipelines use the session that is there."""
+    with session(2) as size:
+        yield size
+
+
+@pytest.fixture(scope="session")
+def prompts_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve imported prompts, every other one with an image."""
+    folder = tmp_path_factory.mktemp("prompts")
+    rows = []
+    for i in range(12):
+        question = "What is it? " * (1 + i % 4) + str(i)
+        row: dict[str, object] = {"conversations": [{"from": "human", "value": question}]}
+        if i % 2:
+            tiny.picture(28 * (1 + i % 3), 56, i).save(folder / f"{i}.png")
+            row["image"] = f"{i}.png"
+        rows.append(row)
+    (folder / "mix.json").write_text(json.dumps(rows))
+    import_prompts([str(folder / "mix.json")], folder / "prompts.parquet")
+    return folder / "prompts.parquet"

@@ -1,0 +1,166 @@
+"""Features: every kept answer is in the store once, from this target, with what the drafters need."""
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import tiny
+from vlmdistill.pipelines import answers, features
+from vlmdistill.pipelines.answers import Sampling
+from vlmdistill.pipelines.features import Capturer, Item, Summary, Unit, capture
+from vlmdistill.pipelines.filters import Filters
+from vlmdistill.pipelines.prompts import Prompt, read
+from vlmdistill.pipelines.responses import checkpoint as checkpoint_of
+from vlmdistill.pipelines.responses import respond
+from vlmdistill.stores.errors import DataError, StoreError
+from vlmdistill.stores.schema import Feature
+from vlmdistill.stores.store import Store
+
+
+@dataclass(frozen=True)
+class Given:
+    """A target with prompts that it has answered."""
+
+    model: str
+    file: Path
+    answers: Path
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        return read(self.file)
+
+    @property
+    def kept(self) -> set[str]:
+        return {answer.key for answer in answers.read(self.answers)}
+
+
+@pytest.fixture(scope="module")
+def given(
+    ray: int, prompts_file: Path, tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[..., Path]
+) -> Given:
+    folder = tmp_path_factory.mktemp("features")
+    made = Given(str(checkpoint("qwen2_5_vl", layers=2)), prompts_file, folder / "responses")
+    respond(made.prompts, made.answers, made.model, Sampling(max_new_tokens=10), Filters(min_words=0))
+    assert len(made.kept) >= 8
+    return made
+
+
+@pytest.fixture(scope="module")
+def stored(given: Given) -> Path:
+    """The features of all kept answers for sparrow, in several shards."""
+    store = given.answers.parent / "stored"
+    summary = run(given, store, ["sparrow"], dtype="float32", budget=64, shard_bytes=20_000)
+    assert summary.features == ("hidden.span", "hidden.text", "layer1.visual")
+    assert summary.captured == summary.samples == len(given.kept)
+    return store
+
+
+def run(given: Given, store: Path, drafters: list[str] | None = None, **options: Any) -> Summary:
+    return capture(given.prompts, given.answers, str(store), given.model, drafters, **options)
+
+
+def test_the_store_holds_every_kept_answer_with_what_the_drafters_need(given: Given, stored: Path) -> None:
+    store = Store.open(stored)
+    assert store.keys() == given.kept
+    assert len(set(store.index["unit"])) > 1
+    by_key = {prompt.key: prompt for prompt in given.prompts}
+    for answer in answers.read(given.answers):
+        sample = store.read(answer.key)
+        assert sample.ids_T[sample.response_T].tolist() == answer.ids.tolist()
+        assert len(sample.ids_T) + sample.visual_tokens == answer.prompt_tokens + len(answer.ids)
+        assert len(sample.spans) == len(by_key[answer.key].files)
+        assert sample.features[Feature("hidden", "text")].shape == (len(sample.ids_T), tiny.HIDDEN)
+        assert (sample.meta["split"], sample.meta["dataset"]) == (by_key[answer.key].split, "mix")
+
+
+def test_a_rerun_captures_only_what_is_missing(given: Given, tmp_path: Path) -> None:
+    some = given.prompts[:4]
+    first = capture(some, given.answers, str(tmp_path / "store"), given.model, ["eagle2"])
+    assert first.captured == len(given.kept & {prompt.key for prompt in some})
+    second = run(given, tmp_path / "store", ["eagle2"])
+    assert second.captured == len(given.kept) - first.captured
+    third = run(given, tmp_path / "store")
+    assert (third.captured, third.samples) == (0, len(given.kept))
+
+
+def test_answers_or_a_store_of_another_target_are_refused_by_name(
+    given: Given, stored: Path, tmp_path: Path, checkpoint: Callable[..., Path]
+) -> None:
+    before = Store.open(stored).keys()
+    other = str(checkpoint("qwen2_5_vl", layers=2, seed=1))
+    with pytest.raises(DataError, match="was made with checkpoint"):
+        capture(given.prompts, given.answers, str(stored), other)
+    theirs = shutil.copytree(given.answers, tmp_path / "theirs")
+    settings = json.loads((theirs / answers.SETTINGS).read_text())
+    (theirs / answers.SETTINGS).write_text(json.dumps({**settings, "checkpoint": str(checkpoint_of(other))}))
+    with pytest.raises(StoreError, match=r"of another target \(weights_hash"):
+        capture(given.prompts, theirs, str(stored), other)
+    assert Store.open(stored).keys() == before
+
+
+def test_a_store_without_what_a_drafter_needs_is_refused_by_name(given: Given, stored: Path) -> None:
+    with pytest.raises(StoreError, match=r"lacks .*hidden\.visual.*, which eagle2 needs"):
+        run(given, stored, ["eagle2"])
+
+
+def test_an_answer_whose_prompt_has_changed_is_told_and_not_stored(given: Given, tmp_path: Path) -> None:
+    by_key = {prompt.key: prompt for prompt in given.prompts}
+    first, second = (Item(by_key[answer.key], answer) for answer in list(answers.read(given.answers))[:2])
+    words = [{"role": "user", "content": [{"type": "text", "text": "Quite another question than before"}]}]
+    changed = Item(dataclasses.replace(first.prompt, messages=words), first.answer)
+    with closing(Capturer(given.model, str(tmp_path / "store"), ["sparrow"], "bfloat16", "", 1024)) as worker:
+        result = worker.work(Unit((changed, second), "unit"))
+    assert list(result.failed) == [first.prompt.key]
+    assert "when it was answered" in result.failed[first.prompt.key]
+    assert Store.open(tmp_path / "store").keys() == {second.prompt.key}
+
+
+def test_without_answers_the_error_says_so(given: Given, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="holds no kept answer to any of the 12 prompts"):
+        capture(given.prompts, tmp_path / "nothing", str(tmp_path / "store"), given.model)
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize(
+    ("names", "words"), [("sparrow,foo", "no drafter 'foo'"), (" , ", "names no drafter")]
+)
+def test_unknown_drafters_are_named(names: str, words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        features.drafters(names)
+
+
+RUN = """
+import sys
+from pathlib import Path
+from vlmdistill.pipelines import features, prompts
+features.capture(
+    prompts.read(Path(sys.argv[1])), Path(sys.argv[2]), sys.argv[3], sys.argv[4], shard_bytes=1, workers=1
+)
+"""
+
+
+def test_killed_at_any_moment_every_sample_is_stored_once(given: Given, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    command = [sys.executable, "-c", RUN, str(given.file), str(given.answers), str(store), given.model]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    while len(list(store.glob("commits/*"))) < 3 and process.poll() is None:
+        time.sleep(0.002)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert Store.open(store).keys() < given.kept
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    index = Store.open(store).index
+    assert sorted(index["key"]) == sorted(given.kept)
+    assert len(list(store.glob("commits/*"))) == len(given.kept)
