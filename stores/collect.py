@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from vlmdistill.stores.manifest import (
+    CACHE,
     DEAD,
     HEADS,
     SHARDS,
@@ -64,6 +65,8 @@ def _garbage(place: Place, head: str) -> Iterator[str]:
     for name in place.names(HEADS):
         if name != head.split("/")[1]:
             yield f"{HEADS}/{name}"
+    for name in place.names(CACHE):  # it may speak of units that are gone, and is made again
+        yield f"{CACHE}/{name}"
     for folder in (VIEWS, STATS):
         there = place.names(folder)
         # The records are read after the listing: a table in it that none names is an old one.

@@ -22,6 +22,7 @@ COMMITS = "commits"
 SHARDS = "shards"
 HEADS = "heads"
 VIEWS = "views"
+CACHE = "cache"
 STATS = "stats"
 DEAD = "dead"  # shards that a collector is removing: whoever commits one must withdraw
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,199}")

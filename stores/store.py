@@ -21,13 +21,13 @@ import xxhash
 from vlmdistill.stores.arrays import CHUNK_FILE, ArraySpec, read_rows
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.heads import read_head, write_head
+from vlmdistill.stores.indexing import Shards
 from vlmdistill.stores.layout import TOKENS, Layout, rows_of
 from vlmdistill.stores.manifest import (
     SHARDS,
     STATS,
     STORE,
     Record,
-    commit_name,
     damaged,
     read_record,
     seal,
@@ -45,7 +45,7 @@ from vlmdistill.stores.schema import (
     TargetInfo,
     content_hash,
 )
-from vlmdistill.stores.tables import INDEX, XXH3, merge_index, read_arrow
+from vlmdistill.stores.tables import XXH3
 from vlmdistill.stores.writer import Writer
 
 if TYPE_CHECKING:
@@ -64,8 +64,7 @@ class Store:
         self.provenance = Provenance.from_dict(record["provenance"])
         self.info = TargetInfo.from_dict(record["info"])
         self.layout = Layout.of(self.provenance, self.info, record["encoding"])
-        self._commits: dict[str, dict[str, Any]] = {}
-        self._tables: dict[str, Any] = {}
+        self._shards = Shards(place)
         self._index: tuple[Any, pl.DataFrame] | None = None  # what it was made from; the frame
 
     @classmethod
@@ -133,7 +132,7 @@ class Store:
     def writer(self, unit: str) -> Writer:
         """A context manager that commits the samples added to it all at once, or not at all."""
         origin = content_hash(self.provenance.to_dict())
-        return Writer(self.place, self.layout, unit, origin, self._keys)
+        return Writer(self.place, self.layout, unit, origin, self._unit_keys)
 
     def write_stats(self, run: str, table: "Mapping[str, Sequence[Any]] | pl.DataFrame") -> None:
         """Keep per-sample numbers of a training run beside the samples: `key` and further columns.
@@ -145,27 +144,18 @@ class Store:
 
         write_stats(self.place, run, table)
 
+    def _unit_keys(self, unit: str) -> set[str]:
+        return set(self._shards.table(unit)["key"].to_pylist())
+
     # The index
 
     def keys(self) -> set[str]:
         """The keys of every committed sample, as of now."""
-        return {key for unit in units(self.place) for key in self._keys(unit)}
+        return self._shards.keys(units(self.place))
 
-    def _keys(self, unit: str) -> set[str]:
-        return set(self._table(unit)["key"].to_pylist())
-
-    def commit(self, unit: str) -> dict[str, Any]:
+    def commit(self, unit: str) -> Record:
         """The record of a committed unit; StoreError when it is damaged."""
-        if unit not in self._commits:
-            self._commits[unit] = read_record(self.place, commit_name(unit))
-        return self._commits[unit]
-
-    def _table(self, unit: str) -> Any:
-        if unit not in self._tables:
-            record = self.commit(unit)
-            name = f"{SHARDS}/{record['shard']}/{INDEX}"
-            self._tables[unit] = read_arrow(self.place, name, record["files"][INDEX])
-        return self._tables[unit]
+        return self._shards.commit(unit)
 
     @property
     def index(self) -> "pl.DataFrame":
@@ -174,22 +164,12 @@ class Store:
         Columns: key, dataset, text_tokens, visual_tokens, response_tokens, spans, where its rows
         lie (unit, shard, text_row, visual_row, span_row, sample_row), xxh3.<array>, then meta.
         """
-        import polars as pl
-
         from vlmdistill.stores.sidecar import join_stats
 
         there = tuple(units(self.place)), tuple(self.place.names(STATS))
         if self._index is None or self._index[0] != there:
-            frames = []
-            for unit in there[0]:
-                frame = pl.from_arrow(self._table(unit))
-                assert isinstance(frame, pl.DataFrame)
-                names = (pl.lit(unit).alias("unit"), pl.lit(self.commit(unit)["shard"]).alias("shard"))
-                frames.append(frame.with_columns(*names))
-            self._index = (
-                there,
-                join_stats(self.place, merge_index(frames, [spec.name for spec in self.layout.arrays])),
-            )
+            merged = self._shards.merged(there[0], [spec.name for spec in self.layout.arrays])
+            self._index = there, join_stats(self.place, merged)
         return self._index[1]
 
     def view(self, name: str | None) -> "pl.DataFrame":

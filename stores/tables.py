@@ -85,7 +85,7 @@ def write_table(place: Place, folder: str, name: str, table: pa.Table, facts: Re
     file = f"{folder}/{name}-{entry[1][:16]}.arrow"
     record = {**facts, "schema": SCHEMA_VERSION, "file": file, "entry": entry}
     with writing(place):
-        place.create(file, data)
+        place.replace(file, data)  # also when it is there: it may be damaged
         place.replace(f"{folder}/{name}.json", seal(record))
 
 

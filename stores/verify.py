@@ -11,6 +11,7 @@ import blake3
 
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.manifest import (
+    CACHE,
     COMMITS,
     DEAD,
     SHARDS,
@@ -104,7 +105,7 @@ def verify(
 
 def _is_record(name: str) -> bool:
     folder, _, leaf = name.rpartition("/")
-    return folder in (COMMITS, VIEWS, STATS) and leaf.endswith(".json")
+    return folder in (COMMITS, VIEWS, STATS, CACHE) and leaf.endswith(".json")
 
 
 def _checksum(place: Place, name: str, size: int) -> str:
@@ -145,7 +146,7 @@ def _promises(place: Place, findings: list[Finding]) -> Iterator[tuple[str, tupl
             findings.append(Finding("damaged", commit_name(unit), "it is of another origin than the store"))
         for name, pair in commit["files"].items():
             yield f"{SHARDS}/{commit['shard']}/{name}", entry(pair)
-    for folder in (VIEWS, STATS):
+    for folder in (VIEWS, STATS, CACHE):
         for name in table_names(place, folder):
             table = record(f"{folder}/{name}.json")
             if table is not None:

@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 
 from tests.stores.samples import FEATURES, bf16, head, info, make, provenance, same, sample, write
+from vlmdistill.stores import indexing
+from vlmdistill.stores.collect import collect
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.layout import widen
 from vlmdistill.stores.schema import Feature
 from vlmdistill.stores.store import Store
+from vlmdistill.stores.verify import verify
 
 
 @pytest.fixture
@@ -168,3 +171,25 @@ def test_a_feature_never_captured_is_named(store: Store) -> None:
         store.read("k0000", [Feature.parse("layer9.text")])
     with pytest.raises(StoreError, match="no sample 'nobody'"):
         store.read("nobody")
+
+
+def test_a_cached_index_only_saves_time(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    truth = store.index
+    monkeypatch.setattr(indexing, "WORTH", 2)
+    assert Store.open(store.path).index.equals(truth)
+    cached = next(Path(store.path, "cache").glob("*.arrow"))
+    assert not verify(store.path).findings
+    for path in Path(store.path).glob("shards/*/index.arrow"):
+        path.rename(path.with_suffix(".aside"))
+    quick = Store.open(store.path)
+    assert quick.index.equals(truth)
+    assert quick.keys() == set(truth["key"])
+    for path in Path(store.path).glob("shards/*/index.aside"):
+        path.rename(path.with_suffix(".arrow"))
+    write(store, "u9", [30])
+    assert Store.open(store.path).index["key"].to_list() == [*truth["key"], "k0030"]
+    cached.write_bytes(cached.read_bytes()[:-9])
+    assert Store.open(store.path).index["key"].to_list() == [*truth["key"], "k0030"]
+    assert not verify(store.path).damage  # it was made anew
+    collect(store, grace=0)
+    assert not verify(store.path).findings
