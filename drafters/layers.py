@@ -1,6 +1,7 @@
-"""Parts that drafters are built of: norms, rotary positions and the one decoder layer.
+"""Parts that drafters are built of: rotary positions and the one decoder layer.
 
-Shapes: N entries, R rows whose output is wanted, D hidden, H query heads, K key heads, d head width.
+Shapes: N entries, R rows whose output is wanted, D hidden, M width of the MLP, H query heads, K key heads,
+d head width.
 """
 
 import torch
@@ -11,29 +12,29 @@ from vlmdistill.drafters.memory import Memory, Places
 from vlmdistill.stores.schema import TargetInfo
 
 
-class RMSNorm(nn.Module):
-    """Root-mean-square norm, computed in float32 as the targets do."""
+class Rotary(nn.Module):
+    """Rotary positions in the half-split layout of Llama and Qwen; angles in float32."""
 
-    def __init__(self, width: int, eps: float) -> None:
+    def __init__(self, head_dim: int, theta: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
+        half = head_dim // 2
+        frequency = theta ** (-torch.arange(half, dtype=torch.float64) / half)
+        # Kept apart from casts of the module: a frequency in half precision turns by a wrong angle.
+        self._tables = (frequency.float().repeat(2), torch.tensor([-1.0, 1.0]).repeat_interleave(half))
 
-    def forward(self, x_ND: Tensor) -> Tensor:
-        """[N, D] -> [N, D]."""
-        x32_ND = x_ND.float()
-        scale_N1 = torch.rsqrt(x32_ND.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * (x32_ND * scale_N1).to(x_ND.dtype)
+    def forward(self, position_N: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The factors of `turn` at those positions, each [N, 1, d]; the sine has the sign of its half."""
+        if self._tables[0].device != position_N.device:
+            self._tables = (self._tables[0].to(position_N.device), self._tables[1].to(position_N.device))
+        frequency_d, sign_d = self._tables
+        angle_N1d = position_N[:, None, None] * frequency_d
+        return angle_N1d.cos().to(dtype), (angle_N1d.sin() * sign_d).to(dtype)
 
 
-def rotate(x_NHd: Tensor, position_N: Tensor, theta: float) -> Tensor:
-    """Rotary position embedding in the half-split layout of Llama and Qwen; angles in float32."""
-    half = x_NHd.shape[-1] // 2
-    steps = torch.arange(half, device=x_NHd.device, dtype=torch.float32)
-    angle_N1d = position_N.float()[:, None, None] * theta ** (-steps / half)
-    cos, sin = angle_N1d.cos().to(x_NHd.dtype), angle_N1d.sin().to(x_NHd.dtype)
-    low, high = x_NHd[..., :half], x_NHd[..., half:]
-    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+def turn(x_NHd: Tensor, factors: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn every head by its entry's angle."""
+    cos_N1d, sin_N1d = factors
+    return torch.addcmul(x_NHd * cos_N1d, x_NHd.roll(x_NHd.shape[-1] // 2, -1), sin_N1d)
 
 
 class DecoderLayer(nn.Module):
@@ -57,38 +58,50 @@ class DecoderLayer(nn.Module):
         input_norm: bool = False,
     ) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim, self.theta = heads, kv_heads, head_dim, theta
-        self.input_norm = RMSNorm(hidden, eps) if input_norm else nn.Identity()
-        self.q_proj = nn.Linear(hidden, heads * head_dim, bias=bias)
-        self.k_proj = nn.Linear(hidden, kv_heads * head_dim, bias=bias)
-        self.v_proj = nn.Linear(hidden, kv_heads * head_dim, bias=bias)
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.input_norm = nn.RMSNorm(hidden, eps) if input_norm else nn.Identity()
+        self.qkv_proj = nn.Linear(hidden, (heads + 2 * kv_heads) * head_dim, bias=bias)
         self.o_proj = nn.Linear(heads * head_dim, hidden, bias=False)
-        self.post_attention_norm = RMSNorm(hidden, eps)
-        self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
-        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.post_attention_norm = nn.RMSNorm(hidden, eps)
+        self.gate_up_proj = nn.Linear(hidden, 2 * intermediate, bias=False)
         self.down_proj = nn.Linear(intermediate, hidden, bias=False)
+        self.rotary = Rotary(head_dim, theta)
 
     def remember(
         self, x_ND: Tensor, position_N: Tensor, places: Places, memory: Memory, hop: int = 0
     ) -> None:
         """Write keys and values without asking for an output: all that visual entries need."""
-        normed_ND = self.input_norm(x_ND)
-        key_NKd = self.k_proj(normed_ND).unflatten(-1, (self.kv_heads, self.head_dim))
-        value_NKd = self.v_proj(normed_ND).unflatten(-1, (self.kv_heads, self.head_dim))
-        memory.update(rotate(key_NKd, position_N, self.theta), value_NKd, places, hop)
+        kv_NHd = self._project(self.input_norm(x_ND), self.heads)
+        key_NKd = turn(kv_NHd[:, : self.kv_heads], self.rotary(position_N, x_ND.dtype))
+        memory.update(key_NKd, kv_NHd[:, self.kv_heads :], places, hop)
 
     def forward(self, x_ND: Tensor, position_N: Tensor, places: Places, memory: Memory, hop: int) -> Tensor:
         """[N, D] -> [R, D]: remember all entries, then answer for the wanted rows."""
-        self.remember(x_ND, position_N, places, memory, hop)
-        if places.rows_R is not None:
-            x_ND, position_N = x_ND[places.rows_R], position_N[places.rows_R]
-        query_RHd = self.q_proj(self.input_norm(x_ND)).unflatten(-1, (self.heads, self.head_dim))
-        mixed_RHd = memory.attend(rotate(query_RHd, position_N, self.theta), places, hop)
+        rows_R, heads = places.rows_R, self.heads
+        if rows_R is None:
+            qkv_NHd = self._project(self.input_norm(x_ND), 0)
+            turned = heads + self.kv_heads
+            qk_NHd = turn(qkv_NHd[:, :turned], self.rotary(position_N, x_ND.dtype))
+            memory.update(qk_NHd[:, heads:], qkv_NHd[:, turned:], places, hop)
+            query_RHd = qk_NHd[:, :heads]
+        else:
+            self.remember(x_ND, position_N, places, memory, hop)
+            x_ND, position_N = x_ND[rows_R], position_N[rows_R]
+            query_RHd = self._project(self.input_norm(x_ND), 0, heads)
+            query_RHd = turn(query_RHd, self.rotary(position_N, x_ND.dtype))
+        mixed_RHd = memory.attend(query_RHd, places, hop)
         x_RD = x_ND + self.o_proj(mixed_RHd.flatten(1))
-        normed_RD = self.post_attention_norm(x_RD)
-        gated = F.silu(self.gate_proj(normed_RD)) * self.up_proj(normed_RD)
-        out_RD: Tensor = x_RD + self.down_proj(gated)
+        gate_RM, up_RM = self.gate_up_proj(self.post_attention_norm(x_RD)).chunk(2, dim=-1)
+        out_RD: Tensor = x_RD + self.down_proj(F.silu(gate_RM) * up_RM)
         return out_RD
+
+    def _project(self, x_ND: Tensor, first: int, last: int | None = None) -> Tensor:
+        """The heads [first, last) of query, key and value, in this order."""
+        chosen = slice(first * self.head_dim, None if last is None else last * self.head_dim)
+        weight, bias = self.qkv_proj.weight[chosen], self.qkv_proj.bias
+        return F.linear(x_ND, weight, None if bias is None else bias[chosen]).unflatten(
+            -1, (-1, self.head_dim)
+        )
 
 
 def layer_like(info: TargetInfo, *, kv_heads: str, input_norm: bool = False) -> DecoderLayer:

@@ -143,16 +143,16 @@ class CacheMemory:
         self._buffers: tuple[Tensor, Tensor, Tensor] | None = None  # keys, values [K, S, d]; order [S]
 
     def update(self, key_NKd: Tensor, value_NKd: Tensor, places: Places, hop: int) -> None:
-        """Commit entries (hop 0; the last tree is forgotten), or add nodes to the tree."""
-        if hop == 0:
+        """Commit entries (hop 0), or add nodes to the tree; hops 0 and 1 forget the tree before."""
+        if hop <= 1:
             self._nodes = 0
         start = self.committed + self._nodes
         end = start + len(key_NKd)
         key_KSd, value_KSd, order_S = self._room(key_NKd, end)
         key_KSd[:, start:end] = key_NKd.transpose(0, 1)
         value_KSd[:, start:end] = value_NKd.transpose(0, 1)
-        order_S[start:end] = places.order_N
         if hop == 0:
+            order_S[start:end] = places.order_N
             self.committed = end
         else:
             self._nodes += len(key_NKd)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmdistill.drafters.base import Batch, Drafter, DrafterConfig, Entries, Head, Stage, Tree
-from vlmdistill.drafters.layers import RMSNorm, layer_like
+from vlmdistill.drafters.layers import layer_like
 from vlmdistill.drafters.memory import Memory
 from vlmdistill.stores.schema import Feature, TargetInfo
 
@@ -77,7 +77,7 @@ class Sparrow(Drafter):
         super().__init__(config, info, head)
         self.fc = nn.Linear(2 * info.hidden_size, info.hidden_size)
         self.layer = layer_like(info, kv_heads=config.kv_heads)
-        self.visual_norm = RMSNorm(info.hidden_size, info.rms_norm_eps) if config.ivsb else nn.Identity()
+        self.visual_norm = nn.RMSNorm(info.hidden_size, info.rms_norm_eps) if config.ivsb else nn.Identity()
 
     def condition(self, batch: Batch, memory: Memory) -> None:
         """Visual tokens enter in training as the middle layer's states, unfused; in decoding not at all."""

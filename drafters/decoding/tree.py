@@ -40,6 +40,7 @@ class Draft:
         self._position = int(drafter.rotary(prompt)[-1])
         self._order = int(prompt.position_T[-1])
         self._span = prompt.text_places.span_N[-1:]
+        self._frames: dict[Tree, _Frame] = {}
         self._root_id: Tensor | None = None
         self._state_1D: Tensor | None = None
 
@@ -66,44 +67,47 @@ class Draft:
         """
         assert self._state_1D is not None, "nothing was committed yet"
         assert self._root_id is not None
-        device = self._root_id.device
+        frame = self._frame(shape, self._root_id.device)
         score_FK, id_FK = self._expand(self._state_1D, 0, shape.k)
+        width = id_FK.shape[1]
         scores, ids = [score_FK[0]], [id_FK[0]]
-        width = len(ids[0])
-        firsts = torch.arange(width, device=device)
-        parents, ranks = [torch.full_like(firsts, -1)], [firsts]
-        frontier_id, frontier_score, slot_F = id_FK[0], score_FK[0], firsts
+        parents = [frame.first_F - width]  # negative: children of the root
+        frontier_id, frontier_score, slot_F = id_FK[0], score_FK[0], frame.first_F
         hidden_FD = self._state_1D.expand(width, *self._state_1D.shape[1:])
-        eye_FF = torch.eye(width, dtype=torch.bool, device=device)
-        visible_FA = eye_FF
+        visible_FA: Tensor | None = frame.eye_FF if width > 1 else None
         drafted = width
         for level in range(1, shape.depth + 1):
-            places = torch.full_like(frontier_id, self._order + level)
-            entries = Entries(
-                ids_N=frontier_id,
-                hidden_ND=hidden_FD,
-                position_N=torch.full_like(frontier_id, self._position + level - 1),
-                places=Places(
-                    torch.zeros_like(frontier_id), places, self._span.expand(width), None, visible_FA
-                ),
-                hop=level,
+            places = Places(
+                frame.zero_F, frame.one_F * (self._order + level), self._span.expand(width), None, visible_FA
             )
-            state_FD = self.drafter.step(entries, self.memory)
-            score_FK, id_FK = self._expand(state_FD, level, shape.k)
+            position_F = frame.one_F * (self._position + level - 1)
+            state_FD = self.drafter.step(
+                Entries(frontier_id, hidden_FD, position_F, places, level), self.memory
+            )
+            score_FK, id_FK = self._expand(state_FD, level, width)
             total_FK = frontier_score[:, None] + score_FK
             scores.append(total_FK.flatten())
             ids.append(id_FK.flatten())
-            parents.append(slot_F.repeat_interleave(id_FK.shape[1]))
-            ranks.append(torch.arange(id_FK.shape[1], device=device).repeat(width))
+            parents.append(slot_F.repeat_interleave(width) if width > 1 else slot_F)
             if level < shape.depth:
-                frontier_score, best_F = total_FK.flatten().topk(width)
-                row_F = best_F // id_FK.shape[1]
-                frontier_id, hidden_FD, slot_F = id_FK.flatten()[best_F], state_FD[row_F], drafted + best_F
-                visible_FA = torch.cat([visible_FA[row_F], eye_FF], dim=1)
-                drafted += total_FK.numel()
+                if visible_FA is None:  # a chain: its one node goes on
+                    frontier_score, best_F, hidden_FD = total_FK[0], frame.zero_F, state_FD
+                else:
+                    frontier_score, best_F = total_FK.flatten().topk(width)
+                    row_F = best_F // width
+                    hidden_FD = state_FD[row_F]
+                    visible_FA = torch.cat([visible_FA[row_F], frame.eye_FF], dim=1)
+                frontier_id, slot_F = ids[-1][best_F], best_F + drafted
+                drafted += width * width
         return _prune(
-            self._root_id, torch.cat(ids), torch.cat(scores), torch.cat(parents), torch.cat(ranks), shape
+            self._root_id, torch.cat(ids), torch.cat(scores), torch.cat(parents), frame.rank_C, shape
         )
+
+    def _frame(self, shape: Tree, device: torch.device) -> "_Frame":
+        """What is the same for every tree of a shape, made once."""
+        if self._frames.get(shape) is None:
+            self._frames[shape] = _Frame.of(shape, self.drafter.info.vocab_size, device)
+        return self._frames[shape]
 
     def _expand(self, state_FD: Tensor, hop: int, k: int) -> tuple[Tensor, Tensor]:
         """Log-probabilities and ids of each state's k best next tokens."""
@@ -114,6 +118,25 @@ class Draft:
     def _place(self, ids_N: Tensor, hidden_ND: Tensor, position_N: Tensor, order_N: Tensor) -> Entries:
         places = Places(torch.zeros_like(ids_N), order_N, self._span.expand(len(ids_N)))
         return Entries(ids_N, hidden_ND, position_N, places)
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """The fixed parts of a tree's shape; F frontier nodes a level, C candidates of all levels."""
+
+    first_F: Tensor  # 0, 1, ...
+    zero_F: Tensor
+    one_F: Tensor
+    eye_FF: Tensor
+    rank_C: Tensor  # of each candidate among its siblings
+
+    @classmethod
+    def of(cls, shape: Tree, vocabulary: int, device: torch.device) -> "_Frame":
+        width = min(shape.k, vocabulary)
+        first_F = torch.arange(width, device=device)
+        rank_C = first_F.repeat(1 + shape.depth * width)
+        eye_FF = torch.eye(width, dtype=torch.bool, device=device)
+        return cls(first_F, torch.zeros_like(first_F), torch.ones_like(first_F), eye_FF, rank_C)
 
 
 def _join(first: Entries, second: Entries) -> Entries:
@@ -134,18 +157,25 @@ def _join(first: Entries, second: Entries) -> Entries:
 def _prune(
     root_1: Tensor, ids_C: Tensor, score_C: Tensor, parent_C: Tensor, rank_C: Tensor, shape: Tree
 ) -> DraftTree:
-    """Keep the best candidates of all levels and link them to their parents, the root at index 0."""
-    order_C = torch.sort(score_C, descending=True, stable=True).indices
-    kept_N = order_C[: shape.total - 1].sort().values
-    node_C = torch.zeros_like(parent_C)
-    node_C[kept_N] = torch.arange(1, len(kept_N) + 1, device=root_1.device)
-    origin_N = parent_C[kept_N]
-    parent_N = torch.where(origin_N < 0, 0, node_C[origin_N.clamp(min=0)])
-    parent_N = torch.cat([parent_N.new_zeros(1), parent_N])
-    greedy_N = torch.cat([rank_C.new_ones(1, dtype=torch.bool), rank_C[kept_N] == 0])
+    """Keep the best candidates of all levels and link them to their parents, the root at index 0.
+
+    A negative `parent_C` is the root.
+    """
+    first = parent_C.new_zeros(1)
+    if len(ids_C) < shape.total:
+        parent_N = torch.cat([first, (parent_C + 1).clamp(min=0)])
+        ids_N, rank_N = torch.cat([root_1, ids_C]), torch.cat([first, rank_C])
+    else:
+        order_C = torch.sort(score_C, descending=True, stable=True).indices
+        kept_N = order_C[: shape.total - 1].sort().values
+        node_C = torch.zeros_like(parent_C)
+        node_C[kept_N] = torch.arange(1, len(kept_N) + 1, device=root_1.device)
+        origin_N = parent_C[kept_N]
+        parent_N = torch.cat([first, torch.where(origin_N < 0, 0, node_C[origin_N.clamp(min=0)])])
+        ids_N, rank_N = torch.cat([root_1, ids_C[kept_N]]), torch.cat([first, rank_C[kept_N]])
     eye_NN = torch.eye(len(parent_N), dtype=torch.bool, device=root_1.device)
     visible_NN = eye_NN
     for _ in range(shape.depth + 1):
         visible_NN = eye_NN | visible_NN[parent_N]
-    greedy_N = ~(visible_NN & ~greedy_N).any(1)
-    return DraftTree(torch.cat([root_1, ids_C[kept_N]]), parent_N, visible_NN, greedy_N)
+    greedy_N = ~(visible_NN & (rank_N > 0)).any(1)
+    return DraftTree(ids_N, parent_N, visible_NN, greedy_N)

@@ -1,0 +1,55 @@
+"""The repository is what its own papers say: packages, files, commands."""
+
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+import typer
+
+from vlmdistill.cli.main import app
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_every_package_is_shipped() -> None:
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = tool["package-dir"].values()
+    found = {file.parent for folder in folders for file in (ROOT / folder).rglob("__init__.py")}
+    on_disk = {"vlmdistill." + ".".join(folder.relative_to(ROOT).parts) for folder in found}
+    assert set(tool["packages"]) == on_disk
+
+
+def commands(page: Path) -> list[str]:
+    """The `vlmdistill` lines of a page's console blocks."""
+    blocks = re.findall(r"```console\n(.*?)```", page.read_text(), re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return [line for line in lines if line.startswith("vlmdistill ")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_in_the_docs_is_one_that_the_program_takes(page: Path) -> None:
+    for line in commands(page):
+        words = shlex.split(line, comments=True)[1:]
+        command = typer.main.get_command(app)
+        context = command.make_context("vlmdistill", list(words))
+        while hasattr(command, "resolve_command"):
+            rest = [*context._protected_args, *context.args]
+            name, command, rest = command.resolve_command(context, rest)
+            assert command is not None, line
+            context = command.make_context(name, rest, parent=context)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_in_the_docs_leads_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+        assert (page.parent / link).exists(), link
+
+
+def test_make_help_lists_every_target() -> None:
+    text = (ROOT / "Makefile").read_text()
+    (phony,) = re.findall(r"^\.PHONY: (.*)$", text, re.MULTILINE)
+    told = re.findall(r"^([a-z-]+):.*##", text, re.MULTILINE)
+    assert set(phony.split()) == set(told)
