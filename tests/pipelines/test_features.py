@@ -28,6 +28,8 @@ from vlmdistill.stores.errors import DataError, StoreError
 from vlmdistill.stores.schema import Feature
 from vlmdistill.stores.store import Store
 
+ANY = Filters(min_words=0)
+
 
 @dataclass(frozen=True)
 class Given:
@@ -52,7 +54,7 @@ def given(
 ) -> Given:
     folder = tmp_path_factory.mktemp("features")
     made = Given(str(checkpoint("qwen2_5_vl", layers=2)), prompts_file, folder / "responses")
-    respond(made.prompts, made.answers, made.model, Sampling(max_new_tokens=10), Filters(min_words=0))
+    respond(made.prompts, made.answers, made.model, Sampling(max_new_tokens=10), ANY, workers=1)
     assert len(made.kept) >= 8
     return made
 
@@ -68,7 +70,7 @@ def stored(given: Given) -> Path:
 
 
 def run(given: Given, store: Path, drafters: list[str] | None = None, **options: Any) -> Summary:
-    return capture(given.prompts, given.answers, str(store), given.model, drafters, **options)
+    return capture(given.prompts, given.answers, str(store), given.model, drafters, workers=1, **options)
 
 
 def test_the_store_holds_every_kept_answer_with_what_the_drafters_need(given: Given, stored: Path) -> None:
@@ -87,7 +89,7 @@ def test_the_store_holds_every_kept_answer_with_what_the_drafters_need(given: Gi
 
 def test_a_rerun_captures_only_what_is_missing(given: Given, tmp_path: Path) -> None:
     some = given.prompts[:4]
-    first = capture(some, given.answers, str(tmp_path / "store"), given.model, ["eagle2"])
+    first = capture(some, given.answers, str(tmp_path / "store"), given.model, ["eagle2"], workers=1)
     assert first.captured == len(given.kept & {prompt.key for prompt in some})
     second = run(given, tmp_path / "store", ["eagle2"])
     assert second.captured == len(given.kept) - first.captured

@@ -1,0 +1,195 @@
+"""The command line: one clear line for what is wrong, the right exit status, and nothing lost."""
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vlmdistill.cli.main import GROUPS, VERBS, main
+from vlmdistill.pipelines.prompts import read
+
+COMMAND = [sys.executable, "-m", "vlmdistill.cli.main"]
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to work in, with a file of three dialogues."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("VLMDISTILL_RUNS", raising=False)
+    rows = [{"conversations": [{"from": "human", "value": f"Question {i}"}]} for i in range(3)]
+    (tmp_path / "talks.json").write_text(json.dumps(rows))
+    return tmp_path
+
+
+def failing(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line on stderr of a command that fails."""
+    capsys.readouterr()
+    assert main(list(arguments)) == 1
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    (line,) = shown.err.strip().splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+def test_help_lists_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    listed = capsys.readouterr().out
+    assert all(f"\n  {name} " in listed for name in (*VERBS, *GROUPS))
+
+
+@pytest.mark.parametrize("name", [*VERBS, *GROUPS])
+def test_every_verb_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    assert "Usage: vlmdistill" in capsys.readouterr().out
+
+
+def test_heavy_packages_wait_for_the_command_that_needs_them() -> None:
+    heavy = "{'torch', 'transformers', 'ray', 'deepspeed', 'polars', 'pyarrow', 'zarr', 'numpy', 'datasets'}"
+    code = f"import sys, vlmdistill.cli.main; print(sorted({heavy} & sys.modules.keys()))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("vlmdistill ")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["frobnicate"],
+        ["prompts"],
+        ["prompts", "talks.json", "--limit", "-1"],
+        ["prompts", "talks.json", "--format", "csv"],
+        ["responses", "--limit", "0"],
+        ["responses", "--workers", "0"],
+        ["features", "--dtype", "int8"],
+        ["features", "--limit", "-5"],
+    ],
+)
+def test_wrong_usage_is_status_two(arguments: list[str], workplace: Path, capsys: Any) -> None:
+    assert main(arguments) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "Error: " in shown.err
+    assert "Traceback" not in shown.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["prompts", "absent.json"], "there is no file absent.json"),
+        (["prompts", "talks.json", "--augment", "loud"], "no augmentation 'loud': choose from none, long"),
+        (["prompts", "talks.json", "--images", "nowhere"], "--images nowhere: there is no such folder"),
+        (["responses", "--model", "no-such-model"], "there is no target 'no-such-model'"),
+        (["features", "--model", "no-such-model"], "there is no target 'no-such-model'"),
+        (["features", "--model", "."], "has no config.json"),
+        (["target", "show", "no-such-model"], "there is no target 'no-such-model'"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments: list[str], words: str, workplace: Path, capsys: Any) -> None:
+    assert words in failing(capsys, *arguments)
+    assert not (workplace / "runs").exists()
+
+
+def test_a_target_without_prompts_is_told_how_to_get_them(
+    workplace: Path, checkpoint: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(checkpoint("qwen2_5_vl", layers=1))
+    for verb in ("responses", "features"):
+        line = failing(capsys, verb, "--model", model)
+        assert f"vlmdistill prompts FILE... -m {model}" in line
+    line = failing(capsys, "features", "--model", model, "--for", "sparrow,nonsense")
+    assert "no drafter 'nonsense'; choose from" in line
+
+
+def test_a_corrupted_checkpoint_is_named(
+    workplace: Path, checkpoint: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = checkpoint("qwen2_5_vl", layers=1)
+    broken = workplace / "broken"
+    broken.mkdir()
+    for file in whole.iterdir():
+        data = file.read_bytes()
+        (broken / file.name).write_bytes(data[:-100] if file.suffix == ".safetensors" else data)
+    assert "model.safetensors is corrupt" in failing(capsys, "responses", "--model", str(broken))
+
+
+def test_debug_shows_the_traceback(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prompts", "absent.json", "--debug"]) == 1
+    shown = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in shown
+    assert shown.splitlines()[-1].startswith("error: ")
+
+
+def test_prompts_go_to_the_workspace_of_the_model(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["prompts", "talks.json"]) == 0
+    assert len(read(Path("runs/demo/prompts.parquet"))) == 3
+    (workplace / "ckpt" / "my-model").mkdir(parents=True)
+    assert main(["prompts", "talks.json", "-m", "ckpt/my-model/", "--runs", "elsewhere"]) == 0
+    assert len(read(Path("elsewhere/my-model/prompts.parquet"))) == 3
+    monkeypatch.setenv("VLMDISTILL_RUNS", "moved")
+    assert main(["prompts", "talks.json", "-m", "org/name"]) == 0
+    assert len(read(Path("moved/org--name/prompts.parquet"))) == 3
+
+
+def test_json_is_for_programs(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prompts", "talks.json", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["added"], facts["total"]) == (3, 3)
+    assert main(["target", "list", "--json"]) == 0
+    assert "qwen2.5-vl-7b" in json.loads(capsys.readouterr().out)["targets"]
+
+
+def test_a_full_disk_loses_nothing(workplace: Path) -> None:
+    assert main(["prompts", "talks.json"]) == 0
+    before = read(Path("runs/demo/prompts.parquet"))
+    rows = [
+        {"conversations": [{"from": "human", "value": f"Another {i} {hash(str(i))}"}]} for i in range(500)
+    ]
+    (workplace / "more.json").write_text(json.dumps(rows))
+    run = subprocess.run(
+        [*COMMAND, "prompts", "more.json"],
+        capture_output=True,
+        text=True,
+        # A limit on file sizes stands in for a disk with no room.
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)),
+    )
+    assert run.returncode == 1
+    (line,) = run.stderr.strip().splitlines()
+    assert line.startswith("error: ")
+    assert "File too large" in line
+    assert read(Path("runs/demo/prompts.parquet")) == before
+    assert not list(Path("runs/demo").glob(".*.tmp"))
+
+
+def test_an_interrupt_leaves_a_state_to_go_on_from(workplace: Path, checkpoint: Callable[..., Path]) -> None:
+    rows = [{"conversations": [{"from": "human", "value": f"Question {i}"}]} for i in range(200)]
+    (workplace / "many.json").write_text(json.dumps(rows))
+    model = str(checkpoint("qwen2_5_vl", layers=1))
+    assert main(["prompts", "many.json", "-m", model, "--eval-share", "0"]) == 0
+    out = workplace / "answers"
+    command = [*COMMAND, "responses", "-m", model, "--out", str(out), "--workers", "1"]
+    command += ["--max-new-tokens", "40"]
+    run = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    while run.poll() is None and not list(out.glob("part-*")):
+        time.sleep(0.01)
+    run.send_signal(signal.SIGINT)
+    shown, said = run.communicate()
+    assert run.returncode == 130, said
+    assert shown == ""
+    assert said.strip().splitlines()[-1].startswith("interrupted: nothing is lost")
+    assert "Traceback" not in said
+    assert 0 < len(list(out.glob("part-*"))) < 4
