@@ -4,7 +4,7 @@ Every shard has `tokens`; every captured feature has one array, or three when it
 8 bits. Encodings of a feature:
 
 - `raw`: as captured, bit for bit. The default: it is read by mapping the file.
-- `zstd`: the same bits, compressed about 1.4 times (mantissas are noise); several times slower.
+- `zstd`: the same bits, compressed about 1.26 times (mantissas are noise); several times slower.
 - `int8`: half the bytes and not the same bits: one scale per token times one per channel of the
   sample. A plain scale per token would drown ordinary channels beside a few massive ones.
 """

@@ -20,6 +20,7 @@ from vlmdistill.stores.schema import Array, Feature, Sample, content_hash
 from vlmdistill.stores.store import Store
 
 WINDOW = 4096  # samples sorted by length together: batches of like length, yet a different mix each epoch
+NEAR, FAR = 2, 8  # threads that read ahead: a disk is soon busy, requests mostly wait
 Plan = list[Array]  # positions of samples, one array per batch
 
 
@@ -74,7 +75,6 @@ class Epoch(Iterator[list[Sample]]):
         world: int = 1,
         start_state: Mapping[str, Any] | None = None,
         prefetch: int = 4,
-        threads: int = 2,
     ) -> None:
         if token_budget < 1 or not 0 <= rank < world:
             given = f"{token_budget}, {rank}, {world}"
@@ -100,8 +100,9 @@ class Epoch(Iterator[list[Sample]]):
         self._steps = 0
         self._mine = level(batches, world)[rank::world]
         self._next = 0
-        self._depth = prefetch
+        self._depth = max(prefetch, 0 if store.place.here else FAR)
         self._ahead: deque[Future[list[Sample]]] = deque()
+        threads = NEAR if store.place.here else FAR
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="vlmdistill-read")
 
     def _cost(self) -> Array:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.stores.campaign import UNITS
-from tests.stores.faults import WRITES, Calls, struck
+from tests.stores.faults import CALLS, WRITES, Calls, struck
 from tests.stores.samples import make, same, sample, write
 from vlmdistill.stores.collect import collect
 from vlmdistill.stores.errors import StoreError
@@ -154,6 +154,34 @@ def test_gc_removes_what_the_dead_left_and_spares_the_living(tmp_path: Path) -> 
         assert [item.name for item in collect(store, grace=0)] == [f"{SHARDS}/{orphan.name}"]
     assert same(store.read("k0007"), sample(7))
     assert not verify(tmp_path).findings
+
+
+def with_an_orphan(path: Path) -> Store:
+    store = make(path, [range(2)])
+    orphan = path / SHARDS / "dead-0123456789abcdef"
+    orphan.mkdir()
+    (orphan / "index.arrow").write_bytes(b"left")
+    return store
+
+
+def test_a_collector_that_dies_anywhere_harms_nothing(tmp_path: Path) -> None:
+    counted = with_an_orphan(tmp_path / "count")
+    with struck(Calls(CALLS, None)) as calls:
+        collect(counted, grace=0)
+    died = 0
+    for at in range(1, calls.count + 1, 2):
+        store = with_an_orphan(tmp_path / str(at))
+        try:
+            with struck(Calls(CALLS, at)):
+                collect(store, grace=0)
+        except OSError:
+            died += 1
+        assert not verify(store.path).damage
+        collect(store, grace=0)
+        assert not verify(store.path).findings
+        write(store, "u9", [7])
+        assert all(same(store.read(f"k{number:04}"), sample(number)) for number in (0, 1, 7))
+    assert died > 10
 
 
 def test_a_dry_run_of_gc_removes_nothing(tmp_path: Path) -> None:
