@@ -99,9 +99,8 @@ class DecoderLayer(nn.Module):
         """The heads [first, last) of query, key and value, in this order."""
         chosen = slice(first * self.head_dim, None if last is None else last * self.head_dim)
         weight, bias = self.qkv_proj.weight[chosen], self.qkv_proj.bias
-        return F.linear(x_ND, weight, None if bias is None else bias[chosen]).unflatten(
-            -1, (-1, self.head_dim)
-        )
+        heads_NHd = F.linear(x_ND, weight, None if bias is None else bias[chosen])
+        return heads_NHd.view(len(x_ND), -1, self.head_dim)
 
 
 def layer_like(info: TargetInfo, *, kv_heads: str, input_norm: bool = False) -> DecoderLayer:

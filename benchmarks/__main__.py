@@ -1,0 +1,6 @@
+"""All benchmarks, one after the other: `python -m benchmarks`."""
+
+from benchmarks import decode, store
+
+decode.main()
+store.main()

@@ -1,0 +1,159 @@
+"""Decoding against its floors: the stock model's step, the bare forward pass, and what a cycle costs.
+
+    python -m benchmarks.decode [--model demo] [--tree chain-5 ...] [--out FILE]
+
+Rounds run every piece one after the other; a figure is the median over rounds of milliseconds, a ratio the
+median of the ratios within a round, so that a machine whose speed drifts is fair to all. The drafter is
+untrained: the cost of a cycle does not depend on what it proposes, and the speedup that a tau would give is
+told instead of measured (`vlmdistill eval` measures it).
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import DynamicCache
+
+from vlmdistill.drafters import catalogue
+from vlmdistill.drafters.base import Tree
+from vlmdistill.drafters.decoding.tree import Draft, DraftTree
+from vlmdistill.drafters.decoding.verify import verify
+from vlmdistill.pipelines.targets.base import VisionLanguageTarget
+from vlmdistill.pipelines.targets.loading import load
+
+TREES = ("chain-3", "chain-5", "chain-8", "8-3-2", "12-4-3", "16-4-4", "30-3-8", "60-5-10")
+PREFIX = 100  # tokens after the prompt
+
+
+def measure(model: str, drafter: str, trees: Sequence[str], rounds: int, threads: int) -> dict[str, Any]:
+    """Milliseconds and ratios of one target and one drafter, untrained."""
+    torch.set_num_threads(threads)
+    target = load(model)
+    kind = catalogue.load(drafter)
+    guess = kind(kind.Config(), target.info, target.head).to(target.device, target.dtype).eval()
+    picture = Image.new("RGB", (84, 84), (20, 40, 60))
+    content = [{"type": "image", "image": picture}, {"type": "text", "text": "Describe the scene."}]
+    prompt = target.encode([{"role": "user", "content": content}])
+    with torch.inference_mode():
+        pieces = _pieces(target, guess, prompt, trees)
+        for run in pieces.values():
+            run()  # pays for what is made once
+        times: dict[str, list[float]] = {name: [] for name in pieces}
+        for _ in range(rounds):
+            for name, run in pieces.items():
+                start = time.perf_counter()
+                run()
+                times[name].append(1e3 * (time.perf_counter() - start))
+    plain = times["plain step"]
+    figures: dict[str, Any] = {
+        "milliseconds": {name: statistics.median(values) for name, values in times.items()},
+        "plain step / stock step": _ratio(plain, times["stock step"]),
+        "plain step / weights read once": _ratio(plain, times["weights read once"]),
+    }
+    for tree in trees:
+        parts = [times[f"{tree} {part}"] for part in ("grow", "extend", "verify", "commit")]
+        cycle = [sum(row) for row in zip(*parts, strict=True)]
+        figures[f"{tree}: tokens per cycle to break even"] = _ratio(cycle, plain)
+        figures[f"{tree}: verification / plain step"] = _ratio(parts[1], plain)
+    figures |= {"model": model, "drafter": drafter, "threads": threads, "prefix": PREFIX + prompt.length}
+    return figures
+
+
+def _ratio(above: Sequence[float], below: Sequence[float]) -> float:
+    return statistics.median(a / b for a, b in zip(above, below, strict=True))
+
+
+def _pieces(
+    target: VisionLanguageTarget, guess: Any, prompt: Any, trees: Sequence[str]
+) -> dict[str, Callable[[], object]]:
+    """Every timed piece by name, on one prefix; none of them changes it."""
+    needs = guess.needs(guess.config, target.info, decoding=True)
+    prefix = target.prefill(prompt, needs)
+    device = target.device
+    one = torch.ones(1, dtype=torch.long, device=device)
+    before_1D = torch.cat([prefix.feature("hidden", "text")[-1:]] * len(guess.sources), dim=-1)
+    for _ in range(PREFIX):
+        target.extend(one, one, None, ("hidden",))
+        target.commit(one - 1)
+    step = _stock_step(target, prompt.length + PREFIX)
+    weights = list(target.model.model.language_model.parameters())
+    pieces: dict[str, Callable[[], object]] = {
+        "plain step": lambda: target.logits(target.extend(one, one, None, ("hidden",))["hidden"]).argmax(-1),
+        "stock step": step,
+        "weights read once": lambda: [weight.sum() for weight in weights],
+    }
+    for name in trees:
+        shape = Tree.parse(name)
+        draft = Draft(guess, prefix)
+        draft.commit(one, before_1D)
+        nodes = draft.grow(shape)
+        states = target.extend(nodes.ids_N, nodes.depth_N, nodes.visible_NN, ("hidden",))["hidden"]
+        nodes_again = (nodes.ids_N, nodes.depth_N, nodes.visible_NN, ("hidden",))
+        pieces |= {
+            f"{name} grow": partial(draft.grow, shape),
+            f"{name} extend": partial(target.extend, *nodes_again),
+            f"{name} verify": partial(_judge, target, nodes, states),
+            f"{name} commit": partial(Draft(guess, prefix).commit, one.repeat(3), before_1D.repeat(3, 1)),
+        }
+    return pieces
+
+
+def _judge(target: VisionLanguageTarget, nodes: DraftTree, states_ND: Tensor) -> list[int]:
+    path: list[int] = verify(nodes, target.logits(states_ND), 0.0).path_K.tolist()
+    return path
+
+
+def _stock_step(target: VisionLanguageTarget, length: int) -> Callable[[], object]:
+    """One token through the stock modules with their own cache: what `generate` spends at the least."""
+    cache = DynamicCache()
+    shape = (1, target.info.num_kv_heads, length, target.info.head_dim)
+    rows = torch.zeros(shape, device=target.device, dtype=target.dtype)
+    for layer in range(target.info.num_layers):
+        cache.update(rows, rows, layer)
+    one = torch.ones(1, 1, dtype=torch.long, device=target.device)
+    place = one * length
+    place = place.expand(3, 1, 1) if target.family.grids else place
+
+    def step() -> object:
+        text = target.model.model.language_model
+        state = text(input_ids=one, position_ids=place, past_key_values=cache, use_cache=True)
+        token = target.model.lm_head(state.last_hidden_state).argmax(-1)
+        cache.crop(-1)
+        return token
+
+    return step
+
+
+def main() -> None:
+    """Measure, print and save."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--drafter", default="sparrow")
+    parser.add_argument("--tree", action="append", help="may be repeated")
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path("build/bench-decode.json"))
+    given = parser.parse_args()
+    result = measure(given.model, given.drafter, given.tree or TREES, given.rounds, given.threads)
+    print(f"{given.model} with {given.drafter}, {given.threads} threads; medians of {given.rounds} rounds")
+    for name, value in result["milliseconds"].items():
+        print(f"  {name:<24}{value:9.3f} ms")
+    for name, value in result.items():
+        if isinstance(value, float):
+            print(f"  {name:<44}{value:6.2f}")
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    given.out.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
