@@ -33,7 +33,17 @@ from vlmdistill.stores.manifest import (
 from vlmdistill.stores.place import Place, place_of, writing
 from vlmdistill.stores.schema import Feature, Provenance, content_hash
 from vlmdistill.stores.store import Store
-from vlmdistill.stores.tables import INDEX, XXH3, read_arrow, read_table, table_names, to_arrow, write_table
+from vlmdistill.stores.tables import (
+    CORE,
+    INDEX,
+    ROW,
+    XXH3,
+    read_arrow,
+    read_table,
+    table_names,
+    to_arrow,
+    write_table,
+)
 
 BLOCK = 1 << 24
 Progress = Callable[[int, int], None]  # samples done, samples in all
@@ -127,15 +137,8 @@ def _copy_unit(source: Store, target: Store, unit: str, rows: pl.DataFrame) -> N
         return
     name = f"{unit}.{content_hash(rows['key'].to_list())[:8]}"
     with target.writer(name) as writer:
-        written = [
-            "key",
-            "dataset",
-            "text_tokens",
-            "visual_tokens",
-            "response_tokens",
-            "spans",
-            *record["meta"],
-        ]
+        # Where the rows lie and what training said of them is not part of the sample.
+        written = [name for name in CORE if not name.endswith(ROW)] + record["meta"]
         for row in rows.iter_rows(named=True):
             arrays = ((spec, source.rows(spec, row)) for spec in target.layout.arrays)
             writer.copy({column: row[column] for column in written}, arrays)
@@ -243,6 +246,7 @@ def _arrived(place: Place, shard: str, files: Record) -> None:
         for start in range(0, size, BLOCK):
             state.update(place.extent(f"{SHARDS}/{shard}/{name}", start, min(BLOCK, size - start)).data)
         if state.hexdigest() != checksum:
+            place.remove(f"{SHARDS}/{shard}/{name}")  # so that it is sent again
             raise damaged(f"{place.url}/{SHARDS}/{shard}/{name}", "it arrived with another checksum")
 
 

@@ -33,6 +33,7 @@ def join_stats(place: Place, index: pl.DataFrame) -> pl.DataFrame:
     """The index with each run's columns as `<run>.<column>`, and plain from the latest run with a value."""
     runs = [(name, *read_table(place, STATS, name)) for name in table_names(place, STATS)]
     latest: dict[str, list[str]] = {}
+    own = set(index.columns)  # these keep their plain names: they came with the samples
     for name, _, table in sorted(runs, key=lambda run: (run[1]["order"], run[0])):
         frame = pl.from_arrow(table)
         assert isinstance(frame, pl.DataFrame)
@@ -40,5 +41,7 @@ def join_stats(place: Place, index: pl.DataFrame) -> pl.DataFrame:
         renamed = frame.rename({column: f"{name}.{column}" for column in columns})
         index = index.join(renamed, on="key", how="left", maintain_order="left")
         for column in columns:
+            if column in own:
+                continue
             latest.setdefault(column, []).insert(0, f"{name}.{column}")
     return index.with_columns(pl.coalesce(names).alias(column) for column, names in latest.items())

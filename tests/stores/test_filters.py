@@ -13,8 +13,11 @@ from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.filters import filter_store, named, where
 from vlmdistill.stores.manifest import VIEWS
 from vlmdistill.stores.measures import code_ratio, measures, repetition
+from vlmdistill.stores.reader import epoch
 from vlmdistill.stores.store import Store
+from vlmdistill.stores.summary import info
 from vlmdistill.stores.tables import read_table
+from vlmdistill.stores.verify import verify
 
 PROSE = (
     "A small brown dog runs along the wet beach while two children watch it from a red towel. "
@@ -111,6 +114,22 @@ def test_statistics_of_training_make_a_curriculum(many: Store) -> None:
     assert many.view("almost")["key"].to_list() == ["k0002", "k0003"]
     many.write_stats("sparrow", {"key": ["k0009"], "kept": [1.0]})
     assert many.index.filter(pl.col("sparrow.kept").is_not_null())["key"].to_list() == ["k0009"]
+
+
+def test_a_column_that_came_with_the_samples_keeps_its_name(store: Store) -> None:
+    store.write_stats("run", {"key": ["k0001"], "words": [-1]})
+    assert store.index["words"].min() == 3
+    assert store.index["run.words"].drop_nulls().to_list() == [-1]
+    assert Store.open(store.path).read("k0001").meta["words"] == sample(1, **measures(PROSE)).meta["words"]  # type: ignore[arg-type]
+
+
+def test_an_empty_store_has_empty_views_and_epochs(tmp_path: Path) -> None:
+    empty = make(tmp_path / "empty")
+    assert filter_store(empty, "v", filters=["max_tokens"]).kept == 0
+    assert empty.view("v").is_empty()
+    assert list(epoch(empty, view="v", token_budget=9)) == []
+    assert info(empty)["samples"] == 0
+    assert not verify(empty.path).findings
 
 
 def test_statistics_that_cannot_be_joined_are_refused(many: Store) -> None:
