@@ -29,12 +29,12 @@ class Origin:
 
 
 def save(drafter: Drafter, name: str, folder: Path, origin: Origin) -> None:
-    """Write the drafter aside, then put the folder in place, so that it is whole or absent."""
-    aside = folder.with_name(f".{folder.name}.{os.getpid()}")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+    """Write the drafter aside, then put the folder in place, so that it is whole or absent.
+
+    TrainingError when it cannot be written; what was there before is still there then.
+    """
+    aside, old = (folder.with_name(f".{folder.name}.{os.getpid()}{end}") for end in ("", ".old"))
     weights = {key: value.detach().cpu().contiguous() for key, value in drafter.state_dict().items()}
-    save_file(weights, aside / "model.safetensors", metadata={"format": "pt", "drafter": name})
     description = {
         "format": FORMAT,
         "drafter": name,
@@ -43,14 +43,21 @@ def save(drafter: Drafter, name: str, folder: Path, origin: Origin) -> None:
         "provenance": origin.provenance.to_dict(),
         "training": origin.training,
     }
-    (aside / "config.json").write_text(json.dumps(description, indent=2) + "\n")
-    if folder.exists():
-        old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
-        folder.rename(old)
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        save_file(weights, aside / "model.safetensors", metadata={"format": "pt", "drafter": name})
+        (aside / "config.json").write_text(json.dumps(description, indent=2) + "\n")
+        if folder.exists():
+            folder.rename(old)
         aside.rename(folder)
-        shutil.rmtree(old)
-    else:
-        aside.rename(folder)
+    except (OSError, SafetensorError) as error:
+        if old.exists():
+            old.rename(folder)
+        raise TrainingError(f"the drafter cannot be written to {folder}: {error}") from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def describe(folder: Path) -> dict[str, Any]:

@@ -87,7 +87,14 @@ def save(engine: Any, folder: Path, tag: str, state: dict[str, Any], signature: 
 
     The checkpoint before it is removed afterwards.
     """
-    engine.save_checkpoint(str(folder), tag=tag, client_state=state, save_latest=False)
+    try:
+        engine.save_checkpoint(str(folder), tag=tag, client_state=state, save_latest=False)
+    except (OSError, RuntimeError) as error:
+        shutil.rmtree(folder / tag, ignore_errors=True)
+        reason = str(error).splitlines()[0]
+        raise TrainingError(
+            f"no checkpoint can be written to {folder} ({reason}); make room, then --resume from the last one"
+        ) from None
     barrier()
     if torch.distributed.get_rank() == 0:
         world = torch.distributed.get_world_size()
