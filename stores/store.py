@@ -219,7 +219,7 @@ class Store:
             meta={
                 name: value
                 for name, value in row.items()
-                if value is not None and (name in written or name == "dataset")
+                if value is not None and (name in written or (name == "dataset" and value))
             },
         )
 

@@ -29,6 +29,18 @@ def test_samples_come_back_to_the_last_bit(store: Store) -> None:
         assert same(reopened.read(f"k{number:04}"), sample(number))
 
 
+def test_meta_comes_back_as_given_with_or_without_a_dataset(tmp_path: Path) -> None:
+    store = make(tmp_path)
+    given = [
+        dataclasses.replace(sample(1), meta={}),
+        dataclasses.replace(sample(2), meta={"ok": True, "x": 0.5}),
+    ]
+    with store.writer("u") as writer:
+        for item in given:
+            writer.add(item)
+    assert all(same(store.read(item.key), item) for item in given)
+
+
 def test_lossless_compression_changes_no_bit(tmp_path: Path) -> None:
     store = make(tmp_path, [range(60)], encoding={"hidden.text": "zstd", "layer2.visual": "zstd"})
     for number in range(60):
