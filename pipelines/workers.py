@@ -6,6 +6,7 @@ target there, once. Only small things travel: units, and facts about what became
 
 import logging
 import os
+import socket
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -76,12 +77,16 @@ def session(workers: int | None = None, weights: int = 0) -> Iterator[int]:
     ours = not ray.is_initialized()
     if ours:
         quiet = {"logging_level": "ERROR", "log_to_driver": logger.isEnabledFor(logging.DEBUG)}
-        address = os.environ.get("RAY_ADDRESS")
-        if address:
+        address = os.environ.get("RAY_ADDRESS", "local")
+        if address != "local":
+            reach(address)
             try:
                 ray.init(address=address, **quiet)
-            except ConnectionError as error:
-                raise DataError(f"no Ray cluster at RAY_ADDRESS={address}: {error}") from None
+            except (ConnectionError, RuntimeError) as error:
+                raise DataError(
+                    f"cannot use the Ray cluster at RAY_ADDRESS={address} ({_first_line(error)}): does it "
+                    "want RAY_AUTH_MODE=token, or another version of Ray?"
+                ) from None
         else:
             # Tensors never travel through the object store, so the smallest will do.
             ray.init(address="local", include_dashboard=False, object_store_memory=100 * MIB, **quiet)
@@ -197,6 +202,16 @@ class Crew(Generic[U, R]):
         self._hosts.remove(dead)
         self._hosts.append(self._actor.remote(self._make))
         return self._hosts[-1]
+
+
+def reach(address: str) -> None:
+    """DataError when nothing listens at host:port; Ray itself takes minutes to say so."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdecimal():
+        try:
+            socket.create_connection((host, int(port)), timeout=5).close()
+        except OSError as error:
+            raise DataError(f"no Ray cluster at RAY_ADDRESS={address}: {error.strerror or error}") from None
 
 
 def _cause(error: Any) -> Exception:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from vlmdistill.pipelines.workers import ATTEMPTS, Crew, session
+from vlmdistill.pipelines.workers import ATTEMPTS, Crew, reach, session
 from vlmdistill.stores.errors import DataError, StoreError, VlmdistillError
 
 pytestmark = pytest.mark.usefixtures("ray")
@@ -82,6 +83,13 @@ def test_an_error_while_loading_is_the_users() -> None:
 
     with Crew[int, int](broken, 1) as crew, pytest.raises(DataError, match=r"^no such target$"):
         crew.facts()
+
+
+def test_a_cluster_that_is_not_there_is_told_at_once() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        with pytest.raises(DataError, match=r"no Ray cluster at RAY_ADDRESS=127\.0\.0\.1:.*refused"):
+            reach(f"127.0.0.1:{free.getsockname()[1]}")
 
 
 def test_a_number_of_workers_below_one_is_refused() -> None:
