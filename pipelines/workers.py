@@ -88,8 +88,7 @@ def session(workers: int | None = None, weights: int = 0) -> Iterator[int]:
                     "want RAY_AUTH_MODE=token, or another version of Ray?"
                 ) from None
         else:
-            # Tensors never travel through the object store, so the smallest will do.
-            ray.init(address="local", include_dashboard=False, object_store_memory=100 * MIB, **quiet)
+            _start(quiet)
     try:
         there = ray.cluster_resources()
         gpus, cores, memory = (int(there.get(name, 0)) for name in ("GPU", "CPU", "memory"))
@@ -202,6 +201,23 @@ class Crew(Generic[U, R]):
         self._hosts.remove(dead)
         self._hosts.append(self._actor.remote(self._make))
         return self._hosts[-1]
+
+
+def _start(quiet: dict[str, Any]) -> None:
+    """Start Ray on this machine. It gives itself half a minute, which a busy machine may exceed once."""
+    import ray
+
+    for attempt in range(2):
+        try:
+            # Tensors never travel through the object store, so the smallest will do.
+            ray.init(address="local", include_dashboard=False, object_store_memory=100 * MIB, **quiet)
+            return
+        except Exception as error:  # what Ray raises when it cannot start has no type
+            ray.shutdown()
+            if attempt:
+                raise VlmdistillError(
+                    f"Ray did not start ({_first_line(error)}): is the machine out of memory or very busy?"
+                ) from error
 
 
 def reach(address: str) -> None:
