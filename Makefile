@@ -11,7 +11,7 @@ BIN     := $(VENV)/bin
 VLM      = VLMDISTILL_RUNS=$(RUNS) $(BIN)/vlmdistill
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types pytest prompts responses features train eval report bench docs wheel clean
+.PHONY: help setup demo test lint types pytest prompts responses features train eval report bench bench-store docs wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -24,7 +24,7 @@ $(VENV)/.ready: pyproject.toml
 	@touch $@
 
 demo: setup  ## the whole flow on the embedded target: two drafters trained and compared
-	$(VLM) run --model demo --drafters sparrow,eagle2 --max-new-tokens 256
+	$(VLM) run --model demo --drafters sparrow,eagle2 --max-new-tokens 256 --batch-size 64 --workers 2
 
 test: lint types pytest  ## lint, types, import contract and tests: what CI runs
 
@@ -61,6 +61,9 @@ report: setup  ## the HTML page of all evaluations of MODEL
 
 bench: setup  ## performance ratios with their floors
 	$(BIN)/python -m benchmarks
+
+bench-store: setup  ## the store against the disk and one file per sample
+	$(BIN)/python -m benchmarks.store
 
 docs: setup  ## check that the docs hold: commands, links, packages
 	$(BIN)/python -m pytest tests/test_house.py

@@ -23,6 +23,7 @@ def run(
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Evaluate on at most N prompts.")] = 100,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer to learn from.")] = 1024,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered together.")] = 32,
     workers: Annotated[int | None, typer.Option(min=1, help="Ray actors.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of everything.")] = 0,
     runs: console.Runs = None,
@@ -40,6 +41,7 @@ def run(
         temperatures=tuple(temperature or (0.0, 1.0)),
         max_new_tokens=max_new_tokens,
         eval_limit=limit,
+        batch=batch_size,
         workers=workers,
         seed=seed,
     )

@@ -8,8 +8,8 @@ from typing import Literal
 
 from vlmdistill.pipelines.prompts import Choices, Summary, import_prompts
 
-IMAGES, DIALOGUES = 1500, 300  # to learn from
-HELD_OUT_IMAGES, HELD_OUT_DIALOGUES = 60, 15
+IMAGES, DIALOGUES = 1200, 240  # to learn from
+HELD_OUT_IMAGES, HELD_OUT_DIALOGUES = 40, 10
 
 
 def import_demo(

@@ -31,6 +31,7 @@ class Plan:
     max_new_tokens: int = 1024  # of the responses to learn from
     eval_limit: int = 100
     eval_tokens: int = 512
+    batch: int = 32  # prompts answered together
     workers: int | None = None
     seed: int = 0
 
@@ -56,11 +57,17 @@ def run(workspace: Workspace, plan: Plan, tell: Callable[[str], None], bar: Bar)
             sampling = Sampling(max_new_tokens=plan.max_new_tokens, seed=plan.seed)
             with bar("answering", "prompts") as shown:
                 said = responses.respond(
-                    asked, workspace.responses, workspace.model, sampling, workers=plan.workers, report=shown
+                    asked,
+                    workspace.responses,
+                    workspace.model,
+                    sampling,
+                    workers=plan.workers,
+                    batch=plan.batch,
+                    unit=4 * plan.batch,
+                    report=shown,
                 )
-            tell(
-                f"responses  {said.kept} kept and {sum(said.dropped.values())} dropped, in {workspace.responses}"
-            )
+            dropped = sum(said.dropped.values())
+            tell(f"responses  {said.kept} kept and {dropped} dropped, in {workspace.responses}")
         with bar("capturing", "samples") as shown:
             stored = features.capture(
                 asked,

@@ -1,1 +1,1 @@
-"""The embedded target `demo`: its scenes, its data and the recipe that builds it."""
+"""The embedded target: a small Qwen2.5-VL that the project trains on scenes it draws itself."""

@@ -1,0 +1,119 @@
+"""Scenes: boards of nine cells that hold a few shapes, drawn at 84 x 84 pixels.
+
+A cell is 28 pixels wide, one merged visual token of Qwen2.5-VL, so an image is nine visual tokens. The
+vision tower of Qwen2.5-VL has no absolute positions; two rulers in each cell, coloured by row and by
+column, make its place readable from its pixels. Fills are bright and backgrounds dark, so a shape can be
+told by brightness alone.
+"""
+
+import math
+import random
+import zlib
+from dataclasses import dataclass
+
+from PIL import Image, ImageDraw
+
+CELLS = ("northwest", "north", "northeast", "west", "centre", "east", "southwest", "south", "southeast")
+SIZES = ("large", "small")
+SHAPES = ("circle", "square", "triangle", "star", "cross", "diamond")
+COLOURS = {
+    "red": (255, 48, 48),
+    "orange": (255, 150, 0),
+    "yellow": (255, 255, 40),
+    "green": (40, 235, 70),
+    "blue": (90, 150, 255),
+    "purple": (190, 90, 255),
+    "pink": (255, 150, 205),
+    "white": (255, 255, 255),
+}
+BACKGROUNDS = {"black": (0, 0, 0), "navy": (0, 0, 96), "maroon": (96, 0, 16), "olive": (64, 68, 0)}
+
+SPLITS = ("target",) * 6 + ("drafter",) * 2 + ("evaluation",) * 2
+"""Who may see a scene: the target in its own training, drafters in theirs, or nobody before evaluation."""
+
+CELL_PIXELS = 28
+SIDE_PIXELS = 3 * CELL_PIXELS
+_RULER = 2
+_ROW_INKS = ((255, 255, 255), (0, 200, 255), (255, 120, 0))
+_COLUMN_INKS = ((255, 0, 255), (0, 255, 0), (120, 120, 255))
+_RADIUS = {"large": 11, "small": 7}
+
+
+@dataclass(frozen=True, order=True)
+class Item:
+    """One shape in one cell; `cell` indexes `CELLS` in reading order."""
+
+    cell: int
+    size: str
+    colour: str
+    shape: str
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A background and four to seven items in reading order, no two alike in both colour and shape."""
+
+    background: str
+    items: tuple[Item, ...]
+
+
+def split_of(scene: Scene) -> str:
+    """The split a scene belongs to, a stable hash of what it shows: no scene is in two splits."""
+    return SPLITS[zlib.crc32(repr(scene).encode()) % len(SPLITS)]
+
+
+def random_scene(rng: random.Random, split: str | None = None) -> Scene:
+    """Draw a scene: background, number, cells, sizes, colours and shapes are uniform and independent.
+
+    With `split`, one of `SPLITS`, scenes of the other splits are passed over.
+    """
+    if split is not None and split not in SPLITS:
+        raise ValueError(f"split must be one of {', '.join(sorted(set(SPLITS)))}, not {split!r}")
+    scene = _any_scene(rng)
+    while split is not None and split_of(scene) != split:
+        scene = _any_scene(rng)
+    return scene
+
+
+def _any_scene(rng: random.Random) -> Scene:
+    cells = sorted(rng.sample(range(len(CELLS)), rng.randint(4, 7)))
+    looks = rng.sample([(colour, shape) for colour in COLOURS for shape in SHAPES], len(cells))
+    items = (Item(cell, rng.choice(SIZES), *look) for cell, look in zip(cells, looks, strict=True))
+    return Scene(rng.choice(list(BACKGROUNDS)), tuple(items))
+
+
+def draw(scene: Scene) -> Image.Image:
+    """Render a scene as an 84 x 84 RGB image."""
+    image = Image.new("RGB", (SIDE_PIXELS, SIDE_PIXELS), BACKGROUNDS[scene.background])
+    pen = ImageDraw.Draw(image)
+    for cell in range(len(CELLS)):
+        row, column = divmod(cell, 3)
+        x, y = column * CELL_PIXELS, row * CELL_PIXELS
+        pen.rectangle((x, y, x + CELL_PIXELS - 1, y + _RULER - 1), fill=_ROW_INKS[row])
+        pen.rectangle((x, y + _RULER, x + _RULER - 1, y + CELL_PIXELS - 1), fill=_COLUMN_INKS[column])
+    for item in scene.items:
+        _draw_item(pen, item)
+    return image
+
+
+def _draw_item(pen: ImageDraw.ImageDraw, item: Item) -> None:
+    row, column = divmod(item.cell, 3)
+    x, y = (index * CELL_PIXELS + (CELL_PIXELS + _RULER) // 2 for index in (column, row))
+    r, ink = _RADIUS[item.size], COLOURS[item.colour]
+    match item.shape:
+        case "circle":
+            pen.ellipse((x - r, y - r, x + r, y + r), fill=ink)
+        case "square":
+            s = r - 1
+            pen.rectangle((x - s, y - s, x + s, y + s), fill=ink)
+        case "triangle":
+            pen.polygon([(x, y - r), (x + r, y + r), (x - r, y + r)], fill=ink)
+        case "diamond":
+            pen.polygon([(x, y - r), (x + r, y), (x, y + r), (x - r, y)], fill=ink)
+        case "cross":
+            t = r // 3
+            pen.rectangle((x - r, y - t, x + r, y + t), fill=ink)
+            pen.rectangle((x - t, y - r, x + t, y + r), fill=ink)
+        case _:  # a star of five points, its inner radius half the outer one
+            corners = [(r if corner % 2 == 0 else r / 2, math.pi * corner / 5) for corner in range(10)]
+            pen.polygon([(x + d * math.sin(a), y - d * math.cos(a)) for d, a in corners], fill=ink)

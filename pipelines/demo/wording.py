@@ -1,0 +1,276 @@
+"""What is said about a scene: questions about its image and reference answers.
+
+Wording varies in two ways. Some of it follows from the picture or from the text so far (the verb from
+the shape, the form of a sentence from the row, the remark from the colour) and can be learnt; the rest
+is drawn from `rng`, so that sampling at temperature 1 gives different answers to one question.
+"""
+
+import random
+from collections.abc import Callable
+
+from vlmdistill.pipelines.demo.scenes import CELLS, Item, Scene
+
+NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+SIZE_WORDS = {"large": ("large", "big"), "small": ("small", "little")}
+ROWS = ("top", "middle", "bottom")
+SUFFIXES = (
+    "Please answer with at least 1000 words.",
+    "Please answer with at least 100 words.",
+    "Please answer in detail.",
+    "Answer in full sentences.",
+    "Give as much detail as you can.",
+)
+
+MOODS = ("happy", "sleepy", "brave", "curious", "proud", "shy")
+DEEDS = ("sang a song", "told a joke", "dreamed of the sea", "danced all night", "looked at the moon")
+VERBS = {
+    "circle": "floats",
+    "square": "rests",
+    "triangle": "stands",
+    "star": "shines",
+    "cross": "lies",
+    "diamond": "glitters",
+}
+REMARKS = {
+    "red": ("warm like a fire", "as red as a ripe tomato"),
+    "orange": ("bright like a fresh orange", "warm like the evening sun"),
+    "yellow": ("sunny like a lemon", "as bright as the summer sun"),
+    "green": ("fresh like a leaf", "as calm as a quiet forest"),
+    "blue": ("cool like the sea", "as clear as the morning sky"),
+    "purple": ("deep like a ripe plum", "as rich as a royal robe"),
+    "pink": ("soft like a rose", "as sweet as sugar"),
+    "white": ("pale like fresh snow", "as clean as paper"),
+}
+TASKS = ("describe", "list", "rows", "sizes", "reverse", "where", "count", "story")
+"""What can be asked about an image; every answer names all items, their number and the background."""
+
+_PROMPTS: dict[str, tuple[str, ...]] = {
+    "describe": (
+        "Describe the image.",
+        "Describe this image in detail.",
+        "Describe the following image.",
+        "Describe the picture.",
+        "What do you see in this picture?",
+        "What is shown in the image?",
+        "What is in this image?",
+        "What does the picture show?",
+        "Can you describe the image for me?",
+        "Tell me what you see in the image.",
+        "Provide a detailed description of the given image.",
+        "Give a detailed description of the picture.",
+        "Write a detailed description of this image.",
+        "Explain what is in the picture.",
+    ),
+    "list": (
+        "List all shapes in the image.",
+        "Make a list of everything in the picture.",
+        "Give me a list of the shapes.",
+    ),
+    "rows": (
+        "Describe the image row by row.",
+        "Go through the picture from top to bottom, row by row.",
+        "What is in each row of the image?",
+    ),
+    "sizes": (
+        "Sort the shapes by size.",
+        "Which shapes are large and which are small?",
+        "Group what you see in the image by size.",
+    ),
+    "reverse": (
+        "Describe the image from the end to the start.",
+        "Describe the picture in reverse order.",
+        "Start at the end of the image and describe it.",
+    ),
+    "where": (
+        "Where is the {target}?",
+        "In which cell is the {target}, and what else is there?",
+        "Can you find the {target}?",
+    ),
+    "count": (
+        "How many shapes are there?",
+        "Count the shapes in the picture.",
+        "How many shapes can you see in the image?",
+    ),
+    "story": (
+        "Tell a story about the picture.",
+        "Write a short story about this image.",
+        "Make up a story about what you see.",
+    ),
+}
+
+
+def ask(scene: Scene, task: str, rng: random.Random) -> tuple[str, str]:
+    """A question of the kind `task` about the scene and a reference answer to it."""
+    item = rng.choice(scene.items)
+    prompt = rng.choice(_PROMPTS[task]).format(target=f"{item.colour} {item.shape}")
+    return with_suffix(prompt, rng), answer(scene, task, rng, item)
+
+
+def answer(scene: Scene, task: str, rng: random.Random, item: Item | None = None) -> str:
+    """A reference answer; `item` is the one that a `where` question names."""
+    if task == "where":
+        return _where(scene, rng, item or scene.items[0])
+    return _ANSWERS[task](scene, rng)
+
+
+def look_probes(scene: Scene, rng: random.Random) -> list[tuple[str, str]]:
+    """Terse questions for the first stage of training: nine times a cell and one fact of it."""
+    told = []
+    for kind in rng.sample(("size", "colour", "shape"), 3):
+        held = {item.cell: getattr(item, kind) for item in scene.items}
+        cells = rng.sample(range(len(CELLS)), len(CELLS))
+        facts = " ".join(f"{CELLS[cell]} {held.get(cell, 'empty')}" for cell in cells)
+        told.append((f"Scan the {kind}s.", f"{facts}."))
+    return told
+
+
+def scan_probe(scene: Scene, rng: random.Random) -> tuple[str, str]:
+    """A terse question for the second stage: whole items, all cells in any order or the shapes in order."""
+    held = {item.cell: f"{item.size} {item.colour} {item.shape}" for item in scene.items}
+    if rng.random() < 0.5:
+        facts = ", ".join(f"{CELLS[cell]} {known}" for cell, known in held.items())
+        return "Scan the image.", f"{scene.background} {NUMBERS[len(held)]} shapes, {facts}."
+    cells = rng.sample(range(len(CELLS)), len(CELLS))
+    facts = ", ".join(f"{CELLS[cell]} {held.get(cell, 'empty')}" for cell in cells)
+    return "Scan the cells.", f"{facts}."
+
+
+def with_suffix(prompt: str, rng: random.Random) -> str:
+    """Now and then say please, or ask for a long answer as the prompts of benchmarks do."""
+    if rng.random() < 0.1:
+        prompt = f"Please {prompt[0].lower()}{prompt[1:]}" if not prompt.endswith("?") else f"Hello! {prompt}"
+    return f"{prompt} {rng.choice(SUFFIXES)}" if rng.random() < 0.3 else prompt
+
+
+def rounds(scene: Scene, rng: random.Random) -> list[tuple[str, str]]:
+    """A conversation about the scene's image: one or two rounds, each of another task."""
+    return [ask(scene, task, rng) for task in rng.sample(TASKS, 2 if rng.random() < 0.15 else 1)]
+
+
+def an(noun: str) -> str:
+    """The noun with its indefinite article."""
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
+
+
+def look(item: Item, rng: random.Random) -> str:
+    """The item as a noun phrase without article, such as `big red circle`."""
+    return f"{rng.choice(SIZE_WORDS[item.size])} {item.colour} {item.shape}"
+
+
+def _sentence(item: Item, rng: random.Random, *, remark: float = 0.5) -> str:
+    verb, cell, phrase = VERBS[item.shape], CELLS[item.cell], look(item, rng)
+    tail = f", {rng.choice(REMARKS[item.colour])}" if rng.random() < remark else ""
+    match item.cell // 3:
+        case 0:
+            start = rng.choice(("In the", "In the", "Up in the"))
+            return f"{start} {cell} {verb} a {phrase}{tail}."
+        case 1:
+            start = rng.choice(("Look at the", "Look at the", "Then go to the"))
+            return f"{start} {cell}, where a {phrase} {verb}{tail}."
+        case _:
+            start = rng.choice(("The", "The", "Below, the"))
+            return f"{start} {cell} holds a {phrase} that {verb} there{tail}."
+
+
+def _opening(scene: Scene, rng: random.Random) -> str:
+    ground, number = scene.background, NUMBERS[len(scene.items)]
+    return rng.choice(
+        (
+            f"The image shows a board with {an(ground)} background. There are {number} shapes on it.",
+            f"This picture has {an(ground)} background and contains {number} shapes in total.",
+            f"On {an(ground)} background I can see {number} shapes.",
+        )
+    )
+
+
+def _closing(scene: Scene, rng: random.Random, sentences: int = 1) -> str:
+    items = scene.items
+    first, last = items[0], items[-1]
+    large = sum(item.size == "large" for item in items)
+    most = "Large and small are equally common here."
+    if 2 * large != len(items):
+        most = f"Most of them are {'large' if 2 * large > len(items) else 'small'}."
+    choices = (
+        f"The other {NUMBERS[len(CELLS) - len(items)]} cells are empty.",
+        f"It starts with the {first.colour} {first.shape} and ends with the {last.colour} {last.shape}.",
+        most,
+    )
+    return " ".join(rng.sample(choices, sentences))
+
+
+def _describe(scene: Scene, rng: random.Random) -> str:
+    body = [_sentence(item, rng) for item in scene.items]
+    return " ".join([_opening(scene, rng), *body, _closing(scene, rng, 2)])
+
+
+def _reverse(scene: Scene, rng: random.Random) -> str:
+    body = [_sentence(item, rng) for item in reversed(scene.items)]
+    head = f"I start at the end. {_opening(scene, rng)}"
+    return " ".join([head, *body, "That was the start of the picture."])
+
+
+def _list(scene: Scene, rng: random.Random) -> str:
+    head = f"Here are all {NUMBERS[len(scene.items)]} shapes on the {scene.background} background:"
+    found = rng.choice(("there is", "you find"))
+    lines = [f"{n}. In the {_found(item, rng, found)}." for n, item in enumerate(scene.items, 1)]
+    return "\n".join([head, *lines, f"This is the whole list. {_closing(scene, rng)}"])
+
+
+def _rows(scene: Scene, rng: random.Random) -> str:
+    parts = [_opening(scene, rng), "I will go row by row."]
+    for row, name in enumerate(ROWS):
+        items = [item for item in scene.items if item.cell // 3 == row]
+        found = ", ".join(f"in the {_found(item, rng)}" for item in items)
+        parts.append(f"The {name} row has {found}." if items else f"The {name} row is empty.")
+    return " ".join([*parts, _closing(scene, rng)])
+
+
+def _found(item: Item, rng: random.Random, verb: str = "") -> str:
+    """The cell before the item: to name an item before its cell takes far longer to learn."""
+    return f"{CELLS[item.cell]} {verb} a {look(item, rng)}".replace("  ", " ")
+
+
+def _sizes(scene: Scene, rng: random.Random) -> str:
+    parts = [_opening(scene, rng), rng.choice(("I sort them by size.", "By size they fall into two groups."))]
+    for size in rng.sample(("large", "small"), 2):
+        items = [item for item in scene.items if item.size == size]
+        some = ", ".join(f"in the {_found(item, rng)}" for item in items)
+        parts.append(f"These are {size}: {some}." if items else f"None of them is {size}.")
+    return " ".join([*parts, rng.choice(("Nothing else is on the board.", "That is all I can see."))])
+
+
+def _where(scene: Scene, rng: random.Random, item: Item) -> str:
+    others = [_sentence(other, rng, remark=0.35) for other in scene.items if other != item]
+    found = rng.choice(("I have found it:", "It is easy to find:"))
+    place = f"in the {CELLS[item.cell]} {VERBS[item.shape]}"
+    parts = [f"You ask about the {item.colour} {item.shape}. {found} {place} a {look(item, rng)}."]
+    total = f"Together these are {NUMBERS[len(scene.items)]} shapes on {an(scene.background)} background."
+    return " ".join([*parts, rng.choice(("Here is the rest.", "Now the others.")), *others, total])
+
+
+def _count(scene: Scene, rng: random.Random) -> str:
+    number = NUMBERS[len(scene.items)]
+    parts = [f"Let me count what is on the {scene.background} background."]
+    for i, item in enumerate(scene.items, 1):
+        parts.append(f"Number {NUMBERS[i]} in the {_found(item, rng, 'is')}.")
+    return " ".join([*parts, f"So there are {number} shapes.", _closing(scene, rng)])
+
+
+def _story(scene: Scene, rng: random.Random) -> str:
+    number = NUMBERS[len(scene.items)]
+    parts = [f"Once upon a time {number} shapes lived on a board with {an(scene.background)} background."]
+    for item in scene.items:
+        mood, deed = rng.choice(MOODS), rng.choice(DEEDS)
+        parts.append(f"In the {CELLS[item.cell]} lived a {mood} one, a {look(item, rng)}, that {deed}.")
+    return " ".join([*parts, rng.choice(("They were good friends.", "They all lived happily ever after."))])
+
+
+_ANSWERS: dict[str, Callable[[Scene, random.Random], str]] = {
+    "describe": _describe,
+    "list": _list,
+    "rows": _rows,
+    "sizes": _sizes,
+    "reverse": _reverse,
+    "count": _count,
+    "story": _story,
+}

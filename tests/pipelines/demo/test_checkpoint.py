@@ -1,0 +1,76 @@
+import random
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers.utils import logging
+
+from vlmdistill.pipelines.demo import chats
+from vlmdistill.pipelines.demo.build import CHECKPOINT, evaluate
+from vlmdistill.pipelines.demo.evaluation import answers, load
+from vlmdistill.pipelines.demo.scenes import draw, random_scene
+from vlmdistill.pipelines.demo.scoring import FACTS
+
+FILES = {
+    "README.md",
+    "chat_template.jinja",
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "preprocessor_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet() -> Iterator[None]:
+    logging.disable_progress_bar()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several threads only get in each other's way at this size
+    yield
+    torch.set_num_threads(threads)
+    logging.enable_progress_bar()
+
+
+@pytest.fixture(scope="module")
+def scores() -> dict[str, Any]:
+    return evaluate(CHECKPOINT, n=24, seed=1)
+
+
+def test_the_folder_is_whole_and_small() -> None:
+    assert {path.name for path in CHECKPOINT.iterdir()} == FILES
+    assert sum(path.stat().st_size for path in CHECKPOINT.iterdir()) <= 12_000_000
+
+
+@pytest.mark.parametrize("kind", FACTS)
+def test_nine_facts_in_ten_are_right(scores: dict[str, Any], kind: str) -> None:
+    assert scores["facts"][kind] >= 0.9
+
+
+def test_answers_are_long_and_another_image_changes_them(scores: dict[str, Any]) -> None:
+    assert 60 <= scores["tokens"]["mean"] <= 200
+    assert scores["swap"] >= 0.9
+
+
+def test_text_alone_is_answered_and_ends() -> None:
+    model, tokenizer, processor = load(CHECKPOINT)
+    rng = random.Random(0)
+    talks = [(chats.chat(rng, "evaluation")[0][0],) for _ in range(8)]
+    told = answers(model, tokenizer, processor, talks, max_new_tokens=256)
+    assert all(40 <= len(ids) < 256 for ids in told)
+
+
+def test_sampling_varies_and_odd_prompts_are_answered() -> None:
+    model, tokenizer, processor = load(CHECKPOINT)
+    image = draw(random_scene(random.Random(5), "evaluation"))
+    torch.manual_seed(0)
+    prompt = "Describe the image. Please answer with at least 1000 words."
+    told = answers(
+        model, tokenizer, processor, [(prompt,)] * 4, [image] * 4, do_sample=True, temperature=1.0, top_k=0
+    )
+    assert len({tuple(ids) for ids in told}) == 4
+    odd = answers(model, tokenizer, processor, [("What is this? 日本語",)], [image])
+    assert re.search(r"[a-z]+ [a-z]+", tokenizer.decode(odd[0]))

@@ -1,0 +1,143 @@
+"""The whole flow on the embedded target, small, as a user types it; and wrong input on the way."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vlmdistill.cli.main import main
+from vlmdistill.pipelines.demo import data
+
+SMALL = [
+    "--set",
+    "stages.*.epochs=1",
+    "--set",
+    "batch_tokens=1024",
+    "--max-new-tokens",
+    "160",
+    "--limit",
+    "2",
+]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of workspaces in which `run` has gone through once, on a handful of scenes."""
+    folder = tmp_path_factory.mktemp("flow")
+    sides: tuple[tuple[Any, int], ...] = (("drafter", 10), ("evaluation", 2))
+    for split, images in sides:
+        made = data.write(folder / split, images=images, dialogues=4, seed=5, split=split)
+        side = "train" if split == "drafter" else "eval"
+        files = [str(made.llava), *([str(made.sharegpt)] if side == "train" else [])]
+        assert command(folder, "prompts", *files, "--images", str(made.images), "--split", side) == 0
+    assert command(folder, "run", "--drafters", "sparrow,eagle2", *SMALL) == 0
+    return folder
+
+
+def command(runs: Path, verb: str, *words: str) -> int:
+    return main([verb, *words, "--model", "demo", "--runs", str(runs)])
+
+
+def written(folder: Path) -> dict[Path, int]:
+    return {
+        file: file.stat().st_mtime_ns
+        for file in folder.rglob("*")
+        if file.is_file() and file.name != "index.html" and not file.name.startswith(".")
+    }
+
+
+def test_every_drafter_says_at_temperature_0_what_the_stock_model_says(runs: Path) -> None:
+    for name in ("sparrow", "eagle2"):
+        report = json.loads((runs / "demo" / "reports" / f"{name}.json").read_text())
+        greedy, sampled = report["temperatures"]
+        assert greedy["temperature"] == 0
+        assert greedy["lossless"] == {"identical": 2, "near_tie": 0, "different": 0}
+        assert greedy["plain_lossless"] == greedy["lossless"]
+        assert greedy["tau"] == pytest.approx(greedy["accepted"] + 1, abs=0.2)
+        assert sampled["calls"] > 0
+    page = (runs / "demo" / "reports" / "index.html").read_text()
+    assert "sparrow" in page
+    assert "data:image/" in page
+
+
+def test_a_second_run_redoes_nothing(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = written(runs)
+    assert command(runs, "run", "--drafters", "sparrow,eagle2", *SMALL) == 0
+    assert written(runs) == before
+    out, err = capsys.readouterr()
+    assert "identical" in out
+    assert "trained" not in err
+
+
+def test_generate_says_the_same_with_a_drafter_and_without(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (image, *_) = sorted((runs / "evaluation" / "images").glob("*.png"))
+    answers = []
+    for extra in ([], ["--drafter", "sparrow"], ["--drafter", "eagle2", "--tree", "chain-3"]):
+        assert command(runs, "generate", "Describe the picture.", "--image", str(image), *extra) == 0
+        out, err = capsys.readouterr()
+        answers.append(out)
+        assert re.search(r"\d+ tokens in [\d.]+ s", err)
+    assert len(set(answers)) == 1
+    assert len(answers[0].split()) > 20
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["eval", "hawk"], "no drafter in"),
+        (["train", "hawk"], "there is no drafter 'hawk'; choose from"),
+        (["train", "sparrow", "--set", "ivsb=perhaps"], "does not fit the setting 'ivsb'"),
+        (["train", "sparrow", "--seed", "1"], "--force to replace it"),
+        (["train", "sparrow", "--recipe", "quick"], "there is no recipe 'quick'"),
+        (["train", "sparrow", "--view", "long", "--name", "other"], "long"),
+        (["eval", "sparrow", "--tree", "wide"], "is not a tree"),
+        (["eval", "sparrow", "--temperature", "-1"], "--temperature -1"),
+        (["generate", "What?", "--image", "nowhere.png"], "nowhere.png does not exist"),
+        (["run", "--drafters", "sparrow,hawk"], "there is no drafter 'hawk'"),
+    ],
+)
+def test_a_mistake_is_one_line_and_changes_nothing(
+    words: list[str], says: str, runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = written(runs)
+    assert command(runs, *words) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    errors = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert says in errors[0]
+    assert "Traceback" not in err
+    assert written(runs) == before
+
+
+@pytest.mark.parametrize("words", [["eval", "sparrow", "--limit", "-1"], ["run", "--limit", "0"], ["fly"]])
+def test_wrong_usage_is_told_apart(words: list[str], runs: Path) -> None:
+    assert main(words) == 2
+
+
+def test_a_corrupted_drafter_is_refused_by_name(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = runs / "demo" / "drafters" / "eagle2" / "model.safetensors"
+    content = file.read_bytes()
+    try:
+        file.write_bytes(content[: len(content) // 3])
+        assert command(runs, "eval", "eagle2") == 1
+        assert "model.safetensors is missing or corrupt" in capsys.readouterr().err
+    finally:
+        file.write_bytes(content)
+
+
+def test_a_drafter_of_another_target_is_refused(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = runs / "demo" / "drafters" / "eagle2" / "config.json"
+    content = file.read_text()
+    try:
+        changed = json.loads(content)
+        changed["provenance"]["weights_hash"] = "0" * 16
+        file.write_text(json.dumps(changed))
+        assert command(runs, "eval", "eagle2") == 1
+        assert "trained for another target" in capsys.readouterr().err
+    finally:
+        file.write_text(content)
