@@ -250,8 +250,10 @@ class Drafter(nn.Module):
     """Base of all drafters. Subclasses say what they need, how visual tokens enter, and what a step is."""
 
     Config: ClassVar[type[DrafterConfig]] = DrafterConfig
-    sources: ClassVar[tuple[str, ...]] = ("hidden",)
-    """The target states concatenated into an entry's `hidden` at hop 0."""
+    counts_tokens: bool = False
+    """`prepare` is to be called before training."""
+    max_hops: int | None = None
+    """How many tokens in a row it can guess; None: any number. Deeper trees are cut."""
 
     embed_VD: Tensor
     lm_head_VD: Tensor
@@ -268,6 +270,22 @@ class Drafter(nn.Module):
         """The features it reads in training, or of a prompt when `decoding`: exactly these, no others."""
         raise NotImplementedError
 
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The target states concatenated into an entry's `hidden` at hop 0."""
+        return ("hidden",)
+
+    @property
+    def vocabulary_K(self) -> Tensor | None:
+        """The target's ids of the columns of `logits`; None: it scores every token."""
+        return None
+
+    def prepare(self, count_V: Tensor) -> None:
+        """Hear, before training, how often each token stands in the responses of the training set.
+
+        What is made of it must be in the checkpoint: a resumed run does not call this again.
+        """
+
     def condition(self, batch: Batch, memory: Memory) -> None:
         """Let the visual tokens of `batch` enter `memory`; the default is that they do not."""
 
@@ -276,12 +294,22 @@ class Drafter(nn.Module):
         raise NotImplementedError
 
     def logits(self, state_ND: Tensor, hop: int = 0) -> Tensor:
-        """Scores of the next token for states that `step` returned at `hop`: float32 [N, V]."""
+        """Scores of the next token for states that `step` returned at `hop`: float32 [N, V].
+
+        The columns are the tokens of `vocabulary_K`, if it has one.
+        """
         return nn.functional.linear(state_ND, self.lm_head_VD).float()
 
     def loss(self, rows: Rows, stage: Stage) -> "Score":
         """The stage's losses on one hop; see `losses.score`."""
-        return score(rows, self.logits, self.lm_head_VD, stage.losses, keep_top=stage.keep_top)
+        return score(
+            rows,
+            self.logits,
+            self.lm_head_VD,
+            stage.losses,
+            keep_top=stage.keep_top,
+            vocabulary_K=self.vocabulary_K,
+        )
 
     def entries(self, batch: Batch) -> tuple[Entries, Tensor]:
         """Hop-0 entries of all text tokens that have a predecessor, and the text index of each, [E].

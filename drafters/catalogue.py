@@ -7,7 +7,13 @@ from vlmdistill.stores.errors import DataError
 
 DRAFTERS = {
     "eagle2": "Eagle2",
+    "eagle3": "Eagle3",
+    "hass": "Hass",
+    "hivis": "HiViS",
+    "medusa": "Medusa",
+    "msd": "MSD",
     "sparrow": "Sparrow",
+    "vispec": "ViSpec",
 }
 """Name (its module in this folder) -> class."""
 

@@ -42,6 +42,7 @@ class DecoderLayer(nn.Module):
 
     As in EAGLE, the input norm is absent unless asked for: the input is a projection, not a residual
     stream. Only the wanted rows get a query, an MLP and an output; every entry gets a key and a value.
+    Queries, keys and values may read more than what is carried on: `inputs` wide, beside a residual.
     """
 
     def __init__(
@@ -56,11 +57,13 @@ class DecoderLayer(nn.Module):
         eps: float,
         bias: bool,
         input_norm: bool = False,
+        inputs: int | None = None,
     ) -> None:
         super().__init__()
+        inputs = hidden if inputs is None else inputs
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self.input_norm = nn.RMSNorm(hidden, eps) if input_norm else nn.Identity()
-        self.qkv_proj = nn.Linear(hidden, (heads + 2 * kv_heads) * head_dim, bias=bias)
+        self.input_norm = nn.RMSNorm(inputs, eps) if input_norm else nn.Identity()
+        self.qkv_proj = nn.Linear(inputs, (heads + 2 * kv_heads) * head_dim, bias=bias)
         self.o_proj = nn.Linear(heads * head_dim, hidden, bias=False)
         self.post_attention_norm = nn.RMSNorm(hidden, eps)
         self.gate_up_proj = nn.Linear(hidden, 2 * intermediate, bias=False)
@@ -75,9 +78,21 @@ class DecoderLayer(nn.Module):
         key_NKd = turn(kv_NHd[:, : self.kv_heads], self.rotary(position_N, x_ND.dtype))
         memory.update(key_NKd, kv_NHd[:, self.kv_heads :], places, hop)
 
-    def forward(self, x_ND: Tensor, position_N: Tensor, places: Places, memory: Memory, hop: int) -> Tensor:
-        """[N, D] -> [R, D]: remember all entries, then answer for the wanted rows."""
+    def forward(
+        self,
+        x_ND: Tensor,
+        position_N: Tensor,
+        places: Places,
+        memory: Memory,
+        hop: int,
+        residual_ND: Tensor | None = None,
+    ) -> Tensor:
+        """[N, D] -> [R, D]: remember all entries, then answer for the wanted rows.
+
+        The output is added to `residual_ND`, which is the input itself unless given.
+        """
         rows_R, heads = places.rows_R, self.heads
+        residual_ND = x_ND if residual_ND is None else residual_ND
         if rows_R is None:
             qkv_NHd = self._project(self.input_norm(x_ND), 0)
             turned = heads + self.kv_heads
@@ -86,25 +101,32 @@ class DecoderLayer(nn.Module):
             query_RHd = qk_NHd[:, :heads]
         else:
             self.remember(x_ND, position_N, places, memory, hop)
-            x_ND, position_N = x_ND[rows_R], position_N[rows_R]
+            x_ND, position_N, residual_ND = x_ND[rows_R], position_N[rows_R], residual_ND[rows_R]
             query_RHd = self._project(self.input_norm(x_ND), 0, heads)
             query_RHd = turn(query_RHd, self.rotary(position_N, x_ND.dtype))
         mixed_RHd = memory.attend(query_RHd, places, hop)
-        x_RD = x_ND + self.o_proj(mixed_RHd.flatten(1))
+        x_RD = residual_ND + self.o_proj(mixed_RHd.flatten(1))
         gate_RM, up_RM = self.gate_up_proj(self.post_attention_norm(x_RD)).chunk(2, dim=-1)
         out_RD: Tensor = x_RD + self.down_proj(F.silu(gate_RM) * up_RM)
         return out_RD
 
     def _project(self, x_ND: Tensor, first: int, last: int | None = None) -> Tensor:
         """The heads [first, last) of query, key and value, in this order."""
-        chosen = slice(first * self.head_dim, None if last is None else last * self.head_dim)
+        last = self.heads + 2 * self.kv_heads if last is None else last
+        chosen = slice(first * self.head_dim, last * self.head_dim)
         weight, bias = self.qkv_proj.weight[chosen], self.qkv_proj.bias
-        heads_NHd = F.linear(x_ND, weight, None if bias is None else bias[chosen])
-        return heads_NHd.view(len(x_ND), -1, self.head_dim)
+        heads_NX = F.linear(x_ND, weight, None if bias is None else bias[chosen])
+        # Every size is spelled out: a batch without images has no rows here, from which none can be inferred.
+        return heads_NX.view(len(x_ND), last - first, self.head_dim)
 
 
-def layer_like(info: TargetInfo, *, kv_heads: str, input_norm: bool = False) -> DecoderLayer:
-    """A fresh layer of the target's shape; `kv_heads` is "all" (one per query head) or "target"."""
+def layer_like(
+    info: TargetInfo, *, kv_heads: str, input_norm: bool = False, inputs: int | None = None
+) -> DecoderLayer:
+    """A fresh layer of the target's shape; `kv_heads` is "all" (one per query head) or "target".
+
+    `inputs` is the width that queries, keys and values read, the hidden one unless given.
+    """
     return DecoderLayer(
         hidden=info.hidden_size,
         intermediate=info.intermediate_size,
@@ -115,4 +137,5 @@ def layer_like(info: TargetInfo, *, kv_heads: str, input_norm: bool = False) -> 
         eps=info.rms_norm_eps,
         bias=info.attention_bias,
         input_norm=input_norm,
+        inputs=inputs,
     )

@@ -91,12 +91,15 @@ def score(
     weights: Mapping[str, float],
     *,
     keep_top: int = 0,
+    vocabulary_K: Tensor | None = None,
     chunk_rows: int | None = None,
 ) -> Score:
     """Score one hop: weighted losses and agreement of its rows.
 
     `logits(state_CD, hop)` makes the drafter's float32 logits. With `keep_top`, a row whose target token is
-    not among the drafter's `keep_top` best does not count (HiViS section 3.3). KeyError on an unknown term.
+    not among the drafter's `keep_top` best does not count (HiViS section 3.3). With `vocabulary_K`, the
+    target's ids of the columns of those logits, the target's distribution is renormalised over them, and a
+    row whose target token has no column loses nothing and never agrees. KeyError on an unknown term.
     """
     if unknown := set(weights) - {*TERMS, "regression"}:
         raise KeyError(f"unknown loss {sorted(unknown)}; there are regression, {', '.join(TERMS)}")
@@ -104,11 +107,16 @@ def score(
     state_ND, target_ND = rows.state_RD[index], rows.target_RD[index]
     chunk = chunk_rows or max(1, CHUNK_BYTES // (4 * lm_head_VD.shape[0]))
     names = [name for name, weight in weights.items() if weight]
+    if vocabulary_K is not None:
+        column_V = vocabulary_K.new_full((len(lm_head_VD),), -1)
+        column_V[vocabulary_K] = torch.arange(len(vocabulary_K), device=vocabulary_K.device)
 
     def part(state_CD: Tensor, target_CD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         draft_CV = logits(state_CD, rows.hop)
         target_CV = F.linear(target_CD, lm_head_VD).float()
         best_C = target_CV.argmax(-1)
+        if vocabulary_K is not None:
+            best_C, target_CV = column_V[best_C], target_CV[:, vocabulary_K]
         if keep_top:
             kept_C = (draft_CV.topk(keep_top).indices == best_C[:, None]).any(-1)
         else:
@@ -117,7 +125,7 @@ def score(
             regression(state_CD, target_CD) if name == "regression" else TERMS[name](draft_CV, target_CV)
             for name in names
         ]
-        return torch.stack(losses), kept_C, draft_CV.argmax(-1) == best_C
+        return torch.stack(losses) * (best_C >= 0), kept_C, draft_CV.argmax(-1) == best_C
 
     if len(index) <= chunk:
         parts = [part(state_ND, target_ND)]

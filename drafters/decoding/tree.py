@@ -4,7 +4,7 @@ Shapes: N nodes of a tree, the root included; K best children; F frontier nodes 
 so far; C candidates of all levels; D hidden; V vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -37,50 +37,52 @@ class Draft:
         self.memory = CacheMemory()
         drafter.condition(prompt, self.memory)
         self._entries: Entries | None = drafter.entries(prompt)[0]
-        self._position = int(drafter.rotary(prompt)[-1])
-        self._order = int(prompt.position_T[-1])
-        self._span = prompt.text_places.span_N[-1:]
+        self.position = int(drafter.rotary(prompt)[-1])
+        self.order = int(prompt.position_T[-1])
+        self.span = prompt.text_places.span_N[-1:]
         self._frames: dict[Tree, _Frame] = {}
         self._root_id: Tensor | None = None
-        self._state_1D: Tensor | None = None
+        self.state_1D: Tensor | None = None
 
     def commit(self, ids_K: Tensor, hidden_KD: Tensor) -> None:
         """Take tokens that are certain now, each with the target's states before it side by side."""
         offset_K = torch.arange(len(ids_K), device=ids_K.device)
-        entries = self._place(ids_K, hidden_KD, self._position + offset_K, self._order + 1 + offset_K)
+        entries = self._place(ids_K, hidden_KD, self.position + offset_K, self.order + 1 + offset_K)
         if self._entries is not None:
             entries = _join(self._entries, entries)
             self._entries = None
         last = torch.tensor([len(entries.ids_N) - 1], device=ids_K.device)
         places = entries.places.with_rows(last)
         entries = Entries(entries.ids_N, entries.hidden_ND, entries.position_N, places)
-        self._state_1D = self.drafter.step(entries, self.memory)
+        self.state_1D = self.drafter.step(entries, self.memory)
         self._root_id = ids_K[-1:]
-        self._position += len(ids_K)
-        self._order += len(ids_K)
+        self.position += len(ids_K)
+        self.order += len(ids_K)
 
     def grow(self, shape: Tree) -> DraftTree:
         """The `shape.total - 1` most likely nodes of a tree of `shape.depth + 1` levels (EAGLE-2 section 4).
 
         Likelihoods are sums of float32 log-probabilities, sorted stably, so that a parent always precedes
-        a child that is as likely.
+        a child that is as likely. A tree deeper than the drafter can guess ends where it must.
         """
-        assert self._state_1D is not None, "nothing was committed yet"
+        assert self.state_1D is not None, "nothing was committed yet"
         assert self._root_id is not None
+        if self.drafter.max_hops is not None:
+            shape = replace(shape, depth=min(shape.depth, self.drafter.max_hops - 1))
         frame = self._frame(shape, self._root_id.device)
-        score_FK, id_FK = self._expand(self._state_1D, 0, shape.k)
+        score_FK, id_FK = self._expand(self.state_1D, 0, shape.k)
         width = id_FK.shape[1]
         scores, ids = [score_FK[0]], [id_FK[0]]
         parents = [frame.first_F - width]  # negative: children of the root
         frontier_id, frontier_score, slot_F = id_FK[0], score_FK[0], frame.first_F
-        hidden_FD = self._state_1D.expand(width, *self._state_1D.shape[1:])
+        hidden_FD = self.state_1D.expand(width, *self.state_1D.shape[1:])
         visible_FA: Tensor | None = frame.eye_FF if width > 1 else None
         drafted = width
         for level in range(1, shape.depth + 1):
             places = Places(
-                frame.zero_F, frame.one_F * (self._order + level), self._span.expand(width), None, visible_FA
+                frame.zero_F, frame.one_F * (self.order + level), self.span.expand(width), None, visible_FA
             )
-            position_F = frame.one_F * (self._position + level - 1)
+            position_F = frame.one_F * (self.position + level - 1)
             state_FD = self.drafter.step(
                 Entries(frontier_id, hidden_FD, position_F, places, level), self.memory
             )
@@ -106,17 +108,20 @@ class Draft:
     def _frame(self, shape: Tree, device: torch.device) -> "_Frame":
         """What is the same for every tree of a shape, made once."""
         if self._frames.get(shape) is None:
-            self._frames[shape] = _Frame.of(shape, self.drafter.info.vocab_size, device)
+            vocabulary_K = self.drafter.vocabulary_K
+            size = self.drafter.info.vocab_size if vocabulary_K is None else len(vocabulary_K)
+            self._frames[shape] = _Frame.of(shape, size, device)
         return self._frames[shape]
 
     def _expand(self, state_FD: Tensor, hop: int, k: int) -> tuple[Tensor, Tensor]:
         """Log-probabilities and ids of each state's k best next tokens."""
         score_FV = self.drafter.logits(state_FD, hop).log_softmax(-1)
         score_FK, id_FK = score_FV.topk(min(k, score_FV.shape[-1]))
-        return score_FK, id_FK
+        vocabulary_K = self.drafter.vocabulary_K
+        return score_FK, id_FK if vocabulary_K is None else vocabulary_K[id_FK]
 
     def _place(self, ids_N: Tensor, hidden_ND: Tensor, position_N: Tensor, order_N: Tensor) -> Entries:
-        places = Places(torch.zeros_like(ids_N), order_N, self._span.expand(len(ids_N)))
+        places = Places(torch.zeros_like(ids_N), order_N, self.span.expand(len(ids_N)))
         return Entries(ids_N, hidden_ND, position_N, places)
 
 

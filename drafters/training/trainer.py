@@ -7,6 +7,7 @@ same number of ranks.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,8 @@ def train(run: Run, on_step: Callable[[Progress], None] = lambda progress: None)
     trainer.on_step = on_step
     if tag is not None:
         trainer.position = Position(**deepspeed.load(trainer.engine, run.state, tag)["position"])
+    elif trainer.engine.module.drafter.counts_tokens:
+        trainer.prepare()
     trainer.fit()
     return run.out
 
@@ -141,6 +144,22 @@ class _Trainer:
         self.engine = deepspeed.build(
             Unroll(drafter).to(self.device), clip=self.config.clip, zero=run.zero, dtype=self.dtype
         )
+
+    def prepare(self) -> None:
+        """Tell the drafter how often each token stands in the responses that it will train on."""
+        count_V = torch.zeros(self.store.info.vocab_size, dtype=torch.float64)
+        reader = Epoch(
+            self.store,
+            (),
+            keys=[*self.samples.visual, *self.samples.text],
+            token_budget=self.budget,
+            rank=self.rank,
+            world=self.world,
+        )
+        for sample in chain.from_iterable(reader):
+            ids_R = torch.from_numpy(sample.ids_T[sample.response_T]).long()
+            count_V += torch.bincount(ids_R, minlength=len(count_V))
+        self.engine.module.drafter.prepare(self._sum(count_V.to(self.device)))
 
     def fit(self) -> None:
         """All stages, all epochs; then the drafter's folder, written whole."""
@@ -246,7 +265,8 @@ class _Trainer:
 
     def _measure(self, stage: Stage) -> None:
         """Agreement on held-out samples, hop by hop: what a chain of drafts can hope for."""
-        probe = Stage(name="probe", hops=PROBE_HOPS, losses=stage.losses)
+        hops = min(PROBE_HOPS, self.engine.module.drafter.max_hops or PROBE_HOPS)
+        probe = Stage(name="probe", hops=hops, losses=stage.losses)
         reader = Epoch(
             self.store,
             self.needs,
@@ -255,7 +275,7 @@ class _Trainer:
             rank=self.rank,
             world=self.world,
         )
-        sums = torch.zeros(PROBE_HOPS, 3, dtype=torch.float64, device=self.device)
+        sums = torch.zeros(hops, 3, dtype=torch.float64, device=self.device)
         self.engine.eval()
         with torch.no_grad():
             for samples in reader:

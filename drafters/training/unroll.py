@@ -77,11 +77,13 @@ def unroll(
 def with_noise(batch: Batch, width: float, generator: torch.Generator) -> Batch:
     """Uniform noise of `width` at 512 tokens on the last-layer states, less on longer samples (EAGLE's code).
 
-    The amplitude is (U[0, 1) - 0.5) * width * 512 / length, with the expanded length of each sample.
+    The amplitude is (U[0, 1) - 0.5) * width * 512 / length, the length of each sample being that of what is
+    read: all of it, or its text where nothing is held of visual tokens.
     """
     samples = int(batch.segment_T.max()) + 1
     length_B = torch.bincount(batch.segment_T, minlength=samples)
-    length_B = length_B.index_add(0, batch.segment_M, batch.length_M)
+    if any(feature.where == "visual" for feature in batch.features):
+        length_B = length_B.index_add(0, batch.segment_M, batch.length_M)
     segments = {
         "text": batch.segment_T,
         "visual": batch.visual_places.segment_N,

@@ -11,7 +11,13 @@ from vlmdistill.stores import schema
 from vlmdistill.stores.schema import Feature, Provenance, Sample, Span, TargetInfo
 from vlmdistill.stores.store import Store
 
-ALL = ("hidden.text", "hidden.visual", "hidden.span", "embed.visual", "layer2.visual")
+ALL = (
+    "hidden.text",
+    "hidden.visual",
+    "hidden.span",
+    "embed.visual",
+    *(f"layer{layer}.{where}" for layer in (1, 2, 3) for where in ("text", "visual")),
+)
 
 INFO = TargetInfo(
     name="synthetic",

@@ -1,5 +1,7 @@
 """What the trainer computes is what the decoder computes, and no row sees what it must not."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.base import Batch, Drafter, Entries, Tree
 from vlmdistill.drafters.decoding.tree import Draft
 from vlmdistill.drafters.memory import PackedMemory, Places
+from vlmdistill.stores.schema import Feature
 
 HOPS = 4
 
@@ -19,7 +22,7 @@ def build(name: str, **settings: object) -> Drafter:
     return kind(kind.Config(**settings), INFO, head()).eval()  # type: ignore[arg-type]
 
 
-def needs(drafter: Drafter, *, decoding: bool = False) -> frozenset:
+def needs(drafter: Drafter, *, decoding: bool = False) -> frozenset[Feature]:
     return drafter.needs(drafter.config, INFO, decoding=decoding)
 
 
@@ -43,36 +46,51 @@ def training_states(drafter: Drafter, packed: Batch, chosen: Tensor) -> list[Ten
 SWITCHES = [
     ("eagle2", {}),
     ("eagle2", {"kv_heads": "target"}),
+    ("eagle3", {}),
+    ("eagle3", {"visual": "none", "draft_vocab": 9}),
+    ("hass", {}),
+    ("hivis", {}),
+    ("hivis", {"threshold": 1, "last_visual": True}),
+    ("medusa", {}),
     ("sparrow", {}),
     ("sparrow", {"vata": False}),
     ("sparrow", {"vata": False, "ivsb": False}),
     ("sparrow", {"positions": "compact"}),
+    ("vispec", {}),
+    ("vispec", {"num_q": 4, "injection": False}),
+    ("msd", {}),
+    ("msd", {"vata": True, "input_norm": True}),
 ]
 
 
 @pytest.mark.parametrize(("name", "settings"), SWITCHES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_train_step_is_the_decode_step_at_every_hop(name: str, settings: dict, layout: str) -> None:
+def test_the_train_step_is_the_decode_step_at_every_hop(
+    name: str, settings: dict[str, Any], layout: str
+) -> None:
     drafter = build(name, **settings)
     sample = batch([LAYOUTS[layout]], needs(drafter))
     last = len(sample.ids_T) - 1
     for token in (last - HOPS - 1, last - HOPS):
         expected = training_states(drafter, sample, torch.tensor([token]))
-        draft = Draft(drafter, cut(sample, token))
-        draft.commit(sample.ids_T[token : token + 1], cut(sample, token).feature("hidden", "text")[-1:])
-        got = [draft._state_1D]
+        prompt = cut(sample, token)
+        draft = Draft(drafter, prompt)
+        before = [prompt.feature(source, "text")[-1:] for source in drafter.sources]
+        draft.commit(sample.ids_T[token : token + 1], torch.cat(before, dim=-1))
+        assert draft.state_1D is not None
+        got = [draft.state_1D]
         for hop in range(1, HOPS):
-            place = Places(torch.zeros(1).long(), torch.full((1,), draft._order + hop), draft._span)
+            place = Places(torch.zeros(1).long(), torch.full((1,), draft.order + hop), draft.span)
             place = Places(place.segment_N, place.order_N, place.span_N, None, torch.ones(1, hop).bool())
             ids = sample.ids_T[token + hop : token + hop + 1]
-            position = torch.tensor([draft._position + hop - 1])
+            position = torch.tensor([draft.position + hop - 1])
             got.append(drafter.step(Entries(ids, got[-1], position, place, hop), draft.memory))
         for hop in range(HOPS):
             torch.testing.assert_close(got[hop], expected[hop], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("name", "settings"), SWITCHES)
-def test_packing_samples_side_by_side_changes_nothing(name: str, settings: dict) -> None:
+def test_packing_samples_side_by_side_changes_nothing(name: str, settings: dict[str, Any]) -> None:
     drafter = build(name, **settings).train()
     packed = batch(LAYOUTS.values(), needs(drafter))
     start = 0

@@ -15,7 +15,6 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from vlmdistill.cli.report import report as verb
-from vlmdistill.pipelines import evaluate, evaluations
 from vlmdistill.pipelines.evaluations import gather
 from vlmdistill.pipelines.report import make
 from vlmdistill.pipelines.workspace import Workspace
@@ -143,10 +142,6 @@ def run(*arguments: str) -> str:
     result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
     assert result.exit_code == 0
     return result.stdout
-
-
-def test_reads_the_format_that_is_written() -> None:
-    assert evaluations.FORMAT == evaluate.FORMAT
 
 
 def test_page_tells_what_was_measured(workspace: Workspace, save: Save) -> None:

@@ -104,7 +104,8 @@ def test_a_drafter_that_is_right_gains_tokens_and_changes_nothing(
             order_N = entries.places.order_N
             rows = entries.places.rows_R
             order_R = order_N if rows is None else order_N[rows]
-            return (order_R - prompt.length + 1)[:, None].float()
+            said_R1: Tensor = (order_R - prompt.length + 1)[:, None].float()
+            return said_R1
 
         def logits(self, state_ND: Tensor, hop: int = 0) -> Tensor:
             logits_NV = torch.zeros(len(state_ND), one.info.vocab_size)
@@ -165,7 +166,7 @@ def exact(small: VisionLanguageTarget) -> dict[tuple[int, ...], float]:
     """The probability of every answer of at most LENGTH tokens, by the stock model's own logits."""
     prompt = small.encode(tiny.message("a", *PICTURES["one image"]))
     answers: dict[tuple[int, ...], float] = {}
-    frontier = {(): 1.0}
+    frontier: dict[tuple[int, ...], float] = {(): 1.0}
     one = torch.ones(1, dtype=torch.long)
     for _ in range(LENGTH):
         grown: dict[tuple[int, ...], float] = {}

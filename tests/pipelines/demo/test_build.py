@@ -9,7 +9,7 @@ from vlmdistill.pipelines.demo.scoring import FACTS
 
 def test_a_build_writes_a_whole_folder_and_can_be_repeated(tmp_path: Path) -> None:
     seen: list[tuple[str, int, int]] = []
-    recipe = Recipe(vision_steps=2, steps=3, tokens=400, first=1, deepen=0.5)
+    recipe = Recipe(vision_steps=2, steps=3, tokens=400, first=1, deepen=0.5, polish_steps=1)
 
     def note(stage: str, step: int, steps: int, loss: float) -> None:
         assert loss > 0
@@ -24,7 +24,13 @@ def test_a_build_writes_a_whole_folder_and_can_be_repeated(tmp_path: Path) -> No
             assert set(scores["facts"]) == set(FACTS)
     finally:
         logging.enable_progress_bar()
-    assert seen[:5] == [("vision", 1, 2), ("vision", 2, 2), *(("language", step, 3) for step in (1, 2, 3))]
+    once = [
+        ("vision", 1, 2),
+        ("vision", 2, 2),
+        *(("language", step, 3) for step in (1, 2, 3)),
+        ("polish", 1, 1),
+    ]
+    assert seen == 2 * once
     for path in (tmp_path / "one").iterdir():
         if path.name != "README.md":  # it tells the time
             assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()

@@ -1,0 +1,237 @@
+"""EAGLE-3: three depths fused once, a draft vocabulary, and a state that recurs before its norm."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.drafters import synthetic
+from tests.drafters.synthetic import INFO, LAYOUTS, batch, cut, head
+from vlmdistill.drafters import checkpoint
+from vlmdistill.drafters.base import Batch, Entries, Stage, Tree
+from vlmdistill.drafters.config import override
+from vlmdistill.drafters.decoding.tree import Draft
+from vlmdistill.drafters.eagle3 import Eagle3, depths
+from vlmdistill.drafters.losses import Rows, cross_entropy, score
+from vlmdistill.drafters.memory import CacheMemory, PackedMemory, Places
+from vlmdistill.drafters.training.record import Progress
+from vlmdistill.drafters.training.trainer import Run, train
+from vlmdistill.drafters.training.unroll import unroll
+from vlmdistill.stores.schema import Feature
+from vlmdistill.stores.store import Store
+
+SPOKEN = [3, 4, 8, 11, 19]  # a draft vocabulary
+COUNTS = torch.zeros(INFO.vocab_size).index_fill(0, torch.tensor(SPOKEN), 7.0)
+
+
+def build(**settings: object) -> Eagle3:
+    torch.manual_seed(0)
+    drafter = Eagle3(Eagle3.Config(**settings), INFO, head()).eval()  # type: ignore[arg-type]
+    drafter.prepare(COUNTS)
+    return drafter
+
+
+def sample(drafter: Eagle3, *layouts: str) -> Batch:
+    return batch(layouts, drafter.needs(drafter.config, INFO))
+
+
+def committed(drafter: Eagle3, one: Batch, token: int) -> Draft:
+    prompt = cut(one, token)
+    draft = Draft(drafter, prompt)
+    before = [prompt.feature(source, "text")[-1:] for source in drafter.sources]
+    draft.commit(one.ids_T[token : token + 1], torch.cat(before, dim=-1))
+    return draft
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [(28, (2, 14, 25)), (32, (2, 16, 29)), (10, (2, 5, 7)), (7, (2, 3, 4)), (6, (2, 3, 4)), (4, (1, 2, 3))],
+)
+def test_the_depths_are_those_of_the_code_and_stay_apart(layers: int, expected: tuple[int, ...]) -> None:
+    assert depths(layers) == tuple(f"layer{layer}" for layer in expected)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_every_depth_exists_on_the_shallowest_target(layers: int) -> None:
+    assert all(int(name.removeprefix("layer")) < layers for name in depths(layers))
+
+
+def test_without_visual_entries_no_visual_row_is_needed_but_the_last_of_a_span() -> None:
+    taps = ("layer1", "layer2", "layer3")
+    everywhere = {Feature(tap, where) for tap in taps for where in ("text", "visual")}
+    on_text = {Feature(tap, where) for tap in taps for where in ("text", "span")}
+    hidden, embed = Feature("hidden", "text"), Feature("embed", "visual")
+    whole, text = Eagle3.Config(), Eagle3.Config(visual="none")
+    assert Eagle3.needs(whole, INFO) == {*everywhere, embed, hidden}
+    assert Eagle3.needs(whole, INFO, decoding=True) == {*everywhere, embed}
+    assert Eagle3.needs(text, INFO) == {*on_text, hidden}
+    assert Eagle3.needs(text, INFO, decoding=True) == on_text
+
+
+def test_three_states_are_fused_at_hop_0_and_never_again() -> None:
+    drafter = build()
+    fused: list[int] = []
+    drafter.fc.register_forward_hook(lambda fc, given, made: fused.append(len(made)))
+    one = sample(drafter, LAYOUTS["no image"])
+    unroll(drafter, one, Stage(name="test", hops=4, losses={"cross_entropy": 1.0}))
+    assert fused == [0, len(one.ids_T) - 1]  # of visual tokens, there being none, and of the entries
+
+
+def test_the_state_is_carried_unnormed_and_the_norm_is_of_the_logits_alone() -> None:
+    drafter = build()
+    with torch.no_grad():
+        drafter.layer.o_proj.weight.zero_()
+        drafter.layer.down_proj.weight.zero_()
+    hidden_1D = torch.full((1, INFO.hidden_size), 3.0)
+    place = Places(torch.zeros(1).long(), torch.ones(1).long(), torch.zeros(1).long())
+    entry = Entries(torch.tensor([5]), hidden_1D, torch.zeros(1).long(), place, hop=1)
+    state_1D = drafter.step(entry, CacheMemory())
+    assert torch.equal(state_1D, hidden_1D)  # the residual is what came in
+    torch.testing.assert_close(drafter.logits(state_1D), drafter.lm_head(drafter.norm(state_1D)))
+    torch.testing.assert_close(drafter.logits(state_1D), drafter.logits(state_1D * 2))
+
+
+def test_the_draft_vocabulary_is_the_most_frequent_tokens_then_the_first_ids() -> None:
+    drafter = build(draft_vocab=5)
+    assert drafter.vocabulary_K is not None
+    assert drafter.vocabulary_K.tolist() == SPOKEN
+    assert (drafter.d2t + torch.arange(5)).tolist() == SPOKEN
+    more = build(draft_vocab=7).vocabulary_K
+    assert more is not None
+    assert more.tolist() == sorted([0, 1, *SPOKEN])
+    assert build().vocabulary_K is None
+    assert not build().counts_tokens
+
+
+@pytest.mark.parametrize("tree", ["chain-4", "8-2-2", "40-3-8"])
+def test_what_is_drafted_is_a_target_id_and_is_fed_back_as_one(tree: str) -> None:
+    drafter = build(draft_vocab=5)
+    one = sample(drafter, LAYOUTS["one image"])
+    draft = committed(drafter, one, 9)
+    fed: list[Tensor] = []
+    step = drafter.step
+
+    def record(entries: Entries, memory: CacheMemory) -> Tensor:
+        fed.append(entries.ids_N)
+        return step(entries, memory)
+
+    drafter.step = record  # type: ignore[method-assign, assignment]
+    nodes = draft.grow(Tree.parse(tree))
+    assert set(nodes.ids_N[1:].tolist()) <= set(SPOKEN)
+    assert all(set(ids_N.tolist()) <= set(SPOKEN) for ids_N in fed)
+    assert draft.state_1D is not None
+    best = int(drafter.logits(draft.state_1D).argmax())
+    chain = nodes.ids_N[nodes.greedy_N]
+    assert chain[1] == SPOKEN[best]
+
+
+def test_the_loss_is_over_the_draft_vocabulary_and_spares_what_it_cannot_say() -> None:
+    drafter = build(draft_vocab=5)
+    generator = torch.Generator().manual_seed(1)
+    state, target = torch.randn(2, 40, INFO.hidden_size, generator=generator)
+    rows = Rows(state.requires_grad_(), target, torch.ones(40).bool(), 0)
+    made = drafter.loss(rows, Stage(name="test", losses={"cross_entropy": 1.0}))
+
+    logits_RV = target @ drafter.lm_head_VD.T
+    best_R = logits_RV.argmax(-1)
+    said_R = torch.isin(best_R, torch.tensor(SPOKEN))
+    assert 0 < said_R.sum() < 40
+    each_R = cross_entropy(drafter.logits(state), logits_RV[:, SPOKEN])
+    torch.testing.assert_close(made.loss_R, each_R.detach() * said_R)
+    torch.testing.assert_close(made.total, (each_R * said_R).sum())
+    assert made.count_R.all()  # the mean is over all rows, and those it cannot say are misses
+    guess_R = torch.tensor(SPOKEN)[drafter.logits(state).argmax(-1)]
+    assert torch.equal(made.agree_R, guess_R == best_R)
+    (grad,) = torch.autograd.grad(made.total, state)
+    assert grad[~said_R].eq(0).all()
+    assert (grad[said_R].abs().sum(-1) > 0).all()
+
+
+def test_a_vocabulary_of_all_tokens_is_no_vocabulary() -> None:
+    drafter = build()
+    state, target = torch.randn(2, 9, INFO.hidden_size)
+    rows = Rows(state, target, torch.ones(9).bool(), 0)
+    weights = {"cross_entropy": 1.0, "top_k": 1.0}
+    plain = score(rows, drafter.logits, drafter.lm_head_VD, weights, keep_top=3)
+    every = torch.arange(INFO.vocab_size)
+    named = score(rows, drafter.logits, drafter.lm_head_VD, weights, keep_top=3, vocabulary_K=every)
+    torch.testing.assert_close(named.total, plain.total)
+    assert torch.equal(named.count_R, plain.count_R)
+    assert torch.equal(named.agree_R, plain.agree_R)
+
+
+def test_visual_entries_hold_the_real_embedding_and_the_states_before_them() -> None:
+    drafter = build()
+    one = sample(drafter, LAYOUTS["one image"])
+
+    def states(given: Batch) -> Tensor:
+        memory = PackedMemory()
+        drafter.condition(given, memory)
+        return drafter.step(drafter.entries(given)[0], memory)
+
+    before = states(one)
+    for feature, row in [(Feature("embed", "visual"), 2), (Feature("layer2", "visual"), 1)]:
+        value = one.features[feature].clone()
+        value[row] += 1.0
+        changed = (states(one.having({**one.features, feature: value})) != before).any(-1)
+        # Entries of tokens 1 to 3: the first precedes the image, the others see the visual entry.
+        assert changed.tolist() == [False] + [True] * (len(before) - 1)
+
+
+# Training chooses the vocabulary
+
+
+def plan(store: Path, out: Path, **more: object) -> Run:
+    settings = [
+        "draft_vocab=9",
+        "stages.*.epochs=2",
+        "stages.*.hops=3",
+        "stages.*.learning_rate=0.01",
+        "batch_tokens=200",
+    ]
+    config = override(Eagle3.Config(), settings)
+    return Run(drafter="eagle3", config=config, store=store, out=out, save_every=2, held_out=0.0, **more)  # type: ignore[arg-type]
+
+
+def test_training_counts_its_responses_and_a_checkpoint_keeps_what_it_chose(tmp_path: Path) -> None:
+    synthetic.store(tmp_path / "store", 12)
+    train(plan(tmp_path / "store", tmp_path / "out"))
+    count_V = torch.zeros(INFO.vocab_size)
+    opened = Store.open(tmp_path / "store")
+    for key in opened.index["key"].to_list():
+        one = opened.read(key, ())
+        count_V += torch.bincount(
+            torch.from_numpy(one.ids_T[one.response_T]).long(), minlength=INFO.vocab_size
+        )
+    chosen = sorted(sorted(range(INFO.vocab_size), key=lambda token: (-count_V[token], token))[:9])
+    drafter = checkpoint.load(tmp_path / "out", head())
+    assert drafter.vocabulary_K is not None
+    assert drafter.vocabulary_K.tolist() == chosen
+    assert load_file(tmp_path / "out" / "model.safetensors")["d2t"].dtype == torch.long
+
+
+def test_a_resumed_run_keeps_its_vocabulary_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class StopError(Exception):
+        pass
+
+    def stop(progress: Progress) -> None:
+        if progress.step == 3:
+            raise StopError
+
+    synthetic.store(tmp_path / "store", 12)
+    train(plan(tmp_path / "store", tmp_path / "whole"))
+    with pytest.raises(StopError):
+        train(plan(tmp_path / "store", tmp_path / "again"), stop)
+
+    def never(self: Eagle3, count_V: Tensor) -> None:
+        raise AssertionError("a resumed run counts again")
+
+    monkeypatch.setattr(Eagle3, "prepare", never)
+    train(replace(plan(tmp_path / "store", tmp_path / "again"), resume=True))
+    files = [(tmp_path / run / "model.safetensors").read_bytes() for run in ("whole", "again")]
+    assert files[0] == files[1]

@@ -1,0 +1,104 @@
+"""MSD: what stands at visual positions, and how images come into training."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.drafters.synthetic import INFO, LAYOUTS, batch, head
+from vlmdistill.drafters.base import Batch, Tree
+from vlmdistill.drafters.memory import PackedMemory, Places
+from vlmdistill.drafters.msd import MSD
+from vlmdistill.drafters.training.data import Split
+from vlmdistill.stores.schema import Feature
+
+TEXT, SPAN, VISUAL = Feature("hidden", "text"), Feature("hidden", "span"), Feature("embed", "visual")
+
+
+def build(**settings: object) -> MSD:
+    torch.manual_seed(0)
+    return MSD(MSD.Config(**settings), INFO, head()).eval()  # type: ignore[arg-type]
+
+
+def sample(*layouts: str) -> Batch:
+    return batch(layouts, [TEXT, SPAN, VISUAL])
+
+
+def remembered(drafter: MSD, one: Batch) -> list[tuple[Tensor, Tensor, Places]]:
+    """What `condition` writes: inputs, rotary positions, places."""
+    seen = []
+
+    def spy(x_ND: Tensor, position_N: Tensor, places: Places, memory: object) -> None:
+        seen.append((x_ND, position_N, places))
+
+    drafter.layer.remember = spy  # type: ignore[method-assign, assignment]
+    drafter.condition(one, PackedMemory())
+    return seen
+
+
+def states(drafter: MSD, one: Batch) -> tuple[Tensor, Tensor]:
+    memory = PackedMemory()
+    drafter.condition(one, memory)
+    entries, token_E = drafter.entries(one)
+    return drafter.step(entries, memory), one.position_T[token_E]
+
+
+def moved(drafter: MSD, one: Batch, feature: Feature, rows: slice) -> list[int]:
+    """The positions whose state changes with those rows of a feature."""
+    other_ND = one.features[feature].clone()
+    other_ND[rows] += 1.0
+    before, position_E = states(drafter, one)
+    after, _ = states(drafter, one.having({**one.features, feature: other_ND}))
+    return position_E[(before != after).any(-1)].tolist()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_visual_entry_is_the_raw_embedding_at_the_place_before_its_own(layout: str) -> None:
+    one = sample(LAYOUTS[layout])
+    ((x_UD, position_U, places),) = remembered(build(), one)
+    assert torch.equal(x_UD, one.features[VISUAL])
+    expected = [place for place, kind in enumerate(LAYOUTS[layout]) if kind == "v"]
+    assert places.order_N.tolist() == expected
+    assert position_U.tolist() == [place - 1 for place in expected]
+
+
+def test_no_hidden_state_enters_at_a_visual_position() -> None:
+    one = sample("tvvvtrrr")
+    # The text state before the image is nobody's: the first text token after it has the last visual one's.
+    assert moved(build(), one, TEXT, slice(0, 1)) == []
+    assert moved(build(), one, SPAN, slice(0, 1)) == [4, 5, 6, 7]
+    assert moved(build(), one, TEXT, slice(1, 2)) == [5, 6, 7]
+
+
+def test_a_visual_token_is_seen_by_the_text_after_it_and_by_nothing_before() -> None:
+    one = sample("ttvvrrvvvtrrr")
+    assert moved(build(), one, VISUAL, slice(0, 1)) == [4, 5, 9, 10, 11, 12]
+    assert moved(build(), one, VISUAL, slice(4, 5)) == [9, 10, 11, 12]
+
+
+def test_vata_drops_visual_tokens_when_drafting_and_only_then() -> None:
+    drafter, one = build(vata=True), sample("tvvvtrrr")
+    assert remembered(drafter, one) == []
+    assert len(remembered(drafter.train(), one)) == 1
+    assert MSD.needs(drafter.config, INFO) == {TEXT, SPAN, VISUAL}
+    assert MSD.needs(drafter.config, INFO, decoding=True) == {TEXT, SPAN}
+    assert MSD.needs(MSD.Config(), INFO, decoding=True) == {TEXT, SPAN, VISUAL}
+
+
+def test_the_input_norm_is_an_option() -> None:
+    assert isinstance(build().layer.input_norm, nn.Identity)
+    assert isinstance(build(input_norm=True).layer.input_norm, nn.RMSNorm)
+
+
+def test_images_come_in_gradually_after_a_text_stage() -> None:
+    config = MSD.Config()
+    text, multimodal = config.schedule
+    split = Split([f"v{i}" for i in range(4000)], [f"t{i}" for i in range(4000)], [])
+    assert all(key.startswith("t") for key in split.draw(text, 0.5, seed=0))
+    epochs = int(multimodal.epochs)
+    for epoch in range(epochs):
+        keys = split.draw(multimodal, epoch / (epochs - 1), seed=epoch)
+        share = sum(key.startswith("v") for key in keys) / len(keys)
+        assert len(keys) == 4000
+        assert share == pytest.approx((epoch + 1) / epochs, abs=0.04)
+    assert config.tree == Tree.parse("60-5-10")
+    assert [stage.losses for stage in config.stages] == [{"regression": 1.0, "cross_entropy": 0.1}] * 2
