@@ -6,6 +6,7 @@ TORCH   ?= torch==2.13.0
 MODEL   ?= demo
 DRAFTER ?= sparrow
 RUNS    ?= runs
+SRC     ?= demo
 VENV    := .venv
 BIN     := $(VENV)/bin
 VLM      = VLMDISTILL_RUNS=$(RUNS) $(BIN)/vlmdistill
@@ -47,8 +48,8 @@ prompts: setup  ## import SRC="files..." into the workspace of MODEL
 responses: setup  ## let MODEL answer its prompts
 	$(VLM) responses --model $(MODEL)
 
-features: setup  ## capture MODEL's hidden states into the store
-	$(VLM) features --model $(MODEL)
+features: setup  ## capture MODEL's hidden states into the store; asks the prompts of SRC if it has none yet
+	$(VLM) features --model $(MODEL) --import $(SRC)
 
 train: setup  ## train DRAFTER from the store of MODEL
 	$(VLM) train $(DRAFTER) --model $(MODEL)
