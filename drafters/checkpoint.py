@@ -46,7 +46,9 @@ def save(drafter: Drafter, name: str, folder: Path, origin: Origin) -> None:
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
-        save_file(weights, aside / "model.safetensors", metadata={"format": "pt", "drafter": name})
+        save_file(
+            weights, aside / "model.safetensors", metadata={"format": "pt"}
+        )  # one: their order is random
         (aside / "config.json").write_text(json.dumps(description, indent=2) + "\n")
         if folder.exists():
             folder.rename(old)
