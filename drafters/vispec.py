@@ -1,4 +1,4 @@
-"""ViSpec -- ViSpec: Accelerating Vision-Language Models with Vision-Aware Speculative Decoding, NeurIPS 2025.
+"""ViSpec -- ViSpec: Accelerating Vision-Language Models with Vision-Aware Speculative Decoding, 2025.
 
 Idea: a shallow drafter drowns in redundant visual tokens, so learnable queries compress each image to a
 single token that keeps a place of the image (section 4.1), and one more query yields a global feature g
