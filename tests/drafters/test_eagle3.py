@@ -177,7 +177,7 @@ def test_visual_entries_hold_the_real_embedding_and_the_states_before_them() -> 
         value = one.features[feature].clone()
         value[row] += 1.0
         changed = (states(one.having({**one.features, feature: value})) != before).any(-1)
-        # Entries of tokens 1 to 3: the first precedes the image, the others see the visual entry.
+        # The first entry precedes the image; all others come after it and see the visual entry.
         assert changed.tolist() == [False] + [True] * (len(before) - 1)
 
 
