@@ -12,23 +12,22 @@ from vlmdistill.drafters.memory import Memory, Places
 from vlmdistill.stores.schema import TargetInfo
 
 
-class Rotary(nn.Module):
+class Rotary:
     """Rotary positions in the half-split layout of Llama and Qwen; angles in float32."""
 
     def __init__(self, head_dim: int, theta: float) -> None:
-        super().__init__()
         half = head_dim // 2
         frequency = theta ** (-torch.arange(half, dtype=torch.float64) / half)
         # Kept apart from casts of the module: a frequency in half precision turns by a wrong angle.
         self._tables = (frequency.float().repeat(2), torch.tensor([-1.0, 1.0]).repeat_interleave(half))
 
-    def forward(self, position_N: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def __call__(self, position_N: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The factors of `turn` at those positions, each [N, 1, d]; the sine has the sign of its half."""
         if self._tables[0].device != position_N.device:
             self._tables = (self._tables[0].to(position_N.device), self._tables[1].to(position_N.device))
         frequency_d, sign_d = self._tables
         angle_N1d = position_N[:, None, None] * frequency_d
-        return angle_N1d.cos().to(dtype), (angle_N1d.sin() * sign_d).to(dtype)
+        return angle_N1d.cos().to(dtype), angle_N1d.sin().mul_(sign_d).to(dtype)
 
 
 def turn(x_NHd: Tensor, factors: tuple[Tensor, Tensor]) -> Tensor:
@@ -62,7 +61,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         inputs = hidden if inputs is None else inputs
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self.input_norm = nn.RMSNorm(inputs, eps) if input_norm else nn.Identity()
+        self.input_norm = nn.RMSNorm(inputs, eps) if input_norm else None
         self.qkv_proj = nn.Linear(inputs, (heads + 2 * kv_heads) * head_dim, bias=bias)
         self.o_proj = nn.Linear(heads * head_dim, hidden, bias=False)
         self.post_attention_norm = nn.RMSNorm(hidden, eps)
@@ -74,7 +73,7 @@ class DecoderLayer(nn.Module):
         self, x_ND: Tensor, position_N: Tensor, places: Places, memory: Memory, hop: int = 0
     ) -> None:
         """Write keys and values without asking for an output: all that visual entries need."""
-        kv_NHd = self._project(self.input_norm(x_ND), self.heads)
+        kv_NHd = self._project(x_ND, self.heads)
         key_NKd = turn(kv_NHd[:, : self.kv_heads], self.rotary(position_N, x_ND.dtype))
         memory.update(key_NKd, kv_NHd[:, self.kv_heads :], places, hop)
 
@@ -94,7 +93,7 @@ class DecoderLayer(nn.Module):
         rows_R, heads = places.rows_R, self.heads
         residual_ND = x_ND if residual_ND is None else residual_ND
         if rows_R is None:
-            qkv_NHd = self._project(self.input_norm(x_ND), 0)
+            qkv_NHd = self._project(x_ND, 0)
             turned = heads + self.kv_heads
             qk_NHd = turn(qkv_NHd[:, :turned], self.rotary(position_N, x_ND.dtype))
             memory.update(qk_NHd[:, heads:], qkv_NHd[:, turned:], places, hop)
@@ -102,17 +101,21 @@ class DecoderLayer(nn.Module):
         else:
             self.remember(x_ND, position_N, places, memory, hop)
             x_ND, position_N, residual_ND = x_ND[rows_R], position_N[rows_R], residual_ND[rows_R]
-            query_RHd = self._project(self.input_norm(x_ND), 0, heads)
+            query_RHd = self._project(x_ND, 0, heads)
             query_RHd = turn(query_RHd, self.rotary(position_N, x_ND.dtype))
         mixed_RHd = memory.attend(query_RHd, places, hop)
-        x_RD = residual_ND + self.o_proj(mixed_RHd.flatten(1))
-        gate_RM, up_RM = self.gate_up_proj(self.post_attention_norm(x_RD)).chunk(2, dim=-1)
-        out_RD: Tensor = x_RD + self.down_proj(F.silu(gate_RM) * up_RM)
-        return out_RD
+        # Weights instead of module calls: on a small model half of a draft step is the calls' overhead.
+        norm, weight_out = self.post_attention_norm, self.o_proj.weight
+        x_RD = residual_ND + F.linear(mixed_RHd.flatten(1), weight_out)
+        normed_RD = F.rms_norm(x_RD, norm.normalized_shape, norm.weight, norm.eps)
+        gate_RM, up_RM = F.linear(normed_RD, self.gate_up_proj.weight).chunk(2, dim=-1)
+        return x_RD + F.linear(F.silu(gate_RM) * up_RM, self.down_proj.weight)
 
     def _project(self, x_ND: Tensor, first: int, last: int | None = None) -> Tensor:
         """The heads [first, last) of query, key and value, in this order."""
         last = self.heads + 2 * self.kv_heads if last is None else last
+        if self.input_norm is not None:
+            x_ND = self.input_norm(x_ND)
         chosen = slice(first * self.head_dim, last * self.head_dim)
         weight, bias = self.qkv_proj.weight[chosen], self.qkv_proj.bias
         heads_NX = F.linear(x_ND, weight, None if bias is None else bias[chosen])
