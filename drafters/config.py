@@ -26,7 +26,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
         "stages.1.epochs=12",
         "stages.*.learning_rate=2e-3",
         "batch_tokens=2048",
-        "tree=8-5-2",
+        "tree=chain-4",
         "warmup=0.05",
         "clip=1.0",
     ),
