@@ -49,8 +49,10 @@ def show(reports: list[dict[str, Any]]) -> None:
     lines = []
     for report in reports:
         for one in report["temperatures"]:
-            checked = sum(one["lossless"].values())
-            verdict = f"{one['lossless']['identical']}/{checked}" if checked else "-"
+            counts = one["lossless"]
+            verdict = f"{counts['identical']}/{sum(counts.values())}" if any(counts.values()) else "-"
+            verdict += f", {counts['near_tie']} near-tie" if counts["near_tie"] else ""
+            verdict += f", {counts['different']} DIFFERENT" if counts["different"] else ""
             figures = [one[name] for name in ("tau", "accepted", "speedup", "decode_speedup")]
             shown = [f"{figure:.2f}" for figure in figures]
             rate = f"{one['tokens_per_second']:.0f}"

@@ -24,6 +24,7 @@ from vlmdistill.pipelines.workers import MIB, Crew, session
 from vlmdistill.pipelines.workspace import absolute, only_writer, wait_for_workers, working_in
 from vlmdistill.stores.errors import DataError, StoreError, TargetError
 from vlmdistill.stores.manifest import STORE
+from vlmdistill.stores.measures import measures
 from vlmdistill.stores.place import place_of
 from vlmdistill.stores.schema import Array, Feature, Head, TargetInfo, content_hash
 from vlmdistill.stores.store import Store
@@ -48,14 +49,14 @@ class Item:
         return self.answer.prompt_tokens + len(self.answer.ids)
 
     @property
-    def meta(self) -> dict[str, str | int]:
+    def meta(self) -> dict[str, str | int | float]:
         """Columns of the store's index, to filter by."""
         return {
             "dataset": self.prompt.dataset,
             "split": self.prompt.split,
             "augmentation": self.prompt.augmentation,
-            "words": self.answer.words,
             "finish": self.answer.finish,
+            **measures(self.answer.text),  # what the named filters of views read
         }
 
 

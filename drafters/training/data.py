@@ -51,12 +51,14 @@ class Split:
         """The samples of one epoch: the share with images moves with `progress` (0 to 1) of the stage.
 
         An unmixed epoch takes every sample of its kind. A mixed one is as long as the shorter kind, as in
-        MSD's code.
+        MSD's code; where the store holds one kind alone, it takes that.
         """
         start, end = stage.visual
         share = start + (end - start) * progress
         if share in (0.0, 1.0):
             return list(self.visual if share else self.text)
+        if not (self.visual and self.text):
+            return [*self.visual, *self.text]
         random_ = random.Random(seed)
         length = min(len(self.visual), len(self.text))
         images = sum(random_.random() < share for _ in range(length))

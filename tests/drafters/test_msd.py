@@ -85,7 +85,7 @@ def test_vata_drops_visual_tokens_when_drafting_and_only_then() -> None:
 
 
 def test_the_input_norm_is_an_option() -> None:
-    assert isinstance(build().layer.input_norm, nn.Identity)
+    assert build().layer.input_norm is None
     assert isinstance(build(input_norm=True).layer.input_norm, nn.RMSNorm)
 
 
