@@ -6,13 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from vlmdistill.cli.main import main
+from vlmdistill.drafters import checkpoint
+from vlmdistill.drafters.base import Tree
+from vlmdistill.drafters.decoding.generate import speculate
 from vlmdistill.pipelines.demo import data
+from vlmdistill.pipelines.targets.loading import load
 
 SMALL = [
     "--set",
-    "stages.*.epochs=1",
+    "stages.*.epochs=8",
     "--set",
     "batch_tokens=1024",
     "--max-new-tokens",
@@ -83,6 +88,23 @@ def test_generate_says_the_same_with_a_drafter_and_without(
         assert re.search(r"\d+ tokens in [\d.]+ s", err)
     assert len(set(answers)) == 1
     assert len(answers[0].split()) > 20
+
+
+def test_an_untrained_drafter_says_the_same_and_takes_more_calls(runs: Path) -> None:
+    target = load("demo")
+    trained = checkpoint.load(runs / "demo" / "drafters" / "sparrow", target.head)
+    torch.manual_seed(1)
+    untrained = type(trained)(trained.config, target.info, target.head).eval()
+    (image, *_) = sorted((runs / "evaluation" / "images").glob("*.png"))
+    question = [{"type": "image", "path": str(image)}, {"type": "text", "text": "Describe the picture."}]
+    prompt = target.encode([{"role": "user", "content": question}])
+    answers, calls = [], []
+    for drafter in (trained, untrained):
+        cycles = list(speculate(target, drafter, prompt, tree=Tree.parse("chain-3"), max_new_tokens=200))
+        answers.append([token for cycle in cycles for token in cycle.ids])
+        calls.append(len(cycles))
+    assert answers[0] == answers[1]
+    assert calls[1] > calls[0]
 
 
 @pytest.mark.parametrize(
