@@ -16,7 +16,7 @@ from vlmdistill.drafters.base import Drafter, Tree
 from vlmdistill.drafters.decoding import generate
 from vlmdistill.drafters.decoding.generate import plain, speculate
 from vlmdistill.drafters.decoding.tree import DraftTree
-from vlmdistill.drafters.decoding.verify import Verdict, verify
+from vlmdistill.drafters.decoding.verify import Verdict, choose, verify
 from vlmdistill.pipelines.targets.base import VisionLanguageTarget
 from vlmdistill.pipelines.targets.loading import load
 
@@ -234,12 +234,13 @@ def test_sampled_answers_have_the_distribution_of_the_target(
     assert p_value(draw(small, untrained(name, small), tree), exact) > 1e-3
 
 
-def greedy_acceptance(
+def trusting(
     tree: DraftTree, logits_NV: Tensor, temperature: float, generator: torch.Generator | None = None
 ) -> Verdict:
-    """Wrong: the root's choice is sampled, but a draft is kept whenever it is the likeliest token."""
-    sure = verify(tree, logits_NV, 0.0, generator)
-    return sure if len(sure.path_K) > 1 else verify(tree, logits_NV, temperature, generator)
+    """Wrong: the drafter's best guess is kept without asking the target."""
+    first = int((tree.parent_N[1:] == 0).nonzero()[0, 0]) + 1
+    bonus_1 = choose(logits_NV[first : first + 1], temperature, generator)
+    return Verdict(torch.tensor([0, first]), bonus_1)
 
 
 def forgotten_temperature(
@@ -249,7 +250,7 @@ def forgotten_temperature(
     return verify(tree, logits_NV, 1.3 if temperature else 0.0, generator)
 
 
-@pytest.mark.parametrize("broken", [greedy_acceptance, forgotten_temperature])
+@pytest.mark.parametrize("broken", [trusting, forgotten_temperature])
 def test_the_distribution_test_finds_a_broken_verifier(
     broken: Callable[..., Verdict],
     small: VisionLanguageTarget,
