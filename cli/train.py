@@ -24,7 +24,9 @@ def train(
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of weights, order and noise.")] = 0,
     ranks: Annotated[int, typer.Option(min=1, help="Processes on this machine.")] = 1,
-    zero: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage.")] = 0,
+    zero: Annotated[
+        int, typer.Option(min=0, max=2, help="ZeRO stage; a drafter is one layer, too small to part.")
+    ] = 0,
     dtype: Annotated[str, typer.Option(help="auto | bfloat16 | float32.")] = "auto",
     save_every: Annotated[int, typer.Option(min=1, help="Steps between resumable checkpoints.")] = 200,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an unfinished run.")] = False,

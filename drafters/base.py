@@ -10,8 +10,10 @@ g_{t+1} is an estimate of h_{t+1}, so that lm_head(g_{t+1}) predicts x_{t+2}.
 """
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
@@ -68,7 +70,7 @@ class Batch:
         """The same tokens with other features."""
         return dataclasses.replace(self, features=features)
 
-    @property
+    @cached_property
     def visual_places(self) -> Places:
         """Where the U visual tokens stand: every span unrolled, in order."""
         span_U = torch.repeat_interleave(
@@ -78,7 +80,7 @@ class Batch:
         offset_U = torch.arange(len(span_U), device=span_U.device) - first_M[span_U]
         return Places(self.segment_M[span_U], self.start_M[span_U] + offset_U, span_U)
 
-    @property
+    @cached_property
     def text_places(self) -> Places:
         """Where the T text tokens stand, each with the last span before it."""
         if len(self.start_M) == 0:
@@ -246,7 +248,7 @@ class DrafterConfig:
         return self.stages
 
 
-class Drafter(nn.Module):
+class Drafter(nn.Module, ABC):
     """Base of all drafters. Subclasses say what they need, how visual tokens enter, and what a step is."""
 
     Config: ClassVar[type[DrafterConfig]] = DrafterConfig
@@ -266,9 +268,9 @@ class Drafter(nn.Module):
         self.register_buffer("lm_head_VD", head.lm_head_VD, persistent=False)
 
     @classmethod
+    @abstractmethod
     def needs(cls, config: DrafterConfig, info: TargetInfo, *, decoding: bool = False) -> frozenset[Feature]:
         """The features it reads in training, or of a prompt when `decoding`: exactly these, no others."""
-        raise NotImplementedError
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -289,9 +291,9 @@ class Drafter(nn.Module):
     def condition(self, batch: Batch, memory: Memory) -> None:
         """Let the visual tokens of `batch` enter `memory`; the default is that they do not."""
 
+    @abstractmethod
     def step(self, entries: Entries, memory: Memory) -> Tensor:
         """One draft step: remember the entries, return the states of the wanted rows, [R, D]."""
-        raise NotImplementedError
 
     def logits(self, state_ND: Tensor, hop: int = 0) -> Tensor:
         """Scores of the next token for states that `step` returned at `hop`: float32 [N, V].

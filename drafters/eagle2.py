@@ -12,7 +12,6 @@ Shapes: E entries, R rows, U visual tokens, D hidden.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +35,6 @@ class Eagle2(Drafter):
         )
 
     config: Config
-    sources: ClassVar[tuple[str, ...]] = ("hidden",)
 
     @classmethod
     def needs(cls, config: DrafterConfig, info: TargetInfo, *, decoding: bool = False) -> frozenset[Feature]:

@@ -15,7 +15,6 @@ Shapes: E entries, R rows, U visual tokens, D hidden.
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +61,6 @@ class Sparrow(Drafter):
             return self.stages if self.mtp else tuple(replace(stage, hops=1) for stage in self.stages)
 
     config: Config
-    sources: ClassVar[tuple[str, ...]] = ("hidden",)
 
     @classmethod
     def needs(cls, config: DrafterConfig, info: TargetInfo, *, decoding: bool = False) -> frozenset[Feature]:
