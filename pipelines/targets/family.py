@@ -93,3 +93,26 @@ def grid_rope(model: Any, kind_L: Tensor, inputs: Inputs) -> Tensor:
     position_3BL, _ = model.model.get_rope_index(kind_L[None], mm_token_type_ids=kind_L[None], **grids)
     rope_3L: Tensor = position_3BL[:, 0]
     return rope_3L
+
+
+class GridFamily(Family):
+    """What the Qwen families share: patches on a grid, merged into tokens, at M-RoPE positions."""
+
+    grids = True
+
+    def mismatch(self, config: Any, processor: Any) -> str | None:
+        """Patches have to be cut and merged as the vision tower expects them."""
+        images, vision = processor.image_processor, config.vision_config
+        return disagreement(
+            ("patch_size", images.patch_size, vision.patch_size),
+            ("temporal_patch_size", images.temporal_patch_size, vision.temporal_patch_size),
+            ("merge_size", images.merge_size, vision.spatial_merge_size),
+        )
+
+    def rope(self, model: Any, kind_L: Tensor, inputs: Inputs) -> Tensor:
+        """M-RoPE: text advances by one on all three axes, an image by its longer side."""
+        return grid_rope(model, kind_L, inputs)
+
+    def collate(self, samples: Sequence[Inputs]) -> Inputs:
+        """Patches of all images lie side by side; the grids say where each begins."""
+        return concatenate(samples)

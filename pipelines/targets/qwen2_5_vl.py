@@ -1,46 +1,26 @@
 """Qwen2.5-VL: as Qwen2-VL, with windowed attention in the vision tower.
 
-Shapes: L positions of one prompt, U visual tokens, D hidden width.
+Shapes: U visual tokens, D hidden width.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from vlmdistill.pipelines.targets.family import Family, Inputs, Visual, concatenate, disagreement, grid_rope
+from vlmdistill.pipelines.targets.family import GridFamily, Inputs, Visual
 from vlmdistill.pipelines.targets.processors import without_video
 
 
-class Qwen25VL(Family):
+class Qwen25VL(GridFamily):
     """Qwen2.5-VL."""
 
     name = "qwen2.5-vl"
     model_type = "qwen2_5_vl"
-    grids = True
 
     def processor(self, folder: Path) -> Any:
         """Load it without a video processor where torchvision is missing."""
         return without_video("Qwen2_5_VLProcessor", folder)
-
-    def mismatch(self, config: Any, processor: Any) -> str | None:
-        """Patches have to be cut and merged as the vision tower expects them."""
-        images, vision = processor.image_processor, config.vision_config
-        return disagreement(
-            ("patch_size", images.patch_size, vision.patch_size),
-            ("temporal_patch_size", images.temporal_patch_size, vision.temporal_patch_size),
-            ("merge_size", images.merge_size, vision.spatial_merge_size),
-        )
-
-    def rope(self, model: Any, kind_L: Tensor, inputs: Inputs) -> Tensor:
-        """M-RoPE: text advances by one on all three axes, an image by its longer side."""
-        return grid_rope(model, kind_L, inputs)
-
-    def collate(self, samples: Sequence[Inputs]) -> Inputs:
-        """Patches of all images lie side by side; the grids say where each begins."""
-        return concatenate(samples)
 
     def see(self, model: Any, inputs: Inputs) -> Visual:
         """All images in one packed pass."""
