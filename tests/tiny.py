@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from PIL import Image
@@ -332,3 +333,28 @@ def _llava_onevision(folder: Path, vocabulary: int, layers: int, save: Save) -> 
         tie_word_embeddings=False,
     )
     save(transformers.LlavaOnevisionForConditionalGeneration, config, [1, 0])
+
+
+def clip(frames: int, width: int, height: int, seed: int = 0) -> np.ndarray[Any, Any]:
+    """A small video of smooth colours that move, uint8 [frames, height, width, 3]."""
+    place_3 = np.random.default_rng(seed).uniform(0.5, 2.0, 3)
+    y_H1, x_1W = np.arange(height)[:, None], np.arange(width)[None]
+    wave = [np.sin(0.06 * (x_1W * c + y_H1 / c) + 0.35 * t) for t in range(frames) for c in place_3]
+    wave_FCHW = np.stack(wave).reshape(frames, 3, height, width)
+    return np.moveaxis(128 + 80 * wave_FCHW, 1, -1).astype(np.uint8)
+
+
+def film(path: Path, frames_FHWC: np.ndarray[Any, Any], fps: int = 10, rotation: int = 0) -> Path:
+    """Write a video file of these frames with PyAV; sizes have to be even."""
+    import av
+
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=fps, options={"qscale": "1"})
+        stream.height, stream.width = frames_FHWC.shape[1:3]
+        stream.pix_fmt = "yuv420p"
+        if rotation:
+            stream.set_display_rotation(rotation)
+        for frame_HWC in frames_FHWC:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame_HWC, format="rgb24")))
+        container.mux(stream.encode())
+    return path

@@ -1,0 +1,197 @@
+"""Frames of a video: out of a file, a folder of images, an animated image, an array or a list of images.
+
+Who shows the frames decides which ones: `read` says how many there are and how fast they follow each
+other, and decodes those that are asked for.
+
+Shapes: F frames, H height, W width, C colours (red, green, blue).
+"""
+
+import mimetypes
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from vlmdistill.stores.errors import DataError
+from vlmdistill.stores.schema import Array
+
+BROKEN = (OSError, SyntaxError, ValueError, TypeError, AttributeError, Image.DecompressionBombError)
+GIF_MILLISECONDS = 100  # of a frame that names none, as browsers show it
+
+
+@dataclass(frozen=True)
+class Footage:
+    """What there is to choose from."""
+
+    total: int  # frames
+    fps: float | None  # frames per second, on average; None for images that come without a clock
+
+
+Choose = Callable[[Footage], Sequence[int]]  # which frames are wanted, in order
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Chosen frames, and what they were chosen from."""
+
+    frames_FHWC: Array  # uint8
+    indices: tuple[int, ...]
+    footage: Footage
+
+
+def read(source: Any, choose: Choose) -> Clip:
+    """Decode the frames that `choose` names out of a path, an array [F, H, W, C] or a list of images.
+
+    DataError in one line: what is missing or unreadable, has no frames or frames of several sizes; and
+    which extra to install where a file needs PyAV.
+    """
+    if isinstance(source, str | Path):
+        return _path(Path(source).expanduser(), choose)
+    if isinstance(source, list | tuple):
+        return _images(source, f"a video of {len(source)} images", choose)
+    try:
+        array = np.asarray(source)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"a video cannot be a {type(source).__name__}: {error}") from None
+    if array.ndim != 4 or array.shape[-1] != 3 or array.dtype != np.uint8:
+        raise DataError(
+            f"a video as an array is uint8 [frames, height, width, 3], not {array.dtype} {list(array.shape)}"
+        )
+    indices = _chosen(Footage(len(array), None), choose, "a video as an array")
+    return Clip(array[list(indices)], indices, Footage(len(array), None))
+
+
+def probe(path: Path) -> Footage:
+    """What a video holds, its first frame decoded; DataError as of `read`."""
+    return read(path, lambda footage: [0]).footage
+
+
+def files(path: Path) -> list[Path]:
+    """The files of a video: itself, or the images of a folder, in the order of the numbers in their names."""
+    if not path.is_dir():
+        return [path]
+    found = [p for p in path.iterdir() if (mimetypes.guess_type(p.name)[0] or "").startswith("image/")]
+    return sorted(found, key=lambda p: [(not s.isdigit(), int(s) if s.isdigit() else s) for s in _cut(p)])
+
+
+def _cut(path: Path) -> list[str]:
+    return [piece for piece in re.split(r"(\d+)", path.name) if piece]
+
+
+def _path(path: Path, choose: Choose) -> Clip:
+    if path.is_dir():
+        return _images(files(path), str(path), choose)
+    if not path.exists():
+        raise DataError(f"video {path} does not exist")
+    try:
+        with Image.open(path) as image:
+            if image.format != "MPEG":  # which Pillow knows by name alone
+                return _animation(image, path, choose)
+    except DataError:
+        raise
+    except BROKEN as error:
+        if (mimetypes.guess_type(path.name)[0] or "").startswith("image/"):
+            raise DataError(f"video {path} cannot be read: {error}") from None
+    return _film(path, choose)
+
+
+def _chosen(footage: Footage, choose: Choose, what: str) -> tuple[int, ...]:
+    if not footage.total:
+        raise DataError(f"{what} has no frames")
+    return tuple(int(index) for index in choose(footage))
+
+
+def _stacked(frames: Sequence[Array], what: str) -> Array:
+    for number, frame in enumerate(frames):
+        if frame.shape != frames[0].shape:
+            (height, width), (h, w) = frames[0].shape[:2], frame.shape[:2]
+            raise DataError(f"{what}: frame {number} is {w}x{h}, the first {width}x{height}")
+    return np.stack(frames)
+
+
+def _images(images: Sequence[Any], what: str, choose: Choose) -> Clip:
+    """Images that are the frames. They have no clock of their own."""
+    footage = Footage(len(images), None)
+    indices = _chosen(footage, choose, what)
+    return Clip(_stacked([_image(images[index], what) for index in indices], what), indices, footage)
+
+
+def _image(source: Any, what: str) -> Array:
+    try:
+        if isinstance(source, str | Path):
+            with Image.open(source) as image:
+                return _pixels(image)
+        return _pixels(source if isinstance(source, Image.Image) else Image.fromarray(np.asarray(source)))
+    except BROKEN as error:
+        name = source if isinstance(source, str | Path) else f"a {type(source).__name__}"
+        raise DataError(f"{what}: {name} cannot be read: {error}") from None
+
+
+def _pixels(image: Image.Image) -> Array:
+    upright: Array = np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
+    return upright
+
+
+def _animation(image: Image.Image, path: Path, choose: Choose) -> Clip:
+    """A GIF, WebP or PNG that moves; one that does not is a video of one frame."""
+    total, milliseconds = int(getattr(image, "n_frames", 1)), 0.0
+    for number in range(total):
+        image.seek(number)
+        image.load()  # only then a WebP says for how long a frame is shown
+        milliseconds += image.info.get("duration") or GIF_MILLISECONDS
+    footage = Footage(total, 1000 * total / milliseconds if total > 1 else None)
+    frames, indices = [], _chosen(footage, choose, f"video {path}")
+    for index in indices:
+        image.seek(index)
+        frames.append(_pixels(image))
+    return Clip(_stacked(frames, f"video {path}"), indices, footage)
+
+
+def _film(path: Path, choose: Choose) -> Clip:
+    """A file of a video codec, decoded up to the last frame that is wanted."""
+    try:
+        import av
+    except ImportError:
+        raise DataError(f"reading the video {path} needs PyAV: pip install 'vlmdistill[video]'") from None
+    try:
+        footage = _count(av, path)
+        indices = _chosen(footage, choose, f"video {path}")
+        frames, seen = _decode(av, path, indices)
+        if len(frames) < len(set(indices)):  # fewer can be decoded than the file announces
+            footage = Footage(seen, footage.fps)
+            indices = _chosen(footage, choose, f"video {path}")
+            frames, seen = _decode(av, path, indices)
+    except (av.error.FFmpegError, OSError, ValueError) as error:
+        raise DataError(f"video {path} cannot be read: {error}") from None
+    return Clip(_stacked([frames[index] for index in indices], f"video {path}"), indices, footage)
+
+
+def _count(av: Any, path: Path) -> Footage:
+    """How many frames a file announces: its packets, since headers may lie or say nothing."""
+    with av.open(str(path)) as container:
+        if not container.streams.video:
+            raise DataError(f"video {path} holds no video stream")
+        stream = container.streams.video[0]
+        rate = stream.average_rate or stream.guessed_rate
+        total = sum(packet.size > 0 for packet in container.demux(stream))
+    return Footage(total, float(rate) if rate else None)
+
+
+def _decode(av: Any, path: Path, indices: Sequence[int]) -> tuple[dict[int, Array], int]:
+    """The frames at those places, upright; and how many were seen, all of them when some lack."""
+    wanted, frames, seen = set(indices), dict[int, Array](), 0
+    with av.open(str(path)) as container:
+        stream = container.streams.video[0]
+        stream.thread_type = "AUTO"
+        for frame in container.decode(stream):
+            if seen in wanted:
+                # The angle is counter-clockwise, as that of `rot90`.
+                frames[seen] = np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))
+            seen += 1
+            if len(frames) == len(wanted):
+                break
+    return frames, seen

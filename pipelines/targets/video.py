@@ -1,0 +1,341 @@
+"""Which frames of a video a target sees, and the tensors it sees them as, without torchvision.
+
+The stock video processors of transformers all need torchvision. These compute the same from the same files:
+the families' own rules of sampling and sizes, bicubic resizing of 8-bit frames with antialiasing, then
+`(x - mean / scale) / (std / scale)`.
+
+Shapes: F frames, H height, W width, C colours, T temporal patches, P patches, E values of a patch.
+"""
+
+import abc
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.image_utils import (
+    IMAGENET_STANDARD_MEAN,
+    IMAGENET_STANDARD_STD,
+    OPENAI_CLIP_MEAN,
+    OPENAI_CLIP_STD,
+)
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+from transformers.video_utils import VideoMetadata
+
+from vlmdistill.pipelines import frames
+from vlmdistill.pipelines.frames import Clip, Footage
+from vlmdistill.pipelines.targets.folder import read_json
+from vlmdistill.stores.errors import DataError, TargetError
+
+CHUNK = 32  # frames that are resized at once
+RESAMPLING = {2: "bilinear", 3: "bicubic"}  # by Pillow's numbers, which configurations hold
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Frames as one target is shown them, and what to remember of their choice."""
+
+    clip: Clip
+    fps: float  # of what they were chosen from
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        """When each frame is on, as the target's own rule has it."""
+        return tuple(index / self.fps for index in self.clip.indices)
+
+    @property
+    def metadata(self) -> VideoMetadata:
+        """The same for a stock processor."""
+        _, height, width, _ = self.clip.frames_FHWC.shape
+        return VideoMetadata(
+            total_num_frames=self.clip.footage.total,
+            fps=self.fps,
+            width=width,
+            height=height,
+            duration=self.clip.footage.total / self.fps,
+            frames_indices=list(self.clip.indices),
+        )
+
+
+class FrameProcessor(abc.ABC):
+    """One family's rules for video; takes the place of the stock processor's `video_processor`.
+
+    `settings` are those of the checkpoint's files; what they do not say is as in the stock class.
+    """
+
+    stock: ClassVar[Mapping[str, Any]]
+    model_input_names: ClassVar[list[str]]
+
+    def __init__(self, settings: Mapping[str, Any]):
+        known = {name: value for name, value in settings.items() if value is not None}
+        values = {"resample": 3, "rescale_factor": 1 / 255, **self.stock, **known}
+        for name in ("do_resize", "do_rescale", "do_normalize"):
+            if not values.get(name, True):
+                raise TargetError(f"a video processor with {name} false is not served")
+        if values.get("do_center_crop") or values["resample"] not in RESAMPLING:
+            raise TargetError("a video processor that crops, or resamples unlike 2 or 3, is not served")
+        self.mode = RESAMPLING[values["resample"]]
+        scale = 1.0 / values["rescale_factor"]
+        self._mean_C11 = torch.tensor(values["image_mean"])[:, None, None] * scale
+        self._std_C11 = torch.tensor(values["image_std"])[:, None, None] * scale
+        self.fps: float | None = values.get("fps")
+        self.num_frames: int | None = values.get("num_frames")
+        self.min_frames: int = values.get("min_frames", 1)
+        self.max_frames: int = values.get("max_frames", 2**31)
+        self._take(values)
+
+    @abc.abstractmethod
+    def _take(self, values: Mapping[str, Any]) -> None:
+        """The settings that are the family's own."""
+
+    @abc.abstractmethod
+    def count(self, footage: Footage, fps: float | None, frames: int | None) -> int:
+        """How many frames to take, at `fps` per second or as many as `frames`; one of the two is given."""
+
+    @abc.abstractmethod
+    def spread(self, total: int, count: int) -> list[int]:
+        """The places of `count` frames out of `total`."""
+
+    @abc.abstractmethod
+    def __call__(self, videos: Any, video_metadata: Sequence[VideoMetadata] = (), **_: Any) -> dict[str, Any]:
+        """The tensors of videos uint8 [F, H, W, C], which may lie in nested lists."""
+
+    def sample(self, source: Any, fps: float | None = None, frames_: int | None = None) -> Sampled:
+        """Read a video (see `frames.read`), `fps` frames a second or `frames_` of it, evenly spread.
+
+        A video shorter than that is taken whole. Images without a clock (a folder, a list, an array)
+        count as chosen already, `fps` a second; `frames_` then takes fewer of them. DataError on
+        settings that make no sense, and of `frames.read`.
+        """
+        if fps is not None and frames_ is not None:
+            raise DataError(f"a video is sampled by fps or by frames, not by both ({fps} and {frames_})")
+        if (fps is not None and not fps > 0) or (frames_ is not None and frames_ < 1):
+            raise DataError(f"a video cannot be sampled by fps {fps} or frames {frames_}: give more than 0")
+        clip = frames.read(source, lambda footage: self.choose(footage, fps, frames_))
+        return Sampled(clip, clip.footage.fps or fps or self.fps or 2.0)
+
+    def choose(self, footage: Footage, fps: float | None = None, frames_: int | None = None) -> list[int]:
+        """The places of the frames that `sample` takes."""
+        if fps is None and frames_ is None:
+            fps, frames_ = (None, self.num_frames) if self.num_frames else (self.fps, None)
+        if footage.fps is None and frames_ is None:
+            count = min(footage.total, self.max_frames)
+        else:
+            count = self.count(footage, fps, frames_)
+        return self.spread(footage.total, max(1, min(count, footage.total)))
+
+    def resized(self, frames_FHWC: Tensor, height: int, width: int) -> Tensor:
+        """Frames resized and normalized, float32 [F, C, height, width]."""
+        frames_FCHW = frames_FHWC.permute(0, 3, 1, 2)
+        if frames_FCHW.shape[2:] != (height, width):
+            frames_FCHW = torch.nn.functional.interpolate(
+                frames_FCHW, (height, width), mode=self.mode, align_corners=False, antialias=True
+            )
+        return frames_FCHW.to(torch.float32).sub_(self._mean_C11).div_(self._std_C11)
+
+
+class GridFrames(FrameProcessor):
+    """Qwen2-VL and Qwen2.5-VL: pairs of frames, any size, so many pixels a frame."""
+
+    stock: ClassVar[Mapping[str, Any]] = {
+        "image_mean": OPENAI_CLIP_MEAN,
+        "image_std": OPENAI_CLIP_STD,
+        "size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768},
+        "patch_size": 14,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "fps": 2.0,  # of the models' own tool, qwen-vl-utils; the stock class leaves it to the caller
+        "min_frames": 4,
+        "max_frames": 768,
+        "max_video_tokens": 128000,
+    }
+    model_input_names: ClassVar[list[str]] = ["pixel_values_videos", "video_grid_thw"]
+
+    def _take(self, values: Mapping[str, Any]) -> None:
+        size = values["size"]
+        self.min_pixels: int = values.get("min_pixels") or size.get("shortest_edge") or size["min_pixels"]
+        self.max_pixels: int = values.get("max_pixels") or size.get("longest_edge") or size["max_pixels"]
+        self.patch_size: int = values["patch_size"]
+        self.temporal_patch_size: int = values["temporal_patch_size"]
+        self.merge_size: int = values["merge_size"]
+        self.max_video_tokens: int = values["max_video_tokens"]
+        self.capped = bool(values.get("cap_pixels_per_frame"))
+
+    def count(self, footage: Footage, fps: float | None, frames: int | None) -> int:
+        """A multiple of the temporal patch, within the limits of frames where it follows from `fps`."""
+        step, total = self.temporal_patch_size, footage.total
+        if frames is not None:
+            return min(round(frames / step), total // step) * step or min(step, total)
+        wanted = total / (footage.fps or 1.0) * (fps or 1.0)
+        most = min(self.max_frames, total) // step * step
+        return math.floor(min(max(wanted, self.min_frames), most) / step) * step
+
+    def spread(self, total: int, count: int) -> list[int]:
+        """From the first on, at equal steps, rounded down in single precision."""
+        return torch.arange(0, total, total / count).int().tolist()[:count]
+
+    def pixels(self, count: int) -> int:
+        """How many a frame may have, of so many frames."""
+        if not self.capped:
+            return self.max_pixels
+        budget = int(self.max_video_tokens * self._factor**2 * 0.9)
+        return max(
+            min(self.max_pixels, budget * self.temporal_patch_size // count), int(self.min_pixels * 1.05)
+        )
+
+    @property
+    def _factor(self) -> int:
+        return self.patch_size * self.merge_size
+
+    def target_size(self, count: int, height: int, width: int) -> tuple[int, int]:
+        """Height and width of the frames as the vision tower sees them."""
+        size: tuple[int, int] = smart_resize(
+            height, width, factor=self._factor, min_pixels=self.min_pixels, max_pixels=self.pixels(count)
+        )
+        return size
+
+    def __call__(self, videos: Any, video_metadata: Sequence[VideoMetadata] = (), **_: Any) -> dict[str, Any]:
+        """Patches of all videos [P, E], and how many lie along time, height and width of each."""
+        made = [self._patches(video) for video in flat(videos)]
+        return {
+            "pixel_values_videos": torch.cat([patches_PE for patches_PE, _ in made]),
+            "video_grid_thw": torch.tensor([grid for _, grid in made]),
+            "video_metadata": list(video_metadata),
+        }
+
+    def _patches(self, frames_FHWC: Tensor) -> tuple[Tensor, list[int]]:
+        step, patch, merge = self.temporal_patch_size, self.patch_size, self.merge_size
+        count, height, width, _ = frames_FHWC.shape
+        if lacking := -count % step:  # the last frame is shown again
+            frames_FHWC = torch.cat([frames_FHWC, frames_FHWC[-1:].expand(lacking, -1, -1, -1)])
+        height, width = self.target_size(count, height, width)
+        grid = [len(frames_FHWC) // step, height // patch, width // patch]
+        whole_PE = torch.empty(math.prod(grid), 3 * step * patch * patch)
+        part = math.ceil(CHUNK / step) * step
+        rows = grid[1] * grid[2] * part // step
+        for number, start in enumerate(range(0, len(frames_FHWC), part)):
+            seen_FCHW = self.resized(frames_FHWC[start : start + part], height, width)
+            cut = seen_FCHW.view(
+                -1, step, 3, grid[1] // merge, merge, patch, grid[2] // merge, merge, patch
+            ).permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
+            patches_PE = cut.reshape(-1, whole_PE.shape[1])
+            whole_PE[number * rows : number * rows + len(patches_PE)] = patches_PE
+        return whole_PE, grid
+
+
+class TimedGridFrames(GridFrames):
+    """Qwen3-VL: as Qwen2-VL, but so many pixels for all frames together, spread from first to last."""
+
+    stock: ClassVar[Mapping[str, Any]] = {
+        **GridFrames.stock,
+        "image_mean": IMAGENET_STANDARD_MEAN,
+        "image_std": IMAGENET_STANDARD_STD,
+        "size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768},
+        "patch_size": 16,
+        "max_video_tokens": 768,
+    }
+
+    def count(self, footage: Footage, fps: float | None, frames: int | None) -> int:
+        """Within the limits of frames where it follows from `fps`."""
+        if frames is not None:
+            return frames
+        wanted = int(footage.total / (footage.fps or 1.0) * (fps or 1.0))
+        return min(max(wanted, self.min_frames), self.max_frames)
+
+    def spread(self, total: int, count: int) -> list[int]:
+        """The first, the last, and what is even between them."""
+        return [int(place) for place in np.linspace(0, total - 1, count).round()]
+
+    def pixels(self, count: int) -> int:
+        """How many all frames may have together."""
+        if not self.capped:
+            return self.max_pixels
+        frame = min(self.max_video_tokens * self._factor**2, self.max_pixels // count)
+        return max(frame, int(self.min_pixels * 1.05)) * count
+
+    def target_size(self, count: int, height: int, width: int) -> tuple[int, int]:
+        """Both limits count the pixels of all frames."""
+        # As one tall image would be resized, but for where frames and not pixels are rounded: the stock rule.
+        step, factor, count = self.temporal_patch_size, self._factor, max(count, self.temporal_patch_size)
+        if height < factor or width < factor:
+            scale = max(factor / height, factor / width)
+            height, width = int(height * scale), int(width * scale)
+        if max(height, width) / min(height, width) > 200:
+            raise ValueError(f"absolute aspect ratio must be smaller than 200, got {width} x {height} pixels")
+        high, wide = round(height / factor) * factor, round(width / factor) * factor
+        pixels, least, most = count * height * width, self.min_pixels, self.pixels(count)
+        shown = round(count / step) * step * high * wide
+        if shown > most:
+            shrink = math.sqrt(pixels / most)
+            high = max(factor, math.floor(height / shrink / factor) * factor)
+            wide = max(factor, math.floor(width / shrink / factor) * factor)
+        elif shown < least:
+            grow = math.sqrt(least / pixels)
+            high = math.ceil(height * grow / factor) * factor
+            wide = math.ceil(width * grow / factor) * factor
+        return high, wide
+
+
+class SquareFrames(FrameProcessor):
+    """LLaVA-OneVision: frames squeezed to the size of the vision tower, 32 of them."""
+
+    stock: ClassVar[Mapping[str, Any]] = {
+        "image_mean": OPENAI_CLIP_MEAN,
+        "image_std": OPENAI_CLIP_STD,
+        "size": {"height": 384, "width": 384},
+        "num_frames": 32,  # of the paper (arXiv 2408.03326); the stock class leaves it to the caller
+    }
+    model_input_names: ClassVar[list[str]] = ["pixel_values_videos"]
+
+    def _take(self, values: Mapping[str, Any]) -> None:
+        size = values["size"]
+        if not {"height", "width"} <= size.keys():
+            raise TargetError(
+                f"a video processor with the size {dict(size)} is not served: give height and width"
+            )
+        self.height: int = size["height"]
+        self.width: int = size["width"]
+
+    def count(self, footage: Footage, fps: float | None, frames: int | None) -> int:
+        """No limit but that of the video."""
+        if frames is not None:
+            return frames
+        return int(footage.total / (footage.fps or 1.0) * (fps or 1.0))
+
+    def spread(self, total: int, count: int) -> list[int]:
+        """From the first on, at equal steps, rounded down."""
+        return [index * total // count for index in range(count)]
+
+    def __call__(self, videos: Any, video_metadata: Sequence[VideoMetadata] = (), **_: Any) -> dict[str, Any]:
+        """The frames of each video [F, C, height, width]: videos may differ in how many they have."""
+        shown = []
+        for frames_FHWC in flat(videos):
+            out_FCHW = torch.empty(len(frames_FHWC), 3, self.height, self.width)
+            for start in range(0, len(frames_FHWC), CHUNK):
+                part = frames_FHWC[start : start + CHUNK]
+                out_FCHW[start : start + CHUNK] = self.resized(part, self.height, self.width)
+            shown.append(out_FCHW)
+        return {"pixel_values_videos": shown, "video_metadata": list(video_metadata)}
+
+
+def flat(videos: Any) -> list[Tensor]:
+    """The videos of nested lists, one after the other, as tensors uint8 [F, H, W, C]."""
+    if isinstance(videos, list | tuple):
+        return [video for part in videos for video in flat(part)]
+    return [torch.from_numpy(np.ascontiguousarray(videos))]
+
+
+def settings(folder: Path) -> dict[str, Any]:
+    """What a checkpoint says about video, where the stock processor would look: three files in turn."""
+    if (folder / "processor_config.json").is_file():
+        nested = read_json(folder, "processor_config.json").get("video_processor")
+        if isinstance(nested, dict):
+            return nested
+    for name in ("video_preprocessor_config.json", "preprocessor_config.json"):
+        if (folder / name).is_file():
+            return read_json(folder, name)
+    return {}
