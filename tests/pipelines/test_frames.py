@@ -35,7 +35,7 @@ def test_a_file_gives_the_frames_that_are_chosen(tmp_path: Path, suffix: str) ->
     for frame, index in zip(clip.frames_FHWC.astype(int), clip.indices, strict=True):
         off = [np.abs(frame - other).mean() for other in MOVING.astype(int)]
         assert np.argmin(off) == index
-        assert off[index] < 10
+        assert off[index] < 20
 
 
 def test_a_film_held_sideways_is_turned_upright(tmp_path: Path) -> None:
