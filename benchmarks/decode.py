@@ -23,8 +23,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from vlmdistill.drafters import catalogue
-from vlmdistill.drafters.base import Tree
-from vlmdistill.drafters.decoding.tree import Draft, DraftTree
+from vlmdistill.drafters.base import DraftTree, Tree
+from vlmdistill.drafters.decoding.tree import Growth
 from vlmdistill.drafters.decoding.verify import verify
 from vlmdistill.pipelines.targets.base import VisionLanguageTarget
 from vlmdistill.pipelines.targets.loading import load
@@ -92,7 +92,7 @@ def _pieces(
     }
     for name in trees:
         shape = Tree.parse(name)
-        draft = Draft(guess, prefix)
+        draft = Growth(guess, prefix)
         draft.commit(one, before_1D)
         nodes = draft.grow(shape)
         states = target.extend(nodes.ids_N, nodes.depth_N, nodes.visible_NN, ("hidden",))["hidden"]
@@ -101,7 +101,7 @@ def _pieces(
             f"{name} grow": partial(draft.grow, shape),
             f"{name} extend": partial(target.extend, *nodes_again),
             f"{name} verify": partial(_judge, target, nodes, states),
-            f"{name} commit": partial(Draft(guess, prefix).commit, one.repeat(3), before_1D.repeat(3, 1)),
+            f"{name} commit": partial(Growth(guess, prefix).commit, one.repeat(3), before_1D.repeat(3, 1)),
         }
     return pieces
 

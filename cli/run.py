@@ -29,11 +29,11 @@ def run(
     runs: console.Runs = None,
 ) -> None:
     """Prompts, responses, features, training, evaluation and report: whatever of it is missing."""
-    from vlmdistill.drafters.catalogue import DRAFTERS
+    from vlmdistill.drafters.catalogue import NAMES
     from vlmdistill.pipelines import flow
     from vlmdistill.pipelines.workspace import Workspace
 
-    names = list(DRAFTERS) if drafters == "all" else [name.strip() for name in drafters.split(",")]
+    names = list(NAMES) if drafters == "all" else [name.strip() for name in drafters.split(",")]
     plan = flow.Plan(
         drafters=names,
         recipe=recipe or ("demo" if model == "demo" else "paper"),

@@ -238,8 +238,8 @@ def _needs(info: "TargetInfo") -> "Mapping[str, frozenset[Feature]]":
     """What each drafter, as it is by default, reads in training."""
     from vlmdistill.drafters import catalogue
 
-    drafters = {name: catalogue.load(name) for name in catalogue.DRAFTERS}
-    return {name: drafter.needs(drafter.Config(), info) for name, drafter in drafters.items()}
+    names = catalogue.NAMES
+    return {name: catalogue.load(name).needs(catalogue.config(name), info) for name in names}
 
 
 def _error(field: Mapping[str, Any]) -> str:

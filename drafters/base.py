@@ -2,7 +2,7 @@
 
 Shapes: T text tokens of all samples side by side (packed, never padded), U visual tokens,
 M visual spans, E entries (one for each text token that has a predecessor), R rows of interest
-among the entries, N whatever is given, D hidden width, V vocabulary, H heads, d head width.
+among the entries, N whatever is given (nodes of a tree), D hidden width, V vocabulary, H heads, d head width.
 
 The field's one convention (EAGLE, section 3): the entry of token x_{t+1} pairs its embedding with
 the target's hidden state h_t of the token before it, stands at rotary position t, and its output
@@ -130,22 +130,8 @@ class Entries:
     hop: int = 0  # 0: committed tokens with the target's states; n: n tokens after them are guesses
 
 
-class Target(Protocol):
-    """The target VLM as the decoder sees it. One sequence at a time."""
-
-    @property
-    def info(self) -> TargetInfo:
-        """The facts a drafter is built from."""
-        ...
-
-    @property
-    def head(self) -> Head:
-        """The frozen tables, on the target's device."""
-        ...
-
-    def prefill(self, prompt: Any, features: Collection[Feature]) -> Batch:
-        """Forget the last sequence, run a prompt, and return its tokens with `features` and hidden.text."""
-        ...
+class Reader(Protocol):
+    """One sequence that a target reads on: what is committed, and passes from there."""
 
     def extend(
         self, ids_N: Tensor, depth_N: Tensor, visible_NN: Tensor | None, sources: Collection[str]
@@ -162,8 +148,68 @@ class Target(Protocol):
         """Keep those rows of the last `extend`, in that order, as part of the prefix; drop the others."""
         ...
 
+
+class Target(Reader, Protocol):
+    """The target VLM as the decoder sees it. One sequence at a time."""
+
+    @property
+    def info(self) -> TargetInfo:
+        """The facts a drafter is built from."""
+        ...
+
+    @property
+    def head(self) -> Head:
+        """The frozen tables, on the target's device."""
+        ...
+
+    def prefill(self, prompt: Any, features: Collection[Feature]) -> Batch:
+        """Forget the last sequence, run a prompt, and return its tokens with `features` and hidden.text."""
+        ...
+
+    def attention(self) -> Tensor:
+        """How much the text after the last visual token of a prompt just read looks at each one: float32 [U].
+
+        Mean over that text, all heads and layers.
+        """
+        ...
+
+    def without(self, keep_U: Tensor) -> Reader:
+        """A second sequence on the same weights: the last prompt with only those visual tokens (bool)."""
+        ...
+
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """The LM head on `hidden` states, float32 [N, V]."""
+        ...
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """Nodes in an order in which parents precede children; node 0 is the last token, already certain."""
+
+    ids_N: Tensor
+    parent_N: Tensor  # the root is its own parent
+    visible_NN: Tensor  # bool: node n attends to node m (its ancestors and itself)
+    greedy_N: Tensor  # bool: the node lies on the chain of each step's best guess
+
+    @property
+    def depth_N(self) -> Tensor:
+        """The root stands at depth 1, one position after the committed prefix."""
+        return self.visible_NN.sum(1)
+
+
+class Draft(Protocol):
+    """One sequence as its drafter sees it: what is committed, and guesses from there."""
+
+    def commit(self, ids_K: Tensor, hidden_KD: Tensor) -> None:
+        """Take tokens that are certain now, each with the target's states before it side by side."""
+        ...
+
+    def grow(self, shape: "Tree") -> DraftTree:
+        """Guess what follows the last committed token."""
+        ...
+
+    def hear(self, logits_NV: Tensor) -> None:
+        """What the target says after every node of the tree that was grown last."""
         ...
 
 
@@ -232,6 +278,8 @@ class DrafterConfig:
     """Tokens, text and visual, in one optimizer step over all ranks."""
     max_length: int = 4096
     """Longer samples are left out of training."""
+    steps: int = 0
+    """Optimizer steps of all stages together, shared out as their epochs are; 0: as the epochs say."""
     warmup: float = 0.05
     """Share of the steps of a stage over which its learning rate rises."""
     noise: float = 0.2
@@ -248,14 +296,10 @@ class DrafterConfig:
         return self.stages
 
 
-class Drafter(nn.Module, ABC):
-    """Base of all drafters. Subclasses say what they need, how visual tokens enter, and what a step is."""
+class Proposer(nn.Module, ABC):
+    """Whatever proposes tokens to a target: the trained `Drafter`s, and methods that need no training."""
 
     Config: ClassVar[type[DrafterConfig]] = DrafterConfig
-    counts_tokens: bool = False
-    """`prepare` is to be called before training."""
-    max_hops: int | None = None
-    """How many tokens in a row it can guess; None: any number. Deeper trees are cut."""
 
     embed_VD: Tensor
     lm_head_VD: Tensor
@@ -277,6 +321,19 @@ class Drafter(nn.Module, ABC):
         """The target states concatenated into an entry's `hidden` at hop 0."""
         return ("hidden",)
 
+    @abstractmethod
+    def draft(self, prompt: Batch, target: Target) -> "Draft":
+        """Begin to draft after a prompt that `target` has just read: one sequence, ending in text."""
+
+
+class Drafter(Proposer, ABC):
+    """Base of all trained drafters: how visual tokens enter, and what a step is."""
+
+    counts_tokens: bool = False
+    """`prepare` is to be called before training."""
+    max_hops: int | None = None
+    """How many tokens in a row it can guess; None: any number. Deeper trees are cut."""
+
     @property
     def vocabulary_K(self) -> Tensor | None:
         """The target's ids of the columns of `logits`; None: it scores every token."""
@@ -287,6 +344,12 @@ class Drafter(nn.Module, ABC):
 
         What is made of it must be in the checkpoint: a resumed run does not call this again.
         """
+
+    def draft(self, prompt: Batch, target: Target) -> "Draft":
+        """Grow trees from its own steps."""
+        from vlmdistill.drafters.decoding.tree import Growth  # which is built on this module
+
+        return Growth(self, prompt)
 
     def condition(self, batch: Batch, memory: Memory) -> None:
         """Let the visual tokens of `batch` enter `memory`; the default is that they do not."""

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from vlmdistill.drafters import catalogue
-from vlmdistill.drafters.base import Drafter, Head
+from vlmdistill.drafters.base import Drafter, Head, Proposer
 from vlmdistill.drafters.config import from_dict, to_dict
 from vlmdistill.stores.errors import DataError, TrainingError
 from vlmdistill.stores.schema import Provenance, TargetInfo
@@ -63,8 +63,13 @@ def save(drafter: Drafter, name: str, folder: Path, origin: Origin) -> None:
 
 
 def describe(folder: Path) -> dict[str, Any]:
-    """The folder's `config.json`; TrainingError when it is missing or not one of ours."""
-    file = folder / "config.json"
+    """The folder's `config.json`; TrainingError when it is missing or not one of ours.
+
+    A method that needs no training needs no folder: it is described by its name alone.
+    """
+    name, file = folder.name, folder / "config.json"
+    if not folder.exists() and name in catalogue.NAMES and not catalogue.is_trained(name):
+        return {"drafter": name, "config": to_dict(catalogue.config(name)), "training": {}}
     try:
         description: dict[str, Any] = json.loads(file.read_text())
         missing = {"format", "drafter", "config", "target", "provenance"} - set(description)
@@ -81,13 +86,16 @@ def describe(folder: Path) -> dict[str, Any]:
     return description
 
 
-def load(folder: Path, head: Head, *, provenance: Provenance | None = None) -> Drafter:
-    """Build the drafter in a folder on the target's tables, in evaluation mode.
+def load(folder: Path, head: Head, info: TargetInfo, *, provenance: Provenance | None = None) -> Proposer:
+    """Build the drafter in a folder on the target's tables, in evaluation mode; see `describe`.
 
     TrainingError when the files are missing or corrupt, or when the drafter was trained for another target
     than `provenance` tells of.
     """
     description = describe(folder)
+    if "provenance" not in description:
+        made = catalogue.load(folder.name)(catalogue.config(folder.name), info, head)
+        return made.to(device=head.embed_VD.device, dtype=head.embed_VD.dtype).eval()
     trained = Provenance.from_dict(description["provenance"])
     for field in ("config_hash", "weights_hash"):
         mine, theirs = getattr(trained, field), getattr(provenance or trained, field)
@@ -99,10 +107,10 @@ def load(folder: Path, head: Head, *, provenance: Provenance | None = None) -> D
     kind = catalogue.load(description["drafter"])
     try:
         config = from_dict(kind.Config, description["config"])
-        info = TargetInfo.from_dict(description["target"])
+        info = TargetInfo.from_dict(description["target"])  # as it was then: the shapes of the weights
     except DataError as error:
         raise TrainingError(f"{folder / 'config.json'}: {error}") from None
-    drafter = kind(config, info, head).to(device=head.embed_VD.device, dtype=head.embed_VD.dtype)
+    drafter: Proposer = kind(config, info, head).to(device=head.embed_VD.device, dtype=head.embed_VD.dtype)
     file = folder / "model.safetensors"
     try:
         weights = load_file(file, device=str(head.embed_VD.device))

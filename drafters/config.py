@@ -15,15 +15,16 @@ C = TypeVar("C")
 RECIPES: dict[str, tuple[str, ...]] = {
     "paper": (),
     "fair": (
-        "stages.*.epochs=10",
+        "steps=40000",
         "stages.*.learning_rate=1e-4",
         "batch_tokens=16384",
         "tree=30-3-8",
         "warmup=0.05",
     ),
     "demo": (
-        "stages.0.epochs=6",
-        "stages.1.epochs=12",
+        "steps=1200",
+        "stages.text.epochs=1",
+        "stages.multimodal.epochs=9",
         "stages.*.learning_rate=2e-3",
         "batch_tokens=2048",
         "tree=chain-4",

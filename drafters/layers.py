@@ -1,7 +1,7 @@
 """Parts that drafters are built of: rotary positions and the one decoder layer.
 
-Shapes: N entries, R rows whose output is wanted, D hidden, M width of the MLP, H query heads, K key heads,
-d head width.
+Shapes: N entries, R rows whose output is wanted, X places of a group after each row, J = X + 1 queries
+of a row, Q = R * J, D hidden, M width of the MLP, H query heads, K key heads, d head width.
 """
 
 import torch
@@ -103,10 +103,40 @@ class DecoderLayer(nn.Module):
             x_ND, position_N, residual_ND = x_ND[rows_R], position_N[rows_R], residual_ND[rows_R]
             query_RHd = self._project(x_ND, 0, heads)
             query_RHd = turn(query_RHd, self.rotary(position_N, x_ND.dtype))
-        mixed_RHd = memory.attend(query_RHd, places, hop)
+        return self._finish(residual_ND, memory.attend(query_RHd, places, hop))
+
+    def ahead(
+        self, x_ND: Tensor, group_XD: Tensor, position_N: Tensor, places: Places, memory: Memory, hop: int
+    ) -> Tensor:
+        """[N, D] -> [R, X + 1, D]: remember all entries, answer for the wanted rows and X places after each.
+
+        `group_XD` stands at the places after every wanted row; the j-th of them sees what the row sees and
+        those before it, and none is remembered.
+        """
+        self.remember(x_ND, position_N, places, memory, hop)
+        if places.rows_R is not None:
+            x_ND, position_N = x_ND[places.rows_R], position_N[places.rows_R]
+        rows, queries = len(x_ND), len(group_XD) + 1
+        x_RJD = torch.cat([x_ND[:, None], group_XD.expand(rows, -1, -1)], dim=1)
+        offset_J = torch.arange(queries, device=x_ND.device)
+        factors = self.rotary((position_N[:, None] + offset_J).flatten(), x_ND.dtype)
+        x_QD = x_RJD.flatten(0, 1)
+        qkv_QHd, turned = self._project(x_QD, 0), self.heads + self.kv_heads
+        qk_QHd = turn(qkv_QHd[:, :turned], factors)
+        key_RJKd, value_RJKd = (
+            part.view(rows, queries, self.kv_heads, self.head_dim)
+            for part in (qk_QHd[:, self.heads :], qkv_QHd[:, turned:])
+        )
+        mixed_QHd = memory.attend(
+            qk_QHd[:, : self.heads], places, hop, group=(key_RJKd[:, 1:], value_RJKd[:, 1:])
+        )
+        return self._finish(x_QD, mixed_QHd).view(rows, queries, -1)
+
+    def _finish(self, residual_RD: Tensor, mixed_RHd: Tensor) -> Tensor:
+        """What follows attention: its output projection, then the MLP."""
         # Weights instead of module calls: on a small model half of a draft step is the calls' overhead.
         norm, weight_out = self.post_attention_norm, self.o_proj.weight
-        x_RD = residual_ND + F.linear(mixed_RHd.flatten(1), weight_out)
+        x_RD = residual_RD + F.linear(mixed_RHd.flatten(1), weight_out)
         normed_RD = F.rms_norm(x_RD, norm.normalized_shape, norm.weight, norm.eps)
         gate_RM, up_RM = F.linear(normed_RD, self.gate_up_proj.weight).chunk(2, dim=-1)
         return x_RD + F.linear(F.silu(gate_RM) * up_RM, self.down_proj.weight)

@@ -92,7 +92,7 @@ def answer(
             target, prompt, max_new_tokens=max_new_tokens, temperature=temperature, generator=generator
         )
         return Answer(cycles, target.tokenizer)
-    guess = checkpoint.load(folder, target.head, provenance=target.provenance((), "float32"))
+    guess = checkpoint.load(folder, target.head, target.info, provenance=target.provenance((), "float32"))
     cycles = speculate(
         target,
         guess,

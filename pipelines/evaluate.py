@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from vlmdistill.drafters import checkpoint
-from vlmdistill.drafters.base import Drafter, Tree
+from vlmdistill.drafters.base import Proposer, Tree
 from vlmdistill.drafters.decoding.generate import Cycle, plain, speculate
 from vlmdistill.pipelines import prompts
 from vlmdistill.pipelines.answer import pieces
@@ -82,7 +82,8 @@ def evaluate(
     target = load(workspace.model)
     origin = target.provenance((), "float32")
     drafters = {
-        name: checkpoint.load(workspace.drafter(name), target.head, provenance=origin) for name in names
+        name: checkpoint.load(workspace.drafter(name), target.head, target.info, provenance=origin)
+        for name in names
     }
     encoded = [target.encode(prompt.messages) for prompt in chosen]
     threads = _use_threads(settings.threads, target, encoded[0])
@@ -158,7 +159,7 @@ class _Bench:
     def __init__(
         self,
         target: VisionLanguageTarget,
-        drafters: dict[str, Drafter],
+        drafters: dict[str, Proposer],
         settings: Settings,
         temperature: float,
     ) -> None:

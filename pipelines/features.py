@@ -187,8 +187,8 @@ def chosen(store: str, drafters: Sequence[str] | None, info: TargetInfo) -> froz
     from vlmdistill.drafters import catalogue
 
     needs = {
-        name: (drafter := catalogue.load(name)).needs(drafter.Config(), info)
-        for name in (drafters or catalogue.DRAFTERS)
+        name: catalogue.load(name).needs(catalogue.config(name), info)
+        for name in (drafters or catalogue.NAMES)
     }
     there = stored_features(store)
     if there is None:

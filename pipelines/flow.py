@@ -9,12 +9,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+from vlmdistill.drafters import catalogue, checkpoint
 from vlmdistill.drafters.training.record import Progress
 from vlmdistill.pipelines import answers, features, prompts, responses, train, workers
 from vlmdistill.pipelines.answers import Sampling
 from vlmdistill.pipelines.demo_prompts import import_demo
 from vlmdistill.pipelines.workspace import Workspace
-from vlmdistill.stores.errors import DataError
+from vlmdistill.stores.errors import DataError, TrainingError
 
 Report = Callable[[int, int, str], None]
 Bar = Callable[[str, str], AbstractContextManager[Report]]  # what, unit
@@ -41,9 +42,10 @@ def run(workspace: Workspace, plan: Plan, tell: Callable[[str], None], bar: Bar)
 
     Raises what the stages raise; what is done by then stays done.
     """
-    configs = {name: train.resolve(name, plan.recipe, plan.settings) for name in plan.drafters}
-    if not configs:
+    if not plan.drafters:
         raise DataError("--drafters names no drafter")
+    trained = [name for name in plan.drafters if catalogue.is_trained(name)]
+    configs = {name: train.resolve(name, plan.recipe, plan.settings) for name in trained}
 
     if workspace.model == "demo" and not workspace.prompts.exists():
         with bar("importing", "rows") as rows:
@@ -51,7 +53,7 @@ def run(workspace: Workspace, plan: Plan, tell: Callable[[str], None], bar: Bar)
         tell(f"prompts    {made.train} to learn from and {made.eval} held out, in {workspace.prompts}")
     asked = prompts.select(prompts.read(workspace.prompts, workspace.model), "train")
 
-    missing = bool(answers.unanswered(asked, workspace.responses))
+    missing = bool(trained and answers.unanswered(asked, workspace.responses))
     with workers.session(plan.workers) if missing else nullcontext():
         if missing:
             sampling = Sampling(max_new_tokens=plan.max_new_tokens, seed=plan.seed)
@@ -68,18 +70,19 @@ def run(workspace: Workspace, plan: Plan, tell: Callable[[str], None], bar: Bar)
                 )
             dropped = sum(said.dropped.values())
             tell(f"responses  {said.kept} kept and {dropped} dropped, in {workspace.responses}")
-        with bar("capturing", "samples") as shown:
-            stored = features.capture(
-                asked,
-                workspace.responses,
-                str(workspace.features),
-                workspace.model,
-                list(plan.drafters),
-                workers=plan.workers,
-                report=shown,
-            )
-        if stored.captured:
-            tell(f"features   {stored.samples} samples, in {stored.store}: {', '.join(stored.features)}")
+        if trained:
+            with bar("capturing", "samples") as shown:
+                stored = features.capture(
+                    asked,
+                    workspace.responses,
+                    str(workspace.features),
+                    workspace.model,
+                    trained,
+                    workers=plan.workers,
+                    report=shown,
+                )
+            if stored.captured:
+                tell(f"features   {stored.samples} samples, in {stored.store}: {', '.join(stored.features)}")
 
     for name, config in configs.items():
         fresh = not (workspace.drafter(name) / "config.json").exists()
@@ -95,7 +98,7 @@ def run(workspace: Workspace, plan: Plan, tell: Callable[[str], None], bar: Bar)
         if fresh:
             tell(f"trained    {name}, in {workspace.drafter(name)}")
 
-    stale = [name for name in configs if not _evaluated(workspace, name, plan)]
+    stale = [name for name in plan.drafters if not _evaluated(workspace, name, plan)]
     if stale:
         from vlmdistill.pipelines import evaluate
 
@@ -107,8 +110,8 @@ def run(workspace: Workspace, plan: Plan, tell: Callable[[str], None], bar: Bar)
         )
         # All of them again: numbers from one process on one machine compare.
         with bar("decoding", "prompts") as shown:
-            evaluate.evaluate(workspace, list(configs), settings, on_prompt=shown)
-        tell(f"evaluated  {', '.join(configs)}, in {workspace.reports}")
+            evaluate.evaluate(workspace, list(plan.drafters), settings, on_prompt=shown)
+        tell(f"evaluated  {', '.join(plan.drafters)}, in {workspace.reports}")
 
 
 def _steps(shown: Report) -> Callable[[Progress], None]:
@@ -120,11 +123,11 @@ def _evaluated(workspace: Workspace, name: str, plan: Plan) -> bool:
     file: Path = workspace.reports / f"{name}.json"
     try:
         seen = json.loads(file.read_text())
-        trained = json.loads((workspace.drafter(name) / "config.json").read_text())
+        now = checkpoint.describe(workspace.drafter(name))["training"]
         return (
-            seen["training"]["signature"] == trained["training"]["signature"]
+            seen["training"].get("signature") == now.get("signature")
             and {one["temperature"] for one in seen["temperatures"]} >= set(plan.temperatures)
             and seen["max_new_tokens"] == plan.eval_tokens
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, TrainingError):
         return False

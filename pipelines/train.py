@@ -4,7 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from vlmdistill.drafters import catalogue
@@ -21,10 +21,19 @@ def resolve(drafter: str, recipe: str, settings: Sequence[str]) -> DrafterConfig
 
     DataError on an unknown drafter, recipe, key or a value that does not fit.
     """
-    kind = catalogue.load(drafter)
+    catalogue.trained(drafter)
+    config = catalogue.config(drafter)
     if recipe not in RECIPES:
         raise DataError(f"there is no recipe '{recipe}'; choose from {', '.join(RECIPES)}")
-    return override(kind.Config(), [*RECIPES[recipe], *settings])
+    stages = {stage.name for stage in config.stages}
+    common = [one for one in RECIPES[recipe] if _fits(one, stages)]
+    return override(config, [*common, *settings])
+
+
+def _fits(setting: str, stages: Collection[str]) -> bool:
+    """A recipe is for all drafters: what it says of a stage that this one does not have is passed over."""
+    first, *rest = setting.split(".")
+    return first != "stages" or rest[0] == "*" or rest[0] in stages
 
 
 def run(
@@ -48,7 +57,7 @@ def run(
     `force` removes what an earlier run of that name left.
     """
     plan = Run(
-        drafter=drafter,
+        drafter=catalogue.base(drafter),
         config=config,
         store=store or workspace.features,
         out=workspace.drafter(name or drafter),

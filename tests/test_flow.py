@@ -92,7 +92,7 @@ def test_generate_says_the_same_with_a_drafter_and_without(
 
 def test_an_untrained_drafter_says_the_same_and_takes_more_calls(runs: Path) -> None:
     target = load("demo")
-    trained = checkpoint.load(runs / "demo" / "drafters" / "sparrow", target.head)
+    trained = checkpoint.load(runs / "demo" / "drafters" / "sparrow", target.head, target.info)
     torch.manual_seed(1)
     untrained = type(trained)(trained.config, target.info, target.head).eval()
     (image, *_) = sorted((runs / "evaluation" / "images").glob("*.png"))

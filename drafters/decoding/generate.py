@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from vlmdistill.drafters.base import Batch, Drafter, Target, Tree
-from vlmdistill.drafters.decoding.tree import Draft
+from vlmdistill.drafters.base import Batch, Proposer, Target, Tree
 from vlmdistill.drafters.decoding.verify import choose, verify
 
 
@@ -27,7 +26,7 @@ class Cycle:
 
 def speculate(
     target: Target,
-    drafter: Drafter,
+    drafter: Proposer,
     prompt: Any,
     *,
     tree: Tree,
@@ -44,7 +43,7 @@ def speculate(
     with torch.inference_mode():
         start = time.perf_counter()
         prefix = target.prefill(prompt, needs)
-        draft = Draft(drafter, prefix)
+        draft = drafter.draft(prefix, target)
         last_1D = {source: prefix.feature(source, "text")[-1:] for source in {"hidden", *drafter.sources}}
         bonus_1 = choose(target.logits(last_1D["hidden"]), temperature, generator)
         draft.commit(bonus_1, torch.cat([last_1D[source] for source in drafter.sources], dim=-1))
@@ -53,7 +52,9 @@ def speculate(
             start = time.perf_counter()
             nodes = draft.grow(tree)
             states = target.extend(nodes.ids_N, nodes.depth_N, nodes.visible_NN, last_1D.keys())
-            verdict = verify(nodes, target.logits(states["hidden"]), temperature, generator)
+            logits_NV = target.logits(states["hidden"])
+            verdict = verify(nodes, logits_NV, temperature, generator)
+            draft.hear(logits_NV)
             target.commit(verdict.path_K)
             new_K = torch.cat([nodes.ids_N[verdict.path_K[1:]], verdict.bonus_1])
             chain = (int(nodes.greedy_N[verdict.path_K].sum()) - 1, int(nodes.greedy_N.sum()) - 1)

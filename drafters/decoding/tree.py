@@ -9,32 +9,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from vlmdistill.drafters.base import Batch, Drafter, Entries, Tree
-from vlmdistill.drafters.memory import CacheMemory, Places
+from vlmdistill.drafters.base import Batch, Drafter, DraftTree, Entries, Tree
+from vlmdistill.drafters.memory import CacheMemory, Memory, Places
 
 
-@dataclass(frozen=True)
-class DraftTree:
-    """Nodes in an order in which parents precede children; node 0 is the last token, already certain."""
+class Growth:
+    """The `Draft` of a drafter that goes by steps: a tree that grows where it is confident."""
 
-    ids_N: Tensor
-    parent_N: Tensor  # the root is its own parent
-    visible_NN: Tensor  # bool: node n attends to node m (its ancestors and itself)
-    greedy_N: Tensor  # bool: the node lies on the chain of each step's best guess
-
-    @property
-    def depth_N(self) -> Tensor:
-        """The root stands at depth 1, one position after the committed prefix."""
-        return self.visible_NN.sum(1)
-
-
-class Draft:
-    """One sequence as its drafter sees it: what is committed, and a tree grown from there."""
-
-    def __init__(self, drafter: Drafter, prompt: Batch) -> None:
+    def __init__(self, drafter: Drafter, prompt: Batch, memory: Memory | None = None) -> None:
         """Start from a prefilled prompt of one sequence that ends in text."""
         self.drafter = drafter
-        self.memory = CacheMemory()
+        self.memory = memory or CacheMemory()
         drafter.condition(prompt, self.memory)
         self._entries: Entries | None = drafter.entries(prompt)[0]
         self.position = int(drafter.rotary(prompt)[-1])
@@ -104,6 +89,9 @@ class Draft:
         return _prune(
             self._root_id, torch.cat(ids), torch.cat(scores), torch.cat(parents), frame.rank_C, shape
         )
+
+    def hear(self, logits_NV: Tensor) -> None:
+        """Nothing is learnt while decoding."""
 
     def _frame(self, shape: Tree, device: torch.device) -> "_Frame":
         """What is the same for every tree of a shape, made once."""

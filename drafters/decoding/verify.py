@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlmdistill.drafters.decoding.tree import DraftTree
+from vlmdistill.drafters.base import DraftTree
 
 
 def choose(logits_NV: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:

@@ -59,6 +59,8 @@ class Position:
 
     stage: int = 0
     epoch: int = 0
+    taken: int = 0  # optimizer steps of the stage
+    begun: int = 0  # of those, done when the epoch began
     total: int = 0  # optimizer steps done in all
     reader: dict[str, Any] | None = None  # how far the epoch has been read
     history: list[dict[str, Any]] = field(default_factory=list)
@@ -92,7 +94,7 @@ def train(run: Run, on_step: Callable[[Progress], None] = lambda progress: None)
 
 
 def _needs(run: Run, store: Store) -> frozenset[Feature]:
-    needs = catalogue.load(run.drafter).needs(run.config, store.info)
+    needs = catalogue.trained(run.drafter).needs(run.config, store.info)
     if missing := sorted(feature.name for feature in needs - {*store.layout.features}):
         raise TrainingError(
             f"{run.store} does not hold {', '.join(missing)}, which {run.drafter} needs: capture them into "
@@ -138,7 +140,7 @@ class _Trainer:
             as_torch(table, frozen.dtype).to(self.device, self.dtype)
             for table in (frozen.embed_VD, frozen.lm_head_VD)
         )
-        drafter = catalogue.load(run.drafter)(self.config, store.info, Head(embed_VD, lm_head_VD))
+        drafter = catalogue.trained(run.drafter)(self.config, store.info, Head(embed_VD, lm_head_VD))
         self.micro = max(1, round(self.config.batch_tokens / (self.world * run.micro_tokens)))
         self.budget = max(1, self.config.batch_tokens // (self.world * self.micro))
         self.engine = deepspeed.build(
@@ -166,14 +168,14 @@ class _Trainer:
         stages = self.config.schedule
         while self.position.stage < len(stages):
             stage = stages[self.position.stage]
-            while self.position.epoch < stage.epochs:
-                self._epoch(stage)
+            while self._progress(stage) < 1 and self._epoch(stage):
                 self.position.epoch += 1
+                self.position.begun = self.position.taken
                 self.position.reader = None
             if self.samples.held_out:
                 self._measure(stage)
             self.position.stage += 1
-            self.position.epoch = 0
+            self.position.epoch = self.position.taken = self.position.begun = 0
         if self.position.total == 0:
             raise TrainingError(f"{self.run.store} has no samples for the stages of {self.run.drafter}")
         deepspeed.barrier()
@@ -181,14 +183,26 @@ class _Trainer:
             self._publish()
         deepspeed.barrier()
 
-    def _epoch(self, stage: Stage) -> None:
-        """One pass, or the part of it that `stage.epochs` still allows."""
-        number, last = self.position.epoch, max(1, -int(-stage.epochs // 1) - 1)
+    def _steps(self, stage: Stage) -> int:
+        """Optimizer steps of a stage, if the run counts steps; else 0."""
+        whole = sum(one.epochs for one in self.config.schedule)
+        return max(1, round(self.config.steps * stage.epochs / whole)) if self.config.steps else 0
+
+    def _progress(self, stage: Stage, part: float = 0.0) -> float:
+        """How much of a stage is done, `part` being that of its present epoch."""
+        if steps := self._steps(stage):
+            return self.position.taken / steps
+        return (self.position.epoch + part) / stage.epochs if stage.epochs else 1.0
+
+    def _epoch(self, stage: Stage) -> bool:
+        """One pass, or the part of it that the stage's epochs or steps allow; False: nothing to read."""
+        number, steps = self.position.epoch, self._steps(stage)
+        ramp = self.position.begun / steps if steps else number / max(1, -int(-stage.epochs // 1) - 1)
         seed = int(content_hash([self.run.seed, self.position.stage, number]), 16) % 2**31
         reader = Epoch(
             self.store,
             self.needs,
-            keys=self.samples.draw(stage, min(1.0, number / last), seed),
+            keys=self.samples.draw(stage, min(1.0, ramp), seed),
             token_budget=self.budget,
             seed=seed,
             rank=self.rank,
@@ -197,18 +211,23 @@ class _Trainer:
         )
         read = sum(steps for _, steps in self.position.reader["history"]) if self.position.reader else 0
         whole = read + len(reader)
-        final = self.position.stage == len(self.config.schedule) - 1 and number + 1 >= stage.epochs
-        for group in self._groups(reader, round(whole * min(1.0, stage.epochs - number)) - read):
+        if steps:
+            allowed = (steps - self.position.taken) * self.micro
+            last = (steps - self.position.begun) * self.micro <= whole
+        else:
+            allowed = round(whole * min(1.0, stage.epochs - number)) - read
+            last = number + 1 >= stage.epochs
+        final = last and self.position.stage == len(self.config.schedule) - 1
+        for group in self._groups(reader, allowed):
             started = time.perf_counter()
-            progress = (number + read / whole) / stage.epochs
-            rate = stage.learning_rate * _warm(progress, self.config.warmup)
+            rate = stage.learning_rate * _warm(self._progress(stage, read / whole), self.config.warmup)
             sums, tokens = self._step(stage, group, rate, final)
             read += len(group)
             self.position.reader = reader.state
             self.position.total += 1
+            self.position.taken += 1
             seconds = time.perf_counter() - started
-            part = (number + read / whole) / stage.epochs
-            done = (self.position.stage + part) / len(self.config.schedule)
+            done = (self.position.stage + self._progress(stage, read / whole)) / len(self.config.schedule)
             self._tell(Progress(stage.name, done, self.position.total, sums, tokens, seconds), rate)
             if self.position.total % self.run.save_every == 0:
                 deepspeed.save(
@@ -219,6 +238,7 @@ class _Trainer:
                     self.signature,
                 )
         reader.close()
+        return whole > 0
 
     def _groups(self, reader: Epoch, batches: int) -> Iterator[list[list[Sample]]]:
         """The micro-batches of one optimizer step at a time, `batches` of them in all."""

@@ -24,8 +24,8 @@ ROOM = 256  # positions that a cache grows by, at least
 class Decoder:
     """One sequence: what is committed, and steps from there."""
 
-    def __init__(self, text: Any):
-        self.layers = FusedLayers(text)
+    def __init__(self, text: Any, layers: "FusedLayers | None" = None):
+        self.layers = layers or FusedLayers(text)
         self.cache = self.layers.prefix()
         self.next_rope = 0  # of the token at depth 1
         self._written = 0
@@ -49,6 +49,22 @@ class Decoder:
             mask_NS = self._mask(count, visible_NN)
         taps = tapped(sources, len(self.layers.layers))
         return self.layers.run(ids_N, place_N, self.next_rope + count, mask_NS, self.cache, taps)
+
+    def attention(self, ids_N: Tensor, place_N: Tensor, first: int) -> Tensor:
+        """How much N tokens of the prefix, from index `first`, attend to each of its positions: float32 [S].
+
+        Mean over the tokens, all heads and layers; the prefix is written again as it was.
+        """
+        whole, self.cache.length = self.cache.length, first
+        weight_S = torch.zeros(whole, device=ids_N.device)
+        mask_NS = self._mask(len(ids_N), None)
+        try:
+            self.layers.run(
+                ids_N, place_N, int(place_N.max()) + 1, mask_NS, self.cache, {}, attention_S=weight_S
+            )
+        finally:
+            self.cache.length = whole
+        return weight_S / len(self.layers.layers)
 
     def _mask(self, count: int, visible_NN: Tensor | None) -> Tensor:
         """Additive, in the model's dtype: the one form that all attention kernels read alike."""
@@ -151,10 +167,12 @@ class FusedLayers:
         mask_NS: Tensor | None,
         cache: Prefix,
         taps: dict[int, list[str]],
+        attention_S: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """States by source [N, D]; `place_N` are rotary positions, none beyond `last`.
 
         `mask_NS` is additive, in the model's dtype, over the prefix and the N tokens; None attends to all.
+        To `attention_S` each layer adds the mean over heads and tokens of its attention weights.
         """
         if last >= len(self.cos_P1d):
             self._rotate(2 * last)
@@ -180,8 +198,13 @@ class FusedLayers:
             rows_GSd = cache.layers[number][:, :end]
             rows_GSd[:, start:] = qkv_NHd[:, heads:].transpose(0, 1)
             query = qkv_NHd[:, :heads].view(count, kv_heads, shared, width).permute(1, 2, 0, 3)
+            query = query.reshape(1, kv_heads, shared * count, width)
+            if attention_S is not None:
+                score_GNS = (query[0] @ rows_GSd[:kv_heads].transpose(1, 2)).float() * self.scale
+                weight_GNS = (score_GNS if mask_NS is None else score_GNS + mask_NS).softmax(-1)
+                attention_S += weight_GNS.mean((0, 1))
             mixed = F.scaled_dot_product_attention(
-                query.reshape(1, kv_heads, shared * count, width),
+                query,
                 rows_GSd[None, :kv_heads],
                 rows_GSd[None, kv_heads:],
                 attn_mask=mask_NS,

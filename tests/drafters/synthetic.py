@@ -1,12 +1,15 @@
 """Random target states in the shape that targets give them: enough to prove what drafters compute."""
 
+import dataclasses
 import random
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from vlmdistill.drafters.base import Batch, Head
+from vlmdistill.drafters import catalogue
+from vlmdistill.drafters.base import Batch, Drafter, Head
 from vlmdistill.stores import schema
 from vlmdistill.stores.schema import Feature, Provenance, Sample, Span, TargetInfo
 from vlmdistill.stores.store import Store
@@ -45,6 +48,16 @@ LAYOUTS = {
     "two turns": "ttvvttrrrrtttrrrrr",
 }
 """Samples by letter: t a prompt token, v a visual token, r a response token."""
+
+
+TRAINED = tuple(name for name in catalogue.NAMES if catalogue.is_trained(name))
+
+
+def build(name: str, **settings: Any) -> Drafter:
+    """An untrained drafter on random tables, the same each time."""
+    torch.manual_seed(0)
+    config = dataclasses.replace(catalogue.config(name), **settings)
+    return catalogue.trained(name)(config, INFO, head())
 
 
 def head(seed: int = 0) -> Head:

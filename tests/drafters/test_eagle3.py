@@ -13,7 +13,7 @@ from tests.drafters.synthetic import INFO, LAYOUTS, batch, cut, head
 from vlmdistill.drafters import checkpoint
 from vlmdistill.drafters.base import Batch, Entries, Stage, Tree
 from vlmdistill.drafters.config import override
-from vlmdistill.drafters.decoding.tree import Draft
+from vlmdistill.drafters.decoding.tree import Growth
 from vlmdistill.drafters.eagle3 import Eagle3, depths
 from vlmdistill.drafters.losses import Rows, cross_entropy, score
 from vlmdistill.drafters.memory import CacheMemory, PackedMemory, Places
@@ -38,9 +38,9 @@ def sample(drafter: Eagle3, *layouts: str) -> Batch:
     return batch(layouts, drafter.needs(drafter.config, INFO))
 
 
-def committed(drafter: Eagle3, one: Batch, token: int) -> Draft:
+def committed(drafter: Eagle3, one: Batch, token: int) -> Growth:
     prompt = cut(one, token)
-    draft = Draft(drafter, prompt)
+    draft = Growth(drafter, prompt)
     before = [prompt.feature(source, "text")[-1:] for source in drafter.sources]
     draft.commit(one.ids_T[token : token + 1], torch.cat(before, dim=-1))
     return draft
@@ -207,7 +207,8 @@ def test_training_counts_its_responses_and_a_checkpoint_keeps_what_it_chose(tmp_
             torch.from_numpy(one.ids_T[one.response_T]).long(), minlength=INFO.vocab_size
         )
     chosen = sorted(sorted(range(INFO.vocab_size), key=lambda token: (-count_V[token], token))[:9])
-    drafter = checkpoint.load(tmp_path / "out", head())
+    drafter = checkpoint.load(tmp_path / "out", head(), INFO)
+    assert isinstance(drafter, Eagle3)
     assert drafter.vocabulary_K is not None
     assert drafter.vocabulary_K.tolist() == chosen
     assert load_file(tmp_path / "out" / "model.safetensors")["d2t"].dtype == torch.long

@@ -11,7 +11,7 @@ from tests.drafters import synthetic
 from vlmdistill.drafters.base import Batch
 from vlmdistill.drafters.hass import Hass
 from vlmdistill.drafters.layers import turn
-from vlmdistill.drafters.memory import PackedMemory, Places
+from vlmdistill.drafters.memory import Group, PackedMemory, Places
 from vlmdistill.drafters.training.unroll import supervised, unroll
 from vlmdistill.stores.schema import Feature
 
@@ -89,7 +89,7 @@ class Recorder(PackedMemory):
         where_NKd = F.one_hot(slot_N, INFO.head_dim).float()[:, None].expand_as(key_NKd)
         self.shadow.update(key_NKd, where_NKd, places, hop)
 
-    def attend(self, query_RHd: Tensor, places: Places, hop: int) -> Tensor:
+    def attend(self, query_RHd: Tensor, places: Places, hop: int, group: Group | None = None) -> Tensor:
         self.weights.append(self.shadow.attend(query_RHd, places, hop))
         return super().attend(query_RHd, places, hop)
 

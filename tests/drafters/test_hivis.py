@@ -16,7 +16,7 @@ from tests.drafters.synthetic import INFO, LAYOUTS, batch, cut, head
 from tests.drafters.training.test_trainer import plan
 from vlmdistill.drafters import hivis
 from vlmdistill.drafters.base import Batch, Stage, Tree
-from vlmdistill.drafters.decoding.tree import Draft
+from vlmdistill.drafters.decoding.tree import Growth
 from vlmdistill.drafters.hivis import HiViS
 from vlmdistill.drafters.losses import Rows, Score
 from vlmdistill.drafters.training.trainer import train
@@ -117,7 +117,7 @@ def test_every_guess_has_its_number_in_training_and_in_drafting(threshold: int) 
     one = sample(LAYOUTS["one image"])
     prompt = int((~one.response_T).sum())
     drafting = watch(drafter)
-    draft = Draft(drafter, cut(one, prompt))
+    draft = Growth(drafter, cut(one, prompt))
     draft.commit(one.ids_T[prompt : prompt + 1], one.features[HIDDEN][prompt - 1 : prompt])
     chain = draft.grow(Tree.parse("chain-6"))
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from tests.drafters.synthetic import INFO, LAYOUTS, batch, cut, head
-from vlmdistill.drafters.base import Batch, Head, Stage, Tree
+from vlmdistill.drafters.base import Batch, DraftTree, Head, Stage, Tree
 from vlmdistill.drafters.config import override
-from vlmdistill.drafters.decoding.tree import Draft, DraftTree
+from vlmdistill.drafters.decoding.tree import Growth
 from vlmdistill.drafters.medusa import Medusa
 from vlmdistill.drafters.training.unroll import unroll
 from vlmdistill.stores.schema import Feature
@@ -32,7 +32,7 @@ def trained(**settings: Any) -> Medusa:
 
 def grown(drafter: Medusa, one: Batch, token: int, tree: str) -> DraftTree:
     prompt = cut(one, token)
-    draft = Draft(drafter, prompt)
+    draft = Growth(drafter, prompt)
     draft.commit(one.ids_T[token : token + 1], prompt.feature("hidden", "text")[-1:])
     return draft.grow(Tree.parse(tree))
 

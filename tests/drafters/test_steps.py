@@ -6,20 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.drafters.synthetic import INFO, LAYOUTS, batch, cut, head
-from vlmdistill.drafters import catalogue
+from tests.drafters.synthetic import INFO, LAYOUTS, batch, build, cut
 from vlmdistill.drafters.base import Batch, Drafter, Entries, Tree
-from vlmdistill.drafters.decoding.tree import Draft
+from vlmdistill.drafters.decoding.tree import Growth
 from vlmdistill.drafters.memory import PackedMemory, Places
 from vlmdistill.stores.schema import Feature
 
 HOPS = 4
-
-
-def build(name: str, **settings: object) -> Drafter:
-    kind = catalogue.load(name)
-    torch.manual_seed(0)
-    return kind(kind.Config(**settings), INFO, head()).eval()  # type: ignore[arg-type]
 
 
 def needs(drafter: Drafter, *, decoding: bool = False) -> frozenset[Feature]:
@@ -53,9 +46,14 @@ SWITCHES = [
     ("hivis", {"threshold": 1, "last_visual": True}),
     ("medusa", {}),
     ("sparrow", {}),
+    ("specflash", {}),
+    ("specflash", {"ratio": 2, "group": 2, "passes": 2}),
+    ("specflash", {"group": 1, "kv_heads": "target"}),
+    ("specflash", {"compress": False}),
     ("sparrow", {"vata": False}),
     ("sparrow", {"vata": False, "ivsb": False}),
     ("sparrow", {"positions": "compact"}),
+    ("text_only", {}),
     ("vispec", {}),
     ("vispec", {"num_q": 4, "injection": False}),
     ("msd", {}),
@@ -68,13 +66,13 @@ SWITCHES = [
 def test_the_train_step_is_the_decode_step_at_every_hop(
     name: str, settings: dict[str, Any], layout: str
 ) -> None:
-    drafter = build(name, **settings)
+    drafter = build(name, **settings).eval()
     sample = batch([LAYOUTS[layout]], needs(drafter))
     last = len(sample.ids_T) - 1
     for token in (last - HOPS - 1, last - HOPS):
         expected = training_states(drafter, sample, torch.tensor([token]))
         prompt = cut(sample, token)
-        draft = Draft(drafter, prompt)
+        draft = Growth(drafter, prompt)
         before = [prompt.feature(source, "text")[-1:] for source in drafter.sources]
         draft.commit(sample.ids_T[token : token + 1], torch.cat(before, dim=-1))
         assert draft.state_1D is not None
@@ -123,9 +121,9 @@ def one(packed: Batch, number: int) -> Batch:
 
 
 def test_a_tree_of_one_branch_is_a_chain() -> None:
-    drafter = build("eagle2")
+    drafter = build("eagle2").eval()
     sample = batch([LAYOUTS["one image"]], needs(drafter))
-    draft = Draft(drafter, cut(sample, 10))
+    draft = Growth(drafter, cut(sample, 10))
     draft.commit(sample.ids_T[10:11], sample.feature("hidden", "text")[9:10])
     tree = draft.grow(Tree.parse("chain-4"))
     assert tree.parent_N.tolist() == [0, 0, 1, 2, 3]

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from tests import tiny
 from vlmdistill.drafters import catalogue
-from vlmdistill.drafters.base import Drafter, Tree
+from vlmdistill.drafters.base import Drafter, DraftTree, Proposer, Tree
 from vlmdistill.drafters.decoding import generate
 from vlmdistill.drafters.decoding.generate import plain, speculate
-from vlmdistill.drafters.decoding.tree import DraftTree
 from vlmdistill.drafters.decoding.verify import Verdict, choose, verify
 from vlmdistill.pipelines.targets.base import VisionLanguageTarget
 from vlmdistill.pipelines.targets.loading import load
@@ -42,10 +41,9 @@ def target(checkpoint: Callable[..., Path]) -> Callable[[str], VisionLanguageTar
     return get
 
 
-def untrained(name: str, target: VisionLanguageTarget, seed: int = 0) -> Drafter:
-    kind = catalogue.load(name)
+def untrained(name: str, target: VisionLanguageTarget, seed: int = 0) -> Proposer:
     torch.manual_seed(seed)
-    return kind(kind.Config(), target.info, target.head).eval()
+    return catalogue.load(name)(catalogue.config(name), target.info, target.head).eval()
 
 
 def said(cycles: Iterator[generate.Cycle]) -> list[int]:
@@ -80,7 +78,7 @@ def test_greedy_output_is_that_of_the_stock_model(
     expected = list(one.generate([prompt], max_new_tokens=TOKENS, temperature=0.0, seed=0)[0].ids)
     assert said(plain(one, prompt, max_new_tokens=TOKENS)) == expected
     turn = tiny.FAMILIES.index(family) + list(PICTURES).index(images)
-    for number, name in enumerate(catalogue.DRAFTERS):  # over families and layouts, each meets every tree
+    for number, name in enumerate(catalogue.NAMES):  # over families and layouts, each meets every tree
         tree = TREES[(number + turn) % len(TREES)]
         drafter = untrained(name, one)
         answer = said(speculate(one, drafter, prompt, tree=Tree.parse(tree), max_new_tokens=TOKENS))
@@ -205,7 +203,7 @@ def p_value(counts: Counter[tuple[int, ...]], exact: dict[tuple[int, ...], float
     return float(torch.special.gammaincc(half[0], half[1]))
 
 
-def draw(target: VisionLanguageTarget, drafter: Drafter, tree: str) -> Counter[tuple[int, ...]]:
+def draw(target: VisionLanguageTarget, drafter: Proposer, tree: str) -> Counter[tuple[int, ...]]:
     prompt = target.encode(tiny.message("a", *PICTURES["one image"]))
     generator = torch.Generator().manual_seed(7)
     shape = Tree.parse(tree)

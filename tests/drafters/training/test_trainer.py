@@ -44,9 +44,9 @@ train(plan(Path(sys.argv[1]), Path(sys.argv[2]), resume=True, **eval(sys.argv[3]
 def plan(
     store: Path, out: Path, *, drafter: str = "sparrow", settings: tuple[str, ...] = (), **more: Any
 ) -> Run:
-    config = override(catalogue.load(drafter).Config(), [*SETTINGS, *settings])
+    config = override(catalogue.config(drafter), [*SETTINGS, *settings])
     values = {"held_out": 0.0, "save_every": 3, "micro_tokens": 60, **more}
-    return Run(drafter=drafter, config=config, store=store, out=out, **values)
+    return Run(drafter=catalogue.base(drafter), config=config, store=store, out=out, **values)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def start(store: Path, out: Path, *, ranks: int = 1, **more: Any) -> "subprocess
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize("name", catalogue.DRAFTERS)
+@pytest.mark.parametrize("name", synthetic.TRAINED)
 def test_it_learns_a_handful_of_samples_by_heart(name: str, tmp_path: Path) -> None:
     few = tmp_path / "store"
     synthetic.store(few, 6)
@@ -211,7 +211,7 @@ def test_a_drafter_folder_is_whole_or_refused(store: Path, tmp_path: Path) -> No
     out = tmp_path / "out"
     train(plan(store, out))
     tables = synthetic.head()
-    drafter = checkpoint.load(out, tables)
+    drafter = checkpoint.load(out, tables, synthetic.INFO)
     assert not drafter.training
     weights = load_file(out / "model.safetensors")
     assert not any("embed" in name or "lm_head" in name for name in weights)
@@ -219,21 +219,21 @@ def test_a_drafter_folder_is_whole_or_refused(store: Path, tmp_path: Path) -> No
     from dataclasses import replace
 
     with pytest.raises(TrainingError, match="another target"):
-        checkpoint.load(out, tables, provenance=replace(origin, weights_hash="other"))
+        checkpoint.load(out, tables, synthetic.INFO, provenance=replace(origin, weights_hash="other"))
     file = out / "model.safetensors"
     content = file.read_bytes()
     for damaged in (content[: len(content) // 2], b"", content[:8] + b"\\xff" * 100 + content[108:]):
         file.write_bytes(damaged)
         with pytest.raises(TrainingError, match="missing or corrupt"):
-            checkpoint.load(out, tables)
+            checkpoint.load(out, tables, synthetic.INFO)
     file.unlink()
     with pytest.raises(TrainingError, match="missing or corrupt"):
-        checkpoint.load(out, tables)
+        checkpoint.load(out, tables, synthetic.INFO)
     (out / "config.json").write_text("{")
     with pytest.raises(TrainingError, match="not readable JSON"):
-        checkpoint.load(out, tables)
+        checkpoint.load(out, tables, synthetic.INFO)
     with pytest.raises(TrainingError, match="no drafter in"):
-        checkpoint.load(tmp_path / "nowhere", tables)
+        checkpoint.load(tmp_path / "nowhere", tables, synthetic.INFO)
 
 
 def test_the_catalogue_is_the_folder() -> None:

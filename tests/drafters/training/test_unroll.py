@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.drafters.synthetic import INFO, LAYOUTS, batch, head
-from vlmdistill.drafters import catalogue
+from tests.drafters.synthetic import INFO, LAYOUTS, TRAINED, batch, build
 from vlmdistill.drafters.base import Batch, Drafter, Stage
 from vlmdistill.drafters.losses import TERMS, Rows, score
 from vlmdistill.drafters.training.unroll import supervised, unroll, with_noise
@@ -18,19 +17,13 @@ STAGE = Stage(name="test", hops=3, losses={"cross_entropy": 1.0})
 ANCHOR_ALONE = {"medusa"}  # neither attends nor feeds back: each draft comes from one state
 
 
-def build(name: str) -> Drafter:
-    kind = catalogue.load(name)
-    torch.manual_seed(0)
-    return kind(kind.Config(), INFO, head())
-
-
 def test_supervision_starts_at_the_first_drafted_token_and_ends_with_the_response() -> None:
     sample = batch(["ttvvttrrrrtttrrr", "ttrr"], [HIDDEN])
     # Entries of the response tokens that another token of the same response follows.
     assert supervised(sample).nonzero()[:, 0].tolist() == [4, 5, 6, 11, 12, 16]
 
 
-@pytest.mark.parametrize("name", catalogue.DRAFTERS)
+@pytest.mark.parametrize("name", TRAINED)
 def test_a_batch_of_text_alone_is_trained_on(name: str) -> None:
     drafter = build(name)
     sample = batch(["ttrrrr", "tttrrrrr"], drafter.needs(drafter.config, INFO))
@@ -46,14 +39,18 @@ def test_a_later_hop_counts_only_while_it_stays_inside_the_response() -> None:
     assert counted == [[True, True, True], [True, True, False], [True, False, False]]
 
 
-@pytest.mark.parametrize("name", catalogue.DRAFTERS)
+@pytest.mark.parametrize("name", TRAINED)
 def test_a_row_sees_the_target_up_to_its_anchor_and_nothing_after(name: str) -> None:
     drafter = build(name).eval()
     sample = batch(["tvvttrrrrrr"], drafter.needs(drafter.config, INFO))
-    # The state before the image belongs to the entry that follows it: the first visual one where those are
-    # made of states, or the next text token, unless the image's last state is held for that one.
-    spans = all(Feature(source, "span") in sample.features for source in drafter.sources)
-    first = 1 if spans else 0
+    # The state before the image belongs to the entry that follows it: the first visual one where visual
+    # tokens are entries, or the next text token, unless the image's last state is held for that one.
+    visual, span = (
+        all(Feature(source, where) in sample.features for source in drafter.sources)
+        for where in ("visual", "span")
+    )
+    entered = visual and Feature("embed", "visual") in sample.features
+    first = 1 if (visual or span) and not entered else 0
     for source, by_hop in gradients(drafter, sample).items():
         for row, touched in ((row, touched) for by_row in by_hop for row, touched in enumerate(by_row)):
             # Row r drafts after response token r, whose entry holds the state before it: text token 2 + r.
