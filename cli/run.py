@@ -30,13 +30,13 @@ def run(
 ) -> None:
     """Prompts, responses, features, training, evaluation and report: whatever of it is missing."""
     from vlmdistill.drafters.catalogue import NAMES
-    from vlmdistill.pipelines import flow
+    from vlmdistill.pipelines import flow, train
     from vlmdistill.pipelines.workspace import Workspace
 
     names = list(NAMES) if drafters == "all" else [name.strip() for name in drafters.split(",")]
     plan = flow.Plan(
         drafters=names,
-        recipe=recipe or ("demo" if model == "demo" else "paper"),
+        recipe=recipe or train.default_recipe(model),
         settings=settings or (),
         temperatures=tuple(temperature or (0.0, 1.0)),
         max_new_tokens=max_new_tokens,

@@ -41,7 +41,7 @@ def train(
     from vlmdistill.pipelines.workspace import Workspace
 
     workspace = Workspace.of(model, Path(runs) if runs else None)
-    config = pipeline.resolve(drafter, recipe or ("demo" if model == "demo" else "paper"), settings or ())
+    config = pipeline.resolve(drafter, recipe or pipeline.default_recipe(model), settings or ())
     if ranks > 1 and "RANK" not in os.environ:
         pipeline.launch(ranks, sys.argv[1:])
         return

@@ -245,12 +245,20 @@ class Tree:
         return f"{self.total}-{self.depth}-{self.k}"
 
 
+def at_least(settings: object, least: int, *names: str) -> None:
+    """DataError names the first of the settings that is smaller."""
+    for name in names:
+        if not (value := getattr(settings, name)) >= least:
+            raise DataError(f"{name}={value}: give a number of at least {least}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stage:
     """One stage of training: what data, how long, how many self-feedback hops, which losses."""
 
     name: str
     epochs: float = 20.0
+    """Passes over its samples; where the run counts `steps`, its share of them."""
     visual: tuple[float, float] = (0.0, 1.0)
     """Share of samples with images, ramped over the stage; (0, 0) is text only, (1, 1) images only."""
     hops: int = 1
@@ -261,6 +269,10 @@ class Stage:
     keep_top: int = 0
     """Dynamic filtering (HiViS): a row stops counting at the first hop whose target token is not among the
     drafter's `keep_top` best; 0 keeps all."""
+    keep_failing: bool = False
+    """That hop itself still counts."""
+    view: str = ""
+    """View of the store that the stage is trained on; the run's own when empty."""
     losses: Mapping[str, float] = field(default_factory=lambda: {"regression": 1.0, "cross_entropy": 0.1})
     """Weight of each term of `losses.py`."""
 
@@ -289,6 +301,13 @@ class DrafterConfig:
     detach: bool = False
     """Cut the gradient between hops, as HASS does."""
     stages: tuple[Stage, ...] = ()
+
+    def __post_init__(self) -> None:
+        at_least(self, 0, "steps", "noise", "warmup")
+        at_least(self, 1, "batch_tokens", "max_length")
+        for stage in self.stages:
+            at_least(stage, 0, "epochs", "learning_rate", "keep_top")
+            at_least(stage, 1, "hops")
 
     @property
     def schedule(self) -> tuple[Stage, ...]:
@@ -373,6 +392,7 @@ class Drafter(Proposer, ABC):
             self.lm_head_VD,
             stage.losses,
             keep_top=stage.keep_top,
+            keep_failing=stage.keep_failing,
             vocabulary_K=self.vocabulary_K,
         )
 

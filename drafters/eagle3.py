@@ -29,7 +29,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from vlmdistill.drafters.base import Batch, Drafter, DrafterConfig, Entries, Head, Stage
+from vlmdistill.drafters.base import Batch, Drafter, DrafterConfig, Entries, Head, Stage, at_least
 from vlmdistill.drafters.layers import layer_like
 from vlmdistill.drafters.memory import Memory
 from vlmdistill.stores.schema import Feature, TargetInfo
@@ -69,6 +69,10 @@ class Eagle3(Drafter):
                 losses={"cross_entropy": 1.0},
             ),
         )
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            at_least(self, 1, "draft_vocab")
 
     config: Config
     d2t: Tensor

@@ -30,10 +30,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from vlmdistill.drafters.base import Drafter, DrafterConfig, Entries, Head, Positions, Stage, Tree
+from vlmdistill.drafters.base import Drafter, DrafterConfig, Entries, Head, Positions, Stage, Tree, at_least
 from vlmdistill.drafters.layers import layer_like
 from vlmdistill.drafters.memory import Memory
-from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import Feature, TargetInfo
 
 
@@ -71,8 +70,8 @@ class HiViS(Drafter):
         )
 
         def __post_init__(self) -> None:
-            if self.threshold < 0:
-                raise DataError(f"threshold={self.threshold} is not a number of guesses: 0 at least")
+            super().__post_init__()
+            at_least(self, 0, "threshold")
 
     config: Config
 

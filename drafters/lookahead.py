@@ -19,8 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlmdistill.drafters.base import Batch, DrafterConfig, DraftTree, Head, Proposer, Target, Tree
-from vlmdistill.stores.errors import DataError
+from vlmdistill.drafters.base import Batch, DrafterConfig, DraftTree, Proposer, Target, Tree, at_least
 from vlmdistill.stores.schema import Feature, TargetInfo
 
 
@@ -40,20 +39,17 @@ class Lookahead(Proposer):
         pool_from_prompt: bool = False
         """Begin with the n-grams of the prompt."""
 
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            at_least(self, 2, "level")
+            at_least(self, 1, "window", "guesses")
+
     config: Config
 
     @classmethod
     def needs(cls, config: DrafterConfig, info: TargetInfo, *, decoding: bool = False) -> frozenset[Feature]:
         """Nothing."""
         return frozenset()
-
-    def __init__(self, config: Config, info: TargetInfo, head: Head) -> None:
-        super().__init__(config, info, head)
-        if config.level < 2 or config.window < 1 or config.guesses < 1:
-            raise DataError(
-                f"lookahead wants level 2 or more, window and guesses 1 or more, not {config.level}, "
-                f"{config.window} and {config.guesses}"
-            )
 
     def draft(self, prompt: Batch, target: Target) -> "Window":
         """Begin with a window of random tokens of the prompt."""

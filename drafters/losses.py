@@ -36,6 +36,7 @@ class Score:
     total: Tensor  # weighted sum of the terms over the counted rows; differentiable
     terms: dict[str, Tensor]  # each term's unweighted sum over the counted rows, detached
     count_R: Tensor  # bool: rows that counted
+    kept_R: Tensor  # bool: those of them that may count at the next hop
     agree_R: Tensor  # bool: drafter and target have the same best token
     loss_R: Tensor  # weighted loss of each row, detached
 
@@ -91,15 +92,17 @@ def score(
     weights: Mapping[str, float],
     *,
     keep_top: int = 0,
+    keep_failing: bool = False,
     vocabulary_K: Tensor | None = None,
     chunk_rows: int | None = None,
 ) -> Score:
     """Score one hop: weighted losses and agreement of its rows.
 
     `logits(state_CD, hop)` makes the drafter's float32 logits. With `keep_top`, a row whose target token is
-    not among the drafter's `keep_top` best does not count (HiViS section 3.3). With `vocabulary_K`, the
-    target's ids of the columns of those logits, the target's distribution is renormalised over them, and a
-    row whose target token has no column loses nothing and never agrees. KeyError on an unknown term.
+    not among the drafter's `keep_top` best does not count (HiViS section 3.3), or with `keep_failing` does so
+    for the last time. With `vocabulary_K`, the target's ids of the columns of those logits, the target's
+    distribution is renormalised over them, and a row whose target token has no column loses nothing and
+    never agrees. KeyError on an unknown term.
     """
     if unknown := set(weights) - {*TERMS, "regression"}:
         raise KeyError(f"unknown loss {sorted(unknown)}; there are regression, {', '.join(TERMS)}")
@@ -135,14 +138,16 @@ def score(
     loss_LN, kept_N, agree_N = (torch.cat(column, dim=-1) for column in zip(*parts, strict=True))
 
     weight_L = loss_LN.new_tensor([weights[name] for name in names])
-    counted_LN = loss_LN * kept_N
+    counted_N = torch.ones_like(kept_N) if keep_failing else kept_N
+    counted_LN = loss_LN * counted_N
     sums_L = counted_LN.sum(-1)
     blank_R = torch.zeros_like(rows.valid_R)
     weighted_N = (counted_LN.detach() * weight_L[:, None]).sum(0)
     return Score(
         total=(sums_L * weight_L).sum(),
         terms=dict(zip(names, sums_L.detach(), strict=True)),
-        count_R=blank_R.index_copy(0, index, kept_N),
+        count_R=blank_R.index_copy(0, index, counted_N),
+        kept_R=blank_R.index_copy(0, index, kept_N),
         agree_R=blank_R.index_copy(0, index, agree_N),
         loss_R=weighted_N.new_zeros(len(rows.valid_R)).index_copy(0, index, weighted_N),
     )

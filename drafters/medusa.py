@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from vlmdistill.drafters.base import Drafter, DrafterConfig, Entries, Head, Stage, Tree
+from vlmdistill.drafters.base import Drafter, DrafterConfig, Entries, Head, Stage, Tree, at_least
 from vlmdistill.drafters.losses import Rows, Score, score
 from vlmdistill.drafters.memory import Memory
 from vlmdistill.stores.schema import Feature, TargetInfo
@@ -41,6 +41,10 @@ class Medusa(Drafter):
             Stage(name="text", epochs=20, visual=(0, 0), learning_rate=3e-5),
             Stage(name="multimodal", epochs=20, visual=(1, 1), learning_rate=3e-5),
         )
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            at_least(self, 1, "heads")
 
         @property
         def schedule(self) -> tuple[Stage, ...]:
@@ -77,4 +81,11 @@ class Medusa(Drafter):
     def loss(self, rows: Rows, stage: Stage) -> Score:
         """The stage's losses between what the head of the hop makes of each state and the target's."""
         made = replace(rows, state_RD=self.ahead(rows.state_RD, rows.hop))
-        return score(made, super().logits, self.lm_head_VD, stage.losses, keep_top=stage.keep_top)
+        return score(
+            made,
+            super().logits,
+            self.lm_head_VD,
+            stage.losses,
+            keep_top=stage.keep_top,
+            keep_failing=stage.keep_failing,
+        )

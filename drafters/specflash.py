@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from vlmdistill.drafters.base import Batch, Drafter, DrafterConfig, Entries, Head, Stage, Tree
+from vlmdistill.drafters.base import Batch, Drafter, DrafterConfig, Entries, Head, Stage, Tree, at_least
 from vlmdistill.drafters.layers import layer_like
 from vlmdistill.drafters.losses import Rows, Score, score
 from vlmdistill.drafters.memory import Memory, Places
@@ -48,6 +48,10 @@ class SpecFlash(Drafter):
         """Passes trained, and the most that draft: a draft has up to `group * passes` tokens."""
         tree: Tree = Tree(5, 3, 1)
         stages: tuple[Stage, ...] = (Stage(name="multimodal", epochs=20, visual=(1, 1), learning_rate=3e-5),)
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            at_least(self, 1, "queries", "ratio", "group", "passes")
 
         @property
         def schedule(self) -> tuple[Stage, ...]:
@@ -136,4 +140,11 @@ class SpecFlash(Drafter):
     def loss(self, rows: Rows, stage: Stage) -> Score:
         """The stage's losses of the hop's place of its group."""
         made = replace(rows, state_RD=self.of_group(rows.state_RD, rows.hop))
-        return score(made, super().logits, self.lm_head_VD, stage.losses, keep_top=stage.keep_top)
+        return score(
+            made,
+            super().logits,
+            self.lm_head_VD,
+            stage.losses,
+            keep_top=stage.keep_top,
+            keep_failing=stage.keep_failing,
+        )

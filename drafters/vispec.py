@@ -25,10 +25,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from vlmdistill.drafters.base import Batch, Drafter, DrafterConfig, Entries, Head, Stage, Tree
+from vlmdistill.drafters.base import Batch, Drafter, DrafterConfig, Entries, Head, Stage, Tree, at_least
 from vlmdistill.drafters.layers import layer_like
 from vlmdistill.drafters.memory import Memory, Places
-from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import Feature, TargetInfo
 
 
@@ -65,8 +64,8 @@ class ViSpec(Drafter):
         )
 
         def __post_init__(self) -> None:
-            if self.num_q < (least := 1 if self.injection else 2):
-                raise DataError(f"num_q={self.num_q} leaves the adaptor nothing to do: {least} at least")
+            super().__post_init__()
+            at_least(self, 1 if self.injection else 2, "num_q")  # fewer leave the adaptor nothing to do
 
         @property
         def schedule(self) -> tuple[Stage, ...]:

@@ -16,6 +16,11 @@ from vlmdistill.pipelines.workspace import Workspace, only_writer
 from vlmdistill.stores.errors import DataError, TrainingError
 
 
+def default_recipe(model: str) -> str:
+    """The papers' settings are for real targets; the demo has its own."""
+    return "demo" if model == "demo" else "paper"
+
+
 def resolve(drafter: str, recipe: str, settings: Sequence[str]) -> DrafterConfig:
     """The configuration of a drafter: its paper's, then a recipe's, then `key=value` settings.
 

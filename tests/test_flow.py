@@ -17,7 +17,7 @@ from vlmdistill.pipelines.targets.loading import load
 
 SMALL = [
     "--set",
-    "stages.*.epochs=8",
+    "steps=60",
     "--set",
     "batch_tokens=1024",
     "--max-new-tokens",

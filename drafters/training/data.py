@@ -11,7 +11,7 @@ import torch
 from vlmdistill.drafters.base import Batch, DrafterConfig, Stage
 from vlmdistill.stores.schema import Feature, Sample
 from vlmdistill.stores.store import Store
-from vlmdistill.stores.tensors import as_torch
+from vlmdistill.stores.tensors import packed
 
 
 def pack(samples: Sequence[Sample], features: Collection[Feature], dtype: str) -> Batch:
@@ -32,10 +32,7 @@ def pack(samples: Sequence[Sample], features: Collection[Feature], dtype: str) -
         start_M=span_M3[:, 1],
         length_M=span_M3[:, 2],
         segment_M=span_M3[:, 0],
-        features={
-            feature: as_torch(np.concatenate([one.features[feature] for one in samples]), dtype)
-            for feature in features
-        },
+        features={feature: packed([one.features[feature] for one in samples], dtype) for feature in features},
     )
 
 

@@ -75,9 +75,11 @@ def train(run: Run, on_step: Callable[[Progress], None] = lambda progress: None)
     """
     store = Store.open(run.store)
     needs = _needs(run, store)
-    samples = split(store, run.view, run.config, run.held_out)
+    samples = [
+        split(store, stage.view or run.view, run.config, run.held_out) for stage in run.config.schedule
+    ]
     signature = content_hash(
-        [run.drafter, to_dict(run.config), run.seed, sorted([*samples.visual, *samples.text])]
+        [run.drafter, to_dict(run.config), run.seed, [sorted([*one.visual, *one.text]) for one in samples]]
     )
     if _finished(run, signature):
         return run.out
@@ -120,12 +122,13 @@ class _Trainer:
         run: Run,
         store: Store,
         needs: frozenset[Feature],
-        samples: Split,
+        samples: Sequence[Split],
         signature: str,
         ranks: tuple[int, int],
     ) -> None:
         self.run, self.store, self.needs, self.samples, self.signature = run, store, needs, samples, signature
         self.config = run.config
+        self.keys = sorted({key for one in samples for key in (*one.visual, *one.text)})
         self.rank, self.world = ranks
         self.position = Position()
         self.on_step: Callable[[Progress], None] = lambda progress: None
@@ -153,7 +156,7 @@ class _Trainer:
         reader = Epoch(
             self.store,
             (),
-            keys=[*self.samples.visual, *self.samples.text],
+            keys=self.keys,
             token_budget=self.budget,
             rank=self.rank,
             world=self.world,
@@ -172,7 +175,7 @@ class _Trainer:
                 self.position.epoch += 1
                 self.position.begun = self.position.taken
                 self.position.reader = None
-            if self.samples.held_out:
+            if self.samples[self.position.stage].held_out:
                 self._measure(stage)
             self.position.stage += 1
             self.position.epoch = self.position.taken = self.position.begun = 0
@@ -202,7 +205,7 @@ class _Trainer:
         reader = Epoch(
             self.store,
             self.needs,
-            keys=self.samples.draw(stage, min(1.0, ramp), seed),
+            keys=self.samples[self.position.stage].draw(stage, min(1.0, ramp), seed),
             token_budget=self.budget,
             seed=seed,
             rank=self.rank,
@@ -290,7 +293,7 @@ class _Trainer:
         reader = Epoch(
             self.store,
             self.needs,
-            keys=self.samples.held_out,
+            keys=self.samples[self.position.stage].held_out,
             token_budget=self.budget,
             rank=self.rank,
             world=self.world,
@@ -331,7 +334,7 @@ class _Trainer:
         training = {
             "signature": self.signature,
             "steps": self.position.total,
-            "samples": len(self.samples.visual) + len(self.samples.text),
+            "samples": len(self.keys),
             "view": self.run.view,
             "seed": self.run.seed,
             "history": self.position.history,

@@ -63,7 +63,7 @@ def unroll(
         valid_R = valid_R & supervised_T[ahead_R] & (token_R + hop <= last)
         score = drafter.loss(Rows(state_RD, hidden_TD[ahead_R], valid_R, hop), stage)
         scores.append(score)
-        valid_R = score.count_R
+        valid_R = score.kept_R
         entries = Entries(
             ids_N=batch.ids_T[(token_R + hop + 1).clamp(max=last)],
             hidden_ND=state_RD.detach() if drafter.config.detach else state_RD,
