@@ -4,12 +4,13 @@ prompts -> responses -> features -> train -> eval
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from vlmdistill.drafters import catalogue, checkpoint
+from vlmdistill.drafters.base import DrafterConfig, Tree
 from vlmdistill.drafters.training.record import Progress
 from vlmdistill.pipelines import answers, features, prompts, responses, train, workers
 from vlmdistill.pipelines.answers import Sampling
@@ -19,6 +20,11 @@ from vlmdistill.stores.errors import DataError, TrainingError
 
 Report = Callable[[int, int, str], None]
 Bar = Callable[[str, str], AbstractContextManager[Report]]  # what, unit
+
+
+def silent(what: str, unit: str) -> AbstractContextManager[Report]:
+    """A bar that shows nothing."""
+    return nullcontext(lambda done, total, remark: None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +52,15 @@ def run(workspace: Workspace, plan: Plan, tell: Callable[[str], None], bar: Bar)
         raise DataError("--drafters names no drafter")
     trained = [name for name in plan.drafters if catalogue.is_trained(name)]
     configs = {name: train.resolve(name, plan.recipe, plan.settings) for name in trained}
+    prepare(workspace, plan, tell, bar)
+    fit(workspace, configs, plan, tell, bar)
+    trees = {config.tree for config in configs.values()}
+    measure(workspace, plan, tell, bar, trees.pop() if len(trees) == 1 else None)
 
+
+def prepare(workspace: Workspace, plan: Plan, tell: Callable[[str], None], bar: Bar) -> None:
+    """Everything before training: prompts, and responses and features where a drafter learns from them."""
+    trained = [name for name in plan.drafters if catalogue.is_trained(name)]
     if workspace.model == "demo" and not workspace.prompts.exists():
         with bar("importing", "rows") as rows:
             made = import_demo(workspace.root / "data", workspace.prompts, progress=lambda n: rows(n, 0, ""))
@@ -84,6 +98,15 @@ def run(workspace: Workspace, plan: Plan, tell: Callable[[str], None], bar: Bar)
             if stored.captured:
                 tell(f"features   {stored.samples} samples, in {stored.store}: {', '.join(stored.features)}")
 
+
+def fit(
+    workspace: Workspace,
+    configs: Mapping[str, DrafterConfig],
+    plan: Plan,
+    tell: Callable[[str], None],
+    bar: Bar,
+) -> None:
+    """Train the drafters one after the other."""
     for name, config in configs.items():
         fresh = not (workspace.drafter(name) / "config.json").exists()
         with bar(f"training {name}", "%") as shown:
@@ -98,6 +121,11 @@ def run(workspace: Workspace, plan: Plan, tell: Callable[[str], None], bar: Bar)
         if fresh:
             tell(f"trained    {name}, in {workspace.drafter(name)}")
 
+
+def measure(
+    workspace: Workspace, plan: Plan, tell: Callable[[str], None], bar: Bar, tree: Tree | None = None
+) -> None:
+    """Decode with all drafters, unless their evaluations are there; with their own trees if `tree` is None."""
     stale = [name for name in plan.drafters if not _evaluated(workspace, name, plan)]
     if stale:
         from vlmdistill.pipelines import evaluate
@@ -106,6 +134,7 @@ def run(workspace: Workspace, plan: Plan, tell: Callable[[str], None], bar: Bar)
             temperatures=plan.temperatures,
             limit=plan.eval_limit,
             max_new_tokens=plan.eval_tokens,
+            tree=tree,
             seed=plan.seed,
         )
         # All of them again: numbers from one process on one machine compare.
