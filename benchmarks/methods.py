@@ -146,9 +146,8 @@ def page(results: dict[str, Any]) -> str:
     """The results as Markdown: one row a method, best first."""
     where = results["conditions"]
     rows = sorted(results["methods"], key=lambda one: -statistics.mean(one["tau@0"]))
-    titles = ("method", "tau, T=0", "accepted", "speedup", "tau, T=1", "speedup", "untrained tau")
-    titles += ("parameters", "CPU-s")
-    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    titles = "method, tau at T=0, accepted, speedup, tau at T=1, speedup, untrained tau, parameters, CPU-s"
+    lines = [f"| {' | '.join(titles.split(', '))} |", "|---" * 9 + "|"]
     for one in rows:
         cells = [
             f"`{one['name']}`",
