@@ -32,6 +32,7 @@ QWEN_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{% for part in message['content'] %}{% if part['type'] == 'image' %}"
     "<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif part['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
     "{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -41,9 +42,12 @@ LLAVA_TEMPLATE = (
     "{% elif part['type'] == 'text' %}{{ part['text'] }} {% endif %}{% endfor %}{% endfor %}"
     "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
-ONEVISION_TEMPLATE = QWEN_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<image>")
+ONEVISION_TEMPLATE = QWEN_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<image>").replace(
+    "<|vision_start|><|video_pad|><|vision_end|>", "<video>"
+)
 
 FAMILIES = ("llava", "llava_next", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+VIDEO = FAMILIES[2:]  # those that have video
 HIDDEN, HEADS, KV_HEADS, MLP = 32, 4, 2, 48
 TOWER, PATCH = 28, 14  # pixels
 PINPOINTS = [[28, 56], [56, 28], [56, 56]]
@@ -73,9 +77,10 @@ def picture(width: int, height: int, seed: int = 0) -> Image.Image:
     return Image.fromarray(pixels.numpy())
 
 
-def message(text: str, *images: Any) -> list[dict[str, Any]]:
-    """One user turn: images first, then text, as in chat JSONL."""
-    parts: list[dict[str, Any]] = [{"type": "image", "image": image} for image in images]
+def message(text: str, *shown: Any) -> list[dict[str, Any]]:
+    """One user turn: images and videos (arrays) first, then text, as in chat JSONL."""
+    kinds = ["video" if isinstance(item, np.ndarray) else "image" for item in shown]
+    parts: list[dict[str, Any]] = [{"type": k, k: item} for k, item in zip(kinds, shown, strict=True)]
     return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
 
 
@@ -157,6 +162,11 @@ def _qwen_files(folder: Path, vocabulary: int, patch: int, processor: str) -> No
     )
 
 
+def _video_file(folder: Path, name: str, **values: Any) -> None:
+    """As newer checkpoints have; for the others, what images are processed by holds for videos."""
+    _json(folder, "video_preprocessor_config.json", video_processor_type=name, **values)
+
+
 def _qwen_ids() -> dict[str, int]:
     ids = {token: i for i, token in enumerate(QWEN_SPECIALS)}
     return {
@@ -207,6 +217,16 @@ def _qwen2_5_vl(folder: Path, vocabulary: int, layers: int, save: Save) -> None:
 
 def _qwen3_vl(folder: Path, vocabulary: int, layers: int, save: Save) -> None:
     _qwen_files(folder, vocabulary, 16, "Qwen3VLProcessor")
+    _video_file(
+        folder,
+        "Qwen3VLVideoProcessor",
+        patch_size=16,
+        temporal_patch_size=2,
+        merge_size=2,
+        size={"shortest_edge": 1024, "longest_edge": 1024 * 64},
+        image_mean=[0.5, 0.5, 0.5],
+        image_std=[0.5, 0.5, 0.5],
+    )
     config = transformers.Qwen3VLConfig(
         text_config=_text(
             vocabulary, layers, head_dim=8, rope_parameters=_mrope([2, 1, 1], mrope_interleaved=True)
@@ -313,6 +333,7 @@ def _llava_onevision(folder: Path, vocabulary: int, layers: int, save: Save) -> 
         size={"height": TOWER, "width": TOWER},
         image_grid_pinpoints=PINPOINTS,
     )
+    _video_file(folder, "LlavaOnevisionVideoProcessor", size={"height": TOWER, "width": TOWER})
     _json(
         folder,
         "processor_config.json",

@@ -19,7 +19,7 @@ from vlmdistill.pipelines.targets.batching import halving, pad
 from vlmdistill.pipelines.targets.capture import STORED, Transcript, samples
 from vlmdistill.pipelines.targets.decoding import Decoder
 from vlmdistill.pipelines.targets.facts import target_info
-from vlmdistill.pipelines.targets.family import Family
+from vlmdistill.pipelines.targets.family import Family, Inputs, Visual, perceive
 from vlmdistill.pipelines.targets.fingerprint import Fingerprint, code_version, fingerprint
 from vlmdistill.pipelines.targets.layers import causal, run_layers
 from vlmdistill.pipelines.targets.prompt import Messages, Prompt, Response, encode
@@ -44,6 +44,7 @@ class VisionLanguageTarget:
         self._text = model.model.language_model
         self._head: Tensor = model.get_output_embeddings().weight
         self._checked = False
+        self._prompt: Prompt | None = None  # the last one that was prefilled
         # What a checkpoint advises (greedy, top_k, repetition penalty) would reach every `generate`.
         eos_ids = self.info.eos_ids
         pad_id = self.tokenizer.pad_token_id
@@ -148,14 +149,19 @@ class VisionLanguageTarget:
             "attention_mask": pad([torch.ones_like(prompt.ids_L) for prompt in prompts], 0, left=True),
         }
         if self.family.grids:
-            kinds = [prompt.visual_L.long() for prompt in prompts]
-            inputs["mm_token_type_ids"] = pad(kinds, 0, left=True)
-        visual = self.family.collate([prompt.inputs for prompt in prompts])
-        return {name: self._place(value) for name, value in {**inputs, **visual}.items()}
+            inputs["mm_token_type_ids"] = pad([prompt.kind_L for prompt in prompts], 0, left=True)
+        visual = self.family.stock(self.family.collate([prompt.inputs for prompt in prompts]))
+        if visual is None:
+            raise DataError("the stock model cannot read these prompts in one batch")
+        return self._placed({**inputs, **visual})
 
-    def _place(self, value: Tensor) -> Tensor:
-        value = value.to(self.device, non_blocking=True)
-        return value.to(self.dtype) if value.is_floating_point() else value
+    def _placed(self, inputs: Inputs) -> dict[str, Tensor]:
+        """On the device, pixels in the model's dtype; the seconds between frames stay exact."""
+        placed = {name: value.to(self.device, non_blocking=True) for name, value in inputs.items()}
+        pixels = {
+            name: value.to(self.dtype) for name, value in placed.items() if name.startswith("pixel_values")
+        }
+        return {**placed, **pixels}
 
     # What it gives up for training
 
@@ -174,8 +180,9 @@ class VisionLanguageTarget:
         """
         if dtype not in STORED:
             raise DataError(f"features are stored as {', '.join(STORED)}, not as {dtype}")
-        if prompts and not self._checked:
-            self.check(prompts[0])
+        readable = [p for p in prompts if self.family.stock(p.inputs) is not None]
+        if readable and not self._checked:
+            self.check(min(readable, key=lambda prompt: prompt.length))
         items = list(zip(prompts, responses, keys or [""] * len(prompts), strict=True))
         return halving(items, lambda part: self._capture(part, features, dtype))
 
@@ -195,6 +202,13 @@ class VisionLanguageTarget:
         **cache: Any,
     ) -> dict[str, Tensor]:
         """States [B, L, D] of a right-padded batch. No token sees one to its right: padding needs no mask."""
+        hidden_BLD, rope_ABL, visual_BL, visual = self._read(prompts, sequences)
+        return self._run(hidden_BLD, rope_ABL, sources, visual_BL=visual_BL, visual=visual, **cache)
+
+    def _read(
+        self, prompts: Sequence[Prompt], sequences: Sequence[Transcript]
+    ) -> tuple[Tensor, Tensor, Tensor, Visual | None]:
+        """Embeddings [B, L, D] with what is seen in its place, positions [A, B, L], where, and what."""
         ids_BL = pad([s.ids_L for s in sequences], self._pad_id).to(self.device)
         rope_ABL = pad([s.rope_AL for s in sequences], 0).transpose(0, 1).to(self.device)
         visual_BL = pad([s.visual_L for s in sequences], 0).to(self.device)
@@ -202,26 +216,20 @@ class VisionLanguageTarget:
         inputs = self.family.collate([prompt.inputs for prompt in prompts])
         visual = None
         if inputs:
-            visual = self.family.see(self.model, {name: self._place(value) for name, value in inputs.items()})
-            expected = sum(span.length for s in sequences for span in s.spans)
-            if len(visual.embed_UD) != expected:
-                raise TargetError(
-                    f"{self.folder}: the processor does not match the model: "
-                    f"{expected} placeholders for {len(visual.embed_UD)} visual tokens"
-                )
+            kind_U = torch.cat([sequence.kind_L[sequence.visual_L] for sequence in sequences]).to(self.device)
+            try:
+                visual = perceive(self.family, self.model, self._placed(inputs), kind_U)
+            except TargetError as error:
+                raise TargetError(f"{self.folder}: {error}") from None
             hidden_BLD[visual_BL] = visual.embed_UD.to(hidden_BLD.dtype)
+        return hidden_BLD, rope_ABL, visual_BL, visual
+
+    def _run(
+        self, hidden_BLD: Tensor, rope_ABL: Tensor, sources: Collection[str], **more: Any
+    ) -> dict[str, Tensor]:
         eager = self._text.config._attn_implementation == "eager"
-        mask = causal(ids_BL.shape[1], hidden_BLD) if eager else None
-        return run_layers(
-            self._text,
-            hidden_BLD,
-            rope_ABL,
-            mask=mask,
-            sources=sources,
-            visual_BL=visual_BL,
-            visual=visual,
-            **cache,
-        )
+        mask = causal(hidden_BLD.shape[1], hidden_BLD) if eager else None
+        return run_layers(self._text, hidden_BLD, rope_ABL, mask=mask, sources=sources, **more)
 
     @torch.inference_mode()
     def check(self, prompt: Prompt) -> None:
@@ -251,6 +259,7 @@ class VisionLanguageTarget:
     def prefill(self, prompt: Prompt, features: Collection[Feature] = ()) -> Batch:
         """Forget the last sequence, run a prompt, and return its tokens with `features` and hidden.text."""
         decoder, transcript = self._decoder, Transcript.of(prompt)
+        self._prompt = prompt
         asked = {HIDDEN_TEXT, *features}
         with torch.inference_mode():
             cache = decoder.start(prompt.length, prompt.next_rope)
@@ -278,6 +287,45 @@ class VisionLanguageTarget:
     def commit(self, rows_K: Tensor) -> None:
         """Keep those rows of the last `extend`, in that order, as part of the prefix; drop the others."""
         self._decoder.commit(rows_K)
+
+    @torch.inference_mode()
+    def attention(self) -> Tensor:
+        """How much the text after the last visual token looks at each visual token: float32 [U].
+
+        Mean over that text, all heads and layers. To be called after `prefill`, before anything is committed.
+        """
+        assert self._prompt is not None, "prefill comes first"
+        prompt = self._prompt
+        if not prompt.spans:
+            return torch.zeros(0, device=self.device)
+        first = prompt.spans[-1].start + prompt.spans[-1].length
+        ids_N = prompt.ids_L[first:].to(self.device)
+        weight_S = self._decoder.attention(ids_N, prompt.rope_AL[0, first:].to(self.device), first)
+        return weight_S[prompt.visual_L.to(self.device)]
+
+    @torch.inference_mode()
+    def without(self, keep_U: Tensor) -> Decoder:
+        """A second sequence over the same weights: the last prompt with only those visual tokens (bool)."""
+        assert self._prompt is not None, "prefill comes first"
+        prompt = self._prompt
+        embed_1LD, rope_A1L, visual_1L, visual = self._read([prompt], [Transcript.of(prompt)])
+        keep_L = ~visual_1L[0]
+        keep_L[visual_1L[0]] = keep_U.to(self.device)
+        if visual is not None:
+            kept_U = keep_U.to(self.device)
+            visual = Visual(visual.embed_UD[kept_U], tuple(level[kept_U] for level in visual.deepstack))
+        reader = Decoder(self._text, self._decoder.layers)
+        cache = reader.start(int(keep_L.sum()), prompt.next_rope)
+        self._run(
+            embed_1LD[:, keep_L],
+            rope_A1L[:, :, keep_L],
+            (),
+            visual_BL=visual_1L[:, keep_L],
+            visual=visual,
+            cache=cache,
+        )
+        cache.length = int(keep_L.sum())
+        return reader
 
     @torch.inference_mode()
     def logits(self, hidden_ND: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ class Transcript:
 
     ids_L: Tensor
     rope_AL: Tensor
-    visual_L: Tensor
+    kind_L: Tensor  # 0 at text, 1 at image, 2 at video tokens
     response_L: Tensor
     spans: tuple[Span, ...]
 
@@ -36,10 +36,15 @@ class Transcript:
         return cls(
             ids_L=torch.cat([prompt.ids_L, answer]),
             rope_AL=torch.cat([prompt.rope_AL, rope_R.expand(len(prompt.rope_AL), -1)], 1),
-            visual_L=torch.nn.functional.pad(prompt.visual_L, (0, len(answer))),
+            kind_L=torch.nn.functional.pad(prompt.kind_L, (0, len(answer))),
             response_L=torch.arange(prompt.length + len(answer)) >= prompt.length,
             spans=prompt.spans,
         )
+
+    @property
+    def visual_L(self) -> Tensor:
+        """Which positions are visual tokens."""
+        return self.kind_L > 0
 
     def places(self, where: Where) -> Tensor:
         """The positions of the rows that a feature has at `where`."""

@@ -1,16 +1,21 @@
-"""LLaVA-OneVision: tiles for a single image, one overview each for several, 1-D positions.
+"""LLaVA-OneVision: tiles for a single image, one overview each for several, pooled frames, 1-D positions.
 
-Shapes: U visual tokens, D hidden width.
+Shapes: U visual tokens, D hidden width, F frames, C colours, H height, W width.
 """
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from vlmdistill.pipelines.targets.family import Family, Inputs, Visual, concatenate, disagreement, pad_tiles
 from vlmdistill.pipelines.targets.processors import onevision_without_video
+from vlmdistill.pipelines.targets.video import SquareFrames, settings
+
+FRAMES = 8  # that the vision tower is given at once: it keeps the states of all its layers
 
 
 class LlavaOnevision(Family):
@@ -35,6 +40,34 @@ class LlavaOnevision(Family):
             ("vision_feature_select_strategy", processor.vision_feature_select_strategy, strategy),
         )
 
+    def frames(self, folder: Path) -> SquareFrames:
+        """Frames of the vision tower's own size."""
+        return SquareFrames(settings(folder))
+
+    def runs(self, processor: Any, inputs: Inputs) -> list[int]:
+        """A quarter of the patches of each frame, and a newline after the last."""
+        side = math.ceil(math.isqrt(processor.num_image_tokens) / 2)
+        lengths = inputs["video_frames"].tolist() if "video_frames" in inputs else []
+        return [count * side**2 + 1 for count in lengths]
+
+    def unify(self, inputs: dict[str, Any]) -> Inputs:
+        """Videos of any lengths lie side by side [F, C, H, W]; `video_frames` tells where each ends."""
+        videos = inputs.get("pixel_values_videos")
+        if videos is None:
+            return inputs
+        lengths = torch.tensor([len(video) for video in videos])
+        return {**inputs, "pixel_values_videos": torch.cat(list(videos)), "video_frames": lengths}
+
+    def stock(self, inputs: Inputs) -> Inputs | None:
+        """The stock model takes videos of one length only."""
+        lengths = set(inputs["video_frames"].tolist()) if "video_frames" in inputs else set()
+        if len(lengths) > 1:
+            return None
+        rest = {name: value for name, value in inputs.items() if name != "video_frames"}
+        if lengths:
+            rest["pixel_values_videos"] = torch.unflatten(inputs["pixel_values_videos"], 0, (-1, *lengths))
+        return rest
+
     def collate(self, samples: Sequence[Inputs]) -> Inputs:
         """Tiles [images, tiles, 3, h, w], padded; `batch_num_images` tells which prompts have several."""
         return concatenate(pad_tiles(samples))
@@ -45,3 +78,13 @@ class LlavaOnevision(Family):
             inputs["pixel_values"], inputs["image_sizes"], batch_num_images=inputs["batch_num_images"]
         )
         return Visual(torch.cat(tuple(out.pooler_output)))
+
+    def watch(self, model: Any, inputs: Inputs) -> Visual:
+        """All videos, some frames at a time; the model ends each part with a newline, a video has one."""
+        shown: list[Tensor] = []
+        for video_FCHW in torch.split(inputs["pixel_values_videos"], inputs["video_frames"].tolist()):
+            for part_FCHW in torch.split(video_FCHW, FRAMES):
+                part_UD = model.model.get_video_features(part_FCHW[None]).pooler_output[0]
+                shown.append(part_UD[:-1])
+            shown.append(part_UD[-1:])
+        return Visual(torch.cat(shown))

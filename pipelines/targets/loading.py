@@ -58,6 +58,10 @@ def _device(device: str) -> torch.device:
 def _processor(folder: Path, family: Family) -> Any:
     try:
         processor = family.processor(folder)
+        if (video := family.frames(folder)) is not None:
+            # In place of the stock one, which is there only with torchvision: features do not hang on that.
+            processor.video_processor = video
+            processor.skip_tensor_conversion = [*processor.skip_tensor_conversion, "pixel_values_videos"]
     except Exception as error:  # noqa: BLE001 - broken files raise anything; the user needs one line
         raise TargetError(f"{folder}: the processor does not load: {first_line(error)}") from None
     if not processor.chat_template:

@@ -4,7 +4,7 @@ Shapes: L positions of the expanded prompt, A rotary axes.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,13 +12,14 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from vlmdistill.pipelines.targets.family import Family, Inputs
+from vlmdistill.pipelines.targets.family import IMAGE, VIDEO, Family, Inputs
 from vlmdistill.pipelines.targets.folder import first_line
+from vlmdistill.pipelines.targets.video import FrameProcessor, Sampling
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import Span
 
 Messages = Sequence[Mapping[str, Any]]
-NOT_VISUAL = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+NOT_VISUAL = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "video_metadata")
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,10 @@ class Prompt:
 
     ids_L: Tensor  # int64, placeholders expanded to one per visual token
     rope_AL: Tensor  # int64, the target's own rotary positions
-    spans: tuple[Span, ...]  # one per image
-    inputs: Inputs  # pixel_values and what goes with them; empty where there is no image
+    kind_L: Tensor  # int64: 0 at text, 1 at image, 2 at video tokens
+    spans: tuple[Span, ...]  # one per image, and per run of tokens that a video has
+    inputs: Inputs  # pixel_values and what goes with them; empty where there is nothing to see
+    samplings: tuple[Sampling, ...] = ()  # which frames are shown, one per video
 
     @property
     def length(self) -> int:
@@ -43,10 +46,7 @@ class Prompt:
     @property
     def visual_L(self) -> Tensor:
         """Which positions are visual tokens."""
-        mask_L = torch.zeros(self.length, dtype=torch.bool)
-        for span in self.spans:
-            mask_L[span.start : span.start + span.length] = True
-        return mask_L
+        return self.kind_L > 0
 
 
 @dataclass(frozen=True)
@@ -61,57 +61,91 @@ class Response:
 def encode(messages: Messages, *, family: Family, model: Any, processor: Any, max_length: int) -> Prompt:
     """Run chat template and processor once over OpenAI-like messages.
 
-    Content is a string or a list of parts: {"type": "text", "text"} or {"type": "image", "path" or
-    "image": a path or a PIL image}. Raises DataError naming the file or the part that cannot be used.
+    Content is a string or a list of parts: {"type": "text", "text"}, {"type": "image", "path" or "image": a
+    path or a PIL image} or {"type": "video", "path" or "video": a file, a folder, an array or a list of
+    images}; a video may say by how many "fps" or into how many "frames" it is sampled. Raises DataError
+    naming the file or the part that cannot be used.
     """
-    conversation = [_turn(message) for message in messages]
+    showing = Showing(family.name, getattr(processor, "video_processor", None))
+    conversation = [_turn(message, showing) for message in messages]
     if not conversation:
         raise DataError("a prompt needs at least one message")
     for text in (part.get("text", "") for turn in conversation for part in turn["content"]):
         for placeholder in (processor.image_token, getattr(processor, "video_token", None)):
             if placeholder and placeholder in text:
                 raise DataError(f"a prompt's text contains '{placeholder}', the target's own placeholder")
-    images = sum(part["type"] == "image" for turn in conversation for part in turn["content"])
+    kinds = [part["type"] for turn in conversation for part in turn["content"]]
+    metadata = [sampling.metadata for sampling in showing.samplings]
     try:
         batch = processor.apply_chat_template(
-            conversation, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+            conversation,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            processor_kwargs={"video_metadata": metadata, "do_sample_frames": False} if metadata else {},
         )
     except Exception as error:  # templates and processors raise anything
         raise DataError(f"the target's processor refuses this prompt: {first_line(error)}") from error
     ids_L = batch["input_ids"][0]
     if len(ids_L) > max_length:
         raise DataError(f"the prompt has {len(ids_L)} tokens and the target reads at most {max_length}")
-    inputs = {k: torch.as_tensor(v) for k, v in batch.items() if k not in NOT_VISUAL} if images else {}
-    ids = family.visual_ids(model.config)
+    shown = {k: v for k, v in batch.items() if k not in NOT_VISUAL} if {"image", "video"} & {*kinds} else {}
+    inputs = {name: torch.as_tensor(value) for name, value in family.unify(shown).items()}
     kind_L = torch.zeros_like(ids_L)
-    for kind, visual_id in enumerate(ids, start=1):
+    for kind, visual_id in zip((IMAGE, VIDEO), family.visual_ids(model.config), strict=False):
         kind_L[ids_L == visual_id] = kind
-    lengths = [
-        processor.replace_image_token(batch, image_idx=i).count(processor.image_token) for i in range(images)
-    ]
+    lengths = {
+        IMAGE: [
+            processor.replace_image_token(batch, image_idx=i).count(processor.image_token)
+            for i in range(kinds.count("image"))
+        ],
+        VIDEO: family.runs(processor, inputs),
+    }
     return Prompt(
         ids_L=ids_L,
         rope_AL=family.rope(model, kind_L, inputs),
+        kind_L=kind_L,
         spans=_spans(kind_L, lengths),
         inputs=inputs,
+        samplings=tuple(showing.samplings),
     )
 
 
-def _turn(message: Mapping[str, Any]) -> dict[str, Any]:
+@dataclass
+class Showing:
+    """Reads the videos of one prompt, and remembers which frames of each are shown."""
+
+    family: str
+    processor: FrameProcessor | None
+    samplings: list[Sampling] = field(default_factory=list)
+
+    def video(self, source: Any, part: Mapping[str, Any]) -> dict[str, Any]:
+        """The part with its frames; DataError where the family has no video."""
+        if self.processor is None:
+            raise DataError(f"targets of the family {self.family} see images, not videos")
+        frames_FHWC, sampling = self.processor.sample(source, part.get("fps"), part.get("frames"))
+        self.samplings.append(sampling)
+        return {"type": "video", "video": frames_FHWC}
+
+
+def _turn(message: Mapping[str, Any], showing: Showing) -> dict[str, Any]:
     content = message.get("content")
     if "role" not in message or not isinstance(content, str | Sequence):
         raise DataError(f"a message needs a role and a content, not {str(dict(message))[:80]}")
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else [_part(p) for p in content]
-    return {"role": message["role"], "content": parts}
+    listed = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return {"role": message["role"], "content": [_part(part, showing) for part in listed]}
 
 
-def _part(part: Mapping[str, Any]) -> dict[str, Any]:
+def _part(part: Mapping[str, Any], showing: Showing) -> dict[str, Any]:
     match part:
         case {"type": "text", "text": str(text)}:
             return {"type": "text", "text": text}
         case {"type": "image", "image": source} | {"type": "image", "path": source}:
             return {"type": "image", "image": read_image(source)}
-    raise DataError(f"a message part is a text or an image with its path, not {str(part)[:80]}")
+        case {"type": "video", "video": source} | {"type": "video", "path": source}:
+            return showing.video(source, part)
+    raise DataError(f"a message part is a text, an image or a video with its path, not {str(part)[:80]}")
 
 
 def read_image(source: str | Path | Image.Image) -> Image.Image:
@@ -134,19 +168,20 @@ def read_image(source: str | Path | Image.Image) -> Image.Image:
         raise DataError(f"image {source} cannot be read: {error}") from None
 
 
-def _spans(kind_L: Tensor, lengths: Sequence[int]) -> tuple[Span, ...]:
-    """Cut the visual positions into images: neighbours without a token between them are told apart."""
-    places = torch.nonzero(kind_L).flatten().tolist()
-    if sum(lengths) != len(places):
-        raise DataError(
-            f"the prompt holds {len(places)} visual tokens and its images need {sum(lengths)}: "
-            "does the chat template place each image once?"
-        )
-    spans, taken = [], 0
-    for length in lengths:
-        start = places[taken]
-        if places[taken + length - 1] != start + length - 1:
-            raise DataError("the visual tokens of one image do not stand side by side in this prompt")
-        spans.append(Span(start, length))
-        taken += length
-    return tuple(spans)
+def _spans(kind_L: Tensor, lengths: Mapping[int, Sequence[int]]) -> tuple[Span, ...]:
+    """Cut the visual positions of each kind: neighbours without a token between them are told apart."""
+    spans = []
+    for kind, runs in lengths.items():
+        places, taken = torch.nonzero(kind_L == kind).flatten().tolist(), 0
+        if sum(runs) != len(places):
+            raise DataError(
+                f"the prompt holds {len(places)} visual tokens and its images or videos need {sum(runs)}: "
+                "does the chat template place each once?"
+            )
+        for length in runs:
+            start = places[taken]
+            if places[taken + length - 1] != start + length - 1:
+                raise DataError("the visual tokens of one image do not stand side by side in this prompt")
+            spans.append(Span(start, length))
+            taken += length
+    return tuple(sorted(spans, key=lambda span: span.start))

@@ -1,15 +1,11 @@
-"""Qwen2.5-VL: as Qwen2-VL, with windowed attention in the vision tower.
-
-Shapes: U visual tokens, D hidden width.
-"""
+"""Qwen2.5-VL: as Qwen2-VL, with windowed attention in the vision tower."""
 
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from vlmdistill.pipelines.targets.family import GridFamily, Inputs, Visual
+from vlmdistill.pipelines.targets.family import GridFamily
 from vlmdistill.pipelines.targets.processors import without_video
+from vlmdistill.pipelines.targets.video import GridFrames, settings
 
 
 class Qwen25VL(GridFamily):
@@ -22,7 +18,6 @@ class Qwen25VL(GridFamily):
         """Load it without a video processor where torchvision is missing."""
         return without_video("Qwen2_5_VLProcessor", folder)
 
-    def see(self, model: Any, inputs: Inputs) -> Visual:
-        """All images in one packed pass."""
-        out = model.model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"])
-        return Visual(torch.cat(tuple(out.pooler_output)))
+    def frames(self, folder: Path) -> GridFrames:
+        """Pairs of frames, of any size."""
+        return GridFrames(settings(folder))

@@ -1,17 +1,14 @@
 """Qwen3-VL: interleaved M-RoPE, and deepstack: features of earlier vision layers enter after layers 0, 1, ...
 
 So at visual positions the input of layer k is more than the output of layer k-1.
-
-Shapes: U visual tokens, D hidden width.
 """
 
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from vlmdistill.pipelines.targets.family import GridFamily, Inputs, Visual
+from vlmdistill.pipelines.targets.family import GridFamily, Inputs
 from vlmdistill.pipelines.targets.processors import without_video
+from vlmdistill.pipelines.targets.video import TimedGridFrames, settings
 
 
 class Qwen3VL(GridFamily):
@@ -24,8 +21,12 @@ class Qwen3VL(GridFamily):
         """Load it without a video processor where torchvision is missing."""
         return without_video("Qwen3VLProcessor", folder)
 
-    def see(self, model: Any, inputs: Inputs) -> Visual:
-        """All images in one packed pass, with the deepstack features of each level."""
-        out = model.model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"])
-        deepstack = tuple(torch.cat(tuple(level)) for level in out.deepstack_features)
-        return Visual(torch.cat(tuple(out.pooler_output)), deepstack)
+    def frames(self, folder: Path) -> TimedGridFrames:
+        """Pairs of frames, of any size, with the time of each pair in the prompt."""
+        return TimedGridFrames(settings(folder))
+
+    def runs(self, processor: Any, inputs: Inputs) -> list[int]:
+        """Between two pairs of frames stands the time of the second."""
+        merged = processor.video_processor.merge_size**2
+        grids = inputs["video_grid_thw"].tolist() if "video_grid_thw" in inputs else []
+        return [height * width // merged for time, height, width in grids for _ in range(time)]

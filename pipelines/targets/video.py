@@ -8,6 +8,7 @@ Shapes: F frames, H height, W width, C colours, T temporal patches, P patches, E
 """
 
 import abc
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,38 +27,35 @@ from transformers.image_utils import (
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 from transformers.video_utils import VideoMetadata
 
-from vlmdistill.pipelines import frames
-from vlmdistill.pipelines.frames import Clip, Footage
-from vlmdistill.pipelines.targets.folder import read_json
+from vlmdistill.pipelines.frames import Footage, read
 from vlmdistill.stores.errors import DataError, TargetError
+from vlmdistill.stores.schema import Array
 
 CHUNK = 32  # frames that are resized at once
 RESAMPLING = {2: "bilinear", 3: "bicubic"}  # by Pillow's numbers, which configurations hold
 
 
 @dataclass(frozen=True)
-class Sampled:
-    """Frames as one target is shown them, and what to remember of their choice."""
+class Sampling:
+    """Which frames of a video a target is shown."""
 
-    clip: Clip
-    fps: float  # of what they were chosen from
+    indices: tuple[int, ...]
+    total: int  # frames of the video
+    fps: float  # of the video; of images without a clock, what they are taken to be
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """When each frame is on, as the target's own rule has it."""
-        return tuple(index / self.fps for index in self.clip.indices)
+        """When each frame is on, as the stock processors reckon it."""
+        return tuple(index / self.fps for index in self.indices)
 
     @property
     def metadata(self) -> VideoMetadata:
         """The same for a stock processor."""
-        _, height, width, _ = self.clip.frames_FHWC.shape
         return VideoMetadata(
-            total_num_frames=self.clip.footage.total,
+            total_num_frames=self.total,
             fps=self.fps,
-            width=width,
-            height=height,
-            duration=self.clip.footage.total / self.fps,
-            frames_indices=list(self.clip.indices),
+            duration=self.total / self.fps,
+            frames_indices=list(self.indices),
         )
 
 
@@ -104,28 +102,31 @@ class FrameProcessor(abc.ABC):
     def __call__(self, videos: Any, video_metadata: Sequence[VideoMetadata] = (), **_: Any) -> dict[str, Any]:
         """The tensors of videos uint8 [F, H, W, C], which may lie in nested lists."""
 
-    def sample(self, source: Any, fps: float | None = None, frames_: int | None = None) -> Sampled:
-        """Read a video (see `frames.read`), `fps` frames a second or `frames_` of it, evenly spread.
+    def sample(
+        self, source: Any, fps: float | None = None, frames: int | None = None
+    ) -> tuple[Array, Sampling]:
+        """Frames uint8 [F, H, W, C] of a video (see `frames.read`): `fps` a second or `frames` of it.
 
         A video shorter than that is taken whole. Images without a clock (a folder, a list, an array)
-        count as chosen already, `fps` a second; `frames_` then takes fewer of them. DataError on
+        count as chosen already, `fps` a second; `frames` then takes fewer of them. DataError on
         settings that make no sense, and of `frames.read`.
         """
-        if fps is not None and frames_ is not None:
-            raise DataError(f"a video is sampled by fps or by frames, not by both ({fps} and {frames_})")
-        if (fps is not None and not fps > 0) or (frames_ is not None and frames_ < 1):
-            raise DataError(f"a video cannot be sampled by fps {fps} or frames {frames_}: give more than 0")
-        clip = frames.read(source, lambda footage: self.choose(footage, fps, frames_))
-        return Sampled(clip, clip.footage.fps or fps or self.fps or 2.0)
+        if fps is not None and frames is not None:
+            raise DataError(f"a video is sampled by fps or by frames, not by both ({fps} and {frames})")
+        if (fps is not None and not fps > 0) or (frames is not None and frames < 1):
+            raise DataError(f"a video cannot be sampled by fps {fps} or frames {frames}: give more than 0")
+        clip = read(source, lambda footage: self.choose(footage, fps, frames))
+        rate = clip.footage.fps or fps or self.fps or 2.0
+        return clip.frames_FHWC, Sampling(clip.indices, clip.footage.total, rate)
 
-    def choose(self, footage: Footage, fps: float | None = None, frames_: int | None = None) -> list[int]:
+    def choose(self, footage: Footage, fps: float | None = None, frames: int | None = None) -> list[int]:
         """The places of the frames that `sample` takes."""
-        if fps is None and frames_ is None:
-            fps, frames_ = (None, self.num_frames) if self.num_frames else (self.fps, None)
-        if footage.fps is None and frames_ is None:
+        if fps is None and frames is None:
+            fps, frames = (None, self.num_frames) if self.num_frames else (self.fps, None)
+        if footage.fps is None and frames is None:
             count = min(footage.total, self.max_frames)
         else:
-            count = self.count(footage, fps, frames_)
+            count = self.count(footage, fps, frames)
         return self.spread(footage.total, max(1, min(count, footage.total)))
 
     def resized(self, frames_FHWC: Tensor, height: int, width: int) -> Tensor:
@@ -311,15 +312,19 @@ class SquareFrames(FrameProcessor):
         return [index * total // count for index in range(count)]
 
     def __call__(self, videos: Any, video_metadata: Sequence[VideoMetadata] = (), **_: Any) -> dict[str, Any]:
-        """The frames of each video [F, C, height, width]: videos may differ in how many they have."""
-        shown = []
+        """All videos [videos, F, C, height, width]; a list of them where they differ in F."""
+        shown: list[Tensor] = []
         for frames_FHWC in flat(videos):
             out_FCHW = torch.empty(len(frames_FHWC), 3, self.height, self.width)
             for start in range(0, len(frames_FHWC), CHUNK):
                 part = frames_FHWC[start : start + CHUNK]
                 out_FCHW[start : start + CHUNK] = self.resized(part, self.height, self.width)
             shown.append(out_FCHW)
-        return {"pixel_values_videos": shown, "video_metadata": list(video_metadata)}
+        equal = len({len(out_FCHW) for out_FCHW in shown}) == 1
+        return {
+            "pixel_values_videos": torch.stack(shown) if equal else shown,
+            "video_metadata": list(video_metadata),
+        }
 
 
 def flat(videos: Any) -> list[Tensor]:
@@ -331,11 +336,10 @@ def flat(videos: Any) -> list[Tensor]:
 
 def settings(folder: Path) -> dict[str, Any]:
     """What a checkpoint says about video, where the stock processor would look: three files in turn."""
-    if (folder / "processor_config.json").is_file():
-        nested = read_json(folder, "processor_config.json").get("video_processor")
-        if isinstance(nested, dict):
-            return nested
-    for name in ("video_preprocessor_config.json", "preprocessor_config.json"):
-        if (folder / name).is_file():
-            return read_json(folder, name)
-    return {}
+    files = {
+        name: json.loads((folder / name).read_text(encoding="utf-8"))
+        for name in ("processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json")
+        if (folder / name).is_file()
+    }
+    nested = files.pop("processor_config.json", {}).get("video_processor")
+    return nested or next(iter(files.values()), {})

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from transformers.video_utils import VideoMetadata
 
 from vlmdistill.pipelines.targets.base import VisionLanguageTarget
 
 Messages = list[dict[str, Any]]
+IMAGES = ("pixel_values", "image_sizes", "batch_num_images")
 
 
 class Stock:
@@ -23,41 +25,79 @@ class Stock:
             folder, attn_implementation=attention
         ).eval()
 
-    def inputs(self, messages: Messages, more: Sequence[int] = ()) -> dict[str, Tensor]:
-        """The processor's batch of one, with more tokens after the prompt."""
-        batch = self.processor.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+    def inputs(self, messages: Messages) -> dict[str, Any]:
+        """The processor's batch of one; videos are arrays, two frames a second."""
+        parts = [part for message in messages for part in message["content"]]
+        metadata = [
+            VideoMetadata(total_num_frames=count, fps=2.0, frames_indices=list(range(count)))
+            for count in (len(part["video"]) for part in parts if part["type"] == "video")
+        ]
+        batch = dict(
+            self.processor.apply_chat_template(
+                messages,
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=True,
+                return_tensors="pt",
+                processor_kwargs={"video_metadata": metadata} if metadata else {},
+            )
         )
-        count = len(more)
-        batch["input_ids"] = torch.cat([batch["input_ids"], torch.tensor([list(more)], dtype=torch.long)], 1)
-        for name in ("attention_mask", "mm_token_type_ids"):
-            if name in batch:
-                filler = batch[name].new_full((1, count), int(name == "attention_mask"))
-                batch[name] = torch.cat([batch[name], filler], 1)
-        return dict(batch)
+        if isinstance(batch.get("pixel_values_videos"), list):  # of several lengths: the model takes one
+            videos = [video[None] for video in batch.pop("pixel_values_videos")]
+            images = {name: batch.pop(name) for name in IMAGES if name in batch}
+            with torch.inference_mode():
+                seen = [self.model.model.get_video_features(video) for video in videos]
+                image = self.model.model.get_image_features(**images) if images else None
+            seen[0].pooler_output = torch.cat([out.pooler_output for out in seen], 1)
+            batch["mm_encoder_outputs"] = {"video": seen[0], "image": image}
+        return batch
 
     @torch.inference_mode()
     def states(self, messages: Messages, more: Sequence[int] = ()) -> dict[str, Tensor]:
-        """Every state of every position: hidden, embed, and the input of each layer, [L, D]."""
-        seen: dict[str, Tensor] = {}
-        with self._watched(seen):
-            out = self.model(**self.inputs(messages, more), output_hidden_states=True)
-        assert torch.equal(seen["layer0"], out.hidden_states[0][0])
-        seen["embed"], seen["hidden"] = out.hidden_states[0][0], out.hidden_states[-1][0]
-        seen["logits"] = out.logits[0]
+        """Every state of every position: hidden, embed, and the input of each layer, [L, D].
+
+        The prompt in one pass, what comes after it in a second one over the first's cache, as `generate`
+        does: after a video, M-RoPE goes on elsewhere than inside of a prompt.
+        """
+        batch, parts = self.inputs(messages), list[dict[str, Tensor]]()
+        if hasattr(self.model.model, "rope_deltas"):
+            self.model.model.rope_deltas = None
+        with self._watched(parts):
+            out = self.model(**batch, output_hidden_states=True, use_cache=True)
+            outs = [out]
+            if more:
+                ids = torch.tensor([list(more)])
+                outs.append(
+                    self.model(
+                        input_ids=ids,
+                        past_key_values=out.past_key_values,
+                        output_hidden_states=True,
+                        use_cache=True,
+                    )
+                )
+        seen = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        embed = torch.cat([out.hidden_states[0][0] for out in outs])
+        assert torch.equal(seen["layer0"], embed)
+        seen["embed"], seen["hidden"] = embed, torch.cat([out.hidden_states[-1][0] for out in outs])
+        seen["logits"] = torch.cat([out.logits[0] for out in outs])
+        seen["ids"] = torch.cat([batch["input_ids"][0], torch.tensor(list(more), dtype=torch.long)])
         return seen
 
     @contextmanager
-    def _watched(self, seen: dict[str, Tensor]) -> Iterator[None]:
-        def watch(name: str) -> Any:
+    def _watched(self, parts: list[dict[str, Tensor]]) -> Iterator[None]:
+        """The input of every layer, for each pass."""
+
+        def watch(number: int) -> Any:
             def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                seen[name] = (args[0] if args else kwargs["hidden_states"])[0].clone()
+                if not number:
+                    parts.append({})
+                parts[-1][f"layer{number}"] = (args[0] if args else kwargs["hidden_states"])[0].clone()
 
             return hook
 
         handles = [
-            layer.register_forward_pre_hook(watch(f"layer{i}"), with_kwargs=True)
-            for i, layer in enumerate(self.model.model.language_model.layers)
+            layer.register_forward_pre_hook(watch(number), with_kwargs=True)
+            for number, layer in enumerate(self.model.model.language_model.layers)
         ]
         try:
             yield

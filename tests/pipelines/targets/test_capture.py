@@ -7,9 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests import tiny
 from tests.pipelines.targets.stock import Messages, Stock
+from vlmdistill.pipelines.targets import family as families
+from vlmdistill.pipelines.targets import llava_onevision
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.stores.errors import TargetError
 from vlmdistill.stores.schema import Feature, Sample
@@ -30,7 +34,21 @@ CASES: dict[str, Messages] = {
         *tiny.message("and this, which is longer?", tiny.picture(28, 64, 5)),
     ],
 }
-ANSWERS = [(40, 41, 42, 1), (50, 51), (60, 61, 62, 63, 64, 65, 66), (70, 71, 1)]
+VIDEOS: dict[str, Messages] = {
+    "video": tiny.message("what moves?", tiny.clip(5, 61, 45)),
+    "video and image": [
+        *tiny.message("first", tiny.clip(4, 40, 40, 1), tiny.picture(57, 29, 4)),
+        {"role": "assistant", "content": [{"type": "text", "text": "a thing"}]},
+        *tiny.message("and then?", tiny.picture(90, 64), tiny.clip(4, 30, 70, 2)),
+    ],
+    "two videos": tiny.message("compare", tiny.clip(3, 33, 57, 3), tiny.clip(8, 56, 28, 4)),
+}
+ANSWERS = [(40, 41, 42, 1), (50, 51), (60, 61, 62, 63, 64, 65, 66), (70, 71, 1), (80,) * 5, (90, 91), (99, 1)]
+
+
+def cases(family: str) -> dict[str, Messages]:
+    """Everything that the family can be shown."""
+    return CASES | VIDEOS if family in tiny.VIDEO else CASES
 
 
 def rows(states: torch.Tensor, sample: Sample, where: str) -> np.ndarray[Any, Any]:
@@ -53,12 +71,13 @@ def test_padded_batch_equals_stock_model_one_by_one(
     folder = checkpoint(family)
     target = load(str(folder), attention=attention)
     stock = Stock(folder, target, attention)
-    prompts = [target.encode(messages) for messages in CASES.values()]
-    samples = target.capture(prompts, ANSWERS, ALL, "float32", list(CASES))
+    shown = cases(family)
+    prompts = [target.encode(messages) for messages in shown.values()]
+    samples = target.capture(prompts, ANSWERS[: len(shown)], ALL, "float32", list(shown))
     assert len({prompt.length for prompt in prompts}) == len(prompts), "the batch has to need padding"
-    for messages, answer, sample in zip(CASES.values(), ANSWERS, samples, strict=True):
+    for messages, answer, sample in zip(shown.values(), ANSWERS, samples, strict=False):
         states = stock.states(messages, answer)
-        ids = stock.inputs(messages, answer)["input_ids"][0].numpy()
+        ids = states["ids"].numpy()
         assert len(sample.ids_T) + sample.visual_tokens == len(ids)
         np.testing.assert_array_equal(sample.ids_T, ids[sample.position_T])
         np.testing.assert_array_equal(sample.response_T, sample.position_T >= len(ids) - len(answer))
@@ -85,12 +104,35 @@ def test_spans_are_images(checkpoint: Checkpoint, family: str) -> None:
             assert [span.length for span in prompt.spans] == [len(image) for image in out.pooler_output]
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_step_by_step_generation_has_the_same_states(checkpoint: Checkpoint, family: str) -> None:
+@pytest.mark.parametrize("family", tiny.VIDEO)
+def test_spans_of_videos(checkpoint: Checkpoint, family: str) -> None:
+    """A video is one run of tokens; only Qwen3-VL has the time of each pair of frames between them."""
+    target = load(str(checkpoint(family)))
+    timed = family == "qwen3_vl"
+    for name, count in (
+        ("video", 3 if timed else 1),
+        ("video and image", 2 + 2 + 2 if timed else 4),
+        ("two videos", 2 + 4 if timed else 2),
+    ):
+        prompt = target.encode(VIDEOS[name])
+        assert len(prompt.spans) == count
+        assert sum(span.length for span in prompt.spans) == int(prompt.visual_L.sum())
+        for span in prompt.spans:
+            assert len(set(prompt.ids_L[span.start : span.start + span.length].tolist())) == 1
+
+
+@pytest.mark.parametrize(
+    ("family", "case"),
+    [
+        *((family, "several") for family in tiny.FAMILIES),
+        *((family, "video and image") for family in tiny.VIDEO),
+    ],
+)
+def test_step_by_step_generation_has_the_same_states(checkpoint: Checkpoint, family: str, case: str) -> None:
     folder = checkpoint(family)
     target = load(str(folder))
     stock = Stock(folder, target)
-    messages = CASES["several"]
+    messages = cases(family)[case]
     out = stock.generate(messages, 8, output_hidden_states=True, return_dict_in_generate=True)
     prompt = target.encode(messages)
     answer = out.sequences[0, prompt.length :].tolist()
@@ -129,6 +171,52 @@ def test_a_placeholder_in_the_response_is_an_ordinary_token(checkpoint: Checkpoi
     np.testing.assert_allclose(sample.features[Feature("hidden", "text")][-3:], hidden, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("family", tiny.VIDEO)
+def test_long_videos_are_seen_in_parts(
+    checkpoint: Checkpoint, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cut between frames, and between images, the vision tower says the same."""
+    target = load(str(checkpoint(family)))
+    prompts = [target.encode(messages) for messages in [CASES["several"], *VIDEOS.values()]]
+    answers = [(40, 41)] * len(prompts)
+    whole = target.capture(prompts, answers, ALL, "float32")
+    calls = list[int]()
+    monkeypatch.setattr(families, "PATCHES", 30)
+    monkeypatch.setattr(llava_onevision, "FRAMES", 3)
+    tower = target.model.model.vision_tower if family == "llava_onevision" else target.model.model.visual
+    handle = tower.register_forward_pre_hook(lambda module, args: calls.append(len(args[0])))
+    parts = target.capture(prompts, answers, ALL, "float32")
+    handle.remove()
+    assert len(calls) > 6
+    for one, other in zip(whole, parts, strict=True):
+        for feature in ALL:
+            np.testing.assert_allclose(one.features[feature], other.features[feature], atol=2e-5)
+
+
+class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Watches how many numbers the largest tensor has that is made."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self.numbers = max(self.numbers, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_memory_grows_with_the_length_not_with_its_square(checkpoint: Checkpoint, family: str) -> None:
+    target = load(str(checkpoint(family)))
+    prompt = target.encode(tiny.message("x" * 900))
+    target.check(prompt)
+    with Largest() as largest:  # type: ignore[no-untyped-call]
+        target.capture([prompt], [(40, 41)], [Feature("hidden", "text")])
+        target.prefill(prompt)
+    assert prompt.length * 40 < largest.numbers < prompt.length**2 / 4
+
+
 def test_only_what_is_asked_for_and_in_the_dtype_asked_for(checkpoint: Checkpoint) -> None:
     target = load(str(checkpoint("qwen2_5_vl")))
     prompt = target.encode(CASES["one"])
@@ -160,7 +248,8 @@ def test_states_that_do_not_give_the_logits_are_refused(checkpoint: Checkpoint) 
 def test_no_memory_halves_the_batch(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     target = load(str(checkpoint("llava")))
     prompts = [target.encode(messages) for messages in CASES.values()]
-    whole = target.capture(prompts, ANSWERS, ALL, "float32")
+    answers = ANSWERS[:4]
+    whole = target.capture(prompts, answers, ALL, "float32")
     run, sizes = target._capture, list[int]()
 
     def tight(items: Any, *more: Any) -> Any:
@@ -170,7 +259,7 @@ def test_no_memory_halves_the_batch(checkpoint: Checkpoint, monkeypatch: pytest.
         return run(items, *more)
 
     monkeypatch.setattr(target, "_capture", tight)
-    parts = target.capture(prompts, ANSWERS, ALL, "float32")
+    parts = target.capture(prompts, answers, ALL, "float32")
     assert sizes == [4, 2, 1, 1, 2, 1, 1]
     for one, other in zip(whole, parts, strict=True):
         np.testing.assert_array_equal(one.ids_T, other.ids_T)

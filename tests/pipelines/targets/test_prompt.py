@@ -9,8 +9,10 @@ import torch
 from PIL import Image
 
 from tests import tiny
+from vlmdistill.pipelines import frames
 from vlmdistill.pipelines.targets.base import VisionLanguageTarget
 from vlmdistill.pipelines.targets.loading import load
+from vlmdistill.pipelines.targets.prompt import Prompt
 from vlmdistill.stores.errors import DataError
 
 Checkpoint = Callable[..., Path]
@@ -53,9 +55,9 @@ def test_other_modes_and_orientations_are_read(target: VisionLanguageTarget, tmp
         ([{"type": "image", "path": "/nowhere/cat.png"}], "image /nowhere/cat.png does not exist"),
         ([{"type": "image", "path": __file__}], "test_prompt.py cannot be read"),
         ([{"type": "image", "path": None}], "image None cannot be read"),
-        ([{"type": "audio", "path": "a.wav"}], "a message part is a text or an image"),
-        ([{"type": "image"}], "a message part is a text or an image"),
-        ([{"type": "text", "text": 5}], "a message part is a text or an image"),
+        ([{"type": "audio", "path": "a.wav"}], "a message part is a text, an image or a video"),
+        ([{"type": "image"}], "a message part is a text, an image or a video"),
+        ([{"type": "text", "text": 5}], "a message part is a text, an image or a video"),
         (None, "a role and a content"),
         ("look: <|image_pad|>", "placeholder"),
         ("x" * 1100, "tokens and the target reads at most 1024"),
@@ -66,6 +68,77 @@ def test_what_cannot_be_used(target: VisionLanguageTarget, content: Any, said: s
     with pytest.raises(DataError) as caught:
         target.encode([{"role": "user", "content": content}])
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ({"path": "/nowhere/cat.mp4"}, "video /nowhere/cat.mp4 does not exist"),
+        ({"path": __file__}, "test_prompt.py cannot be read"),
+        ({"video": []}, "has no frames"),
+        ({"video": tiny.clip(4, 40, 40), "fps": 2, "frames": 2}, "by fps or by frames, not by both"),
+        ({"video": tiny.clip(4, 40, 40), "frames": 0}, "give more than 0"),
+        ({"video": tiny.clip(300, 80, 80)}, "the target reads at most 1024"),
+    ],
+    ids=str,
+)
+def test_videos_that_cannot_be_used(target: VisionLanguageTarget, part: dict[str, Any], said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        target.encode([{"role": "user", "content": [{"type": "video", **part}]}])
+
+
+@pytest.mark.parametrize("family", ["llava", "llava_next"])
+def test_a_family_without_video_says_so(checkpoint: Checkpoint, family: str) -> None:
+    with pytest.raises(DataError, match=r"family llava-(1\.5|next) see images, not videos"):
+        load(str(checkpoint(family))).encode(tiny.message("what moves?", tiny.clip(4, 40, 40)))
+
+
+@pytest.mark.parametrize("family", tiny.VIDEO)
+def test_a_video_in_all_its_forms(checkpoint: Checkpoint, family: str, tmp_path: Path) -> None:
+    """A file, the folder of its frames and an array of them are one prompt, and remember what is shown."""
+    target = load(str(checkpoint(family)))
+    path = tiny.film(tmp_path / "a.mp4", tiny.clip(12, 60, 44), fps=4)
+    frames_FHWC = frames.read(path, lambda footage: range(footage.total)).frames_FHWC
+    (tmp_path / "frames").mkdir()
+    for number, frame in enumerate(frames_FHWC):
+        Image.fromarray(frame).save(tmp_path / "frames" / f"{number}.png")
+    for wanted, count in (({"fps": 4.0}, 12), ({"frames": 4}, 4)):
+        read: list[Prompt] = []
+        for part in (
+            {"path": str(path)},
+            {"video": path},
+            {"path": tmp_path / "frames"},
+            {"video": frames_FHWC},
+            {"video": [Image.fromarray(frame) for frame in frames_FHWC]},
+        ):
+            if "frames" in wanted and "path" not in part:
+                continue  # without a clock, they are two a second
+            content = [{"type": "video", **part, **wanted}, {"type": "text", "text": "hello"}]
+            read.append(target.encode([{"role": "user", "content": content}]))
+        for prompt in read:
+            assert [len(sampling.indices) for sampling in prompt.samplings] == [count]
+            assert torch.equal(prompt.inputs["pixel_values_videos"], read[0].inputs["pixel_values_videos"])
+        if "fps" in wanted:
+            for prompt in read:
+                assert prompt.samplings == read[0].samplings
+                assert torch.equal(prompt.ids_L, read[0].ids_L)
+                assert torch.equal(prompt.rope_AL, read[0].rope_AL)
+            assert read[0].samplings[0].seconds[-1] == 2.75
+
+
+def test_the_time_between_frames_reaches_the_positions(checkpoint: Checkpoint) -> None:
+    """Qwen2.5-VL places frames by their seconds, Qwen3-VL writes them into the prompt."""
+    target = load(str(checkpoint("qwen2_5_vl")))
+    rate = target.model.config.vision_config.tokens_per_second
+    for fps in (1.0, 0.5):
+        part = {"type": "video", "video": tiny.clip(6, 40, 40), "fps": fps}
+        prompt = target.encode([{"role": "user", "content": [part]}])
+        time_U = prompt.rope_AL[0, prompt.visual_L]
+        assert sorted(set((time_U - time_U[0]).tolist())) == [0, int(2 / fps * rate), int(4 / fps * rate)]
+    target = load(str(checkpoint("qwen3_vl")))
+    part = {"type": "video", "video": tiny.clip(6, 40, 40), "fps": 0.5}
+    text = target.tokenizer.decode(target.encode([{"role": "user", "content": [part]}]).ids_L)
+    assert [text.count(f"<{seconds} seconds>") for seconds in (1.0, 5.0, 9.0)] == [1, 1, 1]
 
 
 def test_an_empty_conversation(target: VisionLanguageTarget) -> None:
