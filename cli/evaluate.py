@@ -9,7 +9,7 @@ from vlmdistill.cli import console
 
 
 def evaluate(
-    drafters: Annotated[list[str], typer.Argument(metavar="DRAFTER...", help="Names of trained drafters.")],
+    drafters: Annotated[list[str], typer.Argument(metavar="DRAFTER...", help="Names in the workspace.")],
     model: console.Model = "demo",
     prompts: Annotated[Path | None, typer.Option(help="Prompts; the workspace's own by default.")] = None,
     temperature: Annotated[list[float] | None, typer.Option(help="0 is greedy; may be repeated.")] = None,

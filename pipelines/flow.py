@@ -125,7 +125,7 @@ def fit(
 def measure(
     workspace: Workspace, plan: Plan, tell: Callable[[str], None], bar: Bar, tree: Tree | None = None
 ) -> None:
-    """Decode with all drafters, unless their evaluations are there; each with its own tree unless one is given."""
+    """Decode with all drafters, unless their evaluations are there; each on its own tree if none is given."""
     stale = [name for name in plan.drafters if not _evaluated(workspace, name, plan)]
     if stale:
         from vlmdistill.pipelines import evaluate
