@@ -47,7 +47,7 @@ class ArraySpec:
     compressed: bool = False
     attributes: tuple[tuple[str, str], ...] = ()  # the logical dtype, column names: for human readers
 
-    @property
+    @functools.cached_property
     def row_bytes(self) -> int:
         """Bytes of one row, uncompressed."""
         return np.dtype(self.dtype).itemsize * self.width
@@ -251,18 +251,39 @@ def _chunk_index(place: Place, name: str, size: int, chunks: int) -> Array:
     return np.frombuffer(tail[:length], "<u8").astype(np.int64).reshape(chunks, 2)
 
 
-def read_rows(place: Place, shard: str, spec: ArraySpec, span: range, total: int, size: int) -> Array:
-    """The rows of `span` [n, width], of an array of `total` rows in a file of `size` bytes.
+def read_rows(
+    place: Place, shard: str, spec: ArraySpec, span: range, total: int, size: int, out: Array | None = None
+) -> tuple[Array, int]:
+    """The rows of `span` [n, width] and their xxh3, of an array of `total` rows in a file of `size` bytes.
 
-    StoreError when the file is too short or cannot be decompressed; equality is for the caller
-    to check, by the xxh3 in the index.
+    They are read into `out` when it is given. StoreError when the file is too short or cannot be
+    decompressed; equality is for the caller to check, by the xxh3 in the index.
     """
-    name = f"{shard}/{spec.name}/{CHUNK_FILE}"
+    if spec.compressed:
+        rows = _decompressed(place, shard, spec, span, total, size)
+    elif out is not None:
+        state = xxhash.xxh3_64()
+        name, start, _ = extent_of(shard, spec, span)
+        place.fill(name, start, out.reshape(-1).view(np.uint8), state.update)
+        return out, state.intdigest()
+    else:
+        rows = place.extent(*extent_of(shard, spec, span)).view(spec.dtype).reshape(len(span), spec.width)
+    checksum = xxhash.xxh3_64_intdigest(rows.data if len(rows) else b"")
+    if out is None:
+        return rows, checksum
+    out[:] = rows
+    return out, checksum
+
+
+def extent_of(shard: str, spec: ArraySpec, span: range) -> tuple[str, int, int]:
+    """File, first byte and bytes of uncompressed rows."""
+    return f"{shard}/{spec.name}/{CHUNK_FILE}", span.start * spec.row_bytes, len(span) * spec.row_bytes
+
+
+def _decompressed(place: Place, shard: str, spec: ArraySpec, span: range, total: int, size: int) -> Array:
     if not len(span):
         return np.empty((0, spec.width), spec.dtype)
-    if not spec.compressed:
-        data = place.extent(name, span.start * spec.row_bytes, len(span) * spec.row_bytes)
-        return data.view(spec.dtype).reshape(len(span), spec.width)
+    name = f"{shard}/{spec.name}/{CHUNK_FILE}"
     first, last = span.start // CHUNK_ROWS, -(-span.stop // CHUNK_ROWS)
     chunks = _chunk_index(place, name, size, -(-total // CHUNK_ROWS))[first:last]
     begin = int(chunks[0, 0])

@@ -9,6 +9,7 @@ Every shard has `tokens`; every captured feature has one array, or three when it
   sample. A plain scale per token would drown ordinary channels beside a few massive ones.
 """
 
+import functools
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -47,13 +48,24 @@ class Layout:
         features = tuple(Feature.parse(name) for name in provenance.features)
         return cls(features, provenance.dtype, info.hidden_size, dict(encoding))
 
+    @property
+    def storage(self) -> str:
+        """The numpy dtype that a feature is read in: bfloat16 as the bits of uint16."""
+        return STORAGE[self.dtype]
+
+    @functools.cached_property
+    def _parts(self) -> Mapping[Feature, tuple[ArraySpec, ...]]:
+        return {feature: self._specs(feature) for feature in self.features}
+
     def parts(self, feature: Feature) -> tuple[ArraySpec, ...]:
         """The arrays that together hold a feature."""
+        return self._parts[feature]
+
+    def _specs(self, feature: Feature) -> tuple[ArraySpec, ...]:
         name, encoding = feature.name, self.encoding.get(feature.name, "raw")
         about = (("dtype", self.dtype), ("encoding", encoding))
         if encoding != "int8":
-            storage = STORAGE[self.dtype]
-            return (ArraySpec(name, feature.where, storage, self.width, encoding == "zstd", about),)
+            return (ArraySpec(name, feature.where, self.storage, self.width, encoding == "zstd", about),)
         scale = (("dtype", "float32"),)
         return (
             ArraySpec(name, feature.where, "int8", self.width, attributes=about),
@@ -91,11 +103,10 @@ class Layout:
             raise StoreError(f"sample {sample.key} has {have}; this store holds {want}")
         for feature, rows in sample.features.items():
             shape = (sample.rows(feature.where), self.width)
-            storage = STORAGE[self.dtype]
-            if rows.shape != shape or rows.dtype != storage:
+            if rows.shape != shape or rows.dtype != self.storage:
                 raise StoreError(
                     f"sample {sample.key}: {feature.name} is {rows.dtype}{list(rows.shape)}, "
-                    f"not {storage}{list(shape)}"
+                    f"not {self.storage}{list(shape)}"
                 )
 
     def split(self, sample: Sample, losses: dict[str, list[float]]) -> Iterator[tuple[ArraySpec, Array]]:

@@ -5,7 +5,7 @@ ranges. No locks, no appends, no renames of what is already visible.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,6 +28,14 @@ class Place(ABC):
     @abstractmethod
     def extent(self, name: str, start: int, length: int) -> Array:
         """Bytes [start, start + length) of a file as uint8: mapped when local and large."""
+
+    @abstractmethod
+    def fill(self, name: str, start: int, out: Array, seen: Callable[[memoryview], None]) -> None:
+        """Read bytes from `start` on into all of `out` (uint8), telling `seen` each part that has come."""
+
+    def announce(self, name: str, start: int, length: int) -> None:
+        """Say that an extent will be read soon."""
+        del name, start, length
 
     @abstractmethod
     def create(self, name: str, data: bytes) -> bool:

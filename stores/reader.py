@@ -74,7 +74,7 @@ class Epoch(Iterator[list[Sample]]):
         rank: int = 0,
         world: int = 1,
         start_state: Mapping[str, Any] | None = None,
-        prefetch: int = 4,
+        prefetch: int = 2,
     ) -> None:
         if token_budget < 1 or not 0 <= rank < world:
             given = f"{token_budget}, {rank}, {world}"
@@ -132,8 +132,7 @@ class Epoch(Iterator[list[Sample]]):
         return batch
 
     def _read(self, batch: Array) -> list[Sample]:
-        rows = self._rows[batch.tolist()].iter_rows(named=True)
-        return [self._store.read_row(row, self._features) for row in rows]
+        return self._store.read_batch(self._rows[batch.tolist()].to_dicts(), self._features)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -179,8 +178,9 @@ def epoch(
     """Iterate over one rank's batches of an epoch, each a list of samples with `features`.
 
     `token_budget` bounds the rows of a batch: text tokens, and visual tokens or spans where such
-    features are asked for. `start_state` is the `state` of an earlier iterator. StoreError when
-    it belongs to other samples, and whenever data are damaged.
+    features are asked for. The rows of a batch lie side by side in memory that is used again once
+    nothing refers to it: `tensors.packed` joins them without a copy. `start_state` is the `state`
+    of an earlier iterator. StoreError when it belongs to other samples, and whenever data are damaged.
     """
     return Epoch(
         store,

@@ -3,6 +3,7 @@
 import errno
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +39,27 @@ class Remote(Place):
 
     def extent(self, name: str, start: int, length: int) -> Array:
         """One ranged request."""
+        return np.frombuffer(
+            bytearray(self._get(name, start, length)), np.uint8
+        )  # writable, as torch likes it
+
+    def fill(self, name: str, start: int, out: Array, seen: Callable[[memoryview], None]) -> None:
+        """One ranged request, copied."""
+        out[:] = np.frombuffer(self._get(name, start, len(out)), np.uint8)
+        seen(out.data)
+
+    def _get(self, name: str, start: int, length: int) -> bytes:
         if length == 0:
-            return np.empty(0, np.uint8)
+            return b""
         try:
-            data = self._fs.cat_file(self._path(name), start=start, end=start + length)
+            data = bytes(self._fs.cat_file(self._path(name), start=start, end=start + length))
         except OSError as error:
             if error.errno != errno.EINVAL:  # the range is not satisfiable
                 raise
             data = b""
         if len(data) != length:
             raise cut(self.url, name)
-        return np.frombuffer(bytearray(data), np.uint8)  # writable, as torch likes its memory
+        return data
 
     def create(self, name: str, data: bytes) -> bool:
         """A conditional PUT where the store has one; elsewhere racing writers may both win, each whole."""

@@ -11,14 +11,15 @@
 `docs/store-format.md` describes every file.
 """
 
+import contextlib
+from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import xxhash
 
-from vlmdistill.stores.arrays import CHUNK_FILE, ArraySpec, read_rows
+from vlmdistill.stores.arrays import CHUNK_FILE, ArraySpec, extent_of, read_rows
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.heads import read_head, write_head
 from vlmdistill.stores.indexing import Shards
@@ -33,6 +34,7 @@ from vlmdistill.stores.manifest import (
     seal,
     units,
 )
+from vlmdistill.stores.memory import Pool
 from vlmdistill.stores.place import Place, place_of, writing
 from vlmdistill.stores.schema import (
     SCHEMA_VERSION,
@@ -65,6 +67,7 @@ class Store:
         self.info = TargetInfo.from_dict(record["info"])
         self.layout = Layout.of(self.provenance, self.info, record["encoding"])
         self._shards = Shards(place)
+        self._pool = Pool()
         self._index: tuple[Any, pl.DataFrame] | None = None  # what it was made from; the frame
 
     @classmethod
@@ -192,22 +195,35 @@ class Store:
         row = row or self._row(self.index, key)  # committed since we last looked?
         if row is None:
             raise StoreError(f"{self.path} has no sample '{key}'")
+        self.announce(row, features)
         return self.read_row(row, features)
 
     @staticmethod
     def _row(index: "pl.DataFrame", key: str) -> dict[str, Any] | None:
-        at = index["key"].search_sorted(key) if len(index) else 0
-        return index.row(at, named=True) if at < len(index) and index["key"][at] == key else None
+        keys = index["key"]
+        at = bisect_left(keys, key)
+        return index.row(at, named=True) if at < len(keys) and keys[at] == key else None
 
-    def read_row(self, row: Mapping[str, Any], features: Collection[Feature] | None = None) -> Sample:
-        """The sample of one row of the index; see `read`."""
+    def read_row(
+        self,
+        row: Mapping[str, Any],
+        features: Collection[Feature] | None = None,
+        into: Mapping[Feature, Array] | None = None,
+    ) -> Sample:
+        """The sample of one row of the index, its features read `into` arrays [n, D] if given; see `read`."""
         tokens_T4 = self.rows(TOKENS, row)
         ids_T, position_T, rope_T, response_T = np.ascontiguousarray(tokens_T4.T)
         written = self.commit(row["unit"])["meta"]  # without what training says of the sample
         held = {}
         for feature in self.layout.choose(features):
-            parts = tuple(self.rows(spec, row) for spec in self.layout.parts(feature))
-            held[feature] = self.layout.join(feature, parts)
+            specs, out = self.layout.parts(feature), into[feature] if into else None
+            if len(specs) == 1:
+                held[feature] = self.rows(specs[0], row, out)
+                continue
+            held[feature] = self.layout.join(feature, tuple(self.rows(spec, row) for spec in specs))
+            if out is not None:
+                out[:] = held[feature]
+                held[feature] = out
         return Sample(
             key=row["key"],
             ids_T=ids_T,
@@ -223,21 +239,59 @@ class Store:
             },
         )
 
-    def rows(self, spec: ArraySpec, row: Mapping[str, Any]) -> Array:
-        """The rows of one array for one row of the index, as stored and checked; see `read`."""
-        record = self.commit(row["unit"])
+    def read_batch(self, rows: Sequence[Mapping[str, Any]], features: Collection[Feature]) -> list[Sample]:
+        """The samples of several rows of the index, each feature's rows side by side in reused memory.
+
+        `tensors.packed` makes one tensor of them without a copy. The memory is used for other samples
+        once nothing refers to it any more.
+        """
+        blocks = {
+            feature: self._pool.take(
+                sum(rows_of(feature.where, row) for row in rows), self.layout.width, self.layout.storage
+            )
+            for feature in features
+        }
+        for row in rows:
+            self.announce(row, features)
+        ends = dict.fromkeys(blocks, 0)
+        samples = []
+        for row in rows:
+            into = {}
+            for feature, block in blocks.items():
+                start, ends[feature] = ends[feature], ends[feature] + rows_of(feature.where, row)
+                into[feature] = block[start : ends[feature]]
+            samples.append(self.read_row(row, features, into))
+        return samples
+
+    def announce(self, row: Mapping[str, Any], features: Collection[Feature] | None = None) -> None:
+        """Let the disk start on all arrays of a sample at once."""
+        shard = f"{SHARDS}/{self.commit(row['unit'])['shard']}"
+        specs = [spec for feature in self.layout.choose(features) for spec in self.layout.parts(feature)]
+        with contextlib.suppress(FileNotFoundError):  # whoever reads it says what is missing
+            for spec in (*specs, TOKENS):
+                span = self._span(spec, row)
+                if span and not spec.compressed:
+                    self.place.announce(*extent_of(shard, spec, span))
+
+    @staticmethod
+    def _span(spec: ArraySpec, row: Mapping[str, Any]) -> range:
         start = row[f"{spec.rows}_row"]
-        span = range(start, start + rows_of(spec.rows, row))
+        return range(start, start + rows_of(spec.rows, row))
+
+    def rows(self, spec: ArraySpec, row: Mapping[str, Any], out: Array | None = None) -> Array:
+        """The rows of one array for one row of the index, as stored and checked, in `out` if given."""
+        record = self.commit(row["unit"])
+        span = self._span(spec, row)
         total = record["rows"][spec.rows]
         size = record["files"].get(f"{spec.name}/{CHUNK_FILE}", (0,))[0]
         shard = f"{SHARDS}/{record['shard']}"
         where = f"{self.path}/{shard}: {spec.name} of sample {row['key']}"
         try:
-            rows = read_rows(self.place, shard, spec, span, total, size)
+            rows, checksum = read_rows(self.place, shard, spec, span, total, size, out)
         except FileNotFoundError as error:
             raise damaged(where, "it is missing") from error
         except OSError as error:
             raise StoreError(f"{where} cannot be read: {error}") from error
-        if xxhash.xxh3_64_intdigest(rows.data if len(rows) else b"") != row[XXH3 + spec.name]:
+        if checksum != row[XXH3 + spec.name]:
             raise damaged(where)
         return rows

@@ -1,12 +1,12 @@
 """Between the store's numpy arrays and torch, without a copy where the memory allows."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from vlmdistill.stores.errors import StoreError
-from vlmdistill.stores.layout import STORAGE
+from vlmdistill.stores.memory import side_by_side
 from vlmdistill.stores.schema import Array
 
 if TYPE_CHECKING:
@@ -41,30 +41,9 @@ def as_numpy(tensor: "torch.Tensor") -> Array:
     return tensor.numpy()
 
 
-class Packer:
-    """Joins the ragged rows of a batch into one tensor, in memory that is used again.
+def packed(parts: Sequence[Array], dtype_name: str) -> "torch.Tensor":
+    """Rows [n_i, D] of several samples as one tensor [sum of n_i, D].
 
-    Fresh memory costs more than the copy itself, so a result is valid until the call `ring` later.
+    It shares their memory where they lie side by side, as the samples of an epoch's batch do.
     """
-
-    def __init__(self, dtype_name: str, ring: int = 2, pin: bool = False) -> None:
-        if dtype_name not in STORAGE:
-            raise StoreError(f"'{dtype_name}' is not a stored dtype: use one of {', '.join(STORAGE)}")
-        self._dtype = dtype_name
-        self._pin = pin
-        self._ring: list[Any] = [None] * ring
-        self._turn = 0
-
-    def pack(self, parts: Sequence[Array]) -> "torch.Tensor":
-        """Rows [n_i, D] of several samples -> one tensor [sum of n_i, D]."""
-        import torch
-
-        rows, width = sum(len(part) for part in parts), parts[0].shape[1]
-        self._turn = (self._turn + 1) % len(self._ring)
-        held = self._ring[self._turn]
-        if held is None or held.numel() < rows * width:
-            held = torch.empty(rows * width * 5 // 4, dtype=getattr(torch, self._dtype), pin_memory=self._pin)
-            self._ring[self._turn] = held
-        packed: torch.Tensor = held[: rows * width].view(rows, width)
-        np.concatenate(parts, out=as_numpy(packed))
-        return packed
+    return as_torch(side_by_side(parts), dtype_name)

@@ -16,7 +16,7 @@ import zarr
 from tests.stores.samples import FEATURES, head, make, sample
 from vlmdistill.stores.layout import ENCODINGS
 from vlmdistill.stores.schema import Feature
-from vlmdistill.stores.tensors import Packer, as_numpy, as_torch
+from vlmdistill.stores.tensors import as_numpy, as_torch
 
 BIG = 3  # a sample of more rows than a chunk
 
@@ -87,12 +87,3 @@ def test_torch_shares_the_memory_of_what_is_read(tmp_path: Path) -> None:
     tensor.zero_()  # private to this process: the file does not change
     again = store.read("k0001").features[Feature.parse("hidden.text")]
     assert np.array_equal(again, sample(1, tokens=8000).features[Feature.parse("hidden.text")])
-
-
-def test_packing_joins_ragged_rows_in_reused_memory() -> None:
-    packer = Packer("bfloat16", ring=2)
-    parts = [np.full((n, 4), n, np.uint16) for n in (3, 1, 5)]
-    packed = packer.pack(parts)
-    assert np.array_equal(as_numpy(packed), np.concatenate(parts))
-    assert packer.pack(parts).data_ptr() != packed.data_ptr()
-    assert packer.pack(parts[:2]).data_ptr() == packed.data_ptr()

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from tests.stores.samples import head, info, make, provenance, same, sample, write
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.filters import filter_store
+from vlmdistill.stores.memory import Pool
 from vlmdistill.stores.reader import Epoch, epoch, level, plan
 from vlmdistill.stores.schema import Feature, Sample
 from vlmdistill.stores.store import Store
+from vlmdistill.stores.tensors import as_numpy, as_torch, packed
 
 TEXT = [Feature.parse("hidden.text")]
 
@@ -99,6 +101,34 @@ def test_the_order_is_the_seeds_and_another_each_epoch(store: Store) -> None:
 def test_samples_arrive_whole(store: Store) -> None:
     for batch in epoch(store, token_budget=100):
         assert all(same(item, sample(int(item.key[1:]))) for item in batch)
+
+
+def test_a_batch_becomes_one_tensor_without_a_copy(tmp_path: Path) -> None:
+    store = make(tmp_path, [range(9)], encoding={"layer2.visual": "zstd", "embed.span": "int8"})
+    for batch in epoch(store, token_budget=150):
+        for feature in store.layout.features:
+            parts = [item.features[feature] for item in batch]
+            tensor = packed(parts, "bfloat16")
+            assert np.array_equal(as_numpy(tensor), np.concatenate(parts))
+            if tensor.numel():
+                assert tensor.data_ptr() == next(part.ctypes.data for part in parts if len(part))
+            backwards = packed(parts[::-1], "bfloat16")
+            assert np.array_equal(as_numpy(backwards), np.concatenate(parts[::-1]))
+
+
+def test_memory_is_used_again_only_once_nothing_refers_to_it() -> None:
+    pool = Pool()
+    block = pool.take(10, 4, "uint16")
+    block[:] = 7
+    address = block.ctypes.data
+    part = as_torch(block[2:5], "bfloat16")
+    del block
+    other = pool.take(10, 4, "uint16")
+    other[:] = 0
+    assert other.ctypes.data != address
+    assert (as_numpy(part) == 7).all()
+    del part
+    assert pool.take(10, 4, "uint16").ctypes.data == address
 
 
 def test_an_epoch_follows_a_view_or_keys(store: Store) -> None:
