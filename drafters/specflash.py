@@ -73,7 +73,7 @@ class SpecFlash(Drafter):
         self.fc = nn.Linear(2 * width, width)
         self.layer = layer_like(info, kv_heads=config.kv_heads)
         self.query_CD = nn.Parameter(torch.randn(config.queries if config.compress else 0, width))
-        self.placeholder_D = nn.Parameter(torch.randn(width) * width**-0.5) if config.group > 1 else None
+        self.placeholder_D = nn.Parameter(torch.randn(width) * width**-0.5)
         # One token a pass is an ordinary drafter: it can go on for ever.
         self.max_hops = config.group * config.passes if config.group > 1 else None
 
@@ -106,26 +106,23 @@ class SpecFlash(Drafter):
         )
 
     def step(self, entries: Entries, memory: Memory) -> Tensor:
-        """Section 3.3: one pass for a group, [R, G * D]; the hops within it take their place of that."""
-        group, place = self.config.group, entries.hop % self.config.group
-        hidden_ND = entries.hidden_ND
-        if entries.hop:
-            hidden_ND = self.of_group(hidden_ND, entries.hop - 1)
-        if place == 0 or entries.hop < group * (self.config.passes - 1):  # else nothing will look back on it
+        """Section 3.3: one pass makes the states of a group, [R, G * D]; the hops within it hand them on."""
+        group, places = self.config.group, entries.places
+        last = group * (self.config.passes - 1)  # the hop of the last pass
+        starts = entries.hop % group == 0
+        if starts or entries.hop < last:
+            hidden_ND = entries.hidden_ND
+            if entries.hop:
+                hidden_ND = self.of_group(hidden_ND, entries.hop - 1)
             embed_ND = nn.functional.embedding(entries.ids_N, self.embed_VD)
             x_ND = self.fc(torch.cat([embed_ND, hidden_ND], dim=-1))
-            if place == 0 and self.placeholder_D is not None:
+            if starts:
                 group_XD = self.placeholder_D.expand(group - 1, -1)
-                state_RGD = self.layer.ahead(
-                    x_ND, group_XD, entries.position_N, entries.places, memory, entries.hop
-                )
-                return state_RGD.flatten(1)
-            if place == 0:
-                state_RD: Tensor = self.layer(x_ND, entries.position_N, entries.places, memory, entries.hop)
-                return state_RD
-            self.layer.remember(x_ND, entries.position_N, entries.places, memory, entries.hop)
-        rows_R = entries.places.rows_R
-        return entries.hidden_ND if rows_R is None else entries.hidden_ND[rows_R]
+                return self.layer.ahead(
+                    x_ND, group_XD, entries.position_N, places, memory, entries.hop
+                ).flatten(1)
+            self.layer.remember(x_ND, entries.position_N, places, memory, entries.hop)
+        return entries.hidden_ND if places.rows_R is None else entries.hidden_ND[places.rows_R]
 
     def of_group(self, state_NX: Tensor, hop: int) -> Tensor:
         """The state [N, D] of a hop among those of its group, [N, G * D]."""
