@@ -12,10 +12,10 @@ BIN     := $(VENV)/bin
 VLM      = VLMDISTILL_RUNS=$(RUNS) $(BIN)/vlmdistill
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types pytest prompts responses features train eval report bench bench-store docs wheel clean
+.PHONY: help setup demo test lint types pytest prompts responses features train eval report bench bench-store results docs wheel clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
 
 setup: $(VENV)/.ready  ## create .venv and install vlmdistill into it
 $(VENV)/.ready: pyproject.toml
@@ -62,6 +62,9 @@ report: setup  ## the HTML page of all evaluations of MODEL
 
 bench: setup  ## performance ratios with their floors
 	$(BIN)/python -m benchmarks
+
+results: setup  ## all methods on the demo target, three seeds each: docs/results.md
+	$(BIN)/python -m benchmarks.methods
 
 bench-store: setup  ## the store against the disk and one file per sample
 	$(BIN)/python -m benchmarks.store

@@ -197,6 +197,12 @@ class _Trainer:
             return self.position.taken / steps
         return (self.position.epoch + part) / stage.epochs if stage.epochs else 1.0
 
+    def _done(self, stage: Stage, progress: float) -> float:
+        """How much of the run is done, every stage weighing as much as its epochs."""
+        epochs = [one.epochs for one in self.config.schedule]
+        before = sum(epochs[: self.position.stage])
+        return (before + stage.epochs * progress) / max(sum(epochs), 1e-9)
+
     def _epoch(self, stage: Stage) -> bool:
         """One pass, or the part of it that the stage's epochs or steps allow; False: nothing to read."""
         number, steps = self.position.epoch, self._steps(stage)
@@ -230,7 +236,7 @@ class _Trainer:
             self.position.total += 1
             self.position.taken += 1
             seconds = time.perf_counter() - started
-            done = (self.position.stage + self._progress(stage, read / whole)) / len(self.config.schedule)
+            done = self._done(stage, self._progress(stage, read / whole))
             self._tell(Progress(stage.name, done, self.position.total, sums, tokens, seconds), rate)
             if self.position.total % self.run.save_every == 0:
                 deepspeed.save(
