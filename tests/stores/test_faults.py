@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import random
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 from tests.stores.campaign import UNITS
 from tests.stores.faults import CALLS, WRITES, Calls, struck
 from tests.stores.samples import make, same, sample, write
+from tests.stores.syscalls import CHANGES, REFUSED, UNIT
 from vlmdistill.stores.collect import collect
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.filters import filter_store, view_keys
@@ -48,6 +50,21 @@ def test_killed_writers_leave_the_very_bytes_of_an_undisturbed_run(tmp_path: Pat
         assert tree(path) == tree(Path(calm.path))
         assert store.index["key"].to_list() == sorted(calm.keys())
         assert all(same(store.read(f"k{number:04}"), sample(number)) for number in range(24))
+
+
+@pytest.mark.skipif(platform.machine() not in CHANGES, reason="system calls have other numbers here")
+def test_a_writer_killed_between_any_two_system_calls_loses_and_doubles_nothing(tmp_path: Path) -> None:
+    calm = make(tmp_path / "calm")
+    write(calm, "u", UNIT)
+    collect(calm, grace=0)
+    storm = tmp_path / "storm"
+    command = [sys.executable, "-m", "tests.stores.syscalls", str(storm)]
+    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, cwd=ROOT)
+    if done.returncode == REFUSED:
+        pytest.skip("processes may not trace their children here")
+    assert json.loads(done.stdout)["killed"] > 100
+    for path in storm.iterdir():
+        assert tree(path) == tree(tmp_path / "calm"), path
 
 
 @pytest.fixture(scope="module")
