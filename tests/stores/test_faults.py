@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -155,6 +156,15 @@ def test_a_disk_that_fills_up_at_any_write_leaves_a_store_that_verifies(tmp_path
         write(store, "u", range(3))
         assert all(same(store.read(f"k{number:04}"), sample(number)) for number in range(3))
     assert failed > 50
+
+
+def test_a_disk_that_stays_full_leaves_a_store_that_verifies(tmp_path: Path) -> None:
+    alone = ["unshare", "-Urm"]
+    if not shutil.which("unshare") or subprocess.run([*alone, "true"], check=False).returncode:
+        pytest.skip("processes may not mount a small disk here")
+    command = [*alone, sys.executable, "-m", "tests.stores.fulldisk", str(tmp_path / "disk")]
+    told = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=ROOT).stdout)
+    assert told["full"] > 40
 
 
 def test_gc_removes_what_the_dead_left_and_spares_the_living(tmp_path: Path) -> None:
