@@ -23,6 +23,7 @@ from vlmdistill.pipelines.targets.family import Family, Inputs, Visual, perceive
 from vlmdistill.pipelines.targets.fingerprint import Fingerprint, code_version, fingerprint
 from vlmdistill.pipelines.targets.layers import causal, run_layers
 from vlmdistill.pipelines.targets.prompt import Messages, Prompt, Response, encode
+from vlmdistill.pipelines.targets.sampling import Chance, Rows, answers
 from vlmdistill.stores.errors import DataError, TargetError
 from vlmdistill.stores.schema import Feature, Provenance, Sample, TargetInfo
 
@@ -117,30 +118,27 @@ class VisionLanguageTarget:
                 f"cannot answer with max_new_tokens {max_new_tokens} (at least 1), "
                 f"temperature {temperature} (at least 0), top_p {top_p} (above 0, up to 1)"
             )
-        sampled = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
-        config = transformers.GenerationConfig(
-            max_new_tokens=max_new_tokens,
-            eos_token_id=list(self.info.eos_ids),
-            pad_token_id=self._pad_id,
-            **(sampled if temperature > 0 else {"do_sample": False}),
-        )
-        return halving(list(prompts), lambda part: self._generate(part, config, seed))
+        chance = Chance(temperature, top_p, seed)
+        return halving(list(prompts), lambda part: self._generate(part, max_new_tokens, chance))
 
     @torch.inference_mode()
-    def _generate(self, prompts: Sequence[Prompt], config: Any, seed: int) -> list[Response]:
-        gpus = [self.device] if self.device.type == "cuda" else []
-        inputs = self._stock_inputs(prompts)
-        with torch.random.fork_rng(devices=gpus):
-            torch.manual_seed(seed)
-            out_BL = self.model.generate(**inputs, generation_config=config)
-        answers = out_BL[:, inputs["input_ids"].shape[1] :].tolist()
-        return [self._response(ids) for ids in answers]
+    def _generate(self, prompts: Sequence[Prompt], most: int, chance: Chance) -> list[Response]:
+        layers, lengths = self._decoder.layers, [prompt.length for prompt in prompts]
+        draw = chance.begin(self.device)
+        rows = Rows(layers, lengths)
+        states = self._states(prompts, [Transcript.of(prompt) for prompt in prompts], (), cache=rows)
+        ends_B = torch.tensor(lengths, device=self.device) - 1
+        hidden_BD = states["hidden"][torch.arange(len(prompts), device=self.device), ends_B]
+        rope_B = torch.tensor([prompt.next_rope for prompt in prompts], device=self.device)
+        said = answers(
+            layers, rows, hidden_BD, rope_B, lambda h_BD: draw(self.logits(h_BD)), self.info.eos_ids, most
+        )
+        return [self._response(ids) for ids in said]
 
     def _response(self, ids: list[int]) -> Response:
-        stops = [i for i, token in enumerate(ids) if token in self.info.eos_ids]
-        kept = ids[: stops[0] + 1] if stops else ids
-        text = self.tokenizer.decode(kept, skip_special_tokens=True)
-        return Response(ids=tuple(kept), finish="stop" if stops else "length", text=text)
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        stopped = ids[-1] in self.info.eos_ids
+        return Response(ids=tuple(ids), finish="stop" if stopped else "length", text=text)
 
     def _stock_inputs(self, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
         """A left-padded batch as the stock model takes it."""

@@ -7,7 +7,7 @@ Shapes: N tokens, S cached and new positions, K committed rows, D hidden width, 
 the MLP, H heads, G key/value heads, d head width, C capacity of the cache, Y layers, P rotary positions.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +48,8 @@ class Decoder:
             place_N = depth_N + (self.next_rope - 1)
             mask_NS = self._mask(count, visible_NN)
         taps = tapped(sources, len(self.layers.layers))
-        return self.layers.run(ids_N, place_N, self.next_rope + count, mask_NS, self.cache, taps)
+        attend = self.layers.attend(self.cache, count, mask_NS)
+        return self.layers.run(ids_N, place_N, self.next_rope + count, attend, taps)
 
     def attention(self, ids_N: Tensor, place_N: Tensor, first: int) -> Tensor:
         """How much N tokens of the prefix, from index `first`, attend to each of its positions: float32 [S].
@@ -59,9 +60,8 @@ class Decoder:
         weight_S = torch.zeros(whole, device=ids_N.device)
         mask_NS = self._mask(len(ids_N), None)
         try:
-            self.layers.run(
-                ids_N, place_N, int(place_N.max()) + 1, mask_NS, self.cache, {}, attention_S=weight_S
-            )
+            attend = self.layers.attend(self.cache, len(ids_N), mask_NS, weight_S)
+            self.layers.run(ids_N, place_N, int(place_N.max()) + 1, attend, {})
         finally:
             self.cache.length = whole
         return weight_S / len(self.layers.layers)
@@ -127,8 +127,11 @@ class Prefix:
         self.length += count
 
 
+Attend = Callable[[int, Tensor], Tensor]  # layer, and its qkv [N, H, d]: what is attended to, [N, D]
+
+
 class FusedLayers:
-    """Decoding steps over the target's own weights: N tokens after a cached prefix, of one sequence.
+    """Decoding steps over the target's own weights: N tokens, each after what `attend` lets it see.
 
     The query, key and value matrices of a layer are made one, and so are gate and up; the model's
     own modules become views of the fused matrices, so that no weight is held twice.
@@ -159,31 +162,56 @@ class FusedLayers:
         self.cos_P1d, self.sin_P1d = cos_1Pd[0][:, None], sin_1Pd[0][:, None].clone()
         self.sin_P1d[..., : self.width // 2].neg_()
 
+    def attend(
+        self, cache: Prefix, count: int, mask_NS: Tensor | None, attention_S: Tensor | None = None
+    ) -> Attend:
+        """`count` tokens of one sequence, after those that `cache` holds; each layer writes theirs into it.
+
+        `mask_NS` is additive, in the model's dtype, over the prefix and the N tokens; None attends to all.
+        To `attention_S` each layer adds the mean over heads and tokens of its attention weights.
+        """
+        start, end = cache.length, cache.length + count
+        heads, kv_heads, width = self.heads, self.kv_heads, self.width
+        shared = heads // kv_heads
+        cache.reserve(end)
+        if mask_NS is not None:  # the heads that share keys are laid out as more tokens
+            mask_NS = mask_NS.repeat(shared, 1)
+
+        def attend(number: int, qkv_NHd: Tensor) -> Tensor:
+            rows_GSd = cache.layers[number][:, :end]
+            rows_GSd[:, start:] = qkv_NHd[:, heads:].transpose(0, 1)
+            query = qkv_NHd[:, :heads].view(count, kv_heads, shared, width).permute(1, 2, 0, 3)
+            query = query.reshape(1, kv_heads, shared * count, width)
+            if attention_S is not None:
+                score_GNS = (query[0] @ rows_GSd[:kv_heads].transpose(1, 2)).float() * self.scale
+                weight_GNS = (score_GNS if mask_NS is None else score_GNS + mask_NS).softmax(-1)
+                attention_S.add_(weight_GNS.mean((0, 1)))
+            mixed = F.scaled_dot_product_attention(
+                query,
+                rows_GSd[None, :kv_heads],
+                rows_GSd[None, kv_heads:],
+                attn_mask=mask_NS,
+                scale=self.scale,
+            )
+            return mixed.view(kv_heads, shared, count, width).permute(2, 0, 1, 3).reshape(count, -1)
+
+        return attend
+
     def run(
         self,
         ids_N: Tensor,
         place_N: Tensor | slice,
         last: int,
-        mask_NS: Tensor | None,
-        cache: Prefix,
+        attend: Attend,
         taps: dict[int, list[str]],
-        attention_S: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """States by source [N, D]; `place_N` are rotary positions, none beyond `last`.
-
-        `mask_NS` is additive, in the model's dtype, over the prefix and the N tokens; None attends to all.
-        To `attention_S` each layer adds the mean over heads and tokens of its attention weights.
-        """
+        """States by source [N, D]; `place_N` are rotary positions, none beyond `last`."""
         if last >= len(self.cos_P1d):
             self._rotate(2 * last)
         cos_N1d, sin_N1d = self.cos_P1d[place_N], self.sin_P1d[place_N]
         hidden_ND = F.embedding(ids_N, self.embed_VD)
-        count, start = hidden_ND.shape[0], cache.length
-        end, heads, kv_heads, width = start + count, self.heads, self.kv_heads, self.width
-        shared, turned, half = heads // kv_heads, heads + kv_heads, width // 2
-        cache.reserve(end)
-        if mask_NS is not None:  # the heads that share keys are laid out as more tokens
-            mask_NS = mask_NS.repeat(shared, 1)
+        count, width = hidden_ND.shape[0], self.width
+        turned, half = self.heads + self.kv_heads, width // 2
         states: dict[str, Tensor] = {}
         for number, layer in enumerate(self.layers):
             if number in taps:
@@ -195,22 +223,7 @@ class FusedLayers:
                 qk_NHd.copy_(F.rms_norm(qk_NHd, (width,), None, layer.eps) * layer.norm_qk_Hd)
             rolled_NHd = qk_NHd.roll(half, -1)
             qk_NHd.mul_(cos_N1d).addcmul_(rolled_NHd, sin_N1d)
-            rows_GSd = cache.layers[number][:, :end]
-            rows_GSd[:, start:] = qkv_NHd[:, heads:].transpose(0, 1)
-            query = qkv_NHd[:, :heads].view(count, kv_heads, shared, width).permute(1, 2, 0, 3)
-            query = query.reshape(1, kv_heads, shared * count, width)
-            if attention_S is not None:
-                score_GNS = (query[0] @ rows_GSd[:kv_heads].transpose(1, 2)).float() * self.scale
-                weight_GNS = (score_GNS if mask_NS is None else score_GNS + mask_NS).softmax(-1)
-                attention_S += weight_GNS.mean((0, 1))
-            mixed = F.scaled_dot_product_attention(
-                query,
-                rows_GSd[None, :kv_heads],
-                rows_GSd[None, kv_heads:],
-                attn_mask=mask_NS,
-                scale=self.scale,
-            )
-            mixed_ND = mixed.view(kv_heads, shared, count, width).permute(2, 0, 1, 3).reshape(count, -1)
+            mixed_ND = attend(number, qkv_NHd)
             hidden_ND = torch.addmm(hidden_ND, mixed_ND, layer.out_t)
             normed_ND = F.rms_norm(hidden_ND, layer.norm_mlp.shape, layer.norm_mlp, layer.eps)
             gate_NM, up_NM = F.linear(normed_ND, layer.gate_up).chunk(2, -1)

@@ -21,6 +21,15 @@ PROMPTS: dict[str, Messages] = {
     "one": tiny.message("what is it?", tiny.picture(90, 64)),
     "several": tiny.message("compare", tiny.picture(33, 95, 1), tiny.picture(120, 60, 2)),
 }
+VIDEOS: dict[str, Messages] = {
+    "video": tiny.message("what moves?", tiny.clip(5, 61, 45)),
+    "mixed": tiny.message("compare", tiny.clip(4, 40, 40, 1), tiny.picture(90, 64), tiny.clip(7, 30, 70, 2)),
+}
+SHOWN = [
+    *((family, name) for family in tiny.FAMILIES for name in PROMPTS),
+    *((family, name) for family in tiny.VIDEO for name in VIDEOS),
+]
+PROMPTS |= VIDEOS
 SOURCES = ("hidden", "layer1", "layer2")
 #           0
 #      1    2     3
@@ -44,11 +53,12 @@ def tree(seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("images", "attention"), [("none", "sdpa"), ("one", "sdpa"), ("several", "sdpa"), ("several", "eager")]
+    ("family", "shown", "attention"),
+    [(*shown, "sdpa") for shown in SHOWN]
+    + [(*shown, "eager") for shown in SHOWN if shown[1] in ("several", "mixed")],
 )
-@pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_tree_equals_one_token_at_a_time(
-    checkpoint: Checkpoint, family: str, attention: str, images: str
+    checkpoint: Checkpoint, family: str, attention: str, shown: str
 ) -> None:
     """Every path of the tree against a fresh pass of the stock model over prompt and path; then again
     after committing a path that is not a prefix of the tree's rows."""
@@ -56,14 +66,14 @@ def test_tree_equals_one_token_at_a_time(
     target = load(str(folder), attention=attention)
     stock = Stock(folder, target, attention)
     before: list[int] = []
-    target.prefill(target.encode(PROMPTS[images]))
+    target.prefill(target.encode(PROMPTS[shown]))
     for turn, chosen in enumerate((11, 5)):
         ids_N, depth_N, visible_NN = tree(turn)
         states = target.extend(ids_N, depth_N, visible_NN, SOURCES)
         states["logits"] = target.logits(states["hidden"])
         for leaf in set(range(len(PARENT))) - set(PARENT):
             nodes = path(leaf)
-            expected = stock.states(PROMPTS[images], [*before, *ids_N[nodes].tolist()])
+            expected = stock.states(PROMPTS[shown], [*before, *ids_N[nodes].tolist()])
             for source in (*SOURCES, "logits"):
                 mine, theirs = states[source][nodes], expected[source][-len(nodes) :]
                 torch.testing.assert_close(mine, theirs, atol=3e-5, rtol=1e-4)
@@ -90,9 +100,9 @@ def test_greedy_loop_equals_generate(checkpoint: Checkpoint, family: str) -> Non
     folder = checkpoint(family)
     target = load(str(folder))
     stock = Stock(folder, target)
-    for images in ("several", "none", "one"):
-        prompt = target.encode(PROMPTS[images])
-        theirs = stock.generate(PROMPTS[images], 24)[0, prompt.length :].tolist()
+    for shown in [name for its_family, name in reversed(SHOWN) if its_family == family]:
+        prompt = target.encode(PROMPTS[shown])
+        theirs = stock.generate(PROMPTS[shown], 24)[0, prompt.length :].tolist()
         assert greedy(target, prompt, 24) == theirs
         assert list(target.generate([prompt], max_new_tokens=24, temperature=0)[0].ids) == theirs
 
@@ -137,8 +147,8 @@ def test_a_committed_chain_equals_a_longer_prompt(target: VisionLanguageTarget) 
 
 def test_prefill_hands_over_what_capture_stores(target: VisionLanguageTarget) -> None:
     features = [Feature(source, where) for source in SOURCES for where in ("text", "visual", "span")]
-    for images in PROMPTS:
-        prompt = target.encode(PROMPTS[images])
+    for shown in PROMPTS:
+        prompt = target.encode(PROMPTS[shown])
         batch = target.prefill(prompt, features)
         sample = target.capture([prompt], [()], features, "float32")[0]
         assert batch.ids_T.tolist() == sample.ids_T.tolist()

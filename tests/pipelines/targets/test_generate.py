@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from tests import tiny
+from tests.pipelines.targets.stock import Stock
 from vlmdistill.pipelines.targets.loading import load
+from vlmdistill.pipelines.targets.sampling import nucleus
 from vlmdistill.stores.errors import DataError, TargetError
 
 Checkpoint = Callable[..., Path]
@@ -22,12 +25,51 @@ PROMPTS = [
 ]
 
 
+VIDEOS = [
+    tiny.message("what moves?", tiny.clip(5, 61, 45)),
+    tiny.message("compare", tiny.clip(4, 40, 40, 1), tiny.picture(90, 64), tiny.clip(7, 30, 70, 2)),
+]
+
+
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_a_padded_batch_answers_as_each_prompt_alone(checkpoint: Checkpoint, family: str) -> None:
     target = load(str(checkpoint(family)))
-    prompts = [target.encode(messages) for messages in PROMPTS]
+    shown = [*PROMPTS, *(VIDEOS if family in tiny.VIDEO else [])]
+    prompts = [target.encode(messages) for messages in shown]
     alone = [target.generate([prompt], max_new_tokens=16, temperature=0)[0] for prompt in prompts]
     assert target.generate(prompts, max_new_tokens=16, temperature=0) == alone
+
+
+@pytest.mark.parametrize("family", ["llava_next", "qwen3_vl"])
+def test_who_ends_leaves_the_others_as_they_were(checkpoint: Checkpoint, family: str, tmp_path: Path) -> None:
+    """A seventh of all tokens end an answer: some leave at every step, others go on for long."""
+    folder = shutil.copytree(checkpoint(family), tmp_path / "often")
+    config = {"eos_token_id": list(range(0, 320, 7)), "pad_token_id": 0}
+    (folder / "generation_config.json").write_text(json.dumps(config))
+    plain, often = load(str(checkpoint(family))), load(str(folder))
+    prompts = [plain.encode(tiny.message(chr(97 + i) * (3 * i + 1))) for i in range(20)]
+    whole = [plain.generate([prompt], max_new_tokens=40, temperature=0)[0].ids for prompt in prompts]
+    cut = [ids[: next((i + 1 for i, token in enumerate(ids) if token % 7 == 0), len(ids))] for ids in whole]
+    assert len({len(ids) for ids in cut}) > 3
+    assert [answer.ids for answer in often.generate(prompts, max_new_tokens=40, temperature=0)] == cut
+
+
+def test_answers_longer_than_the_room_that_is_kept_for_them(checkpoint: Checkpoint) -> None:
+    folder = checkpoint("qwen2_5_vl")
+    target = load(str(folder))
+    prompts = [target.encode(messages) for messages in PROMPTS]
+    answers = target.generate(prompts, max_new_tokens=160, temperature=0)
+    for messages, prompt, answer in zip(PROMPTS, prompts, answers, strict=True):
+        theirs = Stock(folder, target).generate(messages, 160)[0, prompt.length :].tolist()
+        assert len(answer.ids) == len(theirs) > 140
+        assert list(answer.ids) == theirs
+
+
+def test_the_nucleus_is_that_of_the_stock_model() -> None:
+    logits_BV = 3 * torch.randn(50, 200, generator=torch.Generator().manual_seed(0))
+    for temperature, top_p in ((1.0, 0.9), (0.5, 0.6), (2.0, 0.999), (1.0, 1e-9)):
+        stock = transformers.TopPLogitsWarper(top_p)(None, logits_BV / temperature)
+        assert torch.equal(nucleus(logits_BV, temperature, top_p).isinf(), stock.isinf())
 
 
 def test_a_seed_repeats_and_leaves_the_callers_randomness_alone(checkpoint: Checkpoint) -> None:
