@@ -14,12 +14,13 @@ from vlmdistill.stores import schema
 from vlmdistill.stores.schema import Feature, Provenance, Sample, Span, TargetInfo
 from vlmdistill.stores.store import Store
 
+SOURCES = ("hidden", "embed", "layer0", "layer1", "layer2", "layer3")
 ALL = (
     "hidden.text",
     "hidden.visual",
     "hidden.span",
     "embed.visual",
-    *(f"layer{layer}.{where}" for layer in (1, 2, 3) for where in ("text", "visual")),
+    *(f"layer{layer}.{where}" for layer in (1, 2, 3) for where in ("text", "visual", "span")),
 )
 
 INFO = TargetInfo(
@@ -46,11 +47,26 @@ LAYOUTS = {
     "one image": "ttvvvvttrrrrrrrr",
     "several images": "tvvtvvvttvvvvtrrrrrr",
     "two turns": "ttvvttrrrrtttrrrrr",
+    "a video": "tt" + 40 * "v" + "tttrrrrrrrr",
 }
 """Samples by letter: t a prompt token, v a visual token, r a response token."""
 
-
 TRAINED = tuple(name for name in catalogue.NAMES if catalogue.is_trained(name))
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in TRAINED),
+    ("eagle2", {"kv_heads": "target"}),
+    ("eagle3", {"visual": "none", "draft_vocab": 9}),
+    ("hivis", {"threshold": 1, "last_visual": True}),
+    ("msd", {"vata": True, "input_norm": True}),
+    ("sparrow", {"vata": False}),
+    ("sparrow", {"vata": False, "ivsb": False}),
+    ("sparrow", {"positions": "compact"}),
+    ("specflash", {"ratio": 2, "group": 2, "passes": 2}),
+    ("specflash", {"group": 1, "kv_heads": "target"}),
+    ("vispec", {"num_q": 4, "injection": False}),
+]
+"""Every trained drafter as its paper has it, and the switches that change what it computes."""
 
 
 def build(name: str, **settings: Any) -> Drafter:
@@ -67,7 +83,10 @@ def head(seed: int = 0) -> Head:
 
 
 def batch(layouts: Collection[str], features: Collection[Feature], seed: int = 0) -> Batch:
-    """Samples of those layouts, packed, with random tokens and states."""
+    """Samples of those layouts, packed, with random tokens and states.
+
+    A state is the same whatever other features are asked for.
+    """
     generator = torch.Generator().manual_seed(seed)
     kinds = [(s, i, kind) for s, layout in enumerate(layouts) for i, kind in enumerate(layout)]
     text = [(s, i, kind == "r") for s, i, kind in kinds if kind != "v"]
@@ -80,9 +99,10 @@ def batch(layouts: Collection[str], features: Collection[Feature], seed: int = 0
     rows = {"text": len(text), "visual": sum(n for *_, n in spans), "span": len(spans)}
     last_row = torch.cumsum(torch.tensor([n for *_, n in spans] or [0]), 0) - 1
     states: dict[Feature, torch.Tensor] = {}
-    for source in sorted({feature.source for feature in features}):
+    for source in {feature.source for feature in features}:
+        own = torch.Generator().manual_seed(1 + seed * len(SOURCES) + SOURCES.index(source))
         for where in ("text", "visual"):
-            states[Feature(source, where)] = torch.randn(rows[where], INFO.hidden_size, generator=generator)
+            states[Feature(source, where)] = torch.randn(rows[where], INFO.hidden_size, generator=own)
         states[Feature(source, "span")] = states[Feature(source, "visual")][last_row[: rows["span"]]]
     return Batch(
         ids_T=torch.randint(3, INFO.vocab_size, (rows["text"],), generator=generator),

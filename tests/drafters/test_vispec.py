@@ -87,7 +87,7 @@ def test_each_image_is_compressed_by_itself() -> None:
     span_U, spans = packed.visual_places.span_N, len(packed.start_M)
     embed_UD = packed.feature("embed", "visual")
     out_MQD = adaptor(embed_UD, span_U, spans)
-    assert spans == 5
+    assert spans == 6
     for span in range(spans):
         torch.testing.assert_close(out_MQD[span], naive(adaptor, embed_UD[span_U == span]))
         other_UD = torch.where((span_U == span)[:, None], embed_UD, torch.randn_like(embed_UD))

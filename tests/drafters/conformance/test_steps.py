@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.drafters.synthetic import INFO, LAYOUTS, batch, build, cut
+from tests.drafters.synthetic import CASES, INFO, LAYOUTS, batch, build, cut
 from vlmdistill.drafters.base import Batch, Drafter, Entries, Tree
 from vlmdistill.drafters.decoding.tree import Growth
 from vlmdistill.drafters.memory import PackedMemory, Places
@@ -36,32 +36,7 @@ def training_states(drafter: Drafter, packed: Batch, chosen: Tensor) -> list[Ten
     return states
 
 
-SWITCHES = [
-    ("eagle2", {}),
-    ("eagle2", {"kv_heads": "target"}),
-    ("eagle3", {}),
-    ("eagle3", {"visual": "none", "draft_vocab": 9}),
-    ("hass", {}),
-    ("hivis", {}),
-    ("hivis", {"threshold": 1, "last_visual": True}),
-    ("medusa", {}),
-    ("sparrow", {}),
-    ("specflash", {}),
-    ("specflash", {"ratio": 2, "group": 2, "passes": 2}),
-    ("specflash", {"group": 1, "kv_heads": "target"}),
-    ("specflash", {"compress": False}),
-    ("sparrow", {"vata": False}),
-    ("sparrow", {"vata": False, "ivsb": False}),
-    ("sparrow", {"positions": "compact"}),
-    ("text_only", {}),
-    ("vispec", {}),
-    ("vispec", {"num_q": 4, "injection": False}),
-    ("msd", {}),
-    ("msd", {"vata": True, "input_norm": True}),
-]
-
-
-@pytest.mark.parametrize(("name", "settings"), SWITCHES)
+@pytest.mark.parametrize(("name", "settings"), CASES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_train_step_is_the_decode_step_at_every_hop(
     name: str, settings: dict[str, Any], layout: str
@@ -87,7 +62,7 @@ def test_the_train_step_is_the_decode_step_at_every_hop(
             torch.testing.assert_close(got[hop], expected[hop], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "settings"), SWITCHES)
+@pytest.mark.parametrize(("name", "settings"), CASES)
 def test_packing_samples_side_by_side_changes_nothing(name: str, settings: dict[str, Any]) -> None:
     drafter = build(name, **settings).train()
     packed = batch(LAYOUTS.values(), needs(drafter))

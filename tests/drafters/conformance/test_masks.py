@@ -1,0 +1,105 @@
+"""What each draft depends on: every input is perturbed, and moves the rows that may see it and no others.
+
+Shapes: R rows, V vocabulary.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.drafters.synthetic import CASES, INFO, batch, build
+from vlmdistill.drafters.base import Batch, Drafter, Stage
+from vlmdistill.drafters.losses import Rows, Score
+from vlmdistill.drafters.medusa import Medusa
+from vlmdistill.drafters.specflash import SpecFlash
+from vlmdistill.drafters.training.unroll import supervised, unroll
+from vlmdistill.stores.schema import Feature
+
+STAGE = Stage(name="test", hops=4, losses={"cross_entropy": 1.0})
+TWO_TURNS, OTHER = "tvttrrrrrvvtrrrrr", "tvtrr"
+
+
+@pytest.mark.parametrize(("name", "settings"), CASES)
+def test_a_draft_sees_all_that_precedes_it_and_nothing_else(name: str, settings: dict[str, Any]) -> None:
+    drafter = build(name, **settings).train()
+    sample = batch([TWO_TURNS, OTHER], drafter.needs(drafter.config, INFO))
+    before = drafts(drafter, sample)
+    assert all(valid_R.any() for _, valid_R in before)
+    for what, changed in perturbed(sample):
+        for hop, (old, new) in enumerate(zip(before, drafts(drafter, changed), strict=True)):
+            moved_R, valid_R = (old[0] != new[0]).any(-1), old[1]
+            seen_R = seeing(drafter, sample, what, hop)
+            assert moved_R[valid_R].tolist() == seen_R[valid_R].tolist(), (what, hop)
+
+
+Input = tuple[str | Feature, int]
+"""`ids` or a feature, and the row of it."""
+
+
+def perturbed(sample: Batch) -> Iterator[tuple[Input, Batch]]:
+    """The sample with one input changed, for every input."""
+    for token in range(len(sample.ids_T)):
+        ids_T = sample.ids_T.clone()
+        ids_T[token] = 3 + (ids_T[token] - 2) % (INFO.vocab_size - 3)
+        yield ("ids", token), replace(sample, ids_T=ids_T)
+    for feature, state_ND in sample.features.items():
+        for row in range(len(state_ND)):
+            other_ND = state_ND.clone()
+            other_ND[row] = -other_ND[row].roll(1)
+            yield (feature, row), sample.having({**sample.features, feature: other_ND})
+
+
+def drafts(drafter: Drafter, sample: Batch) -> list[tuple[Tensor, Tensor]]:
+    """For every hop the logits of each row, [R, V], and whether the response goes that far, [R]."""
+    made: list[tuple[Tensor, Tensor]] = []
+    loss = drafter.loss
+
+    def record(rows: Rows, stage: Stage) -> Score:
+        made.append((drafter.logits(rows.state_RD, rows.hop), rows.valid_R))
+        return loss(rows, stage)
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(drafter, "loss", record)
+        unroll(drafter, sample, STAGE)
+    return made
+
+
+def seeing(drafter: Drafter, sample: Batch, what: Input, hop: int) -> Tensor:
+    """Which rows may depend on the input when they have made `hop` guesses, [R]."""
+    kind, row = what
+    token_R = supervised(sample).nonzero()[:, 0]
+    segment_R, place_R = sample.segment_T[token_R], sample.position_T[token_R]
+    if isinstance(kind, Feature) and kind.where != "text":
+        segments, places = sample.visual_places.segment_N, sample.visual_places.order_N
+        if kind.where == "span":
+            segments, places = sample.segment_M, sample.start_M + sample.length_M - 1
+        return (segments[row] == segment_R) & (places[row] < place_R)
+    own_R = sample.segment_T[row] == segment_R
+    alone = isinstance(drafter, Medusa)  # neither attends nor feeds back: each draft comes from one state
+    if kind == "ids":
+        group = drafter.config.group if isinstance(drafter, SpecFlash) else 1
+        read = hop - hop % group  # guesses of the groups before; placeholders stand for those of this one
+        return own_R & (row <= token_R + read) & bool(sample.position_T[row] and not alone)
+    assert isinstance(kind, Feature)
+    user = entry_with(sample, kind.source, row)
+    if user is None or kind.source not in drafter.sources:  # no other source is read, but learnt from
+        return torch.zeros_like(own_R)
+    return own_R & (user == place_R if alone else user <= place_R)
+
+
+def entry_with(sample: Batch, source: str, row: int) -> int | None:
+    """The position whose entry holds the state of a text token: the next one, or after an image or never.
+
+    Where visual tokens are entries, the first of them holds the state before the image. Elsewhere none does
+    when the last state of the image is there for the text after it; else that text has it.
+    """
+    place = int(sample.position_T[row])
+    following = {int(p) for p in sample.position_T[sample.segment_T == sample.segment_T[row]] if p > place}
+    held = {feature.where for feature in sample.features if feature.source == source}
+    if place + 1 in following or {"visual", "embed"} <= held | {f.source for f in sample.features}:
+        return place + 1
+    return None if held & {"visual", "span"} else min(following, default=None)
