@@ -70,6 +70,12 @@ class Batch:
         """The same tokens with other features."""
         return dataclasses.replace(self, features=features)
 
+    def only(self, features: Collection[Feature]) -> "Batch":
+        """The same tokens with those of its features and no others; KeyError names what it lacks."""
+        if lacking := sorted(feature.name for feature in {*features} - {*self.features}):
+            raise KeyError(f"the batch lacks {', '.join(lacking)}")
+        return self.having({feature: self.features[feature] for feature in features})
+
     @cached_property
     def visual_places(self) -> Places:
         """Where the U visual tokens stand: every span unrolled, in order."""

@@ -20,6 +20,7 @@ class Growth:
         """Start from a prefilled prompt of one sequence that ends in text."""
         self.drafter = drafter
         self.memory = memory or CacheMemory()
+        prompt = prompt.only(drafter.needs(drafter.config, drafter.info, decoding=True))
         drafter.condition(prompt, self.memory)
         self._entries: Entries | None = drafter.entries(prompt)[0]
         self.position = int(drafter.rotary(prompt)[-1])

@@ -43,6 +43,7 @@ def unroll(
     there, hop n the row's own state of hop n - 1 and the token that the response has n places on.
     Noise (`config.noise`) touches the input states alone, never what they are compared with.
     """
+    batch = batch.only(drafter.needs(drafter.config, drafter.info))
     inputs = batch if generator is None else with_noise(batch, drafter.config.noise, generator)
     supervised_T, last = supervised(batch), len(batch.ids_T) - 1
     entries, token_E = drafter.entries(inputs)
