@@ -48,7 +48,14 @@ def prompts(
     ],
     model: console.Model = "demo",
     kind: Annotated[Format, typer.Option("--format", help="Form of the sources.")] = Format.auto,
-    images: Annotated[Path | None, typer.Option(help="Folder that image paths are relative to.")] = None,
+    images: Annotated[
+        Path | None, typer.Option(help="Folder that paths of images and videos are relative to.")
+    ] = None,
+    fps: Annotated[
+        float | None,
+        typer.Option(help="Frames a second of every video; default: the row's, or the target's."),
+    ] = None,
+    frames: Annotated[int | None, typer.Option(help="The same by a number of frames, evenly spread.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Import at most N prompts.")] = None,
     turns: Annotated[
         Turns, typer.Option(help="Ask for the first assistant turn of a conversation, or for each.")
@@ -80,6 +87,8 @@ def prompts(
     out = out or workspace.prompts
     choices = importing.Choices(
         images=images,
+        fps=fps,
+        frames=frames,
         limit=limit,
         turns=turns.value,
         augment=tuple(augment or ["none"]),

@@ -9,7 +9,8 @@ from typing import Any
 
 from vlmdistill.stores.errors import DataError
 
-Message = dict[str, Any]  # {"role": ..., "content": [{"type": "text"|"image"|"video", "text"|"path": ...}]}
+# {"role": ..., "content": [{"type": "text"|"image"|"video", "text"|"path": ..., "fps"|"frames" of a video}]}
+Message = dict[str, Any]
 
 
 @dataclass(frozen=True)

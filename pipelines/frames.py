@@ -31,6 +31,10 @@ class Footage:
     fps: float | None  # frames per second, on average; None for images that come without a clock
 
 
+class NoDecoderError(DataError):
+    """What decodes video files is not installed."""
+
+
 Choose = Callable[[Footage], Sequence[int]]  # which frames are wanted, in order
 
 
@@ -156,7 +160,9 @@ def _film(path: Path, choose: Choose) -> Clip:
     try:
         import av
     except ImportError:
-        raise DataError(f"reading the video {path} needs PyAV: pip install 'vlmdistill[video]'") from None
+        raise NoDecoderError(
+            f"reading the video {path} needs PyAV: pip install 'vlmdistill[video]'"
+        ) from None
     try:
         footage = _count(av, path)
         indices = _chosen(footage, choose, f"video {path}")

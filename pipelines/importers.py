@@ -31,6 +31,7 @@ ROLES = {
 }
 TURNS = ("messages", "conversations", "conversation", "items")
 QUESTIONS = ("question", "query", "prompt", "instruction", "problem")
+COUNTS = ("frames", "nframes", "num_frames")  # names that rows give the number of frames of a video
 ANSWERS = ("answer", "answers", "response", "output", "caption", "captions", "label")
 TAG = re.compile(r"\s*<(image|video)>\s*")
 
@@ -292,7 +293,26 @@ def _parts(
     given = next(
         (part[name] for name in (what, f"{what}_url", "path", "url", "bytes") if part.get(name)), None
     )
-    return [{"type": what, "media": _next(what, files, placed) if given is None else _media(given)}]
+    sampling = _sampling(part) if what == "video" else {}
+    media = _next(what, files, placed) if given is None else _media(given)
+    return [{"type": what, "media": media, **sampling}]
+
+
+def _sampling(part: Mapping[str, Any]) -> dict[str, float | int]:
+    """How a row wants its video sampled: by frames per second or by a number of frames, if at all."""
+    fps: Any = part.get("fps")
+    count: Any = next((part[name] for name in COUNTS if part.get(name) is not None), None)
+    if fps is None and count is None:
+        return {}
+    if fps is not None and count is not None:
+        raise BadRowError("video sampling", f"fps {fps} and frames {count}: give one of them")
+    try:
+        sampling: dict[str, float | int] = {"frames": int(count)} if fps is None else {"fps": float(fps)}
+    except (TypeError, ValueError):
+        sampling = {}
+    if not sampling or not min(sampling.values()) > 0:
+        raise BadRowError("video sampling", f"fps {fps}, frames {count}: give a number above 0")
+    return sampling
 
 
 def _next(what: str, files: Mapping[str, list[Media]], placed: dict[str, int]) -> Media:

@@ -1,9 +1,9 @@
 """Import prompts: conversations of any known format into one Parquet file.
 
 A prompt is what the target is asked: the conversation up to an assistant turn. Its key is a hash of
-its content (roles, texts, and the bytes of its images), so importing twice changes nothing, moving
-the images changes nothing, and the same prompt from two files is kept once. A second import into
-the same file adds what is new.
+its content (roles, texts, the bytes of its images and videos, and how a video is to be sampled), so
+importing twice changes nothing, moving the images changes nothing, and the same prompt from two files
+is kept once. A second import into the same file adds what is new.
 
 Held-out prompts are chosen by a hash of the images (of the first question, where there are none):
 an image is never on both sides, whatever is imported when.
@@ -28,6 +28,7 @@ from vlmdistill.stores.schema import content_hash
 
 Split = Literal["train", "eval"]
 CHUNK = 256  # rows whose images are checked together
+SAMPLING = ("fps", "frames")  # what a part may say about its video
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ class Choices:
     """How rows become prompts."""
 
     images: Path | None = None
+    fps: float | None = None  # of every video, whatever its row says; without any, the target's own
+    frames: int | None = None  # the same by a number of frames
     limit: int | None = None  # prompts of this import
     turns: Literal["first", "all"] = "first"
     augment: Sequence[str] = ("none",)  # one prompt each, for rows with images or videos
@@ -70,6 +73,11 @@ class Choices:
             raise DataError(f"--limit {self.limit}: give a number of prompts above 0")
         if not 0 <= self.eval_share < 1:
             raise DataError(f"--eval-share {self.eval_share}: give a share from 0 to below 1")
+        if self.fps is not None and self.frames is not None:
+            raise DataError(f"--fps {self.fps} --frames {self.frames}: give one of them")
+        for name, value in (("--fps", self.fps), ("--frames", self.frames)):
+            if value is not None and not value > 0:
+                raise DataError(f"{name} {value}: give a number above 0")
         if self.images and not self.images.is_dir():
             raise DataError(f"--images {self.images}: there is no such folder")
         for name in (*self.augment, *self.augment_text):
@@ -100,7 +108,15 @@ def schema() -> Any:
     """The Arrow schema of the prompts file."""
     import pyarrow as pa
 
-    part = pa.struct([("type", pa.string()), ("text", pa.string()), ("path", pa.string())])
+    part = pa.struct(
+        [
+            ("type", pa.string()),
+            ("text", pa.string()),
+            ("path", pa.string()),
+            ("fps", pa.float64()),  # how a video is to be sampled; both null: as the target does by itself
+            ("frames", pa.int32()),
+        ]
+    )
     message = pa.struct([("role", pa.string()), ("content", pa.list_(part))])
     return pa.schema(
         [
@@ -227,10 +243,10 @@ class _Import:
         while not self.full and (chunk := list(islice(rows, CHUNK))):
             talks = [self._conversation(row, kind) for row in chunk]
             self.shelf.fetch(
-                (media["media"], Path(row.source).parent)
+                (part, Path(row.source).parent)
                 for row, talk in zip(chunk, talks, strict=True)
                 if talk
-                for media in _media_parts(talk.messages)
+                for part in _media_parts(talk.messages)
             )
             for row, talk in zip(chunk, talks, strict=True):
                 self.sources.add(row.source)
@@ -259,6 +275,8 @@ class _Import:
         except BadRowError as error:
             self._skip(row, error)
             return
+        for part in _media_parts(talk.messages):
+            self._sample(part)
         self.trimmed += talk.trimmed
         names = self.choices.augment if digests else self.choices.augment_text
         first = next(message for message in talk.messages if message["role"] == "user")
@@ -286,6 +304,15 @@ class _Import:
                 if self.full:
                     return
 
+    def _sample(self, part: dict[str, Any]) -> None:
+        """Let the choice for all videos stand over what a row says about its own."""
+        wanted = {name: getattr(self.choices, name) for name in SAMPLING}
+        if part["type"] == "video" and any(wanted.values()):
+            for name, value in wanted.items():
+                part.pop(name, None)
+                if value is not None:
+                    part[name] = value
+
     def _split(self, origin: Any) -> Split:
         if self.choices.split:
             return self.choices.split
@@ -303,17 +330,23 @@ def _content(messages: Iterable[Message]) -> list[Any]:
     return [
         [
             message["role"],
-            [[part["type"], part.get("digest") or part["text"]] for part in message["content"]],
+            [
+                [part["type"], part.get("digest") or part["text"], *_told(part, SAMPLING).items()]
+                for part in message["content"]
+            ],
         ]
         for message in messages
     ]
 
 
 def _bare(message: Message) -> Message:
-    """The message as it is stored: type with text or path."""
-    kept = ("type", "text", "path")
-    parts = [{name: part[name] for name in kept if name in part} for part in message["content"]]
+    """The message as it is stored: type with text or path, and how a video is sampled."""
+    parts = [_told(part, ("type", "text", "path", *SAMPLING)) for part in message["content"]]
     return {"role": message["role"], "content": parts}
+
+
+def _told(part: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: part[name] for name in names if name in part}
 
 
 def _questions(

@@ -3,6 +3,7 @@
 import base64
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from tests import tiny
 from vlmdistill.pipelines.prompts import Choices, Summary, import_prompts, read
 from vlmdistill.stores.errors import DataError
 
@@ -97,7 +99,7 @@ def test_what_an_assistant_says_first_is_left_out_and_counted(tmp_path: Path, ou
 
 def test_chat_parts_of_every_spelling(tmp_path: Path, out: Path) -> None:
     image = picture(tmp_path / "1.png")
-    (tmp_path / "clip.mp4").write_bytes(b"not decoded here")
+    tiny.film(tmp_path / "clip.mp4", tiny.clip(6, 32, 32))
     data = "data:image/png;base64," + base64.b64encode(image.read_bytes()).decode()
     rows = [
         [{"type": "text", "text": "1"}, {"type": "image_url", "image_url": {"url": f"file://{image}"}}],
@@ -120,6 +122,53 @@ def test_chat_parts_of_every_spelling(tmp_path: Path, out: Path) -> None:
     assert len({prompt.split for prompt in prompts[:4]}) == 1  # one image, one side
 
 
+def shows(**part: Any) -> dict[str, Any]:
+    """A chat row that asks about one video."""
+    return {"messages": [{"role": "user", "content": [{"type": "video", **part}, "What moves?"]}]}
+
+
+def test_videos_are_files_folders_and_bytes(tmp_path: Path, out: Path) -> None:
+    film = tiny.film(tmp_path / "clip.mp4", tiny.clip(6, 32, 32))
+    for number in range(3):
+        picture(tmp_path / "frames" / f"{number}.png", number)
+    data = "data:video/mp4;base64," + base64.b64encode(film.read_bytes()).decode()
+    rows = [shows(video="clip.mp4"), shows(path="frames"), shows(video_url={"url": data}, fps=3)]
+    llava = talk("<video>\nWhat moves?", "That.", video="clip.mp4")
+    import_prompts([write(tmp_path / "chat.jsonl", rows), write(tmp_path / "mix.json", [llava])], out)
+    file, folder, given = read(out)  # the LLaVA row asks what the first one asks
+    assert [file.files, folder.files] == [[str(film)], [str(tmp_path / "frames")]]
+    assert Path(given.files[0]).read_bytes() == film.read_bytes()
+
+
+def test_how_a_video_is_sampled_is_part_of_the_prompt(tmp_path: Path, out: Path) -> None:
+    tiny.film(tmp_path / "clip.mp4", tiny.clip(6, 32, 32))
+    ways: list[dict[str, Any]] = [{}, {"fps": 1}, {"fps": 1.0}, {"frames": 4}, {"nframes": 2}]
+    source = write(tmp_path / "chat.jsonl", [shows(video="clip.mp4", **way) for way in ways])
+    summary = import_prompts([source], out)
+    told = [prompt.messages[0]["content"][0] for prompt in read(out)]
+    assert [{k: v for k, v in part.items() if k in ("fps", "frames")} for part in told] == [
+        {},
+        {"fps": 1.0},
+        {"frames": 4},
+        {"frames": 2},
+    ]
+    assert summary.skipped == {"duplicate": 1}
+    assert len({prompt.split for prompt in read(out)}) == 1  # one video, one side
+    for choices, sampling in ((Choices(fps=0.5), {"fps": 0.5}), (Choices(frames=3), {"frames": 3})):
+        again = import_prompts([source], tmp_path / f"{sampling}.parquet", choices=choices)
+        part = read(again.out)[0].messages[0]["content"][0]
+        assert part == {"type": "video", "path": str(tmp_path / "clip.mp4"), **sampling}
+
+
+def test_a_machine_without_pyav_says_so_at_once(
+    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny.film(tmp_path / "clip.mp4", tiny.clip(6, 32, 32))
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(DataError, match=r"needs PyAV: pip install 'vlmdistill\[video\]'"):
+        import_prompts([write(tmp_path / "chat.jsonl", [shows(video="clip.mp4")])], out)
+
+
 def test_datasets_from_a_folder(tmp_path: Path, out: Path) -> None:
     image = {"path": None, "bytes": picture(tmp_path / "1.png").read_bytes()}
     rows = {"question": ["What?", "Which?"], "image": [image, None], "answer": ["That", "This"]}
@@ -138,6 +187,9 @@ def test_datasets_from_a_folder(tmp_path: Path, out: Path) -> None:
 BROKEN: dict[str, Any] = {
     "missing image": talk("<image>\nWhat?", "x", image="nowhere.png"),
     "unreadable image": talk("<image>\nWhat?", "x", image="broken.png"),
+    "missing video": talk("<video>\nWhat?", "x", video="nowhere.mp4"),
+    "unreadable video": talk("<video>\nWhat?", "x", video="broken.mp4"),
+    "video sampling": shows(video="broken.mp4", fps=2, frames=4),
     "image is a URL": talk("<image>\nWhat?", "x", image="https://example.org/1.png"),
     "image count": talk("<image>\n<image>\nWhat?", "x", image="1.png"),
     "empty turn": talk("Hello", "  "),
@@ -158,6 +210,7 @@ def test_broken_rows_are_listed_with_reason_and_line(tmp_path: Path, out: Path, 
     picture(tmp_path / "1.png")
     whole = picture(tmp_path / "whole.png").read_bytes()
     (tmp_path / "broken.png").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "broken.mp4").write_bytes(b"\0" * 100)
     rows = [talk("fine", "yes"), *BROKEN.values()]
     path = tmp_path / ("rows.jsonl" if lines else "rows.json")
     text = "\n".join(map(json.dumps, rows)) if lines else "[\n" + ",\n".join(map(json.dumps, rows)) + "\n]"
@@ -206,6 +259,9 @@ def test_a_missing_source_stops_before_anything_is_written(tmp_path: Path, out: 
         (Choices(limit=0), "--limit 0"),
         (Choices(limit=-3), "--limit -3"),
         (Choices(eval_share=1.0), "--eval-share"),
+        (Choices(fps=0), "--fps 0: give a number above 0"),
+        (Choices(frames=-1), "--frames -1"),
+        (Choices(fps=1, frames=8), "--fps 1 --frames 8: give one of them"),
         (Choices(augment=["loud"]), "no augmentation 'loud': choose from none, long"),
         (Choices(images=Path("/nowhere")), "--images /nowhere"),
     ],
