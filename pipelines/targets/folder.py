@@ -1,14 +1,17 @@
 """Find a target's checkpoint folder, and say in one line what is wrong with it before anything loads."""
 
 import json
+import math
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 
 import vlmdistill.pipelines.demo
-from vlmdistill.pipelines.targets.catalogue import FAMILIES, HUB
+from vlmdistill.pipelines.targets.catalogue import FAMILIES, HUB, shipped
+from vlmdistill.pipelines.targets.family import Family
 from vlmdistill.stores.errors import TargetError
 
 HUB_TIMEOUT = 5.0  # seconds until the hub counts as out of reach
@@ -31,13 +34,63 @@ def resolve(name: str) -> Path:
     path = Path(name).expanduser()
     if path.is_dir():
         return complete(path)
-    repository = HUB.get(name, name)
-    if name not in HUB and (path.exists() or not HUB_ID.fullmatch(name)):
+    return complete(_from_hub(name, _repository(name)))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a target is, as far as this machine knows without asking the hub."""
+
+    origin: str  # its hub id, or in words
+    config: Path  # its config.json, or the one that is shipped for its name
+    folder: Path | None  # its checkpoint folder, whole or not; None: nothing of it is here
+    lacking: str  # why it cannot be loaded from here; empty when it can
+
+
+def locate(name: str) -> Place:
+    """Find a target as `resolve` does, without its weights and without the hub.
+
+    Raises TargetError when the name is none, or nothing is known of it here.
+    """
+    folder: Path | None = Path(name).expanduser()
+    if name == "demo":
+        folder, origin = demo_folder(), "embedded in this package"
+    elif folder is not None and folder.is_dir():
+        origin = "a local folder"
+    else:
+        origin = _repository(name)
+        folder = cached(origin)
+    config = folder / "config.json" if folder else None
+    if config is None or not config.is_file():
+        config = shipped(name) or config
+    cache = huggingface_hub.constants.HF_HUB_CACHE
+    if config is None:
+        raise TargetError(f"nothing is known of {origin} here: it is not in {cache}, and no registry name")
+    if folder is None:
+        return Place(origin, config, None, f"not in {cache}: fetched when first used")
+    try:
+        complete(folder)
+    except TargetError as error:
+        return Place(origin, config, folder, str(error))
+    return Place(origin, config, folder, "")
+
+
+def _repository(name: str) -> str:
+    """The hub id of a name; TargetError when it is neither a registry name nor a hub id."""
+    if name not in HUB and (Path(name).expanduser().exists() or not HUB_ID.fullmatch(name)):
         known = ", ".join(("demo", *HUB))
         raise TargetError(
             f"there is no target '{name}': give a checkpoint folder, a hub id, or one of {known}"
         )
-    return complete(_from_hub(name, repository))
+    return HUB.get(name, name)
+
+
+def cached(repository: str) -> Path | None:
+    """The snapshot of a hub id in the local cache, whole or not; None when there is none."""
+    try:
+        return Path(huggingface_hub.snapshot_download(repository, local_files_only=True))
+    except OSError:
+        return None
 
 
 def demo_folder() -> Path:
@@ -45,14 +98,19 @@ def demo_folder() -> Path:
     return Path(vlmdistill.pipelines.demo.__path__[0]) / "checkpoint"
 
 
-def complete(folder: Path) -> Path:
-    """Return the folder if nothing is missing in it; TargetError names the first thing that is."""
-    config = read_json(folder, "config.json")
-    kind = config.get("model_type")
+def family_of(config: Path) -> Family:
+    """The family of a `config.json`; TargetError when it is served by none."""
+    kind = read_json(config.parent, config.name).get("model_type")
     if kind not in FAMILIES:
         raise TargetError(
-            f"{folder}: model_type '{kind}' is none of the families served: {', '.join(FAMILIES)}"
+            f"{config.parent}: model_type '{kind}' is none of the families served: {', '.join(FAMILIES)}"
         )
+    return FAMILIES[str(kind)]
+
+
+def complete(folder: Path) -> Path:
+    """Return the folder if nothing is missing in it; TargetError names the first thing that is."""
+    family_of(folder / "config.json")
     for shard in weight_files(folder):
         _check_safetensors(shard)
     _one_of(folder, "tokenizer", "tokenizer.json", "tokenizer.model", "vocab.json")
@@ -95,6 +153,13 @@ def safetensors_header(path: Path) -> bytes:
         return file.read(min(length, path.stat().st_size))
 
 
+def parameters_in(folder: Path) -> int:
+    """How many numbers the weights of a checkpoint hold, read off their headers alone."""
+    headers = [json.loads(safetensors_header(path)) for path in weight_files(folder)]
+    tensors = [tensor for header in headers for name, tensor in header.items() if name != "__metadata__"]
+    return sum(math.prod(tensor["shape"]) for tensor in tensors)
+
+
 def _check_safetensors(path: Path) -> None:
     size, header = path.stat().st_size, safetensors_header(path)
     try:
@@ -113,10 +178,12 @@ def _one_of(folder: Path, what: str, *names: str) -> None:
 
 
 def _from_hub(name: str, repository: str) -> Path:
+    folder = cached(repository)
     try:
-        return complete(Path(huggingface_hub.snapshot_download(repository, local_files_only=True)))
-    except (OSError, TargetError):
-        pass  # not in the local cache, or not whole: ask the hub
+        if folder is not None:
+            return complete(folder)
+    except TargetError:
+        pass  # not whole: ask the hub
     try:
         huggingface_hub.HfApi().model_info(repository, timeout=HUB_TIMEOUT)
         return Path(huggingface_hub.snapshot_download(repository, allow_patterns=list(WANTED)))

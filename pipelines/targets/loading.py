@@ -10,23 +10,29 @@ import torch
 import transformers
 
 from vlmdistill.pipelines.targets.base import VisionLanguageTarget
-from vlmdistill.pipelines.targets.catalogue import FAMILIES
 from vlmdistill.pipelines.targets.family import Family
-from vlmdistill.pipelines.targets.folder import first_line, read_json, resolve
+from vlmdistill.pipelines.targets.folder import family_of, first_line, parameters_in, resolve
+from vlmdistill.pipelines.targets.spread import ROOM, DeviceMap, SpreadTarget, device_map
 from vlmdistill.stores.errors import TargetError
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-ATTENTION = ("sdpa", "eager")
+ATTENTION = ("sdpa", "eager", "flash_attention_2")
 
 
 def load(
-    name: str, *, device: str = "auto", dtype: str = "auto", attention: str = "sdpa"
+    name: str,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    attention: str = "sdpa",
+    layers: DeviceMap | None = None,
 ) -> VisionLanguageTarget:
     """Load `demo`, a registry name, a local checkpoint folder or a hub id.
 
-    `device` auto: CUDA where there is one; `dtype` auto: bfloat16 on a GPU, float32 on a CPU;
-    `attention`: sdpa or eager, of the capture and the prefill. Raises TargetError, one line each,
-    for everything that can be wrong with a name, a folder or a setting.
+    `device` auto: a GPU where there is one, and all that this process sees where one is too small;
+    `dtype` auto: bfloat16 on a GPU, float32 on a CPU; `attention`: of the capture and the prefill;
+    `layers`: where each part lies, instead of `device` (a `device_map` of transformers). Raises TargetError,
+    one line each, for everything that can be wrong with a name, a folder or a setting.
     """
     if attention not in ATTENTION:
         raise TargetError(f"attention '{attention}' is not served: choose one of {', '.join(ATTENTION)}")
@@ -34,13 +40,18 @@ def load(
         raise TargetError(f"dtype '{dtype}' is not served: choose auto or one of {', '.join(DTYPES)}")
     place = _device(device)
     number = DTYPES.get(dtype, torch.bfloat16 if place.type == "cuda" else torch.float32)
+    if attention == "flash_attention_2":
+        _check_flash(place, number)
     folder = resolve(name)
-    family = FAMILIES[read_json(folder, "config.json")["model_type"]]
-    with _quiet_transformers():
+    family = family_of(folder / "config.json")
+    with quiet_transformers():
         processor = _processor(folder, family)
-        model = _model(folder, number, attention).to(place).eval().requires_grad_(False)
+        if device == "auto" and place.type == "cuda" and layers is None:
+            layers = _spread(folder, number)
+        model = _model(folder, number, attention, place, layers)
     _check_together(folder, family, model, processor)
-    return VisionLanguageTarget(name=name, folder=folder, family=family, model=model, processor=processor)
+    kind = VisionLanguageTarget if len(set((layers or {}).values())) < 2 else SpreadTarget
+    return kind(name=name, folder=folder, family=family, model=model, processor=processor)
 
 
 def _device(device: str) -> torch.device:
@@ -53,6 +64,36 @@ def _device(device: str) -> torch.device:
     if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
         raise TargetError(f"device '{device}' is not there: {torch.cuda.device_count()} GPUs are visible")
     return place
+
+
+def _check_flash(place: torch.device, dtype: torch.dtype) -> None:
+    """TargetError when FlashAttention cannot run here."""
+    if place.type != "cuda" or dtype == torch.float32:
+        raise TargetError("attention 'flash_attention_2' needs a GPU and half precision: choose sdpa")
+    if not transformers.utils.is_flash_attn_2_available():
+        raise TargetError("attention 'flash_attention_2' needs the package flash-attn: or choose sdpa")
+
+
+def _spread(folder: Path, dtype: torch.dtype) -> DeviceMap | None:
+    """Where each layer lies when one GPU cannot hold the weights; None when it can.
+
+    TargetError when all that are visible cannot either.
+    """
+    free = [torch.cuda.mem_get_info(gpu)[0] for gpu in range(torch.cuda.device_count())]
+    needed = parameters_in(folder) * dtype.itemsize
+    if needed + ROOM <= free[0] or (len(free) == 1 and needed <= free[0]):
+        return None
+    return device_map(skeleton(folder / "config.json"), dtype.itemsize, free)
+
+
+def skeleton(config: Path) -> Any:
+    """The model of a `config.json` on the meta device: every shape, no weights; TargetError if it is none."""
+    try:
+        with quiet_transformers(), torch.device("meta"):
+            read = transformers.AutoConfig.from_pretrained(config, local_files_only=True)
+            return transformers.AutoModelForImageTextToText.from_config(read)
+    except Exception as error:  # noqa: BLE001 - broken files raise anything; the user needs one line
+        raise TargetError(f"{config} makes no model: {first_line(error)}") from None
 
 
 def _processor(folder: Path, family: Family) -> Any:
@@ -71,7 +112,11 @@ def _processor(folder: Path, family: Family) -> Any:
     return processor
 
 
-def _model(folder: Path, dtype: torch.dtype, attention: str) -> Any:
+def _model(
+    folder: Path, dtype: torch.dtype, attention: str, place: torch.device, layers: DeviceMap | None
+) -> Any:
+    if layers and not transformers.utils.is_accelerate_available():
+        raise TargetError("a target on several devices needs the package accelerate: pip install accelerate")
     try:
         model, report = transformers.AutoModelForImageTextToText.from_pretrained(
             folder,
@@ -79,7 +124,9 @@ def _model(folder: Path, dtype: torch.dtype, attention: str) -> Any:
             attn_implementation=attention,
             local_files_only=True,
             output_loading_info=True,
+            device_map=dict(layers) if layers else None,
         )
+        model = (model if layers else model.to(place)).eval().requires_grad_(False)
     except Exception as error:  # noqa: BLE001 - broken files raise anything; the user needs one line
         raise TargetError(f"{folder}: the weights do not load: {first_line(error)}") from None
     missing = sorted(report["missing_keys"])
@@ -117,7 +164,7 @@ def _check_together(folder: Path, family: Family, model: Any, processor: Any) ->
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """No progress bar and no advice while loading; what matters is checked and raised."""
     library = transformers.utils.logging
     level, bars = library.get_verbosity(), library.is_progress_bar_enabled()
