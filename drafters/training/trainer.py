@@ -186,15 +186,17 @@ class _Trainer:
             self._publish()
         deepspeed.barrier()
 
-    def _steps(self, stage: Stage) -> int:
-        """Optimizer steps of a stage, if the run counts steps; else 0."""
-        whole = sum(one.epochs for one in self.config.schedule)
-        return max(1, round(self.config.steps * stage.epochs / whole)) if self.config.steps else 0
+    def _steps(self) -> int:
+        """Optimizer steps of the present stage, where the run counts steps: those of all stages add up."""
+        epochs = [one.epochs for one in self.config.schedule]
+        before, after = (sum(epochs[: self.position.stage + more]) for more in (0, 1))
+        share = self.config.steps / max(sum(epochs), 1e-9)
+        return round(share * after) - round(share * before)
 
     def _progress(self, stage: Stage, part: float = 0.0) -> float:
         """How much of a stage is done, `part` being that of its present epoch."""
-        if steps := self._steps(stage):
-            return self.position.taken / steps
+        if self.config.steps:
+            return self.position.taken / steps if (steps := self._steps()) else 1.0
         return (self.position.epoch + part) / stage.epochs if stage.epochs else 1.0
 
     def _done(self, stage: Stage, progress: float) -> float:
@@ -205,7 +207,7 @@ class _Trainer:
 
     def _epoch(self, stage: Stage) -> bool:
         """One pass, or the part of it that the stage's epochs or steps allow; False: nothing to read."""
-        number, steps = self.position.epoch, self._steps(stage)
+        number, steps = self.position.epoch, self._steps()
         ramp = self.position.begun / steps if steps else number / max(1, -int(-stage.epochs // 1) - 1)
         seed = int(content_hash([self.run.seed, self.position.stage, number]), 16) % 2**31
         reader = Epoch(
