@@ -204,7 +204,7 @@ def test_settings_reach_the_loss_of_the_paper_and_wrong_ones_are_named() -> None
     assert ViSpec.Config().tree == Tree.parse("30-3-8")
     with pytest.raises(DataError, match="num_q=0"):
         override(ViSpec.Config(), ["num_q=0"])
-    with pytest.raises(DataError, match="2 at least"):
+    with pytest.raises(DataError, match="at least 2"):
         ViSpec.Config(num_q=1, injection=False)
 
 

@@ -18,6 +18,7 @@ from vlmdistill.drafters.decoding.generate import plain, speculate
 from vlmdistill.drafters.decoding.verify import Verdict, choose, verify
 from vlmdistill.pipelines.targets.base import VisionLanguageTarget
 from vlmdistill.pipelines.targets.loading import load
+from vlmdistill.stores.schema import Feature
 
 TREES = ["chain-4", "8-2-2", "40-3-8"]
 TOKENS = 16
@@ -96,8 +97,8 @@ def test_a_drafter_that_is_right_gains_tokens_and_changes_nothing(
         """Knows the answer: its state is how much of it has been said."""
 
         @classmethod
-        def needs(cls, config: Any, info: Any, *, decoding: bool = False) -> frozenset[Any]:
-            return frozenset()
+        def needs(cls, config: Any, info: Any, *, decoding: bool = False) -> frozenset[Feature]:
+            return frozenset({Feature("hidden", "text")})
 
         def step(self, entries: Any, memory: Any) -> Tensor:
             order_N = entries.places.order_N
