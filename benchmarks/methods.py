@@ -9,13 +9,10 @@ done again. Untrained selves are decoded on a few prompts: what a method gains, 
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +44,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     flow.prepare(workspace, flow.Plan(drafters=names, recipe="demo"), _say, flow.silent)
 
     pairs = [(name, seed) for seed in range(options.seeds) for name in trained]
-    with ThreadPoolExecutor(options.jobs) as pool:
-        list(pool.map(lambda pair: _train(workspace, options.runs, *pair), pairs))
+    jobs = [train.Job(name, _folder(name, seed), seed) for name, seed in pairs]
+    missing = [job for job in jobs if not workspace.drafter(job.name).exists()]
+
+    def keep(job: train.Job, cost: train.Cost) -> None:
+        _cost(workspace, job.name).write_text(json.dumps(asdict(cost)))
+        _say(f"trained {job.name}, {cost.cpu_seconds:.0f} CPU-seconds")
+
+    train.several(workspace, missing, options.jobs, recipe="demo", on_done=keep)
 
     folders = [_folder(name, seed) for name, seed in pairs] + [n for n in names if n not in trained]
     tree = train.resolve("eagle2", "demo", ()).tree
@@ -81,28 +84,8 @@ def _folder(name: str, seed: int) -> str:
     return name if seed == 0 else f"{name}-seed{seed}"
 
 
-def _train(workspace: Workspace, runs: Path, name: str, seed: int) -> None:
-    """Train one seed of a drafter as a user does, and keep its CPU time beside it."""
-    folder = workspace.drafter(_folder(name, seed))
-    if folder.exists():
-        return
-    words = ["train", name, "--name", folder.name, "--seed", str(seed), "--resume", "--runs", str(runs)]
-    began = time.time()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    child = subprocess.Popen(
-        [sys.executable, "-m", "vlmdistill.cli.main", *words],
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    _, status, usage = os.wait4(child.pid, 0)
-    if status:
-        raise SystemExit(
-            f"training {folder.name} ended with status {status}: run `vlmdistill {' '.join(words)}`"
-        )
-    cost = {"cpu_seconds": usage.ru_utime + usage.ru_stime, "peak_mb": usage.ru_maxrss / 1024}
-    folder.with_name(f"{folder.name}.cost.json").write_text(json.dumps(cost))
-    _say(f"trained {folder.name} in {time.time() - began:.0f} s, {cost['cpu_seconds']:.0f} CPU-seconds")
+def _cost(workspace: Workspace, name: str) -> Path:
+    return workspace.drafter(f"{name}.training") / "cost.json"
 
 
 def _method(workspace: Workspace, name: str, seeds: int, reports: dict[str, Any]) -> dict[str, Any]:
@@ -121,7 +104,7 @@ def _method(workspace: Workspace, name: str, seeds: int, reports: dict[str, Any]
         told[f"alpha@{temperature}"] = measured[0]["alpha"]
         told[f"lossless@{temperature}"] = [one["lossless"] for one in measured]
     if catalogue.is_trained(name):
-        costs = [workspace.drafter(f"{_folder(name, seed)}.cost.json") for seed in range(seeds)]
+        costs = [_cost(workspace, _folder(name, seed)) for seed in range(seeds)]
         told["cpu_seconds"] = [json.loads(file.read_text())["cpu_seconds"] for file in costs if file.exists()]
         told["untrained_tau"] = _untrained(workspace, name)
     return told

@@ -25,6 +25,9 @@ def run(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer to learn from.")] = 1024,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered together.")] = 32,
     workers: Annotated[int | None, typer.Option(min=1, help="Ray actors.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Drafters trained at once; one a GPU, or a few on a CPU.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of everything.")] = 0,
     runs: console.Runs = None,
 ) -> None:
@@ -43,6 +46,7 @@ def run(
         eval_limit=limit,
         batch=batch_size,
         workers=workers,
+        jobs=jobs,
         seed=seed,
     )
     workspace = Workspace.of(model, Path(runs) if runs else None)

@@ -22,7 +22,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
         "warmup=0.05",
     ),
     "demo": (
-        "steps=1200",
+        "steps=600",
         "stages.text.epochs=1",
         "stages.multimodal.epochs=9",
         "stages.*.learning_rate=2e-3",

@@ -40,6 +40,7 @@ class Plan:
     eval_tokens: int = 512
     batch: int = 32  # prompts answered together
     workers: int | None = None
+    jobs: int | None = None  # drafters trained at once
     seed: int = 0
 
 
@@ -106,8 +107,21 @@ def fit(
     tell: Callable[[str], None],
     bar: Bar,
 ) -> None:
-    """Train the drafters one after the other."""
-    for name, config in configs.items():
+    """Train the drafters that are missing: several at once where there is room, else one after the other."""
+    missing = [name for name in configs if not (workspace.drafter(name) / "config.json").exists()]
+    at_once = min(len(missing), plan.jobs or train.side_by_side())
+    if at_once > 1:
+        with bar("training", "%") as shown:
+            train.several(
+                workspace,
+                [train.Job(name, name, plan.seed) for name in missing],
+                at_once,
+                recipe=plan.recipe,
+                settings=plan.settings,
+                report=shown,
+                on_done=lambda job, cost: tell(f"trained    {job.name}, in {workspace.drafter(job.name)}"),
+            )
+    for name, config in configs.items():  # those that are there are checked to be of these settings
         fresh = not (workspace.drafter(name) / "config.json").exists()
         with bar(f"training {name}", "%") as shown:
             train.run(

@@ -1,18 +1,25 @@
-"""Train a drafter in a workspace: settings resolved, one rank here or several side by side."""
+"""Train drafters in a workspace: settings resolved, one rank here, several, or several drafters at once."""
 
 import os
+import queue
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.base import DrafterConfig
 from vlmdistill.drafters.config import RECIPES, override
 from vlmdistill.drafters.training.record import Progress
 from vlmdistill.drafters.training.trainer import Run, train
-from vlmdistill.pipelines.workspace import Workspace, only_writer
+from vlmdistill.pipelines.workspace import Workspace, absolute, only_writer
 from vlmdistill.stores.errors import DataError, TrainingError
 
 
@@ -96,3 +103,114 @@ def launch(ranks: int, arguments: Sequence[str]) -> None:
         raise TrainingError(
             f"training on {ranks} ranks ended with status {done.returncode}: see the lines above"
         )
+
+
+@dataclass(frozen=True)
+class Job:
+    """One drafter to train in a process of its own."""
+
+    drafter: str
+    name: str
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What training one drafter took."""
+
+    cpu_seconds: float
+    peak_bytes: int
+
+
+def side_by_side() -> int:
+    """How many drafters are trained at once unless told: one on each GPU, or on each of a few cores."""
+    return torch.cuda.device_count() or min(4, len(os.sched_getaffinity(0)))
+
+
+def several(
+    workspace: Workspace,
+    jobs: Sequence[Job],
+    at_once: int,
+    *,
+    recipe: str,
+    settings: Sequence[str] = (),
+    report: Callable[[int, int, str], None] = lambda done, total, remark: None,
+    on_done: Callable[[Job, Cost], None] = lambda job, cost: None,
+) -> None:
+    """Train drafters `at_once` at a time, each by `vlmdistill train --resume` in a process of its own.
+
+    With GPUs each process is given one of them, else its share of the cores. TrainingError says what the
+    first one that failed said; what has been trained by then stays.
+    """
+    places: queue.Queue[int] = queue.Queue()
+    for place in range(at_once):
+        places.put(place)
+    shares: dict[str, int] = {}
+    lock = threading.Lock()
+
+    def run_one(job: Job) -> None:
+        place = places.get()
+        try:
+            for share in _in_process(workspace, job, place, at_once, recipe, settings, on_done):
+                with lock:
+                    shares[job.name] = share
+                    running = ", ".join(f"{name} {done}%" for name, done in shares.items() if done < 100)
+                    report(sum(shares.values()), 100 * len(jobs), running)
+        finally:
+            places.put(place)
+
+    with ThreadPoolExecutor(at_once) as pool:
+        running = [pool.submit(run_one, job) for job in jobs]
+        try:
+            for one in as_completed(running):
+                one.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _in_process(
+    workspace: Workspace,
+    job: Job,
+    place: int,
+    at_once: int,
+    recipe: str,
+    settings: Sequence[str],
+    on_done: Callable[[Job, Cost], None],
+) -> Iterator[int]:
+    """Train one drafter and yield how many per cent of it are done."""
+    options = {"model": absolute(workspace.model), "runs": str(workspace.root.parent), "recipe": recipe}
+    options |= {"name": job.name, "seed": str(job.seed)}
+    words = [word for name, value in options.items() for word in (f"--{name}", value)]
+    words += [word for setting in settings for word in ("--set", setting)]
+    gpus = torch.cuda.device_count()
+    if gpus:
+        share = {"CUDA_VISIBLE_DEVICES": str(place % gpus)}
+    else:
+        share = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // at_once))}
+    child = subprocess.Popen(
+        [sys.executable, "-m", "vlmdistill.cli.main", "train", job.drafter, "--resume", *words],
+        env={**os.environ, **share},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    )
+    assert child.stderr is not None
+    said = ""
+    try:
+        with child.stderr as lines:
+            for line in lines:
+                said = line.strip() or said
+                if told := re.search(r"(\d+)/100 %", line):
+                    yield int(told[1])
+        _, status, usage = os.wait4(child.pid, 0)
+        child.returncode = os.waitstatus_to_exitcode(status)
+    finally:
+        if child.returncode is None:  # whoever listens has gone
+            child.terminate()
+            child.wait()
+    if child.returncode:
+        raise TrainingError(f"training {job.name} failed: {said.removeprefix('error: ')}")
+    on_done(job, Cost(usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024))
+    yield 100
