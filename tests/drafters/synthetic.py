@@ -1,8 +1,7 @@
 """Random target states in the shape that targets give them: enough to prove what drafters compute."""
 
 import dataclasses
-import random
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,8 @@ import torch
 
 from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.base import Batch, Drafter, Head
+from vlmdistill.drafters.config import override
+from vlmdistill.drafters.training.trainer import Run
 from vlmdistill.stores import schema
 from vlmdistill.stores.schema import Feature, Provenance, Sample, Span, TargetInfo
 from vlmdistill.stores.store import Store
@@ -137,7 +138,7 @@ def cut(sample: Batch, tokens: int) -> Batch:
 
 
 def store(path: Path, samples: int, features: Collection[str] = ALL, seed: int = 0) -> Store:
-    """A small store of such samples, float32, in one shard."""
+    """A small store of such samples, one layout after the other, float32, in one shard."""
     wanted = [Feature.parse(name) for name in features]
     provenance = Provenance(
         target="synthetic",
@@ -155,10 +156,10 @@ def store(path: Path, samples: int, features: Collection[str] = ALL, seed: int =
         INFO,
         schema.Head(tables.embed_VD.numpy(), tables.lm_head_VD.numpy(), "float32"),
     )
-    draw = random.Random(seed)
+    layouts = list(LAYOUTS.values())
     with made.writer("unit") as writer:
         for number in range(samples):
-            one = batch([LAYOUTS[draw.choice(sorted(LAYOUTS))]], wanted, seed=seed * 1000 + number)
+            one = batch([layouts[number % len(layouts)]], wanted, seed=seed * 1000 + number)
             writer.add(
                 Sample(
                     key=f"sample{number}",
@@ -175,3 +176,15 @@ def store(path: Path, samples: int, features: Collection[str] = ALL, seed: int =
                 )
             )
     return made
+
+
+SETTINGS = ("stages.*.epochs=2", "stages.*.learning_rate=0.01", "batch_tokens=120", "noise=0.2")
+
+
+def plan(
+    store: Path, out: Path, *, drafter: str = "sparrow", settings: Sequence[str] = (), **more: Any
+) -> Run:
+    """A short run on such a store, in optimizer steps of two micro-batches."""
+    config = override(catalogue.config(drafter), [*SETTINGS, *settings])
+    values = {"held_out": 0.0, "save_every": 3, "micro_tokens": 60, **more}
+    return Run(drafter=catalogue.base(drafter), config=config, store=store, out=out, **values)

@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.drafters import synthetic
-from tests.drafters.synthetic import INFO, LAYOUTS, batch, cut, head
-from tests.drafters.training.test_trainer import plan
+from tests.drafters.synthetic import INFO, LAYOUTS, batch, cut, head, plan
 from vlmdistill.drafters import hivis
 from vlmdistill.drafters.base import Batch, Stage, Tree
 from vlmdistill.drafters.decoding.tree import Growth

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 from tests.drafters import synthetic
-from tests.drafters.training.test_trainer import plan
+from tests.drafters.synthetic import plan
 from vlmdistill.drafters.training.record import Progress
 from vlmdistill.drafters.training.trainer import train
 from vlmdistill.stores.share import send

@@ -14,24 +14,23 @@ import torch
 from safetensors.torch import load_file
 
 from tests.drafters import synthetic
+from tests.drafters.synthetic import plan
 from vlmdistill.drafters import catalogue, checkpoint
 from vlmdistill.drafters.base import DrafterConfig
 from vlmdistill.drafters.config import from_dict, override, to_dict
 from vlmdistill.drafters.training.record import Progress
-from vlmdistill.drafters.training.trainer import Run, train
+from vlmdistill.drafters.training.trainer import train
 from vlmdistill.stores.errors import DataError, TrainingError
 from vlmdistill.stores.store import Store
 
 ROOT = Path(__file__).parents[3]
-SETTINGS = ["stages.*.epochs=2", "stages.*.learning_rate=0.01", "batch_tokens=120", "noise=0.2"]
-
 ROOM = {"medusa": 0.25}
 """Share learnt by heart where it is less: on random states, a head that only adds cannot reach more."""
 
 WORKER = """
 import sys
 from pathlib import Path
-from tests.drafters.training.test_trainer import plan
+from tests.drafters.synthetic import plan
 from vlmdistill.drafters.training.trainer import train
 
 def tell(progress):
@@ -39,14 +38,6 @@ def tell(progress):
 
 train(plan(Path(sys.argv[1]), Path(sys.argv[2]), resume=True, **eval(sys.argv[3])), tell)
 """
-
-
-def plan(
-    store: Path, out: Path, *, drafter: str = "sparrow", settings: tuple[str, ...] = (), **more: Any
-) -> Run:
-    config = override(catalogue.config(drafter), [*SETTINGS, *settings])
-    values = {"held_out": 0.0, "save_every": 3, "micro_tokens": 60, **more}
-    return Run(drafter=catalogue.base(drafter), config=config, store=store, out=out, **values)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,163 @@
+"""A drafter reads what it declares, all of it and nothing else; and what that takes on disk."""
+
+import shutil
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests import tiny
+from tests.drafters import synthetic
+from tests.drafters.sizes import real
+from tests.drafters.synthetic import ALL, CASES, INFO, TRAINED, batch, build, cut, plan
+from vlmdistill.drafters import catalogue
+from vlmdistill.drafters.base import Batch, Drafter, Stage, Tree
+from vlmdistill.drafters.config import override
+from vlmdistill.drafters.decoding.generate import Cycle, speculate
+from vlmdistill.drafters.decoding.tree import Growth
+from vlmdistill.drafters.training.trainer import train
+from vlmdistill.drafters.training.unroll import unroll
+from vlmdistill.pipelines.targets.base import VisionLanguageTarget
+from vlmdistill.pipelines.targets.loading import load
+from vlmdistill.stores.errors import TrainingError
+from vlmdistill.stores.schema import Feature
+
+EVERYTHING = [Feature.parse(name) for name in ALL]
+STAGE = Stage(name="test", hops=3, losses={"regression": 1.0, "cross_entropy": 1.0})
+TWO_TURNS, OTHER, PROMPT = "tvvttrrrrrvvvtrrrrr", "tvtrrr", 10
+
+
+def trained_on(drafter: Drafter, features: Collection[Feature]) -> list[Tensor]:
+    """Losses of every hop, with noise."""
+    sample = batch([TWO_TURNS, OTHER], features)
+    scores = unroll(drafter.train(), sample, STAGE, torch.Generator().manual_seed(0)).scores
+    return [one.loss_R for one in scores]
+
+
+def drafted_from(drafter: Drafter, features: Collection[Feature]) -> list[Tensor]:
+    """The first state and tree after a prompt of two turns."""
+    sample = batch([TWO_TURNS], EVERYTHING)
+    before = [cut(sample, PROMPT).feature(source, "text")[-1:] for source in drafter.sources]
+    draft = Growth(drafter.eval(), cut(batch([TWO_TURNS], features), PROMPT))
+    draft.commit(sample.ids_T[PROMPT : PROMPT + 1], torch.cat(before, dim=-1))
+    assert draft.state_1D is not None
+    return [draft.state_1D, draft.grow(Tree.parse("8-2-2")).ids_N]
+
+
+@pytest.mark.parametrize("decoding", [False, True])
+@pytest.mark.parametrize(("name", "settings"), CASES)
+def test_more_features_change_nothing_and_one_less_is_an_error(
+    name: str, settings: dict[str, Any], decoding: bool
+) -> None:
+    drafter = build(name, **settings)
+    needs = drafter.needs(drafter.config, INFO, decoding=decoding)
+    made = drafted_from if decoding else trained_on
+    for exact, rich in zip(made(drafter, needs), made(drafter, EVERYTHING), strict=True):
+        assert torch.equal(exact, rich)
+    for feature in needs:
+        with pytest.raises(KeyError, match=f"lacks {feature.name}"):
+            made(drafter, needs - {feature})
+
+
+class Generous:
+    """The same target, which gives a drafter more of a prompt than it asks for."""
+
+    def __init__(self, target: VisionLanguageTarget) -> None:
+        self._target = target
+
+    def prefill(self, prompt: Any, features: Collection[Feature]) -> Batch:
+        return self._target.prefill(prompt, {*features, *(f for f in EVERYTHING if f.source != "layer3")})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+
+@pytest.mark.parametrize("name", sorted({*catalogue.NAMES} - {*TRAINED}))
+def test_what_needs_no_training_needs_nothing_of_a_prompt(name: str, checkpoint: Callable[..., Path]) -> None:
+    target = load(str(checkpoint("qwen2_5_vl")))
+    prompt = target.encode(tiny.message("tell", tiny.picture(56, 84)))
+    drafter = catalogue.load(name)(catalogue.config(name), target.info, target.head).eval()
+    assert not any(drafter.needs(drafter.config, target.info, decoding=one) for one in (False, True))
+
+    def said(one: Any) -> list[tuple[list[int], int]]:
+        cycles: list[Cycle] = list(speculate(one, drafter, prompt, tree=Tree(8, 2, 2), max_new_tokens=12))
+        return [(cycle.ids, cycle.accepted) for cycle in cycles]
+
+    assert said(Generous(target)) == said(target)
+
+
+@pytest.fixture(scope="module")
+def rich(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store of everything."""
+    path = tmp_path_factory.mktemp("needs") / "rich"
+    synthetic.store(path, 8)
+    return path
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_store_needs_what_is_declared_and_no_more(name: str, rich: Path, tmp_path: Path) -> None:
+    """Trained on a store of just that, and on one whose other features are all damaged."""
+    needs = {feature.name for feature in catalogue.load(name).needs(catalogue.config(name), INFO)}
+    synthetic.store(tmp_path / "exact", 8, needs)
+    shutil.copytree(rich, tmp_path / "rich")
+    (shard,) = (tmp_path / "rich" / "shards").iterdir()
+    for chunk in (file for extra in {*ALL} - needs for file in (shard / extra).rglob("*") if file.is_file()):
+        chunk.write_bytes(b"damaged")
+    weights = []
+    for store in ("exact", "rich"):
+        run = plan(tmp_path / store, tmp_path / f"{store}-out", drafter=name, settings=("steps=3",))
+        weights.append(load_file(train(run) / "model.safetensors"))
+    assert all(torch.equal(weight, weights[1][key]) for key, weight in weights[0].items())
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_store_that_lacks_a_feature_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
+    needs = {feature.name for feature in catalogue.load(name).needs(catalogue.config(name), INFO)}
+    for feature in needs:
+        synthetic.store(tmp_path / feature, 1, {*ALL} - {feature})
+        with pytest.raises(TrainingError) as error:
+            train(plan(tmp_path / feature, tmp_path / "out", drafter=name))
+        assert f"does not hold {feature}, which {catalogue.base(name)} needs" in str(error.value)
+        assert f"`vlmdistill features --for {catalogue.base(name)} --store DIR`" in str(error.value)
+        assert "\n" not in str(error.value)
+
+
+# Of 1000 text and 2500 visual tokens of one image, in bfloat16
+
+TEXT_ONLY, ENTRIES, RAW = (7.17, 8.19), (43.0, 49.2), (25.1, 28.7)
+MEGABYTES: dict[tuple[str, ...], tuple[float, float]] = {
+    ("hivis",): TEXT_ONLY,
+    ("medusa",): TEXT_ONLY,
+    ("text_only",): TEXT_ONLY,
+    ("vispec",): RAW,
+    ("msd",): RAW,
+    ("msd_vata",): RAW,
+    ("sparrow",): RAW,
+    ("specflash",): RAW,
+    ("viscomp",): RAW,
+    ("eagle2",): ENTRIES,
+    ("hass",): ENTRIES,
+    ("semiar",): ENTRIES,
+    ("eagle3",): (100.4, 114.7),
+    ("eagle3", "visual=none"): (28.7, 32.8),
+    ("lookahead",): (0.0, 0.0),
+    ("specvlm",): (0.0, 0.0),
+}
+
+
+@pytest.mark.parametrize("case", MEGABYTES, ids=" ".join)
+def test_a_sample_takes_the_published_space(case: tuple[str, ...]) -> None:
+    name, *settings = case
+    rows = {"text": 1000, "visual": 2500, "span": 1}
+    for target, megabytes in zip(("Qwen2.5-VL 7B", "LLaVA-1.6 7B"), MEGABYTES[case], strict=True):
+        info, config = real(target), override(catalogue.config(name), settings)
+        vectors = sum(rows[feature.where] for feature in catalogue.load(name).needs(config, info))
+        assert vectors * info.hidden_size * 2 / 1e6 == pytest.approx(megabytes, abs=0.06, rel=1e-3)
+
+
+def test_the_table_of_sizes_has_every_drafter() -> None:
+    assert {name for name, *_ in MEGABYTES} == {*catalogue.NAMES}
