@@ -1,6 +1,7 @@
 """Load a target from whatever names it: one code path for the demo, local folders and hub ids."""
 
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -171,7 +172,10 @@ def quiet_transformers() -> Iterator[None]:
     library.set_verbosity(logging.CRITICAL)
     library.disable_progress_bar()
     try:
-        yield
+        with warnings.catch_warnings():
+            # A bare parameter, such as the newline of an image, has its place like any module.
+            warnings.filterwarnings("ignore", "The following device_map keys do not match")
+            yield
     finally:
         library.set_verbosity(level)
         if bars:

@@ -1,0 +1,162 @@
+"""What the command line tells of a target: from the shipped configuration, a folder or the hub's cache."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+
+from vlmdistill.cli.main import main
+from vlmdistill.drafters import catalogue
+from vlmdistill.pipelines.targets.catalogue import HUB, REGISTRY, shipped
+from vlmdistill.pipelines.targets.loading import load
+
+Checkpoint = Callable[..., Path]
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Path], Path]:
+    """An empty hub cache, into which a checkpoint is put under a hub id."""
+    root = tmp_path / "hub"
+    root.mkdir()
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(root))
+
+    def put(repository: str, files: Path) -> Path:
+        folder = root / f"models--{repository.replace('/', '--')}"
+        snapshot = folder / "snapshots" / "0123abcd"
+        shutil.copytree(files, snapshot)
+        (folder / "refs").mkdir()
+        (folder / "refs" / "main").write_text("0123abcd")
+        return snapshot
+
+    return put
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main(["target", *arguments, "--json"]) == 0
+    facts: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return facts
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    capsys.readouterr()
+    assert main(["target", *arguments]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    (line,) = shown.err.strip().splitlines()
+    return line
+
+
+def test_a_known_name_is_shown_without_weights(cache: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    facts = told(capsys, "show", "qwen2.5-vl-7b")
+    assert facts["origin"] == "Qwen/Qwen2.5-VL-7B-Instruct"
+    assert (facts["found"], facts["folder"]) == (False, None)
+    assert facts["class"] == "Qwen2_5_VLForConditionalGeneration"
+    assert facts["parameters"]["all"] == 8_292_166_656
+    assert facts["target"]["num_layers"] == 28
+    assert facts["captured"] == ["embed", "layer2", "layer14", "layer25", "hidden"]
+    assert facts["head_bytes"] == 2 * 2 * 152064 * 3584
+
+
+def test_a_sample_is_priced_for_every_drafter(cache: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    costs = told(capsys, "show", "qwen2.5-vl-7b")["drafters"]
+    assert set(costs) == {*catalogue.NAMES, "all"}
+    row = 2 * 3584
+    eagle, sparrow, hivis = costs["eagle2"], costs["sparrow"], costs["hivis"]
+    assert (eagle["text_bytes"], eagle["visual_bytes"]) == (1000 * row, 2 * 2500 * row)
+    assert sparrow["features"] == ["hidden.span", "hidden.text", "layer14.visual"]
+    assert (sparrow["text_bytes"], sparrow["visual_bytes"]) == (1000 * row, 2501 * row)
+    assert (hivis["visual_bytes"], costs["lookahead"]["bytes"]) == (0, 0)
+    whole = costs.pop("all")["bytes"]
+    assert all(cost["bytes"] <= whole for cost in costs.values())
+    assert whole < sum(cost["bytes"] for cost in costs.values()), "what several need is stored once"
+    options = ["--text-tokens", "10", "--visual-tokens", "20", "--images", "3"]
+    other = told(capsys, "show", "qwen2.5-vl-7b", *options)["drafters"]["sparrow"]
+    assert (other["text_bytes"], other["visual_bytes"]) == (10 * row, 23 * row)
+
+
+def test_the_table_is_for_eyes(cache: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["target", "show", "qwen3-vl-4b"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    facts = {line.split("  ")[0]: line for line in lines}
+    assert "4.44B" in facts["parameters"]
+    assert "one table of 778 MB" in facts["vocabulary"]
+    assert "fetched when first used" in facts["weights"]
+    assert re.split("  +", facts["sparrow"])[1:4] == ["17.9 MB", "5.12 MB", "12.8 MB"]
+    assert facts["sparrow"].endswith("  hidden.text, layer18.visual, hidden.span")
+    assert facts["lookahead"].endswith("nothing")
+    assert max(map(len, lines)) < 130
+
+
+def test_a_local_folder_is_shown_as_it_loads(
+    checkpoint: Checkpoint, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = checkpoint("llava_onevision")
+    facts, target = told(capsys, "show", str(folder)), load(str(folder))
+    assert (facts["found"], facts["folder"]) == (True, str(folder))
+    assert facts["target"] == json.loads(json.dumps(target.info.to_dict()))
+    assert facts["parameters"]["all"] == sum(weight.numel() for weight in target.model.parameters())
+    assert facts["hashes"]["weights"] == target.fingerprint.weights
+
+
+def test_the_cache_of_the_hub_is_looked_into(
+    cache: Any, checkpoint: Checkpoint, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub = HUB["qwen2-vl-7b"]
+    snapshot = cache(hub, checkpoint("qwen2_vl"))
+    for name in ("qwen2-vl-7b", hub):
+        facts = told(capsys, "show", name)
+        assert (facts["found"], facts["folder"]) == (True, str(snapshot))
+        assert facts["target"]["hidden_size"] == 32, "what is here is told, not what is shipped"
+    cache("someone/finetune", checkpoint("llava"))
+    assert told(capsys, "show", "someone/finetune")["target"]["family"] == "llava-1.5"
+    (snapshot / "model.safetensors").unlink()
+    half = told(capsys, "show", "qwen2-vl-7b")
+    assert (half["found"], half["folder"]) == (False, str(snapshot))
+    assert "lacks the weights model.safetensors" in half["lacking"]
+    listed = told(capsys, "list")["targets"]
+    assert {name for name, one in listed.items() if one["found"] is not None} == {"demo", "qwen2-vl-7b"}
+    assert listed["qwen2-vl-7b"]["found"] is False
+
+
+def test_the_list_has_a_line_for_each(cache: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["target", "list"]) == 0
+    shown = capsys.readouterr()
+    header, *lines = shown.out.splitlines()
+    assert header.split() == ["name", "family", "parameters", "weights", "checkpoint"]
+    assert [line.split()[0] for line in lines] == ["demo", *REGISTRY]
+    assert "  here  " in lines[0]
+    assert all("  not here  " in line for line in lines[1:])
+    assert "8.29B" in next(line for line in lines if line.startswith("qwen2.5-vl-7b"))
+    assert "llava_onevision" in shown.err
+
+
+def test_what_cannot_be_shown_is_one_line(
+    cache: Any, checkpoint: Checkpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "there is no target 'qwen9'" in refused(capsys, "show", "qwen9")
+    assert "nothing is known of someone/some-model here" in refused(capsys, "show", "someone/some-model")
+    folder = Path(shutil.copytree(checkpoint("llava"), tmp_path / "copy"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
+    assert "'gpt2' is none of the families served" in refused(capsys, "show", str(folder))
+    (folder / "config.json").write_text(json.dumps({**config, "text_config": {"model_type": "nonsense"}}))
+    assert "makes no model" in refused(capsys, "show", str(folder))
+    (folder / "config.json").unlink()
+    assert "has no config.json" in refused(capsys, "show", str(folder))
+
+
+def test_a_folder_with_a_configuration_alone_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = shipped("qwen2-vl-7b")
+    assert config is not None
+    shutil.copy(config, tmp_path / "config.json")
+    facts = told(capsys, "show", str(tmp_path))
+    assert (facts["found"], facts["target"]["num_layers"]) == (False, 28)
+    assert "lacks the weights" in facts["lacking"]
