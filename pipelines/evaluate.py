@@ -181,11 +181,10 @@ class _Bench:
             fresh[name] = _Answer(list(self._run(name, encoded, number)))
             self.answers[name].append(fresh[name])
         if self.temperature == 0:
-            reference = self.target.generate(
-                [encoded], max_new_tokens=self.settings.max_new_tokens, temperature=0.0, seed=0
-            )[0]
-            for name in names:
-                self.verdicts[name].append(self._compare(encoded, list(reference.ids), fresh[name].ids))
+            reference = self.target.reference(encoded, max_new_tokens=self.settings.max_new_tokens)
+            if reference is not None:
+                for name in names:
+                    self.verdicts[name].append(self._compare(encoded, list(reference.ids), fresh[name].ids))
         if number < SHOWN:
             for name in self.drafters:
                 self.shown[name].append(self._show(prompt, fresh[name]))

@@ -135,6 +135,23 @@ class VisionLanguageTarget:
         )
         return [self._response(ids) for ids in said]
 
+    @torch.inference_mode()
+    def reference(self, prompt: Prompt, *, max_new_tokens: int) -> Response | None:
+        """The greedy answer of the stock model's own `generate`: what decoding is checked against.
+
+        None where the stock model cannot read the prompt.
+        """
+        if self.family.stock(prompt.inputs) is None:
+            return None
+        config = transformers.GenerationConfig(
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            eos_token_id=list(self.info.eos_ids),
+            pad_token_id=self._pad_id,
+        )
+        out_1L = self.model.generate(**self._stock_inputs([prompt]), generation_config=config)
+        return self._response(out_1L[0, prompt.length :].tolist())
+
     def _response(self, ids: list[int]) -> Response:
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
         stopped = ids[-1] in self.info.eos_ids
