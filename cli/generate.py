@@ -12,6 +12,13 @@ def generate(
     text: Annotated[str, typer.Argument(help="What to ask.")],
     model: console.Model = "demo",
     image: Annotated[list[Path] | None, typer.Option(help="An image; may be repeated.")] = None,
+    video: Annotated[
+        list[Path] | None, typer.Option(help="A video file, or a folder of frames; may be repeated.")
+    ] = None,
+    fps: Annotated[
+        float | None, typer.Option(help="Frames a second of the videos; default: the target's.")
+    ] = None,
+    frames: Annotated[int | None, typer.Option(help="The same by a number of frames.")] = None,
     drafter: Annotated[
         str | None, typer.Option(help="Name or folder of a trained drafter; plain decoding without.")
     ] = None,
@@ -33,6 +40,8 @@ def generate(
         workspace,
         text,
         images=image or [],
+        videos=video or [],
+        sampling={name: value for name, value in {"fps": fps, "frames": frames}.items() if value is not None},
         drafter=drafter,
         temperature=temperature,
         max_new_tokens=max_new_tokens,

@@ -1,6 +1,6 @@
 """One answer as it comes, in pieces that know whether they were drafted."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,8 @@ def answer(
     text: str,
     *,
     images: Sequence[Path] = (),
+    videos: Sequence[Path] = (),
+    sampling: Mapping[str, float] | None = None,
     drafter: str | None = None,
     temperature: float = 0.0,
     max_new_tokens: int = 512,
@@ -77,14 +79,17 @@ def answer(
 ) -> Answer:
     """Ask a target one question. `drafter` is a name in the workspace or a folder; None decodes plainly.
 
-    DataError when an image cannot be read, TrainingError when the drafter cannot be used.
+    `sampling` holds "fps" or "frames" for all videos; without it they are sampled as the target does.
+    DataError when an image or video cannot be read, TrainingError when the drafter cannot be used.
     """
     folder = None
     if drafter is not None:
         folder = Path(drafter) if Path(drafter).is_dir() else workspace.drafter(drafter)
         checkpoint.describe(folder)
     target = load(workspace.model)
-    content = [{"type": "image", "path": str(image)} for image in images] + [{"type": "text", "text": text}]
+    content: list[dict[str, Any]] = [{"type": "image", "path": str(image)} for image in images]
+    content += [{"type": "video", "path": str(video), **(sampling or {})} for video in videos]
+    content.append({"type": "text", "text": text})
     prompt = target.encode([{"role": "user", "content": content}])
     generator = torch.Generator(target.device).manual_seed(seed)
     if folder is None:

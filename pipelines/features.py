@@ -9,7 +9,7 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -130,38 +130,75 @@ class Capturer:
             self.guard.close()
 
     def work(self, unit: Unit) -> Result:
-        """Capture a unit and commit it, whole."""
+        """Capture a unit and commit it, whole; without the samples whose prompt is not what it was."""
+        try:
+            return self._capture(unit)
+        except DataError:
+            failed = {item.prompt.key: why for item in unit.items if (why := self._trouble(item))}
+            if not failed:
+                raise
+        items = tuple(item for item in unit.items if item.prompt.key not in failed)
+        result = self._capture(Unit(items, unit_name(items))) if items else Result()
+        return dataclasses.replace(result, failed=failed)
+
+    def _capture(self, unit: Unit) -> Result:
+        """Prompts are read as their batch comes: a shard's worth of long videos would not fit."""
+        from vlmdistill.pipelines.targets.batching import packed
+
         result = Result()
-        encoded: list[tuple[Item, Any]] = []
-        for item in unit.items:
-            try:
-                prompt = self.target.encode(item.prompt.messages)
-                if prompt.length != item.answer.prompt_tokens:
-                    raise DataError(
-                        f"it has {prompt.length} tokens and had {item.answer.prompt_tokens} when it was "
-                        "answered: did its image change?"
-                    )
-                encoded.append((item, prompt))
-            except DataError as error:
-                result.failed[item.prompt.key] = " ".join(str(error).split())
-        if not encoded:
-            return result
-        with self.store.writer(
-            unit.name if not result.failed else unit_name(item for item, _ in encoded)
-        ) as writer:
-            for batch in packed(encoded, self.budget):
+        with self.store.writer(unit.name) as writer:
+            for batch in packed(unit.items, lambda item: item.tokens, self.budget):
+                prompts = [self._read(item) for item in batch]
                 samples = self.target.capture(
-                    [prompt for _, prompt in batch],
-                    [item.answer.ids.tolist() for item, _ in batch],
+                    prompts,
+                    [item.answer.ids.tolist() for item in batch],
                     self.features,
                     self.dtype,
-                    [item.prompt.key for item, _ in batch],
+                    [item.prompt.key for item in batch],
                 )
-                for (item, _), sample in zip(batch, samples, strict=True):
-                    writer.add(dataclasses.replace(sample, meta=item.meta))
+                for item, prompt, sample in zip(batch, prompts, samples, strict=True):
+                    meta = {**item.meta, **shown(item.prompt, prompt.samplings)}
+                    writer.add(dataclasses.replace(sample, meta=meta))
                     result.samples += 1
                     result.tokens += item.tokens
         return result
+
+    def _read(self, item: Item) -> Any:
+        """The prompt as it was answered; DataError when it is another now."""
+        prompt = self.target.encode(item.prompt.messages)
+        if prompt.length != item.answer.prompt_tokens:
+            raise DataError(
+                f"it has {prompt.length} tokens and had {item.answer.prompt_tokens} when it was "
+                "answered: did its image or video change?"
+            )
+        return prompt
+
+    def _trouble(self, item: Item) -> str:
+        """Why a prompt cannot be captured; nothing where it can."""
+        try:
+            self._read(item)
+        except DataError as error:
+            return " ".join(str(error).split())
+        return ""
+
+
+def shown(prompt: Prompt, samplings: Sequence[Any]) -> dict[str, str | int]:
+    """Columns of the index: how many images, videos and frames, and which, with the time of each frame."""
+    parts = [part for message in prompt.messages for part in message["content"] if part["type"] != "text"]
+    videos, media = iter(samplings), list[dict[str, Any]]()
+    for part in parts:
+        fact: dict[str, Any] = {part["type"]: part["path"]}
+        if part["type"] == "video":
+            sampling = next(videos)
+            fact |= {"of": sampling.total, "fps": sampling.fps}
+            fact["seconds"] = [round(second, 3) for second in sampling.seconds]
+        media.append(fact)
+    return {
+        "images": sum(part["type"] == "image" for part in parts),
+        "videos": len(samplings),
+        "frames": sum(len(sampling.indices) for sampling in samplings),
+        "media": json.dumps(media),
+    }
 
 
 def drafters(names: str) -> tuple[str, ...] | None:
@@ -226,18 +263,6 @@ def stored_head(target: Any) -> Head:
         dtype=str(target.head.embed_VD.dtype).removeprefix("torch."),
         generation=json.loads(config.read_text()) if config.is_file() else {},
     )
-
-
-def packed(items: Sequence[tuple[Item, Any]], budget: int) -> Iterator[list[tuple[Item, Any]]]:
-    """Batches of similar length whose padded size stays within `budget` tokens; a longer one goes alone."""
-    batch: list[tuple[Item, Any]] = []
-    for item in sorted(items, key=lambda pair: -pair[0].tokens):
-        if batch and batch[0][0].tokens * (len(batch) + 1) > budget:
-            yield batch
-            batch = []
-        batch.append(item)
-    if batch:
-        yield batch
 
 
 def capture(

@@ -28,7 +28,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-IMAGE_LETTERS = 2000  # what an image counts for where prompts are sorted by length
+IMAGE_LETTERS, VIDEO_LETTERS = 2000, 20000  # what they count for where prompts are sorted by length
+BATCH_TOKENS = 65536  # of the prompts that are answered together, padded
+HELD_BYTES = (
+    1 << 30
+)  # of prompts that are read before they are answered: long videos are not all held at once
 
 Report = Callable[[int, int, str], None]  # done, total, remark
 
@@ -92,22 +96,32 @@ class Responder:
         return {"target": str(self.target.fingerprint)}
 
     def work(self, unit: Unit) -> Result:
-        """Answer every prompt of a unit, the shortest first."""
-        result = Result()
+        """Answer every prompt of a unit, those of similar length together."""
+        result, seed = Result(), unit.seed
         encoded: list[tuple[Prompt, Any]] = []
         for prompt in unit.prompts:
             try:
                 encoded.append((prompt, self.target.encode(prompt.messages)))
             except DataError as error:
                 why = " ".join(str(error).split())
-                if all(Path(path).is_file() for path in prompt.files):
+                if all(Path(path).exists() for path in prompt.files):
                     result.rows.append(self._row(prompt, reason="refused", detail=why))
                 else:  # what is missing now may be there again
                     result.failed[prompt.key] = why
-        encoded.sort(key=lambda item: item[1].length)
-        for start in range(0, len(encoded), self.batch):
-            self._answer(encoded[start : start + self.batch], unit.seed + start, result)
+            if sum(one.nbytes for _, one in encoded) > HELD_BYTES:
+                seed = self._answer_all(encoded, seed, result)
+                encoded = []
+        self._answer_all(encoded, seed, result)
         return result
+
+    def _answer_all(self, encoded: Sequence[tuple[Prompt, Any]], seed: int, result: Result) -> int:
+        """Answer in batches, each with a seed of its own; the next one is returned."""
+        from vlmdistill.pipelines.targets.batching import packed
+
+        for batch in packed(encoded, lambda item: item[1].length, BATCH_TOKENS, self.batch):
+            self._answer(batch, seed, result)
+            seed += len(batch)
+        return seed
 
     def _answer(self, batch: Sequence[tuple[Prompt, Any]], seed: int, result: Result) -> None:
         responses = self.target.generate(
@@ -228,9 +242,11 @@ def weights_of(model: str) -> int:
 def plan(prompts: Sequence[Prompt], unit: int, seed: int) -> list[Unit]:
     """Units of prompts of similar length, the longest first: the last units to end are short."""
 
+    letters = {"image": IMAGE_LETTERS, "video": VIDEO_LETTERS}
+
     def length(prompt: Prompt) -> int:
         parts = [part for message in prompt.messages for part in message["content"]]
-        return sum(len(part["text"]) if part["type"] == "text" else IMAGE_LETTERS for part in parts)
+        return sum(letters.get(part["type"]) or len(part["text"]) for part in parts)
 
     ordered = sorted(prompts, key=lambda prompt: (-length(prompt), prompt.key))
     return [Unit.of(ordered[at : at + unit], seed) for at in range(0, len(ordered), unit)]

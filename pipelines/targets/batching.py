@@ -3,7 +3,7 @@
 Shapes: B samples, L positions of the longest, A rotary axes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -18,18 +18,54 @@ Result = TypeVar("Result")
 def halving(items: Sequence[Item], run: Callable[[Sequence[Item]], list[Result]]) -> list[Result]:
     """`run(items)`; where the GPU's memory does not suffice, the two halves one after the other.
 
-    Raises TargetError when a single item is too much.
+    Raises TargetError, which names it, when a single item is too much.
     """
     if not items:
         return []
     try:
         return run(items)
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if not _out_of_memory(error):
+            raise
         if len(items) == 1:
-            raise TargetError("one prompt alone exceeds the memory of the device: shorten it") from None
+            raise TargetError(
+                f"{_told(items[0])} alone exceeds the memory of the device: leave it out "
+                "(`vlmdistill responses --max-length N` drops what is longer), or use a larger GPU"
+            ) from None
     torch.cuda.empty_cache()  # outside of `except`: the failed pass is held until there
     middle = len(items) // 2
     return halving(items[:middle], run) + halving(items[middle:], run)
+
+
+def _out_of_memory(error: RuntimeError) -> bool:
+    """Libraries that PyTorch calls have words of their own for it."""
+    return isinstance(error, torch.OutOfMemoryError) or "ALLOC_FAILED" in str(error)
+
+
+def _told(item: object) -> str:
+    """An item in words: a prompt, or a prompt with its response and the key of its sample."""
+    prompt, response, key = item if isinstance(item, tuple) and len(item) == 3 else (item, (), "")
+    length = getattr(prompt, "length", 0) + len(response)
+    visual = sum(span.length for span in getattr(prompt, "spans", ()))
+    tokens = f" of {length} tokens, {visual} of them visual," if length else ""
+    return f"{'sample ' + key if key else 'one prompt'}{tokens}"
+
+
+def packed(
+    items: Sequence[Item], tokens: Callable[[Item], int], budget: int, most: int | None = None
+) -> Iterator[list[Item]]:
+    """Batches of similar length, the longest first: at most `most` items, padded to `budget` tokens in all.
+
+    An item that is longer than the budget goes alone.
+    """
+    batch: list[Item] = []
+    for item in sorted(items, key=tokens, reverse=True):
+        if batch and (tokens(batch[0]) * (len(batch) + 1) > budget or len(batch) == most):
+            yield batch
+            batch = []
+        batch.append(item)
+    if batch:
+        yield batch
 
 
 def pad(rows: Sequence[Tensor], value: int, *, left: bool = False) -> Tensor:

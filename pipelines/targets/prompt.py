@@ -44,6 +44,11 @@ class Prompt:
         return int(self.rope_AL.max()) + 1
 
     @property
+    def nbytes(self) -> int:
+        """What it holds in memory; for a long video, gigabytes."""
+        return sum(value.nbytes for value in self.inputs.values())
+
+    @property
     def visual_L(self) -> Tensor:
         """Which positions are visual tokens."""
         return self.kind_L > 0

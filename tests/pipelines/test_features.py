@@ -87,6 +87,25 @@ def test_the_store_holds_every_kept_answer_with_what_the_drafters_need(given: Gi
         assert (sample.meta["split"], sample.meta["dataset"]) == (by_key[answer.key].split, "mix")
 
 
+def test_a_sample_knows_what_it_was_shown(given: Given, stored: Path) -> None:
+    store, counts = Store.open(stored), set()
+    for prompt in given.prompts:
+        if prompt.key not in given.kept:
+            continue
+        meta = store.read(prompt.key).meta
+        media = json.loads(str(meta["media"]))
+        assert [one.get("image") or one["video"] for one in media] == prompt.files
+        counts.add((meta["images"], meta["videos"]))
+        assert meta["frames"] == sum(len(one.get("seconds", ())) for one in media)
+        for one in media:
+            if "video" in one:  # ten frames a second; two are shown, four at least
+                total = 2 * int(Path(one["video"]).stem)
+                assert (one["of"], one["fps"]) == (total, 10.0)
+                assert len(one["seconds"]) == 4
+                assert one["seconds"][1] == int(total / 4) / 10
+    assert counts == {(0, 0), (1, 0), (0, 1)}
+
+
 def test_a_rerun_captures_only_what_is_missing(given: Given, tmp_path: Path) -> None:
     some = given.prompts[:4]
     first = capture(some, given.answers, str(tmp_path / "store"), given.model, ["eagle2"], workers=1)
