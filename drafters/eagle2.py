@@ -1,12 +1,13 @@
 """EAGLE-2 -- EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees, EMNLP 2024.
 
 Idea: one decoder layer continues the target's last-layer states instead of its tokens, each entry seeing
-the token that was sampled; a tree grows where the drafter is confident. All five papers compare with it.
+the token that was sampled; a tree grows where the drafter is confident. The baseline of four of the papers.
 Differs from EAGLE by: nothing in the drafter; the dynamic tree of section 4 takes the place of a fixed one.
-Adapted to images as all five papers do: visual tokens are entries like any others, with the projected
+Adapted to images as they do: visual tokens are entries like any others, with the projected
 visual vector in the place of the token embedding.
 Departs from the official code in: supervision starts at the first drafted token (the code's unshifted mask
-leaves out the first one), and gradients are clipped by norm.
+leaves out the first one); gradients are clipped by norm; the schedule is the one under which the ViSpec paper
+trains it, the tree its own; samples may have 4096 tokens, not 2048, for the sake of larger images.
 
 Shapes: E entries, R rows, U visual tokens, D hidden.
 """

@@ -12,7 +12,8 @@ in the place of the token embedding and the three states before it. That stores 
 position; `visual=none` leaves the visual entries out and stores about a third.
 Departs from the official code in: supervision starts at the first drafted token (the code's unshifted mask
 leaves out the first one); rotary positions have the target's theta in training as in decoding (the training
-code leaves it at 10000); equally frequent tokens go by id. As in the code, a position whose target token is
+code leaves it at 10000); equally frequent tokens go by id; the mean is over supervised rows, not over all
+positions; samples may have 4096 tokens. As in the code, a position whose target token is
 not in the draft vocabulary costs nothing but counts in the mean; here it counts as not predicted, too.
 Where it is silent (no VLM, no small target): its 40 epochs are halved between text and images; rotary
 positions are 1-D, as those of its siblings; on fewer than seven layers the three depths move apart as far as

@@ -9,7 +9,7 @@ Differs from EAGLE by: no visual positions at all, so that an image costs nothin
 sequential embeddings; multi-step training with dynamic filtering, and HASS's top-K loss beside EAGLE's two.
 Where the paper contradicts itself: guess n carries e_seq^min(n, threshold), as eq. 6 has it, in drafting too
 (the index of eq. 4 does not fit its own first term); a row stops counting with the step that fails, as
-figure 5 shows, where the text could mean the one after it.
+figure 5 shows, where the text could mean the one after it (`stages.stage2.keep_failing`).
 Where the paper is silent (no code is public): e_seq has no size there, but a vector concatenated before a
 linear layer is a bias for each step, hence an embedding added after `fc`, from zero, in which `fc`'s own bias
 is e_seq^0; rotary positions count text tokens alone; gradients are cut between steps and every loss has
@@ -18,9 +18,9 @@ EAGLE's 20 epochs, stage 2 HASS's 10 and learning rate, both twice here, for an 
 as the shorter kind; depth 7 is 7 levels of drafted tokens, 60 nodes are counted as in EAGLE-2's code.
 Eq. 3 is followed to the letter: the first token after an image is paired with the last text state before
 that image (`last_visual` changes that), and where no text comes before, it is no entry.
-The paper's data is a view of the store, here one for both stages, though it leaves out code in stage 2 only:
-`vlmdistill store filter STORE --name hivis --where "visual_tokens = 0 or words > 5"
---where "visual_tokens > 0 or code_ratio < 0.05"`.
+The paper's data are views of the store, none by default: `vlmdistill store filter STORE --name hivis1 --where
+"visual_tokens = 0 or words > 5"` for stage 1, with `--where "visual_tokens > 0 or code_ratio < 0.05"` besides for
+stage 2, and `--set stages.stage1.view=hivis1`. Rows that the filter drops stay in the mean of the loss.
 
 Shapes: E entries, R rows, D hidden.
 """
