@@ -1,0 +1,63 @@
+"""Batches that exceed the device's memory are halved until they fit; a single one that does not is named."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import tiny
+from vlmdistill.pipelines.targets.batching import halving
+from vlmdistill.pipelines.targets.loading import load
+from vlmdistill.stores.errors import TargetError
+
+Checkpoint = Callable[..., Path]
+
+
+def room_for(most: int, asked: list[int]) -> Callable[[Sequence[int]], list[int]]:
+    """A device that squares numbers and holds `most` of them at once; `asked` hears every attempt."""
+
+    def run(items: Sequence[int]) -> list[int]:
+        asked.append(len(items))
+        if len(items) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return [item * item for item in items]
+
+    return run
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 100])
+def test_halves_give_what_the_whole_would(most: int) -> None:
+    asked: list[int] = []
+    assert halving(list(range(13)), room_for(most, asked)) == [i * i for i in range(13)]
+    assert max(size for size in asked if size <= most) >= min(13, most / 2)
+    assert halving([], room_for(1, asked)) == []
+
+
+def test_one_sample_that_is_too_much_is_named(checkpoint: Checkpoint) -> None:
+    target = load(str(checkpoint("qwen2_vl")))
+    prompt = target.encode(tiny.message("what is it?", tiny.picture(90, 64)))
+    visual = sum(span.length for span in prompt.spans)
+    said = rf"sample abc of {prompt.length + 3} tokens, {visual} of them visual, alone exceeds the memory"
+    with pytest.raises(TargetError, match=said) as caught:
+        halving([(prompt, [1, 2, 3], "abc")] * 3, room_for(0, []))
+    assert "--max-length" in str(caught.value)
+    with pytest.raises(TargetError, match=f"one prompt of {prompt.length} tokens"):
+        halving([prompt], room_for(0, []))
+
+
+def test_libraries_have_their_own_words_for_it() -> None:
+    def run(items: Sequence[int]) -> list[int]:
+        if len(items) > 1:
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+        return list(items)
+
+    assert halving([1, 2, 3], run) == [1, 2, 3]
+
+
+def test_any_other_error_is_no_matter_of_memory() -> None:
+    def run(items: Sequence[int]) -> list[int]:
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        halving([1, 2], run)
