@@ -18,9 +18,10 @@ EAGLE's 20 epochs, stage 2 HASS's 10 and learning rate, both twice here, for an 
 as the shorter kind; depth 7 is 7 levels of drafted tokens, 60 nodes are counted as in EAGLE-2's code.
 Eq. 3 is followed to the letter: the first token after an image is paired with the last text state before
 that image (`last_visual` changes that), and where no text comes before, it is no entry.
-The paper's data are views of the store, none by default: `vlmdistill store filter STORE --name hivis1 --where
-"visual_tokens = 0 or words > 5"` for stage 1, with `--where "visual_tokens > 0 or code_ratio < 0.05"` besides for
-stage 2, and `--set stages.stage1.view=hivis1`. Rows that the filter drops stay in the mean of the loss.
+The paper's data are views of the store, none by default: `vlmdistill store filter STORE --name hivis1
+--where "visual_tokens = 0 or words > 5"` for stage 1, with `--where "visual_tokens > 0 or code_ratio < 0.05"`
+besides for stage 2, and `--set stages.stage1.view=hivis1`. Rows that the dynamic filter drops stay in the mean
+of the loss.
 
 Shapes: E entries, R rows, D hidden.
 """

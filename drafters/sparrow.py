@@ -10,9 +10,9 @@ Where the paper is silent (no code is public): the middle state is normed before
 is not that of the entries; text keeps its training-time positions when the visual ones are dropped; losses
 are those of ViSpec's code, whose data construction the paper follows (appendix C.3); the MTP pass has its
 prefix from the target and then its own guess, as the decoder has, not guesses throughout; the learning rate
-is EAGLE's; the "second-to-last" state is the LM head's input, as in EAGLE's own wording; the first token after
-an image is paired with the image's last state; `30-4-8` has five levels, by the paper's notation, though the
-ViSpec tree that it follows has four.
+is EAGLE's; the "second-to-last" state is the LM head's input, as in EAGLE's own wording; the first token
+after an image is paired with the image's last state; `30-4-8` has five levels, by the paper's notation,
+though the ViSpec tree that it follows has four.
 
 Shapes: E entries, R rows, U visual tokens, D hidden.
 """

@@ -8,12 +8,13 @@ Differs from EAGLE by: compressed visual states, and `group` tokens a pass in th
 Its ablations are switches: `group=1` is the paper's VisComp, `compress=false` its SemiAR.
 Follows the paper and not the released code: its first release cannot run (it makes the tokens of a group by
 an MLP on one state), and a later one refines each place by guessed tokens, which the paper does not.
-Departs from both in: the drafter's best guesses are verified at any temperature, where the paper samples them.
+Departs from both in: at any temperature the drafter's best guesses are verified; the paper samples them.
 Where the paper is silent: a placeholder is one learnable vector, at the rotary position of its place, that
 sees its entry's prefix and the placeholders before it; scores of the compressor are divided by sqrt(D);
 compressed tokens stand evenly spaced in their span and enter unfused, one for every `ratio` visual tokens
 (576 to 64 and 324 to 36 are both 9 to 1); the losses of all places of a group count alike. Every response
-position is an anchor; a group of G tokens has G - 1 placeholders, the entry itself giving the first. The states that a pass makes are the input of the next group, as in appendix E.
+position is an anchor; a group of G tokens has G - 1 placeholders, the entry itself giving the first. The
+states that a pass makes are the input of the next group, as in appendix E.
 
 Shapes: E entries, R rows, G tokens of a group, U visual tokens, M spans, C queries, X = M * C, D hidden.
 """
