@@ -20,8 +20,8 @@ Eq. 3 is followed to the letter: the first token after an image is paired with t
 that image (`last_visual` changes that), and where no text comes before, it is no entry.
 The paper's data are views of the store, none by default: `vlmdistill store filter STORE --name hivis1
 --where "visual_tokens = 0 or words > 5"` for stage 1, with `--where "visual_tokens > 0 or code_ratio < 0.05"`
-besides for stage 2, and `--set stages.stage1.view=hivis1`. Rows that the dynamic filter drops stay in the mean
-of the loss.
+besides for stage 2, and `--set stages.stage1.view=hivis1`. Rows that the dynamic filter drops stay in the
+mean of the loss.
 
 Shapes: E entries, R rows, D hidden.
 """
