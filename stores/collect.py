@@ -3,30 +3,22 @@
 A shard becomes garbage when its writer dies before the commit. Two things protect a living
 writer: the lock on its folder, which the kernel drops with the process, and a time of grace
 since the last write, by the clock of the file system or object store, where locks do not reach.
-Neither is needed for safety. A shard is marked in `dead/` before the commits are read again and
-it goes; whoever commits a shard looks for that mark afterwards and withdraws. So of a commit
-and a collection that meet, one sees the other. Run one collector at a time.
+Neither is needed for safety: see `commits` for what happens when a writer and any number of
+collectors meet.
 """
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from vlmdistill.stores.manifest import (
-    CACHE,
-    DEAD,
-    HEADS,
-    SHARDS,
-    STATS,
-    VIEWS,
-    commit_name,
-    read_record,
-    units,
-)
+from vlmdistill.stores.commits import mend, remove
+from vlmdistill.stores.manifest import CACHE, HEADS, SHARDS, STATS, VIEWS, commit_name, find_record, units
 from vlmdistill.stores.place import STAGING, Place
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.tables import table_names
 
 GRACE = 3600.0  # seconds
+REQUESTS = 16  # at once, to a place far away
 
 
 @dataclass(frozen=True)
@@ -43,16 +35,16 @@ def collect(store: Store, *, grace: float = GRACE, dry_run: bool = False) -> lis
     StoreError when a record is damaged: what it refers to cannot be told, so nothing is removed.
     """
     place = store.place
+    if not dry_run:
+        mend(place, grace)
     removed = []
     for name in list(_garbage(place, store.record["head"]["file"])):
         with place.seized(name) as free:
-            if not free or place.idle(name) < grace:
+            if free is False or place.idle(name) < grace:
                 continue
             size = sum(place.files(name).values()) or place.size(name) or 0
             if dry_run or _remove(place, name):
                 removed.append(Removed(name, size))
-    if not dry_run:
-        _forget(place)
     return removed
 
 
@@ -65,12 +57,14 @@ def _garbage(place: Place, head: str) -> Iterator[str]:
     for name in place.names(HEADS):
         if name != head.split("/")[1]:
             yield f"{HEADS}/{name}"
-    for name in place.names(CACHE):  # it may speak of units that are gone, and is made again
+    # It may speak of units that are gone, and is made again. Its record goes before what that names.
+    for name in reversed(place.names(CACHE)):
         yield f"{CACHE}/{name}"
     for folder in (VIEWS, STATS):
         there = place.names(folder)
         # The records are read after the listing: a table in it that none names is an old one.
-        named = {read_record(place, f"{folder}/{name}.json")["file"] for name in table_names(place, folder)}
+        records = [find_record(place, f"{folder}/{name}.json") for name in table_names(place, folder)]
+        named = {record["file"] for record in records if record}
         for leaf in there:
             name = f"{folder}/{leaf}"
             if name not in named and not leaf.endswith(".json"):
@@ -80,24 +74,14 @@ def _garbage(place: Place, head: str) -> Iterator[str]:
 
 
 def _committed(place: Place) -> set[str]:
-    return {read_record(place, commit_name(unit))["shard"] for unit in units(place)}
+    with ThreadPoolExecutor(1 if place.here else REQUESTS) as pool:
+        records = pool.map(lambda unit: find_record(place, commit_name(unit)), units(place))
+        return {record["shard"] for record in records if record}
 
 
 def _remove(place: Place, name: str) -> bool:
-    """Remove it unless a commit came in between."""
-    folder, _, shard = name.partition("/")
-    if folder != SHARDS:
-        place.remove(name)
-        return True
-    place.create(f"{DEAD}/{shard}", b"")
-    gone = shard not in _committed(place)
-    if gone:
-        place.remove(name)
-    place.remove(f"{DEAD}/{shard}")
-    return gone
-
-
-def _forget(place: Place) -> None:
-    """Remove the marks that a killed collector left."""
-    for shard in place.names(DEAD):
-        place.remove(f"{DEAD}/{shard}")
+    """Remove it unless a record came in between."""
+    if name.split("/")[0] in (SHARDS, VIEWS, STATS):
+        return remove(place, name)
+    place.remove(name)
+    return True

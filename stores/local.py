@@ -256,7 +256,7 @@ class Local(Place):
             os.close(handle)
 
     @contextmanager
-    def seized(self, name: str) -> Iterator[bool]:
+    def seized(self, name: str) -> Iterator[bool | None]:
         """Hold the lock of a folder or file; false when a living process has it, wherever it was renamed."""
         try:
             handle = _lock(self.root / name)
@@ -264,8 +264,27 @@ class Local(Place):
             yield False
             return
         try:
-            yield True
+            yield None if handle is None else True
         finally:
+            if handle is not None:
+                os.close(handle)
+
+    @contextmanager
+    def held(self, name: str) -> Iterator[None]:
+        """A file that is locked before it is seen."""
+        path = self.root / name
+        ensure(path.parent)
+        folder = self.workspace()
+        handle = None
+        try:
+            (folder / "mark").touch()
+            handle = _lock(folder / "mark")
+            os.rename(folder / "mark", path)
+            self.release(folder)
+            yield
+            path.unlink()
+        finally:
+            self.release(folder)
             if handle is not None:
                 os.close(handle)
 

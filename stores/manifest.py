@@ -24,7 +24,7 @@ HEADS = "heads"
 VIEWS = "views"
 CACHE = "cache"
 STATS = "stats"
-DEAD = "dead"  # shards that a collector is removing: whoever commits one must withdraw
+DEAD = "dead"  # marks of what is being removed: whoever commits it must see them
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,199}")
 
 Record = dict[str, Any]
@@ -75,6 +75,14 @@ def read_record(place: Place, name: str) -> Record:
     return content
 
 
+def find_record(place: Place, name: str) -> Record | None:
+    """Read and check a record, None when there is none; StoreError when damaged or too new."""
+    try:
+        return read_record(place, name)
+    except FileNotFoundError:
+        return None
+
+
 def check_name(name: str, what: str) -> str:
     """Refuse names that cannot be file names everywhere."""
     if not NAME.fullmatch(name):
@@ -92,25 +100,6 @@ def shard_name(unit: str, files: Files) -> str:
 def units(place: Place) -> list[str]:
     """The committed units, sorted."""
     return [name.removesuffix(".json") for name in place.names(COMMITS) if name.endswith(".json")]
-
-
-def commit(place: Place, record: Record) -> bool:
-    """Make a published shard count; false when another shard was committed for the unit before.
-
-    StoreError when a collector took the shard for garbage meanwhile: then it does not count.
-    """
-    unit, shard = record["unit"], record["shard"]
-    if not place.create(commit_name(unit), seal(record)):
-        if read_record(place, commit_name(unit))["shard"] != shard:
-            place.remove(f"{SHARDS}/{shard}")  # nobody else's: its name holds its unit and content
-        return False
-    there = place.files(f"{SHARDS}/{shard}")
-    whole = all(there.get(name) == size for name, (size, _) in record["files"].items())
-    if place.size(f"{DEAD}/{shard}") is not None or not whole:
-        place.remove(commit_name(unit))
-        what = f"unit {unit} was being removed by `store gc` while it was written"
-        raise StoreError(f"{what}: let gc finish, then write it again")
-    return True
 
 
 def commit_name(unit: str) -> str:

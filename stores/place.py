@@ -77,10 +77,16 @@ class Place(ABC):
         """Give a `workspace` back, whatever became of it; its files stay only to be found again."""
 
     @contextmanager
-    def seized(self, name: str) -> Iterator[bool]:
-        """Hold something against its writer; false when a living process is known to hold it itself."""
+    def seized(self, name: str) -> Iterator[bool | None]:
+        """Hold something against its writer; false when a living process has it, None where none can tell."""
         del name
-        yield True
+        yield None
+
+    @contextmanager
+    @abstractmethod
+    def held(self, name: str) -> Iterator[None]:
+        """An empty file that stands while its maker is at work; it stays behind when that dies or fails."""
+        yield
 
     def size(self, name: str) -> int | None:
         """Bytes of one file, or None when it is missing."""

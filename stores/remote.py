@@ -1,19 +1,20 @@
 """Places behind fsspec: object stores that need know no more than PUT, GET, LIST and DELETE."""
 
 import errno
+import secrets
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import numpy as np
 
-from vlmdistill.stores.place import Place, cut
+from vlmdistill.stores.place import STAGING, Place, cut
 from vlmdistill.stores.schema import Array
-
-PROBE = "staging/probe"
 
 
 class Remote(Place):
@@ -134,19 +135,21 @@ class Remote(Place):
 
     def idle(self, folder: str) -> float:
         """Compare the store's own modification times with that of an object written now."""
-        times = [self._modified(path) for path in self._find(folder)]
+        times = [_modified(about) for about in self._find(folder).values()]
         if not times:
             return 0.0
-        self.replace(PROBE, b"")
-        now = self._modified(self._path(PROBE))
-        self._fs.rm_file(self._path(PROBE))
-        return now - max(times)
+        probe = f"{STAGING}/probe-{secrets.token_hex(8)}"
+        self.replace(probe, b"")
+        now = [_modified(about) for about in self._find(probe).values()]
+        self.remove(probe)
+        return now[0] - max(times) if now else 0.0  # another collector took it for a dead one's
 
-    def _modified(self, path: str) -> float:
-        self._fs.invalidate_cache()
-        about = self._fs.info(path)
-        when = about.get("LastModified") or about.get("mtime") or about.get("created")
-        return float(when.timestamp()) if hasattr(when, "timestamp") else float(when or 0)
+    @contextmanager
+    def held(self, name: str) -> Iterator[None]:
+        """An empty object, removed afterwards."""
+        self.replace(name, b"")
+        yield
+        self.remove(name)
 
     def workspace(self, name: str | None = None) -> Path:
         """A folder of this machine: shards are built here and then sent."""
@@ -157,3 +160,8 @@ class Remote(Place):
         """Remove the folder: what was sent already is not sent again, and the rest is near."""
         del keep
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _modified(about: dict[str, Any]) -> float:
+    when = about.get("LastModified") or about.get("mtime") or about.get("created")
+    return float(when.timestamp() if isinstance(when, datetime) else when or 0)

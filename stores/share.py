@@ -17,6 +17,7 @@ import blake3
 import polars as pl
 
 from vlmdistill.stores.arrays import write_file
+from vlmdistill.stores.commits import commit
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.manifest import (
     SHARDS,
@@ -24,7 +25,6 @@ from vlmdistill.stores.manifest import (
     STORE,
     VIEWS,
     Record,
-    commit,
     commit_name,
     damaged,
     read_record,

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from vlmdistill.stores.commits import put_table
 from vlmdistill.stores.errors import StoreError
-from vlmdistill.stores.manifest import Record, damaged, digest, read_record, seal
+from vlmdistill.stores.manifest import Record, damaged, digest, read_record
 from vlmdistill.stores.place import Place, writing
 from vlmdistill.stores.schema import SCHEMA_VERSION
 
@@ -85,8 +86,7 @@ def write_table(place: Place, folder: str, name: str, table: pa.Table, facts: Re
     file = f"{folder}/{name}-{entry[1][:16]}.arrow"
     record = {**facts, "schema": SCHEMA_VERSION, "file": file, "entry": entry}
     with writing(place):
-        place.replace(file, data)  # also when it is there: it may be damaged
-        place.replace(f"{folder}/{name}.json", seal(record))
+        put_table(place, file, data, record)
 
 
 def read_table(place: Place, folder: str, name: str) -> tuple[Record, pa.Table]:

@@ -12,9 +12,10 @@ from types import TracebackType
 from typing import Any
 
 from vlmdistill.stores.arrays import ArraySpec, ArrayWriter, Rows, write_file
+from vlmdistill.stores.commits import commit
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.layout import Layout, rows_of
-from vlmdistill.stores.manifest import SHARDS, check_name, commit, commit_name, shard_name
+from vlmdistill.stores.manifest import SHARDS, check_name, commit_name, shard_name
 from vlmdistill.stores.place import Place, writing
 from vlmdistill.stores.schema import SCHEMA_VERSION, Array, Sample
 from vlmdistill.stores.tables import CORE, INDEX, XXH3, index_table, reserved, to_arrow

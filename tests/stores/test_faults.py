@@ -227,18 +227,28 @@ def test_gc_forgets_replaced_views_but_not_the_present_ones(tmp_path: Path) -> N
     assert not verify(tmp_path).findings
 
 
-def test_a_commit_that_meets_a_collector_withdraws(tmp_path: Path) -> None:
+def test_a_commit_that_meets_a_collector_is_not_believed(tmp_path: Path) -> None:
     store = make(tmp_path / "store")
-    other = make(tmp_path / "other", [range(3)])
-    shard = other.commit("u0")["shard"]
+    shard = make(tmp_path / "other", [range(3)]).commit("u0")["shard"]
     (tmp_path / "store" / DEAD).mkdir()
-    (tmp_path / "store" / DEAD / shard).touch()  # a collector marked this very shard
+    (tmp_path / "store" / DEAD / f"shards~{shard}~0").touch()  # a collector marked this very shard
     with pytest.raises(StoreError, match="being removed by `store gc`"):
         write(store, "u0", range(3))
-    assert store.keys() == set()
     collect(store, grace=0)
     write(store, "u0", range(3))
     assert len(store.keys()) == 3
+    assert not verify(store.path).findings
+
+
+def test_what_a_collector_and_a_writer_both_died_over_is_mended(tmp_path: Path) -> None:
+    store = make(tmp_path, [range(3), range(3, 6)])
+    shard = store.commit("u0")["shard"]
+    shutil.rmtree(tmp_path / SHARDS / shard)
+    (tmp_path / DEAD).mkdir()
+    (tmp_path / DEAD / f"shards~{shard}~0").touch()
+    collect(store, grace=0)
+    assert store.keys() == {"k0003", "k0004", "k0005"}
+    assert not verify(tmp_path).findings
 
 
 def test_gc_removes_nothing_when_a_record_cannot_be_read(tmp_path: Path) -> None:

@@ -1,0 +1,218 @@
+"""Writers and collectors that meet: in any order, whoever is killed, no record is of files that are gone.
+
+Actors run in threads that take turns at each call to the object store; hypothesis draws the turns.
+"""
+
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.stores.samples import make, sample
+from vlmdistill.stores import commits
+from vlmdistill.stores.collect import collect
+from vlmdistill.stores.commits import commit
+from vlmdistill.stores.errors import StoreError
+from vlmdistill.stores.filters import filter_store
+from vlmdistill.stores.manifest import SHARDS, Record
+from vlmdistill.stores.remote import Remote
+from vlmdistill.stores.store import Store
+from vlmdistill.stores.verify import verify
+
+CALLS = frozenset({"cat_file", "pipe_file", "put_file", "find", "ls", "info", "rm_file", "exists"})
+DONE, MET, KILLED = "done", "met a collector", "killed"
+number = itertools.count()
+
+
+Turns = Sequence[tuple[int, int]]  # actor, calls
+Death = tuple[int, int]  # actor, call
+
+
+class Killed(BaseException):
+    """The process is no more: nothing of it reaches the object store."""
+
+
+class Actor:
+    """A thread that waits for its turn before each call to the object store."""
+
+    def __init__(self, url: str, work: Callable[[Remote], object]) -> None:
+        self.place = Remote(url)
+        self.place._fs = Stepped(self.place._fs, self)
+        self.end = ""
+        self._alive = True
+        self._turn, self._over = threading.Semaphore(0), threading.Semaphore(0)
+        self._one = threading.Lock()
+        self._thread = threading.Thread(target=self._run, args=(work,))
+        self._thread.start()
+        self._over.acquire()
+
+    def _run(self, work: Callable[[Remote], object]) -> None:
+        try:
+            self._wait()
+            work(self.place)
+            self.end = DONE
+        except StoreError as error:
+            self.end = MET if "store gc" in str(error) else str(error)
+        except OSError as error:
+            self.end = repr(error)
+        except Killed:
+            self.end = KILLED
+        finally:
+            self._over.release()
+
+    def call(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Called in the thread, or one that it started: let others go on, and do this when told to."""
+        with self._one:
+            self._wait()
+            return call(*arguments, **options)
+
+    def _wait(self) -> None:
+        if self._alive:
+            self._over.release()
+            self._turn.acquire()
+        if not self._alive:
+            raise Killed
+
+    def step(self, kill: bool = False) -> None:
+        """Called by the test: one more call, or none ever again."""
+        self._alive = not kill
+        self._turn.release()
+        self._over.acquire()
+        if self.end:
+            self._thread.join()
+
+
+class Stepped:
+    """A file system whose calls wait for their turn."""
+
+    def __init__(self, files: Any, actor: Actor) -> None:
+        self._files, self._actor = files, actor
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._files, name)
+        return functools.partial(self._actor.call, found) if name in CALLS else found
+
+
+def laid_out(template: Path) -> str:
+    """A copy of a store in memory."""
+    url = f"memory://meet{next(number)}"
+    place = Remote(url)
+    for path in template.rglob("*"):
+        if path.is_file():
+            place.replace(path.relative_to(template).as_posix(), path.read_bytes())
+    return url
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store without a sample."""
+    return Path(make(tmp_path_factory.mktemp("bare")).path)
+
+
+@pytest.fixture(scope="module")
+def viewed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with a view, and the table of an earlier one of that name."""
+    store = make(tmp_path_factory.mktemp("viewed"), [range(4)])
+    filter_store(store, "v", expressions=["words > 0"])
+    filter_store(store, "v", expressions=["words > 1"])
+    return Path(store.path)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, Record]]:
+    """The shards of two writers of the same unit: equal keys, other contents."""
+    stores = [make(tmp_path_factory.mktemp("store")) for _ in range(2)]
+    for store, words in zip(stores, (1, 2), strict=True):
+        with store.writer("u") as writer:
+            writer.add(sample(1, words=words))
+    return [(Path(store.path), store.commit("u")) for store in stores]
+
+
+def writer(built: tuple[Path, Record]) -> Callable[[Remote], object]:
+    root, record = built
+
+    def work(place: Remote) -> None:
+        shard = f"{SHARDS}/{record['shard']}"
+        place.publish(root / shard, shard)
+        commit(place, record)
+
+    return work
+
+
+def collector(place: Remote) -> None:
+    collect(Store(place, Store.open(place.url).record), grace=0)
+
+
+def play(actors: list[Actor], turns: Turns, dies: Death) -> None:
+    """Each turn lets an actor do some calls, the last ones all; actor `dies[0]` is killed at call `dies[1]`.
+
+    Few and long turns find more than many short ones: mistakes need one actor to pause at the wrong place.
+    """
+    calls = [0] * len(actors)
+    for which, length in (*turns, *((at, 10**9) for at in range(len(actors)))):
+        at = which % len(actors)
+        for _ in range(length):
+            if actors[at].end:
+                break
+            calls[at] += 1
+            actors[at].step(kill=(at, calls[at]) == dies)
+
+
+SCHEDULE = {
+    "turns": st.lists(st.tuples(st.integers(0, 3), st.integers(1, 25)), max_size=8),
+    "dies": st.tuples(st.integers(0, 4), st.integers(1, 40)),
+}
+
+
+def clean(url: str, patch: pytest.MonkeyPatch) -> None:
+    """What the next collector does once all marks are stale."""
+    patch.setattr(commits, "STALE", 0)
+    collect(Store.open(url), grace=0)
+    patch.undo()
+
+
+@settings(max_examples=150, deadline=None)
+@given(second=st.integers(0, 1), orphan=st.booleans(), **SCHEDULE)
+def test_two_writers_and_two_collectors_in_any_order(
+    bare: Path, built: list[tuple[Path, Record]], second: int, orphan: bool, turns: Turns, dies: Death
+) -> None:
+    url = laid_out(bare)
+    if orphan:  # a dead writer of the same content was here before
+        root, record = built[0]
+        Remote(url).publish(root / SHARDS / record["shard"], f"{SHARDS}/{record['shard']}")
+    writers = [Actor(url, writer(built[0])), Actor(url, writer(built[second]))]
+    actors = [*writers, Actor(url, collector), Actor(url, collector)]
+    play(actors, turns, dies)
+    with pytest.MonkeyPatch.context() as patch:
+        clean(url, patch)
+    assert {actor.end for actor in actors} <= {DONE, MET, KILLED}
+    assert not verify(url).findings
+    if any(actor.end == DONE for actor in writers):
+        assert Store.open(url).keys() == {"k0001"}
+
+
+@settings(max_examples=60, deadline=None)
+@given(**SCHEDULE)
+def test_a_view_that_is_made_while_collectors_work_is_whole(viewed: Path, turns: Turns, dies: Death) -> None:
+    url = laid_out(viewed)
+
+    def work(place: Remote) -> None:
+        filter_store(Store(place, Store.open(url).record), "v", expressions=["words > 0"])
+
+    maker = Actor(url, work)
+    actors = [maker, Actor(url, collector), Actor(url, collector)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(commits, "PAUSE", 0)
+        play(actors, turns, dies)
+    assert {actor.end for actor in actors} <= {DONE, MET, KILLED}
+    with pytest.MonkeyPatch.context() as patch:
+        clean(url, patch)
+    assert not verify(url).findings
+    if maker.end == DONE:
+        assert Store.open(url).view("v")["words"].to_list() == [1, 2, 3]
