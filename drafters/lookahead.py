@@ -72,7 +72,7 @@ class Window:
 
     def commit(self, ids_K: Tensor, hidden_KD: Tensor) -> None:
         """The last certain token is where the window begins."""
-        self.rows[0][0] = int(ids_K[-1])
+        self.rows[0][0] = int(ids_K[-1])  # the pool is on the host: a wait for a GPU, and one more in `hear`
 
     def grow(self, shape: Tree) -> DraftTree:
         """The window, then the known n-grams of its first token, the latest first, whatever the `shape`."""

@@ -57,8 +57,9 @@ def speculate(
             draft.hear(logits_NV)
             target.commit(verdict.path_K)
             new_K = torch.cat([nodes.ids_N[verdict.path_K[1:]], verdict.bonus_1])
-            chain = (int(nodes.greedy_N[verdict.path_K].sum()) - 1, int(nodes.greedy_N.sum()) - 1)
-            yield limit.cycle(new_K.tolist(), chain, start)
+            chain_2 = torch.stack([nodes.greedy_N[verdict.path_K].sum(), nodes.greedy_N.sum()]) - 1
+            *ids, right, best = torch.cat([new_K, chain_2]).tolist()  # a GPU is waited for once
+            yield limit.cycle(ids, (right, best), start)
             if not limit.reached:
                 before_KD = torch.cat([states[source][verdict.path_K] for source in drafter.sources], dim=-1)
                 draft.commit(new_K, before_KD)

@@ -37,7 +37,7 @@ class Growth:
         if self._entries is not None:
             entries = _join(self._entries, entries)
             self._entries = None
-        last = torch.tensor([len(entries.ids_N) - 1], device=ids_K.device)
+        last = torch.arange(len(entries.ids_N) - 1, len(entries.ids_N), device=ids_K.device)
         places = entries.places.with_rows(last)
         entries = Entries(entries.ids_N, entries.hidden_ND, entries.position_N, places)
         self.state_1D = self.drafter.step(entries, self.memory)

@@ -45,5 +45,6 @@ def verify(
     chosen_N = tree.ids_N == choice_N[tree.parent_N]
     chosen_N[0] = True
     accepted_N = ~(tree.visible_NN & ~chosen_N).any(1)
-    end = (tree.depth_N * accepted_N).argmax()
-    return Verdict(path_K=tree.visible_NN[end].nonzero()[:, 0], bonus_1=choice_N[end][None])
+    end_1 = (tree.depth_N * accepted_N).argmax(0, keepdim=True)  # a tensor throughout: no wait for a GPU
+    path_N = tree.visible_NN.index_select(0, end_1)[0]
+    return Verdict(path_K=path_N.nonzero()[:, 0], bonus_1=choice_N.index_select(0, end_1))

@@ -7,6 +7,7 @@ same number of ranks.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -276,17 +277,15 @@ class _Trainer:
         sums = torch.zeros(stage.hops, 3, dtype=torch.float64, device=self.device)  # loss, agree, counted
         for micro, (batch, samples) in enumerate(zip(batches, group, strict=True)):
             self.engine.set_gradient_accumulation_boundary(micro == len(batches) - 1)
-            if (
-                batch is None
-            ):  # an epoch's tail may leave a rank without samples, never without a part to play
-                loss = torch.stack([weight.sum() * 0 for weight in self.engine.module.parameters()]).sum()
-            else:
-                # A draw of its own for every step, micro-batch and rank: nothing to save, nothing to lose.
-                draw = int(content_hash([self.run.seed, self.position.total, micro, self.rank]), 16)
-                generator = torch.Generator(self.device).manual_seed(draw % 2**63)
-                out = self.engine(batch, stage, generator)
-                losses = [score.total * stage.hop_decay**hop for hop, score in enumerate(out.scores)]
-                loss = torch.stack(losses).sum() * (self.world / max(rows, 1))
+            # A draw of its own for every step, micro-batch and rank: nothing to save, nothing to lose.
+            draw = int(content_hash([self.run.seed, self.position.total, micro, self.rank]), 16)
+            generator = torch.Generator(self.device).manual_seed(draw % 2**63)
+            # An epoch's tail may leave a rank without samples. It plays its part on another one for nothing,
+            # so that all ranks have the same gradients in the same order: ZeRO 2 adds them as they come.
+            out = self.engine(self._spare if batch is None else batch, stage, generator)
+            losses = [score.total * stage.hop_decay**hop for hop, score in enumerate(out.scores)]
+            loss = torch.stack(losses).sum() * (0 if batch is None else self.world / max(rows, 1))
+            if batch is not None:
                 sums += torch.stack([score.sums for score in out.scores])
                 if final:
                     self.measures.add([sample.key for sample in samples], out)
@@ -319,6 +318,10 @@ class _Trainer:
         self.position.history.append(entry)
         if self.board is not None:
             self.board.measured(entry)
+
+    @cached_property
+    def _spare(self) -> Batch | None:
+        return self._batch([self.store.read(self.keys[0], self.needs)])
 
     def _batch(self, samples: Sequence[Sample]) -> Batch | None:
         if not samples:
