@@ -4,12 +4,11 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
-from vlmdistill.pipelines.prompts import Choices, Summary, import_prompts
+from vlmdistill.pipelines.prompts import Choices, Split, Summary, import_prompts
 
 IMAGES, DIALOGUES = 1200, 240  # to learn from
-HELD_OUT_IMAGES, HELD_OUT_DIALOGUES = 40, 10
+HELD_OUT_IMAGES, HELD_OUT_DIALOGUES, HELD_OUT_VIDEOS = 40, 10, 10
 
 
 def import_demo(
@@ -19,30 +18,39 @@ def import_demo(
     *,
     images: int = IMAGES,
     dialogues: int = DIALOGUES,
+    videos: int = 0,
+    video_tokens: int = 72,
     seed: int = 0,
     progress: Callable[[int], None] = lambda rows: None,
 ) -> Summary:
-    """Write scenes and dialogues below `folder` and import them into `out`.
+    """Write scenes, dialogues and, if wanted, videos below `folder` and import them into `out`.
 
-    The scenes of the two sides are disjoint, and neither has trained the demo target.
+    `videos` are of about `video_tokens` visual tokens each, and ten more are held out; they need PyAV. What
+    the two sides show is disjoint, and none of it has trained the demo target.
     """
     from vlmdistill.pipelines.demo import data
+    from vlmdistill.pipelines.demo.clips import patches_for
 
     choices = choices or Choices()
-    train = data.write(folder / "train", images=images, dialogues=dialogues, seed=seed, split="drafter")
-    held = data.write(
-        folder / "eval", images=HELD_OUT_IMAGES, dialogues=HELD_OUT_DIALOGUES, seed=seed, split="evaluation"
+    sides: tuple[tuple[Split, data.Side, int, int, int], ...] = (
+        ("eval", "evaluation", HELD_OUT_IMAGES, HELD_OUT_DIALOGUES, HELD_OUT_VIDEOS * (videos > 0)),
+        ("train", "drafter", images, dialogues, videos),
     )
-    sides: tuple[tuple[data.Written, Literal["train", "eval"]], ...] = ((held, "eval"), (train, "train"))
-    done = [
-        import_prompts(
-            [str(written.llava), str(written.sharegpt)],
-            out,
-            choices=dataclasses.replace(choices, images=written.images, split=side),
-            progress=progress,
+    done = []
+    for side, split, some_images, some_dialogues, some_videos in sides:
+        written = data.write(
+            folder / side, images=some_images, dialogues=some_dialogues, seed=seed, split=split
         )
-        for written, side in sides
-    ]
+        shown = dataclasses.replace(choices, images=written.images, split=side)
+        files = [str(written.llava), str(written.sharegpt)]
+        done.append(import_prompts(files, out, choices=shown, progress=progress))
+        if some_videos:
+            films = data.write_videos(
+                folder / side, videos=some_videos, seed=seed, tokens=video_tokens, split=split
+            )
+            frames = 2 * patches_for(video_tokens)
+            shown = dataclasses.replace(shown, images=films.videos, fps=None, frames=frames)
+            done.append(import_prompts([str(films.llava)], out, choices=shown, progress=progress))
     return dataclasses.replace(
         done[-1],
         added=sum(one.added for one in done),

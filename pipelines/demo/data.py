@@ -1,19 +1,26 @@
-"""Write demo data as a user would have it: PNG files, LLaVA JSON and ShareGPT JSON.
+"""Write demo data as a user would have it: PNG and MP4 files, LLaVA JSON and ShareGPT JSON.
 
-Scenes are split by a hash of their content (`scenes.SPLITS`): the target was trained on the split `target`,
-and `write` draws from `drafter` or `evaluation`, so neither the target nor a drafter saw an evaluation
-image.
+Scenes and clips are split by a hash of their content (`scenes.SPLITS`): the target was trained on the split
+`target`, and what is written is drawn from `drafter` or `evaluation`, so neither the target nor a drafter saw
+an evaluation image or video.
 """
 
 import json
 import random
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
-from vlmdistill.pipelines.demo import wording
+import numpy as np
+
+from vlmdistill.pipelines.demo import narration, wording
 from vlmdistill.pipelines.demo.chats import chat
-from vlmdistill.pipelines.demo.scenes import draw, random_scene
+from vlmdistill.pipelines.demo.clips import SECONDS, Clip, frames, patches_for, random_clip
+from vlmdistill.pipelines.demo.scenes import SIDE_PIXELS, draw, random_scene
+from vlmdistill.stores.errors import DataError
+
+Side = Literal["drafter", "evaluation"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,7 @@ def write(
     images: int,
     dialogues: int,
     seed: int,
-    split: Literal["drafter", "evaluation"] = "drafter",
+    split: Side = "drafter",
 ) -> Written:
     """Write `images` conversations about an image each, and `dialogues` without one; a seed fixes every byte.
 
@@ -62,6 +69,61 @@ def write(
     ]
     made.sharegpt.write_text(json.dumps(talks, indent=1) + "\n", encoding="utf-8")
     return made
+
+
+@dataclass(frozen=True)
+class WrittenVideos:
+    """Where `write_videos` put things."""
+
+    videos: Path
+    """Folder of MP4 files of eight seconds; the paths in `llava` are relative to it."""
+    llava: Path
+    """LLaVA JSON: conversations of one or two rounds, the video in the first."""
+
+
+def write_videos(
+    folder: Path, *, videos: int, seed: int, tokens: int = 72, split: Side = "drafter"
+) -> WrittenVideos:
+    """Write `videos` conversations about a clip each; a seed fixes clips and words. DataError without PyAV.
+
+    All the frames of a file make about `tokens` visual tokens; 72 are two frames a second, which the demo
+    target takes by itself.
+    """
+    rng = random.Random(f"demo videos {split} {seed}")
+    made = WrittenVideos(folder / "videos", folder / "llava-videos.json")
+    made.videos.mkdir(parents=True, exist_ok=True)
+    records: list[dict[str, Any]] = []
+    seen = set()
+    while len(records) < videos:
+        clip = random_clip(rng, split)
+        if clip in seen:
+            continue
+        seen.add(clip)
+        name = f"{split}-{seed}-{tokens}-{len(records):06d}"
+        film(clip, made.videos / f"{name}.mp4", tokens)
+        turns = _turns(narration.rounds(clip, rng))
+        turns[0]["value"] = f"<video>\n{turns[0]['value']}"
+        records.append({"id": name, "video": f"{name}.mp4", "conversations": turns})
+    made.llava.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+    return made
+
+
+def film(clip: Clip, path: Path, tokens: int) -> Path:
+    """Write a clip as an MP4 file, without loss, whose frames make about `tokens` visual tokens."""
+    try:
+        import av
+    except ImportError:
+        raise DataError(f"writing the video {path} needs PyAV: pip install 'vlmdistill[video]'") from None
+    count = 2 * patches_for(tokens)
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264rgb", rate=Fraction(count, SECONDS), options={"qp": "0"})
+        stream.width = stream.height = SIDE_PIXELS
+        stream.pix_fmt = "rgb24"
+        for image in frames(clip, count):
+            shown_HWC = np.asarray(image)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(shown_HWC, format="rgb24")))
+        container.mux(stream.encode())
+    return path
 
 
 def _turns(rounds: list[tuple[str, str]]) -> list[dict[str, str]]:

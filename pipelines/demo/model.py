@@ -1,13 +1,16 @@
 """The demo target's architecture, and a batched forward pass for its training.
 
 `logits` computes what `Qwen2_5_VLForConditionalGeneration` computes, from the same parameters, for
-right-padded batches of 84 x 84 images. On a CPU it is faster: the stock vision tower loops over images.
+right-padded batches of 84 x 84 images and videos. On a CPU it is faster: the stock vision tower loops over
+temporal patches, and it knows nothing of those that are alike.
 
-Shapes: B samples, T tokens, V vocabulary, H hidden, I images, P = 36 patches, M = 9 merged tokens an image,
-C = 1176 values a patch (3 colours x 2 frames x 14 x 14 pixels).
+Shapes: B samples, T tokens, V vocabulary, H hidden, I distinct temporal patches (two frames, or an image
+twice), S temporal patches, P = 36 patches, M = 9 merged tokens a temporal patch, C = 1176 values a patch
+(3 colours x 2 frames x 14 x 14 pixels).
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,6 +26,9 @@ PATCH = 14
 MERGE = 2
 GRID = SIDE_PIXELS // PATCH
 IMAGE_TOKENS = (GRID // MERGE) ** 2
+TOKENS_PER_SECOND = 1
+"""Rotary time of a second of video: a clip of eight seconds ends before the words that ask about it do."""
+MAX_POSITIONS = 32768
 IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)
 IMAGE_STD = (0.26862954, 0.26130258, 0.27577711)
 
@@ -38,7 +44,7 @@ def config(tokens: dict[str, int], *, vocabulary: int, layers: int, hidden: int)
             "num_hidden_layers": layers,
             "num_attention_heads": hidden // 32,
             "num_key_value_heads": hidden // 64,
-            "max_position_embeddings": 4096,
+            "max_position_embeddings": MAX_POSITIONS,
             "rms_norm_eps": 1e-6,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
             "initializer_range": 0.05,
@@ -56,6 +62,7 @@ def config(tokens: dict[str, int], *, vocabulary: int, layers: int, hidden: int)
             "patch_size": PATCH,
             "spatial_merge_size": MERGE,
             "temporal_patch_size": 2,
+            "tokens_per_second": TOKENS_PER_SECOND,
             "window_size": 112,
             "fullatt_block_indexes": [0],
             "initializer_range": 0.05,
@@ -72,7 +79,11 @@ def config(tokens: dict[str, int], *, vocabulary: int, layers: int, hidden: int)
 
 
 def new_model(settings: Qwen2_5_VLConfig, *, first: int) -> Qwen2_5_VLForConditionalGeneration:
-    """A fresh model whose layers add nothing yet, but for the `first_layers`."""
+    """A fresh model whose layers add nothing yet, but for the `first_layers`.
+
+    A head of the first layer starts out looking at the token before: a small model finds out more slowly by
+    itself that what is sought depends on it too.
+    """
     model = Qwen2_5_VLForConditionalGeneration(settings)
     start = first_layers(model, first)
     with torch.no_grad():
@@ -80,7 +91,19 @@ def new_model(settings: Qwen2_5_VLConfig, *, first: int) -> Qwen2_5_VLForConditi
             gain = (2 * first) ** -0.5 if place in start else 0.0
             layer.self_attn.o_proj.weight.mul_(gain)
             layer.mlp.down_proj.weight.mul_(gain)
+        _look_back(model)
     return model
+
+
+def _look_back(model: Qwen2_5_VLForConditionalGeneration) -> None:
+    """Give a head constant queries and keys, turned so that they agree one position apart."""
+    text = model.model.language_model
+    attention, strength = text.layers[0].self_attn, 6.0
+    angles = text.rotary_emb.inv_freq[: text.rotary_emb.mrope_section[0]]  # those that tell near places apart
+    half, size = attention.head_dim // 2, len(angles)
+    attention.k_proj.bias[:size] = strength
+    attention.q_proj.bias[:size] = strength * angles.cos()
+    attention.q_proj.bias[half : half + size] = -strength * angles.sin()
 
 
 def first_layers(model: Qwen2_5_VLForConditionalGeneration, first: int) -> tuple[int, ...]:
@@ -89,31 +112,54 @@ def first_layers(model: Qwen2_5_VLForConditionalGeneration, first: int) -> tuple
     return tuple(sorted({round(place * last / max(first - 1, 1)) for place in range(first)}))
 
 
-def patches(images: list[Image.Image]) -> Tensor:
-    """Images as `[I, P, C]`, equal to what the image processor makes of them."""
-    raw = np.stack([np.asarray(image, dtype=np.float32) for image in images])
+@dataclass(frozen=True)
+class Visuals:
+    """What the samples of a batch show, in their order."""
+
+    patches_IPC: Tensor
+    """Distinct temporal patches."""
+    which_S: Tensor
+    """The distinct one that each temporal patch of the batch is."""
+    seconds_B: Tensor
+    """Seconds of a temporal patch of the sample's video, fp32; of no effect on an image."""
+    copies_B: Tensor | None = None
+    """How many tokens each visual token of a sample stands for; without it, one."""
+
+
+def patches(images: Sequence[Image.Image], then: Sequence[Image.Image] | None = None) -> Tensor:
+    """Temporal patches `[I, P, C]`, equal to what the image processor makes of images.
+
+    `then` holds the second frames; a still image fills both frames.
+    """
+    pairs = [images, then or images]
+    raw = np.stack([[np.asarray(image, dtype=np.float32) for image in side] for side in pairs], axis=1)
     mean, std = (np.array(values, dtype=np.float32) for values in (IMAGE_MEAN, IMAGE_STD))
     side = GRID // MERGE
     tiles = ((raw / np.float32(255) - mean) / std).reshape(
-        len(images), side, MERGE, PATCH, side, MERGE, PATCH, 3
+        len(images), 2, side, MERGE, PATCH, side, MERGE, PATCH, 3
     )
-    tiles = tiles.transpose(0, 1, 4, 2, 5, 7, 3, 6)[:, :, :, :, :, :, None]
-    tiles = np.repeat(tiles, 2, axis=6)  # a still image fills both frames of a temporal patch
+    tiles = tiles.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
     return torch.from_numpy(tiles.reshape(len(images), GRID * GRID, -1))
 
 
-def positions(ids_BT: Tensor, image_token: int) -> Tensor:
-    """M-RoPE positions `[3, B, T]` of sequences with at most one 84 x 84 image each."""
+def positions(ids_BT: Tensor, visual: Sequence[int], seconds_B: Tensor) -> Tensor:
+    """M-RoPE positions `[3, B, T]` of sequences with at most one 84 x 84 image or video each.
+
+    `visual` are the tokens that stand for an image or a video, `seconds_B` the seconds of a temporal patch.
+    """
     B, T = ids_BT.shape
     side = GRID // MERGE
-    image_BT = ids_BT == image_token
+    visual_BT = torch.isin(ids_BT, torch.tensor(visual))
     plain_T = torch.arange(T)
-    first_B = torch.where(image_BT.any(1), image_BT.int().argmax(1), T)
-    after_BT = plain_T >= (first_B + IMAGE_TOKENS)[:, None]
-    plain_BT = plain_T.expand(B, T) - after_BT * (IMAGE_TOKENS - side)
-    nth_BT = plain_T - first_B[:, None]
-    offsets = (torch.zeros_like(nth_BT), nth_BT // side, nth_BT % side)
-    return torch.stack([torch.where(image_BT, first_B[:, None] + offset, plain_BT) for offset in offsets])
+    first_B1 = torch.where(visual_BT.any(1), visual_BT.int().argmax(1), T)[:, None]
+    count_B1 = visual_BT.sum(1, keepdim=True)
+    after_BT = plain_T >= first_B1 + count_B1
+    plain_BT = plain_T.expand(B, T) - after_BT * (count_B1 - side)
+    nth_BT = plain_T - first_B1
+    time_BT = (nth_BT // IMAGE_TOKENS * (TOKENS_PER_SECOND * seconds_B)[:, None]).long()
+    cell_BT = nth_BT % IMAGE_TOKENS
+    offsets = (time_BT, cell_BT // side, cell_BT % side)
+    return torch.stack([torch.where(visual_BT, first_B1 + offset, plain_BT) for offset in offsets])
 
 
 def _rms(x: Tensor, norm: Any) -> Tensor:
@@ -156,7 +202,7 @@ def visual_tokens(model: Qwen2_5_VLForConditionalGeneration, patches_IPC: Tensor
 def logits(
     model: Qwen2_5_VLForConditionalGeneration,
     ids_BT: Tensor,
-    patches_IPC: Tensor | None,
+    visuals: Visuals | None,
     keep_N: Tensor,
     *,
     only: Sequence[int] | None = None,
@@ -166,11 +212,17 @@ def logits(
     `only` names the layers to run; the model must be one whose other layers add nothing.
     """
     text, (B, T) = model.model.language_model, ids_BT.shape
+    visual = (model.config.image_token_id, model.config.video_token_id)
     x = text.embed_tokens(ids_BT)
-    if patches_IPC is not None:
-        seen = visual_tokens(model, patches_IPC)
-        x = x.masked_scatter((ids_BT == model.config.image_token_id)[..., None], seen)
-    freqs = positions(ids_BT, model.config.image_token_id)[..., None] * text.rotary_emb.inv_freq
+    seconds_B, mask_B1TT = torch.ones(B), None
+    if visuals is not None:
+        visual_BT = torch.isin(ids_BT, torch.tensor(visual))
+        seen = visual_tokens(model, visuals.patches_IPC)[visuals.which_S]
+        x = x.masked_scatter(visual_BT[..., None], seen)
+        seconds_B = visuals.seconds_B
+        if visuals.copies_B is not None:
+            mask_B1TT = _crowd(visual_BT, visuals.copies_B)
+    freqs = positions(ids_BT, visual, seconds_B)[..., None] * text.rotary_emb.inv_freq
     sections = freqs.split(text.rotary_emb.mrope_section, dim=-1)
     angles = torch.cat([section[axis] for axis, section in enumerate(sections)], -1)[:, :, None]
     cos, sin = angles.cos(), angles.sin()
@@ -180,8 +232,22 @@ def logits(
         h = _rms(x, layer.input_layernorm)
         q, k, v = (p(h).view(B, T, -1, size) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
         q, k, v = (part.transpose(1, 2) for part in (_rotate(q, cos, sin), _rotate(k, cos, sin), v))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        causal = mask_B1TT is None
+        mixed = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask_B1TT, is_causal=causal, enable_gqa=True
+        )
         x = x + attention.o_proj(mixed.transpose(1, 2).reshape(B, T, -1))
         x = x + _gated(layer.mlp, _rms(x, layer.post_attention_layernorm))
     scores: Tensor = model.lm_head(_rms(x.flatten(0, 1)[keep_N], text.norm))
     return scores
+
+
+def _crowd(visual_BT: Tensor, copies_B: Tensor) -> Tensor:
+    """A causal mask `[B, 1, T, T]` in which a visual key weighs as much as so many copies of it.
+
+    Tokens that are alike share their attention: n keys with the same score weigh as one whose score is
+    greater by log n. So a few frames can teach what thousands will look like, at the price of a few.
+    """
+    T = visual_BT.shape[1]
+    causal_TT = torch.full((T, T), -torch.inf).triu(1)
+    return causal_TT + (visual_BT * copies_B.log()[:, None])[:, None, None]

@@ -9,6 +9,7 @@ told by brightness alone.
 import math
 import random
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from PIL import Image, ImageDraw
@@ -36,6 +37,7 @@ SIDE_PIXELS = 3 * CELL_PIXELS
 _RULER = 2
 _ROW_INKS = ((255, 255, 255), (0, 200, 255), (255, 120, 0))
 _COLUMN_INKS = ((255, 0, 255), (0, 255, 0), (120, 120, 255))
+_COME_INK, _GONE_INK = (255, 255, 255), (255, 0, 0)
 _RADIUS = {"large": 11, "small": 7}
 
 
@@ -51,7 +53,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Scene:
-    """A background and four to seven items in reading order, no two alike in both colour and shape."""
+    """A background and items in reading order, no two alike in both colour and shape."""
 
     background: str
     items: tuple[Item, ...]
@@ -63,7 +65,7 @@ def split_of(scene: Scene) -> str:
 
 
 def random_scene(rng: random.Random, split: str | None = None) -> Scene:
-    """Draw a scene: background, number, cells, sizes, colours and shapes are uniform and independent.
+    """Draw a scene of four to seven items: all choices are uniform and independent.
 
     With `split`, one of `SPLITS`, scenes of the other splits are passed over.
     """
@@ -84,6 +86,23 @@ def _any_scene(rng: random.Random) -> Scene:
 
 def draw(scene: Scene) -> Image.Image:
     """Render a scene as an 84 x 84 RGB image."""
+    return _draw(scene, None, (), ())
+
+
+def draw_moment(
+    scene: Scene, clock: tuple[int, int, int], come: Sequence[Item], gone: Sequence[Item]
+) -> Image.Image:
+    """Render a moment of a video: `clock` inks a strip at the bottom of each cell.
+
+    Items that have just `come` have a white bar beside them, those that have just `gone` a red one, and are
+    hollow.
+    """
+    return _draw(scene, clock, come, gone)
+
+
+def _draw(
+    scene: Scene, clock: tuple[int, int, int] | None, come: Sequence[Item], gone: Sequence[Item]
+) -> Image.Image:
     image = Image.new("RGB", (SIDE_PIXELS, SIDE_PIXELS), BACKGROUNDS[scene.background])
     pen = ImageDraw.Draw(image)
     for cell in range(len(CELLS)):
@@ -91,15 +110,26 @@ def draw(scene: Scene) -> Image.Image:
         x, y = column * CELL_PIXELS, row * CELL_PIXELS
         pen.rectangle((x, y, x + CELL_PIXELS - 1, y + _RULER - 1), fill=_ROW_INKS[row])
         pen.rectangle((x, y + _RULER, x + _RULER - 1, y + CELL_PIXELS - 1), fill=_COLUMN_INKS[column])
+        if clock:
+            low = y + CELL_PIXELS
+            pen.rectangle((x + _RULER, low - _RULER, x + CELL_PIXELS - 1, low - 1), fill=clock)
     for item in scene.items:
-        _draw_item(pen, item)
+        _draw_item(pen, item, COLOURS[item.colour])
+    for item in gone:
+        _draw_item(pen, item, COLOURS[item.colour])
+        _draw_item(pen, item, BACKGROUNDS[scene.background], less=3)
+    for items, ink in ((come, _COME_INK), (gone, _GONE_INK)):
+        for item in items:
+            row, column = divmod(item.cell, 3)
+            x, y = (column + 1) * CELL_PIXELS, row * CELL_PIXELS
+            pen.rectangle((x - _RULER, y + _RULER, x - 1, y + CELL_PIXELS - _RULER - 1), fill=ink)
     return image
 
 
-def _draw_item(pen: ImageDraw.ImageDraw, item: Item) -> None:
+def _draw_item(pen: ImageDraw.ImageDraw, item: Item, ink: tuple[int, int, int], less: int = 0) -> None:
     row, column = divmod(item.cell, 3)
     x, y = (index * CELL_PIXELS + (CELL_PIXELS + _RULER) // 2 for index in (column, row))
-    r, ink = _RADIUS[item.size], COLOURS[item.colour]
+    r = _RADIUS[item.size] - less
     match item.shape:
         case "circle":
             pen.ellipse((x - r, y - r, x + r, y + r), fill=ink)

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from vlmdistill.pipelines.demo import chats, wording
+from vlmdistill.pipelines.demo import chats, narration, wording
+from vlmdistill.pipelines.demo.clips import random_clip
 from vlmdistill.pipelines.demo.scenes import random_scene
 
 SYSTEM = "You are a helpful assistant."
@@ -20,7 +21,7 @@ SPECIALS = (
     "<|image_pad|>",
     "<|video_pad|>",
 )
-VOCABULARY = 640
+VOCABULARY = 768
 
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
@@ -54,15 +55,21 @@ TEMPLATE = """\
 """.replace("SYSTEM", SYSTEM)
 
 
-def conversation(rounds: Sequence[tuple[str, str]], *, image_tokens: int = 0) -> str:
-    """Rounds of question and answer as the chat template renders them, its image placeholder repeated."""
-    image = f"<|vision_start|>{'<|image_pad|>' * image_tokens}<|vision_end|>" if image_tokens else ""
+def placeholder(image_tokens: int = 0, video_tokens: int = 0) -> str:
+    """What stands for so many visual tokens of an image or a video; for none, nothing."""
+    pads = "<|image_pad|>" * image_tokens + "<|video_pad|>" * video_tokens
+    return f"<|vision_start|>{pads}<|vision_end|>" if pads else ""
+
+
+def conversation(rounds: Sequence[tuple[str, str]], *, image_tokens: int = 0, video_tokens: int = 0) -> str:
+    """Rounds of question and answer as the chat template renders them, its visual placeholder repeated."""
+    seen = placeholder(image_tokens, video_tokens)
     parts = [f"<|im_start|>system\n{SYSTEM}<|im_end|>\n"]
     for question, reply in rounds:
         parts.append(
-            f"<|im_start|>user\n{image}{question}<|im_end|>\n<|im_start|>assistant\n{reply}<|im_end|>\n"
+            f"<|im_start|>user\n{seen}{question}<|im_end|>\n<|im_start|>assistant\n{reply}<|im_end|>\n"
         )
-        image = ""
+        seen = ""
     return "".join(parts)
 
 
@@ -96,7 +103,7 @@ def train_tokenizer(seed: int, *, texts: int = 4000) -> PreTrainedTokenizerFast:
             "vision_end_token": "<|vision_end|>",
         },
         chat_template=TEMPLATE,
-        model_max_length=4096,
+        model_max_length=32768,
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )
@@ -105,10 +112,12 @@ def train_tokenizer(seed: int, *, texts: int = 4000) -> PreTrainedTokenizerFast:
 def _corpus(rng: random.Random, texts: int) -> Iterator[str]:
     roles = f"system\n{SYSTEM}\nuser\nassistant\n"
     for _ in range(texts):
-        scene = random_scene(rng)
+        scene, clip = random_scene(rng), random_clip(rng)
         for question, reply in (
             *wording.rounds(scene, rng),
             *chats.chat(rng),
             wording.scan_probe(scene, rng),
+            *narration.rounds(clip, rng),
+            narration.scan_probe(clip, rng),
         ):
             yield f"{roles}{question}\n{reply}"

@@ -157,7 +157,8 @@ def look(item: Item, rng: random.Random) -> str:
     return f"{rng.choice(SIZE_WORDS[item.size])} {item.colour} {item.shape}"
 
 
-def _sentence(item: Item, rng: random.Random, *, remark: float = 0.5) -> str:
+def sentence(item: Item, rng: random.Random, *, remark: float = 0.5) -> str:
+    """A sentence about an item, with a remark on its colour at that rate."""
     verb, cell, phrase = VERBS[item.shape], CELLS[item.cell], look(item, rng)
     tail = f", {rng.choice(REMARKS[item.colour])}" if rng.random() < remark else ""
     match item.cell // 3:
@@ -199,12 +200,12 @@ def _closing(scene: Scene, rng: random.Random, sentences: int = 1) -> str:
 
 
 def _describe(scene: Scene, rng: random.Random) -> str:
-    body = [_sentence(item, rng) for item in scene.items]
+    body = [sentence(item, rng) for item in scene.items]
     return " ".join([_opening(scene, rng), *body, _closing(scene, rng, 2)])
 
 
 def _reverse(scene: Scene, rng: random.Random) -> str:
-    body = [_sentence(item, rng) for item in reversed(scene.items)]
+    body = [sentence(item, rng) for item in reversed(scene.items)]
     head = f"I start at the end. {_opening(scene, rng)}"
     return " ".join([head, *body, "That was the start of the picture."])
 
@@ -240,7 +241,7 @@ def _sizes(scene: Scene, rng: random.Random) -> str:
 
 
 def _where(scene: Scene, rng: random.Random, item: Item) -> str:
-    others = [_sentence(other, rng, remark=0.35) for other in scene.items if other != item]
+    others = [sentence(other, rng, remark=0.35) for other in scene.items if other != item]
     found = rng.choice(("I have found it:", "It is easy to find:"))
     place = f"in the {CELLS[item.cell]} {VERBS[item.shape]}"
     parts = [f"You ask about the {item.colour} {item.shape}. {found} {place} a {look(item, rng)}."]

@@ -1,29 +1,65 @@
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+from transformers import Qwen2_5_VLForConditionalGeneration as Model
 from transformers.utils import logging
 
-from vlmdistill.pipelines.demo.build import Recipe, build
+from vlmdistill.pipelines.demo.build import STATE, Recipe, build
+from vlmdistill.pipelines.demo.model import config, new_model
 from vlmdistill.pipelines.demo.scoring import FACTS
+from vlmdistill.pipelines.demo.text import SPECIALS, VOCABULARY, train_tokenizer
+from vlmdistill.pipelines.demo.training import Course, Progress, train
+
+TINY = Recipe(vision_steps=2, steps=3, tokens=400, first=1, deepen=0.5, polish_steps=1)
+
+
+class _StopError(Exception):
+    """As if the build had been killed."""
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    logging.disable_progress_bar()
+    yield
+    logging.enable_progress_bar()
+
+
+def _build(out: Path, **options: Any) -> dict[str, Any]:
+    return build(
+        out,
+        layers=2,
+        hidden=64,
+        recipe=TINY,
+        scenes=1,
+        clips=1,
+        lengths=(36,),
+        texts=200,
+        max_new_tokens=16,
+        **options,
+    )
+
+
+def _bytes(folder: Path) -> dict[str, bytes]:
+    """Of all files but the model card, which tells the time."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "README.md"}
 
 
 def test_a_build_writes_a_whole_folder_and_can_be_repeated(tmp_path: Path) -> None:
     seen: list[tuple[str, int, int]] = []
-    recipe = Recipe(vision_steps=2, steps=3, tokens=400, first=1, deepen=0.5, polish_steps=1)
 
     def note(stage: str, step: int, steps: int, loss: float) -> None:
         assert loss > 0
         seen.append((stage, step, steps))
 
-    logging.disable_progress_bar()
-    try:
-        for name in ("one", "two"):
-            scores = build(
-                tmp_path / name, layers=2, hidden=64, recipe=recipe, scenes=1, texts=200, progress=note
-            )
-            assert set(scores["facts"]) == set(FACTS)
-    finally:
-        logging.enable_progress_bar()
+    for name in ("one", "two"):
+        scores = _build(tmp_path / name, progress=note)
+        assert set(scores["facts"]) == set(FACTS)
+        assert scores["clips"]["lengths"].keys() == {36}
     once = [
         ("vision", 1, 2),
         ("vision", 2, 2),
@@ -31,10 +67,59 @@ def test_a_build_writes_a_whole_folder_and_can_be_repeated(tmp_path: Path) -> No
         ("polish", 1, 1),
     ]
     assert seen == 2 * once
-    for path in (tmp_path / "one").iterdir():
-        if path.name != "README.md":  # it tells the time
-            assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
+    assert _bytes(tmp_path / "one") == _bytes(tmp_path / "two")
+    assert STATE not in _bytes(tmp_path / "one")
     assert "`tokens`: 400" in (tmp_path / "one" / "README.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return train_tokenizer(0, texts=200)
+
+
+def _train(folder: Path, tokenizer: PreTrainedTokenizerFast, recipe: Recipe, progress: Progress) -> Model:
+    torch.manual_seed(0)
+    tokens = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIALS}
+    model = new_model(config(tokens, vocabulary=VOCABULARY, layers=2, hidden=64), first=1)
+    train(Course(model, tokenizer, recipe, 0, progress, folder / STATE, save_every=1))
+    return model
+
+
+def _stop_at(stage: str, step: int) -> Progress:
+    def stop(name: str, now: int, steps: int, loss: float) -> None:
+        if (name, now) == (stage, step):
+            raise _StopError
+
+    return stop
+
+
+@pytest.mark.parametrize("stage", ["language", "polish"])
+def test_a_build_that_was_stopped_goes_on_to_the_same_weights(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, stage: str
+) -> None:
+    recipe = replace(TINY, tokens=200, steps=24, polish_steps=24)
+    seen: list[tuple[str, int]] = []
+
+    def note(name: str, step: int, steps: int, loss: float) -> None:
+        seen.append((name, step))
+
+    with pytest.raises(_StopError):
+        _train(tmp_path, tokenizer, recipe, _stop_at(stage, 23))
+    resumed = _train(tmp_path, tokenizer, recipe, note)
+    assert seen[0][0] == stage
+    assert 1 < seen[0][1] <= 23
+    assert not (tmp_path / STATE).exists()
+    whole = _train(tmp_path, tokenizer, recipe, note).state_dict()
+    assert all(torch.equal(weight, whole[name]) for name, weight in resumed.state_dict().items())
+
+
+def test_an_unfinished_build_of_another_recipe_is_left_alone(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    with pytest.raises(_StopError):
+        _train(tmp_path, tokenizer, replace(TINY, steps=30), _stop_at("language", 29))
+    with pytest.raises(ValueError, match="unfinished build with another seed or recipe"):
+        _train(tmp_path, tokenizer, TINY, _stop_at("language", 1))
 
 
 def test_a_width_that_heads_do_not_divide_is_refused(tmp_path: Path) -> None:

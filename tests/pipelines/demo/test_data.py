@@ -1,9 +1,16 @@
 import json
+import random
 from pathlib import Path
 
+import numpy as np
 from PIL import Image
 
-from vlmdistill.pipelines.demo.data import write
+from vlmdistill.pipelines.demo import narration
+from vlmdistill.pipelines.demo.clips import frames, random_clip
+from vlmdistill.pipelines.demo.data import write, write_videos
+from vlmdistill.pipelines.demo_prompts import HELD_OUT_VIDEOS, import_demo
+from vlmdistill.pipelines.frames import Footage, read
+from vlmdistill.pipelines.prompts import read as read_prompts
 
 
 def test_what_is_written_is_what_a_user_would_have(tmp_path: Path) -> None:
@@ -35,3 +42,30 @@ def test_a_seed_fixes_every_byte_and_splits_share_no_image(tmp_path: Path) -> No
 
     assert drawn(one.images) == drawn(two.images)
     assert not drawn(one.images) & drawn(other.images)
+
+
+def test_videos_are_written_without_loss(tmp_path: Path) -> None:
+    made = write_videos(tmp_path, videos=3, seed=1, tokens=108, split="evaluation")
+    records = json.loads(made.llava.read_text())
+    rng = random.Random("demo videos evaluation 1")
+    for record in records:
+        clip = random_clip(rng, "evaluation")
+        wording = narration.rounds(clip, rng)
+        shown = read(made.videos / record["video"], lambda footage: range(footage.total))
+        assert shown.footage == Footage(24, 3.0)
+        assert (shown.frames_FHWC == np.stack([np.asarray(image) for image in frames(clip, 24)])).all()
+        turns = record["conversations"]
+        assert turns[0]["value"] == f"<video>\n{wording[0][0]}"
+        assert [turn["value"] for turn in turns[1::2]] == [answer for _, answer in wording]
+
+
+def test_the_demo_has_videos_where_they_are_wanted(tmp_path: Path) -> None:
+    out = tmp_path / "prompts.parquet"
+    without = import_demo(tmp_path / "one", out, images=2, dialogues=1, seed=3)
+    both = import_demo(tmp_path / "one", out, images=2, dialogues=1, videos=4, video_tokens=108, seed=3)
+    assert both.added == 4 + HELD_OUT_VIDEOS
+    assert both.total == without.total + both.added
+    parts = [part for prompt in read_prompts(out) for m in prompt.messages for part in m["content"]]
+    films = [part for part in parts if part["type"] == "video"]
+    assert {part["frames"] for part in films} == {24}
+    assert len({Path(part["path"]).read_bytes() for part in films}) == len(films)

@@ -1,13 +1,17 @@
 import random
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLForConditionalGeneration, Qwen2VLImageProcessorPil
 
-from vlmdistill.pipelines.demo import chats, wording
+from vlmdistill.pipelines.demo import chats, narration, wording
+from vlmdistill.pipelines.demo.clips import SECONDS, distinct, frames, random_clip
+from vlmdistill.pipelines.demo.lessons import Sample, visuals
 from vlmdistill.pipelines.demo.model import IMAGE_TOKENS, config, first_layers, logits, new_model, patches
 from vlmdistill.pipelines.demo.scenes import draw, random_scene
 from vlmdistill.pipelines.demo.text import SPECIALS, VOCABULARY, conversation, train_tokenizer
+from vlmdistill.pipelines.targets.video import GridFrames
 
 
 @pytest.fixture(scope="module")
@@ -29,26 +33,71 @@ def test_patches_are_the_image_processors() -> None:
     torch.testing.assert_close(patches(images).flatten(0, 1), made["pixel_values"])
 
 
+@pytest.mark.parametrize("count", [4, 7])
+def test_patches_are_the_frame_processors(count: int) -> None:
+    clip = random_clip(random.Random(0))
+    made = GridFrames({"size": {"shortest_edge": 3136, "longest_edge": 84 * 84}})(
+        np.stack([np.asarray(image) for image in frames(clip, 2 * count)])
+    )
+    assert made["video_grid_thw"].tolist() == [[count, 6, 6]]
+    pairs, which = distinct(clip, count)
+    assert len(pairs) < count or count == 4
+    seen = patches(*zip(*pairs, strict=True))[which].flatten(0, 1)
+    torch.testing.assert_close(seen, made["pixel_values_videos"])
+
+
 @torch.inference_mode()
 def test_the_batched_forward_is_the_stock_one(
     model: Qwen2_5_VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     rng = random.Random(0)
-    scenes = [random_scene(rng) for _ in range(3)]
-    texts = [conversation(wording.rounds(scene, rng), image_tokens=IMAGE_TOKENS) for scene in scenes]
-    texts.append(conversation(chats.chat(rng)))
-    batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side="right")
-    seen = patches([draw(scene) for scene in scenes])
-    keep = batch["attention_mask"].flatten().nonzero()[:, 0]
+    scene, clips, counts = random_scene(rng), [random_clip(rng) for _ in range(2)], (4, 7)
+    samples = [
+        Sample(conversation(wording.rounds(scene, rng), image_tokens=IMAGE_TOKENS), scene),
+        *(
+            Sample(conversation(narration.rounds(clip, rng), video_tokens=IMAGE_TOKENS * count), clip, count)
+            for clip, count in zip(clips, counts, strict=True)
+        ),
+        Sample(conversation(chats.chat(rng))),
+    ]
+    batch = tokenizer(
+        [sample.text for sample in samples], return_tensors="pt", padding=True, padding_side="right"
+    )
+    ids, keep = batch["input_ids"], batch["attention_mask"].flatten().nonzero()[:, 0]
+    shown = visuals(samples)
+    assert shown is not None
+    pixels = shown.patches_IPC[shown.which_S]
+    settings = model.config
     expected = model(
         **batch,
-        mm_token_type_ids=(batch["input_ids"] == model.config.image_token_id).int(),
-        pixel_values=seen.flatten(0, 1),
-        image_grid_thw=torch.tensor([[1, 6, 6]] * 3),
+        mm_token_type_ids=(ids == settings.image_token_id).int() + 2 * (ids == settings.video_token_id).int(),
+        pixel_values=pixels[0],
+        image_grid_thw=torch.tensor([[1, 6, 6]]),
+        pixel_values_videos=pixels[1:].flatten(0, 1),
+        video_grid_thw=torch.tensor([[count, 6, 6] for count in counts]),
+        second_per_grid_ts=torch.tensor([SECONDS / count for count in counts]),
     ).logits.flatten(0, 1)[keep]
-    torch.testing.assert_close(logits(model, batch["input_ids"], seen, keep), expected, atol=1e-5, rtol=1e-5)
-    some = logits(model, batch["input_ids"], seen, keep, only=first_layers(model, 2))
+    torch.testing.assert_close(logits(model, ids, shown, keep), expected, atol=1e-5, rtol=1e-5)
+    some = logits(model, ids, shown, keep, only=first_layers(model, 2))
     torch.testing.assert_close(some, expected, atol=1e-5, rtol=1e-5)
+
+
+@torch.inference_mode()
+def test_tokens_that_stand_for_many_weigh_as_many(
+    model: Qwen2_5_VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    rng = random.Random(0)
+    clip = random_clip(rng)
+    talk = [narration.ask(clip, "watch", rng)]
+
+    def scores(count: int, copies: float) -> torch.Tensor:
+        text = conversation(talk, video_tokens=IMAGE_TOKENS * count)
+        ids = torch.tensor([tokenizer.encode(text)])
+        keep = torch.arange(ids.shape[1] - 60, ids.shape[1])
+        return logits(model, ids, visuals([Sample(text, clip, count, copies)]), keep)
+
+    many = scores(128, 1.0)
+    assert (scores(8, 16.0) - many).abs().mean() < 0.05 * (scores(8, 1.0) - many).abs().mean()
 
 
 def test_the_first_layers_are_spread_over_the_depth(model: Qwen2_5_VLForConditionalGeneration) -> None:
@@ -66,6 +115,9 @@ def test_the_template_renders_what_training_saw(tokenizer: PreTrainedTokenizerFa
         {"role": "assistant", "content": [{"type": "text", "text": "Still one."}]},
     ]
     assert tokenizer.apply_chat_template(messages, tokenize=False) == conversation(turns, image_tokens=1)
+    messages[0]["content"] = [{"type": "video"}, {"type": "text", "text": "What is it?"}]
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == conversation(turns, video_tokens=1)
+    messages[0]["content"] = [{"type": "image"}, {"type": "text", "text": "What is it?"}]
     asked = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
     assert conversation(turns, image_tokens=1).startswith(asked)
     system = tokenizer.apply_chat_template([{"role": "system", "content": "Be brief."}], tokenize=False)

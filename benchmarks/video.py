@@ -1,0 +1,262 @@
+"""Long videos: what a drafter gains and costs as one and the same clip is sampled more and more often.
+
+    python -m benchmarks.video [--runs DIR] [--drafter eagle2 ...] [--length 500 ...] [--clips 3] [--out FILE]
+
+Held-out clips of the demo, about which no training knew, are shown in about so many visual tokens each and
+described, plainly and with each drafter of the workspace that is trained. What a clip shows and what is asked
+about it do not change with the length; so a tau that falls with it tells of the drafter alone, as long as the
+answer stays the same. Decoders take turns; times are medians over the clips, those of drafting and verifying
+per call of the target. Memory is what the drafter keeps of the prompt and the tokens after it, and by how
+much the process grew at most while it decoded, vision tower included.
+"""
+
+import argparse
+import contextlib
+import json
+import random
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vlmdistill.drafters import checkpoint
+from vlmdistill.drafters.base import Draft, Proposer
+from vlmdistill.drafters.decoding.generate import Cycle, plain, speculate
+from vlmdistill.pipelines.demo import narration
+from vlmdistill.pipelines.demo.clips import SECONDS, Clip, frames, patches_for, random_clip
+from vlmdistill.pipelines.targets.base import VisionLanguageTarget
+from vlmdistill.pipelines.targets.loading import load
+from vlmdistill.pipelines.targets.prompt import Prompt
+from vlmdistill.pipelines.workspace import Workspace
+from vlmdistill.stores.errors import TrainingError
+
+DRAFTERS = ("eagle2", "msd", "vispec", "hivis", "sparrow")
+LENGTHS = (500, 1500, 6000, 17000, 25000)
+MIB = 2**20
+
+
+class Watched:
+    """Anything, with the seconds that some of its methods take written down under a name."""
+
+    def __init__(self, inner: Any, seconds: dict[str, list[float]], names: Mapping[str, str]) -> None:
+        self.inner, self._seconds, self._names = inner, seconds, names
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.inner, name)
+        if name not in self._names:
+            return found
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            result = found(*args, **kwargs)
+            self._seconds[self._names[name]].append(time.perf_counter() - start)
+            return result
+
+        return timed
+
+
+class Guesser:
+    """A drafter whose work is timed, and whose draft is kept to be weighed."""
+
+    def __init__(self, inner: Proposer, seconds: dict[str, list[float]]) -> None:
+        self._inner, self._seconds = inner, seconds
+        self.last: Draft | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def draft(self, prompt: Any, target: Watched) -> Watched:
+        """Begin to draft."""
+        start = time.perf_counter()
+        self.last = self._inner.draft(prompt, target.inner)
+        self._seconds["condition"].append(time.perf_counter() - start)
+        return Watched(self.last, self._seconds, {"grow": "grow", "commit": "learn"})
+
+
+def measure(
+    model: str, runs: Path | None, names: Sequence[str], lengths: Sequence[int], count: int, limit: int
+) -> dict[str, Any]:
+    """A row for each length and drafter, and why drafters are missing."""
+    workspace, target = Workspace.of(model, runs), load(model)
+    origin = target.provenance((), "float32")
+    drafters: dict[str, Proposer] = {}
+    missing: dict[str, str] = {}
+    for name in names:
+        try:
+            folder = workspace.drafter(name)
+            drafters[name] = checkpoint.load(folder, target.head, target.info, provenance=origin)
+        except TrainingError as error:
+            missing[name] = str(error)
+    rng = random.Random("video benchmark")
+    asked = [
+        (clip, narration.ask(clip, "watch", rng)[0])
+        for clip in (random_clip(rng, "evaluation") for _ in range(count))
+    ]
+    rows: list[dict[str, Any]] = []
+    for length in lengths if drafters else ():
+        found: dict[str, list[dict[str, float]]] = defaultdict(list)
+        visual = 0
+        for number, (clip, question) in enumerate(asked):
+            prompt = target.encode(message(clip, question, length))
+            visual = int(prompt.visual_L.sum())
+            turn = number % (len(drafters) + 1)
+            order: list[str] = ["", *drafters]  # "": plain
+            runs_of = {
+                name: run(target, drafters.get(name), prompt, limit) for name in order[turn:] + order[:turn]
+            }
+            for name in drafters:
+                found[name].append(_facts(runs_of[""], runs_of[name]))
+        rows += [{"visual tokens": visual, "drafter": name, **_middle(found[name])} for name in drafters]
+    return {
+        "model": model,
+        "clips": count,
+        "threads": torch.get_num_threads(),
+        "missing": missing,
+        "rows": rows,
+    }
+
+
+def message(clip: Clip, question: str, length: int) -> list[dict[str, Any]]:
+    """A question about a clip that is shown in about `length` visual tokens."""
+    count = 2 * patches_for(length)
+    shown_FHWC = np.stack([np.asarray(image) for image in frames(clip, count)])
+    video = {"type": "video", "video": shown_FHWC, "fps": count / SECONDS}
+    return [{"role": "user", "content": [video, {"type": "text", "text": question}]}]
+
+
+def run(target: VisionLanguageTarget, drafter: Proposer | None, prompt: Prompt, limit: int) -> dict[str, Any]:
+    """Decode a prompt once: its cycles, the seconds of the pieces, and memory in bytes."""
+    seconds: dict[str, list[float]] = defaultdict(list)
+    watched: Any = Watched(target, seconds, {"prefill": "prefill", "extend": "verify"})
+    before = _forget_peak()
+    if drafter is None:
+        return {"cycles": list(plain(watched, prompt, max_new_tokens=limit)), "seconds": seconds}
+    guesser: Any = Guesser(drafter, seconds)
+    cycles = list(speculate(watched, guesser, prompt, tree=drafter.config.tree, max_new_tokens=limit))
+    kept = _held(guesser.last, {buffer.data_ptr() for buffer in (*drafter.parameters(), *drafter.buffers())})
+    return {"cycles": cycles, "seconds": seconds, "kept": kept, "peak": _peak() - before}
+
+
+def _facts(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, float]:
+    """What a run gained and cost, beside plain decoding of the same prompt."""
+    seconds, cycles = own["seconds"], own["cycles"]
+    learn = seconds["learn"]
+    calls = max(len(cycles) - 1, 1)
+    return {
+        "tau": (_tokens(cycles) - 1) / calls,
+        "draft ms": 1e3 * (sum(seconds["grow"]) + sum(learn[1:])) / calls,
+        "verify ms": 1e3 * statistics.median(seconds["verify"] or [0.0]),
+        "drafter prefill ms": 1e3 * (sum(seconds["condition"]) + learn[0]),
+        "target prefill ms": 1e3 * sum(seconds["prefill"]),
+        "drafter MiB": own["kept"] / MIB,
+        "peak MiB": own["peak"] / MIB,
+        "speedup": _pace(base["cycles"]) / _pace(cycles),
+        "decode speedup": _pace(base["cycles"][1:]) / _pace(cycles[1:]),
+        "as plain": float(_ids(base["cycles"]) == _ids(cycles)),
+    }
+
+
+def _middle(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The median over clips; of `tau` and `as plain` the mean."""
+    means = ("tau", "as plain")
+    return {
+        name: (statistics.fmean if name in means else statistics.median)(one[name] for one in found)
+        for name in found[0]
+    }
+
+
+def _ids(cycles: Sequence[Cycle]) -> list[int]:
+    return [token for cycle in cycles for token in cycle.ids]
+
+
+def _tokens(cycles: Sequence[Cycle]) -> int:
+    return len(_ids(cycles))
+
+
+def _pace(cycles: Sequence[Cycle]) -> float:
+    """Seconds a token."""
+    return sum(cycle.seconds for cycle in cycles) / max(_tokens(cycles), 1)
+
+
+def _held(thing: Any, shared: set[int]) -> int:
+    """Bytes of the tensors that an object keeps, each storage once, the drafter's weights left out."""
+    seen: set[int] = set()
+    storages: dict[int, int] = {}
+
+    def visit(value: Any) -> None:
+        if id(value) in seen or isinstance(value, torch.nn.Module):
+            return
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            storage = value.untyped_storage()
+            if storage.data_ptr() not in shared:
+                storages[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(value, Mapping):
+            for one in value.values():
+                visit(one)
+        elif isinstance(value, list | tuple | set):
+            for one in value:
+                visit(one)
+        elif hasattr(value, "__dict__"):
+            visit(vars(value))
+
+    visit(thing)
+    return sum(storages.values())
+
+
+def _forget_peak() -> int:
+    """Bytes the process holds now, from which its peak is counted anew; where the system allows it."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def _peak() -> int:
+    return _status("VmHWM")
+
+
+def _status(name: str) -> int:
+    """A figure of this process's memory in bytes; 0 where there is none."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(name)), 0)
+
+
+def main() -> None:
+    """Measure, print and save."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--runs", type=Path, help="folder of all workspaces")
+    parser.add_argument("--drafter", action="append", help="may be repeated")
+    parser.add_argument("--length", action="append", type=int, help="visual tokens; may be repeated")
+    parser.add_argument("--clips", type=int, default=3)
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path("build/bench-video.json"))
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    names, lengths = given.drafter or DRAFTERS, given.length or LENGTHS
+    result = measure(given.model, given.runs, names, lengths, given.clips, given.max_new_tokens)
+    for name, why in result["missing"].items():
+        print(f"{name} is left out: {why}")
+    columns = list(result["rows"][0]) if result["rows"] else []
+    print("  ".join(columns))
+    for row in result["rows"]:
+        cells = (f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values())
+        print("  ".join(cell.rjust(len(column)) for cell, column in zip(cells, columns, strict=True)))
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    given.out.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

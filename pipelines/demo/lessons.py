@@ -1,0 +1,227 @@
+"""What the demo target is trained on: the recipe, and batches of probes and conversations made by it."""
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from vlmdistill.pipelines.demo import chats, narration, wording
+from vlmdistill.pipelines.demo.clips import (
+    PHASES,
+    SECONDS,
+    Clip,
+    Slides,
+    distinct,
+    random_clip,
+    random_slides,
+)
+from vlmdistill.pipelines.demo.model import IMAGE_TOKENS, Visuals, patches
+from vlmdistill.pipelines.demo.scenes import Scene, draw, random_scene
+from vlmdistill.pipelines.demo.text import conversation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How long, how fast and on what; the defaults made the shipped checkpoint."""
+
+    vision_steps: int = 400
+    """Steps of the vision tower, 32 temporal patches each."""
+    steps: int = 3600
+    """Steps of the language model."""
+    tokens: int = 1600
+    """Tokens a step, padding included."""
+    learning_rate: float = 3e-3
+    weight_decay: float = 0.05
+    first: int = 4
+    """Layers that learn the first stages."""
+    deepen: float = 0.26
+    """Share of the steps after which all layers learn."""
+    film: tuple[float, float] = (0.07, 0.075)
+    """Shares of the steps between which videos join the images: time is learnt fast once place is."""
+    later: tuple[float, float] = (0.09, 0.12)
+    """Shares of the steps between which the end of a video and its events join its start."""
+    scan: tuple[float, float] = (0.17, 0.20)
+    """Shares of the steps between which probes of items replace probes of single facts."""
+    talk: tuple[float, float] = (0.25, 0.33)
+    """Shares of the steps between which conversations replace probes."""
+    rest: float = 0.06
+    """Share of probes that stays to the end."""
+    chats: float = 0.25
+    """Share of the conversations, and of the probes of items, that show nothing."""
+    clips: float = 0.4
+    """Share of what is shown that is a video; of the first probes twice that."""
+    crowd: float = 0.5
+    """Share of the videos whose tokens stand for many, up to `longest`, once conversations have begun."""
+    longest: int = 3000
+    """Temporal patches."""
+    polish_steps: int = 2600
+    """Steps of a second run over all of it, from a fresh learning rate."""
+    polish_rate: float = 2e-3
+    fact_weight: float = 3.0
+    """Weight, in that run's loss, of the words that an image or a video decides: few of all tokens."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Right-padded samples, the positions that have something to learn, and the token that follows each.
+
+    Shapes: B samples, T tokens, N positions (flat, of B x T).
+    """
+
+    ids_BT: Tensor
+    keep_N: Tensor
+    target_N: Tensor
+    visuals: Visuals | None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A conversation and what it is about."""
+
+    text: str
+    shown: Scene | Clip | Slides | None = None
+    patches: int = 1
+    """Temporal patches of a clip."""
+    copies: float = 1.0
+    """How many tokens a visual token stands for."""
+
+
+_Row = tuple[list[int], Sample]
+
+
+def lessons(
+    tokenizer: PreTrainedTokenizerFast, recipe: Recipe, rng: random.Random, done: float
+) -> Iterator[Batch]:
+    """A round of some eight batches of near-equal lengths; `done` is the share of the run that is over."""
+    start, end = (tokenizer.convert_tokens_to_ids(token) for token in ("<|im_start|>", "<|im_end|>"))
+    head = [start, *tokenizer.encode("assistant\n")]
+    drawn: list[_Row] = []
+    while sum(len(ids) for ids, _ in drawn) < 8 * recipe.tokens:
+        few = [_sample(rng, recipe, done) for _ in range(8)]
+        encoded = tokenizer([sample.text for sample in few]).input_ids
+        drawn += zip(encoded, few, strict=True)
+    made: list[Batch] = []
+    rows: list[_Row] = []
+    for row in sorted(drawn, key=lambda row: -len(row[0])):
+        if rows and (len(rows) + 1) * len(rows[0][0]) > recipe.tokens:
+            made.append(_batch(rows, head, end))
+            rows = []
+        rows.append(row)
+    made.append(_batch(rows, head, end))
+    rng.shuffle(made)
+    yield from made
+
+
+def _sample(rng: random.Random, recipe: Recipe, done: float) -> Sample:
+    talks = _ramp(done, recipe.talk)
+    probe = rng.random() < 1 - talks * (1 - recipe.rest)
+    look = probe and rng.random() >= _ramp(done, recipe.scan)
+    if not look and rng.random() < recipe.chats:
+        told = [chats.told_probe(random_scene(rng, "target"), rng)] if probe else chats.chat(rng, "target")
+        return Sample(conversation(told))
+    if rng.random() < recipe.clips * (1 + look) * _ramp(done, recipe.film):
+        return _clip_sample(
+            rng, recipe, probe=probe, look=look, later=_ramp(done, recipe.later), long=talks > 0
+        )
+    scene = random_scene(rng, "target")
+    if probe:
+        rounds = wording.look_probes(scene, rng) if look else [wording.scan_probe(scene, rng)]
+    else:
+        rounds = wording.rounds(scene, rng)
+    return Sample(conversation(rounds, image_tokens=IMAGE_TOKENS), scene)
+
+
+def _clip_sample(
+    rng: random.Random, recipe: Recipe, *, probe: bool, look: bool, later: float, long: bool
+) -> Sample:
+    count = PHASES if look else _patches(rng, long=long)
+    copies = 1.0
+    if long and rng.random() < recipe.crowd:
+        copies = math.exp(rng.uniform(0, math.log(recipe.longest / count)))
+    shown: Clip | Slides
+    if look and rng.random() >= later / 3:
+        shown = random_slides(rng)
+        rounds = narration.look_probes(shown, rng, last=rng.random() < later / 2)
+    elif look:
+        shown = random_clip(rng, "target")
+        rounds = [narration.event_probe(shown)]
+    else:
+        shown = random_clip(rng, "target")
+        rounds = [narration.scan_probe(shown, rng)] if probe else narration.rounds(shown, rng)
+    return Sample(conversation(rounds, video_tokens=count * IMAGE_TOKENS), shown, count, copies)
+
+
+def _patches(rng: random.Random, *, long: bool) -> int:
+    """How many temporal patches a clip has: mostly few, for all of them cost."""
+    luck = rng.random()
+    if luck < 0.55:
+        return PHASES
+    if luck < 0.75:
+        return 2 * PHASES
+    if luck < 0.92 or not long:
+        return rng.randint(PHASES, 5 * PHASES)
+    if luck < 0.99:
+        return rng.randint(5 * PHASES, 10 * PHASES)
+    return 16 * PHASES if luck < 0.998 else 64 * PHASES
+
+
+def _ramp(done: float, ends: tuple[float, float]) -> float:
+    """How far `done` is from the first end to the second, from 0 to 1."""
+    return min(max((done - ends[0]) / (ends[1] - ends[0]), 0.0), 1.0)
+
+
+def _batch(rows: Sequence[_Row], head: list[int], end: int) -> Batch:
+    T = max(len(ids) for ids, _ in rows)
+    ids_BT = torch.full((len(rows), T), end)
+    keep: list[int] = []
+    target: list[int] = []
+    for place, (ids, _) in enumerate(rows):
+        ids_BT[place, : len(ids)] = torch.tensor(ids)
+        for t in _answer_positions(ids, head, end):
+            keep.append(place * T + t)
+            target.append(ids[t + 1])
+    return Batch(ids_BT, torch.tensor(keep), torch.tensor(target), visuals([sample for _, sample in rows]))
+
+
+def visuals(samples: Sequence[Sample]) -> Visuals | None:
+    """What the samples show, a frame that is shown again drawn once; None if they show nothing."""
+    pairs: list[tuple[Image.Image, Image.Image]] = []
+    which: list[int] = []
+    for sample in samples:
+        match sample.shown:
+            case Clip() | Slides() as clip:
+                shown, nth = distinct(clip, sample.patches)
+                which += [len(pairs) + place for place in nth]
+                pairs += shown
+            case Scene() as scene:
+                image = draw(scene)
+                which.append(len(pairs))
+                pairs.append((image, image))
+            case None:
+                pass
+    if not pairs:
+        return None
+    copies_B = torch.tensor([sample.copies for sample in samples])
+    return Visuals(
+        patches([first for first, _ in pairs], [then for _, then in pairs]),
+        torch.tensor(which),
+        torch.tensor([SECONDS / sample.patches for sample in samples]),
+        copies_B if (copies_B > 1).any() else None,
+    )
+
+
+def _answer_positions(ids: list[int], head: list[int], end: int) -> Iterator[int]:
+    """Positions whose next token belongs to an answer, its end token included."""
+    t = 0
+    while t < len(ids):
+        if ids[t : t + len(head)] == head:
+            t += len(head) - 1
+            while ids[t] != end:
+                yield t
+                t += 1
+        t += 1

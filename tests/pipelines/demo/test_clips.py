@@ -1,0 +1,177 @@
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vlmdistill.pipelines.demo import narration
+from vlmdistill.pipelines.demo.clips import (
+    PHASES,
+    Clip,
+    Event,
+    distinct,
+    frame,
+    frames,
+    patches_for,
+    phases,
+    random_clip,
+    random_slides,
+    split_of,
+)
+from vlmdistill.pipelines.demo.scenes import CELLS, SIDE_PIXELS, SPLITS, Item
+from vlmdistill.pipelines.demo.scoring import CLIP_FACTS, happenings, score_clip
+
+seeds = st.integers(0, 2**32)
+tasks = st.sampled_from(narration.TASKS)
+
+STAR, CIRCLE = Item(8, "small", "blue", "star"), Item(0, "large", "red", "circle")
+CLIP = Clip("navy", (CIRCLE, STAR), (Event(1, STAR, 8, 1), Event(3, CIRCLE, 0, None)))
+TOLD = (
+    "This clip has a navy background. It starts with two shapes and ends with one. "
+    "In the northwest floats a big red circle. The southeast holds a little blue star that shines there. "
+    "Two things happen. First, after two seconds from the southeast to the north flies a small blue star. "
+    "After six seconds the northwest loses a large red circle."
+)
+
+
+@settings(deadline=None)
+@given(seeds)
+def test_a_seed_fixes_the_clip_the_frames_and_the_words(seed: int) -> None:
+    one, two = random.Random(seed), random.Random(seed)
+    clip = random_clip(one)
+    assert clip == random_clip(two)
+    assert [a.tobytes() for a in frames(clip, 8)] == [b.tobytes() for b in frames(clip, 8)]
+    assert narration.rounds(clip, one) == narration.rounds(clip, two)
+    assert narration.scan_probe(clip, one) == narration.scan_probe(clip, two)
+    for last in (False, True):
+        probes = [narration.look_probes(random_slides(rng), rng, last=last) for rng in (one, two)]
+        assert probes[0] == probes[1]
+
+
+@settings(deadline=None)
+@given(seeds)
+def test_a_clip_is_well_formed(seed: int) -> None:
+    clip = random_clip(random.Random(seed))
+    assert 1 <= len(clip.events) <= PHASES - 1
+    assert [event.phase for event in clip.events] == sorted({event.phase for event in clip.events})
+    for phase in range(PHASES):
+        items = clip.scene(phase).items
+        assert [item.cell for item in items] == sorted({item.cell for item in items})
+        assert len({(item.colour, item.shape) for item in items}) == len(items)
+        assert frame(clip, phase).size == (SIDE_PIXELS, SIDE_PIXELS)
+    changes = {event.phase for event in clip.events}
+    assert {phase for phase in range(1, PHASES) if clip.scene(phase) != clip.scene(phase - 1)} == changes
+
+
+def test_what_changes_is_told_by_the_frames_of_its_phase_alone() -> None:
+    assert [CLIP.changes(phase) for phase in range(PHASES)] == [
+        ([], []),
+        ([Item(1, "small", "blue", "star")], [STAR]),
+        ([], []),
+        ([], [CIRCLE]),
+    ]
+    still = Clip("navy", CLIP.scene(1).items, ())
+    assert frame(CLIP, 1).tobytes() != frame(still, 1).tobytes()
+    assert frame(CLIP, 2).tobytes() == frame(still, 2).tobytes()
+
+
+def test_the_phase_can_be_seen_in_every_frame() -> None:
+    still = Clip("black", (CIRCLE,), ())
+    assert len({frame(still, phase).tobytes() for phase in range(PHASES)}) == PHASES
+
+
+@pytest.mark.parametrize("split", sorted(set(SPLITS)))
+def test_a_split_holds_only_its_own_clips(split: str) -> None:
+    rng = random.Random(0)
+    assert {split_of(random_clip(rng, split)) for _ in range(50)} == {split}
+
+
+def test_an_unknown_split_is_refused() -> None:
+    with pytest.raises(ValueError, match="drafter, evaluation, target"):
+        random_clip(random.Random(0), "test")
+
+
+@pytest.mark.parametrize("count", [4, 7, 16, 300])
+def test_a_sampling_shows_all_phases_in_order_and_draws_each_patch_once(count: int) -> None:
+    assert set(phases(2 * count)) == set(range(PHASES))
+    assert phases(2 * count) == sorted(phases(2 * count))
+    pairs, which = distinct(CLIP, count)
+    shown = [image for place in which for image in pairs[place]]
+    assert [a.tobytes() for a in shown] == [b.tobytes() for b in frames(CLIP, 2 * count)]
+    assert len(pairs) <= 2 * PHASES - 1
+
+
+@pytest.mark.parametrize(("tokens", "patches"), [(1, 4), (500, 56), (1500, 168), (25000, 2776)])
+def test_a_length_is_met_in_whole_phases(tokens: int, patches: int) -> None:
+    assert patches_for(tokens) == patches
+
+
+@settings(deadline=None)
+@given(seeds, tasks)
+def test_a_reference_answer_has_every_fact_right(seed: int, task: str) -> None:
+    rng = random.Random(seed)
+    clip = random_clip(rng)
+    _, answer = narration.ask(clip, task, rng)
+    result = score_clip(answer, clip, task)
+    assert tuple(result) == CLIP_FACTS
+    assert all(right == total for right, total in result.values()), (answer, result)
+    assert result["count"][1] >= 2
+
+
+@settings(deadline=None)
+@given(seeds, tasks)
+def test_an_answer_about_another_clip_scores_lower(seed: int, task: str) -> None:
+    rng = random.Random(seed)
+    clip, other = random_clip(rng), random_clip(rng)
+    result = score_clip(narration.answer(other, task, rng), clip, task)
+    assert any(right < total for right, total in result.values())
+
+
+def test_each_kind_of_mistake_lowers_its_own_kind() -> None:
+    def wrong(told: str, task: str = "watch") -> dict[str, int]:
+        result = score_clip(told, CLIP, task)
+        return {kind: total - right for kind, (right, total) in result.items() if right < total}
+
+    assert wrong(TOLD) == {}
+    assert wrong(TOLD.replace("loses", "gets")) == {"event": 1}
+    assert wrong(TOLD.replace("six", "four")) == {"time": 1}
+    assert wrong(TOLD.replace("to the north", "to the south")) == {"path": 1}
+    assert wrong(TOLD.replace("flies a small", "flies a big")) == {"item": 1}
+    assert wrong(TOLD.replace("northwest floats a big", "northwest floats a small")) == {"size": 1}
+    assert wrong(TOLD.replace("with one", "with two")) == {"count": 1}
+    assert wrong(TOLD.replace("navy", "black")) == {"background": 1}
+    dropped = TOLD[: TOLD.index("After six")]
+    assert wrong(dropped) == dict.fromkeys(("event", "time", "path", "item"), 1)
+    assert set(wrong("")) == set(CLIP_FACTS)
+
+
+def test_events_told_out_of_order_are_wrong() -> None:
+    one, two = (
+        f"After {when} seconds the {cell} gets a big red star."
+        for when, cell in (("two", "north"), ("six", "south"))
+    )
+    told = happenings(f"{two} {one}")
+    assert [happening[1] for happening in told] == ["six", "two"]
+    assert [happening[2] for happening in told] == [("south",), ("north",)]
+
+
+def test_what_is_said_of_the_start_does_not_count_for_the_end() -> None:
+    start = "In the northwest is a big red circle. In the southeast is a small blue star."
+    end = "In the north is a small blue star."
+    told = "This is how it starts. {} This is how it ends. {}"
+    assert score_clip(told.format(start, end), CLIP, "compare")["position"] == (3, 3)
+    assert score_clip(told.format(end, start), CLIP, "compare")["position"] == (0, 6)
+
+
+def test_answers_vary() -> None:
+    clip = random_clip(random.Random(3))
+    for task in narration.TASKS:
+        assert len({narration.answer(clip, task, random.Random(seed)) for seed in range(20)}) > 10
+
+
+def test_every_cell_can_change() -> None:
+    rng = random.Random(0)
+    cells = {
+        cell for _ in range(100) for event in random_clip(rng).events for cell in (event.source, event.to)
+    }
+    assert cells == {None, *range(len(CELLS))}
