@@ -45,7 +45,7 @@ def collect(store: Store, *, grace: float = GRACE, dry_run: bool = False) -> lis
             size = sum(place.files(name).values()) or place.size(name) or 0
             if dry_run or _remove(place, name):
                 removed.append(Removed(name, size))
-    return removed
+    return removed + [Removed(name, size) for name, size in place.leftovers(grace, dry_run)]
 
 
 def _garbage(place: Place, head: str) -> Iterator[str]:

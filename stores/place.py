@@ -65,6 +65,11 @@ class Place(ABC):
     def idle(self, folder: str) -> float:
         """Seconds since anything below a folder was written, told by the place's own clock."""
 
+    def leftovers(self, grace: float, dry_run: bool) -> Iterator[tuple[str, int]]:
+        """Remove what is no file and yet takes room, idle for `grace` seconds: what it was, and its bytes."""
+        del grace, dry_run
+        yield from ()
+
     @abstractmethod
     def workspace(self, name: str | None = None) -> Path:
         """A local folder to build a shard in; for a local place on the same file system.

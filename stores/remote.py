@@ -13,6 +13,7 @@ from typing import Any
 import fsspec
 import numpy as np
 
+from vlmdistill.stores import multipart
 from vlmdistill.stores.place import STAGING, Place, cut
 from vlmdistill.stores.schema import Array
 
@@ -27,6 +28,7 @@ class Remote(Place):
         # Listings must be true now: a cached one would hide what other writers commit.
         self._fs, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False)
         self._root = root.rstrip("/")
+        self._is_s3 = "s3" in self._fs.protocol
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Remote, (self.url,))
@@ -89,10 +91,16 @@ class Remote(Place):
             if file.is_file() and there.get(leaf) != file.stat().st_size:
                 path = self._path(f"{name}/{leaf}")
                 self._make_parent(path)
-                self._fs.put_file(str(file), path)
+                self._put(file, path)
+
+    def _put(self, file: Path, path: str) -> None:
+        if self._is_s3 and file.stat().st_size > multipart.PART:
+            multipart.upload(self._fs, file, path)
+        else:
+            self._fs.put_file(str(file), path)
 
     def _make_parent(self, path: str) -> None:
-        if not hasattr(self._fs, "bucket_info") and self._fs.protocol != "s3":
+        if not self._is_s3:
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
 
     def files(self, folder: str) -> dict[str, int]:
@@ -136,13 +144,26 @@ class Remote(Place):
     def idle(self, folder: str) -> float:
         """Compare the store's own modification times with that of an object written now."""
         times = [_modified(about) for about in self._find(folder).values()]
-        if not times:
-            return 0.0
+        now = self._now() if times else None
+        return 0.0 if now is None else now - max(times)
+
+    def _now(self) -> float | None:
+        """The clock of the place; None when a collector took our probe for a dead one's."""
         probe = f"{STAGING}/probe-{secrets.token_hex(8)}"
         self.replace(probe, b"")
-        now = [_modified(about) for about in self._find(probe).values()]
+        found = [_modified(about) for about in self._find(probe).values()]
         self.remove(probe)
-        return now[0] - max(times) if now else 0.0  # another collector took it for a dead one's
+        return found[0] if found else None
+
+    def leftovers(self, grace: float, dry_run: bool) -> Iterator[tuple[str, int]]:
+        """Parts of uploads to S3 that nobody continued."""
+        for begun in multipart.pending(self._fs, f"{self._root}/") if self._is_s3 else ():
+            size, last = multipart.held(self._fs, self._root, begun)
+            now = self._now()
+            if now is not None and now - last >= grace:
+                if not dry_run:
+                    multipart.abort(self._fs, self._root, begun)
+                yield f"upload of {begun['Key']}", size
 
     @contextmanager
     def held(self, name: str) -> Iterator[None]:

@@ -1,5 +1,6 @@
 """A store on an S3 server keeps the promises of one on a disk."""
 
+import itertools
 import os
 import socket
 import subprocess
@@ -7,12 +8,15 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from s3fs import S3FileSystem
 
 from tests.stores.samples import make, same, sample, write
+from vlmdistill.stores import multipart
 from vlmdistill.stores.collect import collect
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.filters import filter_store
@@ -123,11 +127,63 @@ def test_two_writers_one_killed_and_resumed_lose_and_double_nothing(bucket: str)
     assert not verify(url).findings
 
 
+def interrupted(after: int) -> Callable[..., Any]:
+    """The S3 client of a line that breaks after so many parts."""
+    whole, sent = S3FileSystem.call_s3, itertools.count()
+
+    def call(fs: S3FileSystem, method: str, **options: Any) -> Any:
+        if method == "upload_part" and next(sent) >= after:
+            raise ConnectionError("the line is dead")
+        return whole(fs, method, **options)
+
+    return call
+
+
+def test_an_interrupted_upload_goes_on_after_the_parts_that_arrived(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(multipart, "PART", 5 << 20)
+    monkeypatch.setattr(multipart, "AT_ONCE", 1)
+    store = make(tmp_path / "here")
+    with store.writer("u") as writer:
+        writer.add(sample(1, tokens=1_000_000))  # files of four parts
+    url = f"{bucket}/large"
+    with monkeypatch.context() as patch:
+        patch.setattr(S3FileSystem, "call_s3", interrupted(after=2))
+        with pytest.raises(StoreError, match="the line is dead"):
+            send(store.path, url)
+    assert Store.open(url).keys() == set()
+    left = [item for item in collect(Store.open(url), grace=0, dry_run=True) if "upload" in item.name]
+    assert [item.bytes for item in left] == [2 * multipart.PART]
+    parts: list[int] = []
+    with monkeypatch.context() as patch:
+        whole = S3FileSystem.call_s3
+
+        def counted(fs: S3FileSystem, method: str, **options: Any) -> Any:
+            if method == "upload_part":
+                parts.append(options["PartNumber"])
+            return whole(fs, method, **options)
+
+        patch.setattr(S3FileSystem, "call_s3", counted)
+        assert send(store.path, url).copied == 1
+    assert parts == [3, 4, 1, 2, 3, 4]  # the rest of one file, all of the other
+    assert not verify(url).findings
+    assert same(Store.open(url).read("k0001"), store.read("k0001"))
+
+
 def test_gc_in_a_bucket_waits_for_its_grace_by_the_clock_of_the_server(bucket: str) -> None:
     store = make(f"{bucket}/store", [range(3)])
     store.place.create("shards/orphan-0123456789abcdef/index.arrow", b"left")
+    where = {"Bucket": bucket.removeprefix("s3://"), "Key": "store/shards/left/c/0/0"}
+    begun = S3FileSystem().call_s3("create_multipart_upload", **where)["UploadId"]
+    S3FileSystem().call_s3("upload_part", **where, UploadId=begun, PartNumber=1, Body=b"left")
     assert collect(store, grace=3600) == []
-    assert [item.name for item in collect(store, grace=0)] == ["shards/orphan-0123456789abcdef"]
+    removed = collect(store, grace=0)
+    assert [item.name for item in removed] == [
+        "shards/orphan-0123456789abcdef",
+        "upload of store/shards/left/c/0/0",
+    ]
+    assert collect(store, grace=0) == []
     assert not verify(store.path).findings
 
 
