@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from vlmdistill.pipelines.targets.video import FrameProcessor
+from vlmdistill.pipelines.targets.video import FrameProcessor, side_by_side
 from vlmdistill.stores.errors import TargetError
 
 Inputs = Mapping[str, Tensor]
@@ -90,6 +90,12 @@ def disagreement(*facts: tuple[str, Any, Any]) -> str | None:
     return None
 
 
+def video_placeholder(config: Any, processor: Any) -> tuple[str, Any, Any]:
+    """The fact on which a processor and a model have to agree before a video can be placed."""
+    mine = processor.tokenizer.convert_tokens_to_ids(processor.video_token)
+    return ("the video placeholder", mine, config.video_token_id)
+
+
 def perceive(family: Family, model: Any, inputs: Inputs, kind_U: Tensor) -> Visual:
     """All images and videos of a batch, in reading order; `kind_U` are the kinds of its visual tokens.
 
@@ -130,8 +136,7 @@ def concatenate(samples: Sequence[Inputs]) -> dict[str, Tensor]:
     for sample in samples:
         for name, value in sample.items():
             rows.setdefault(name, []).append(value)
-    # A long video is not copied for nothing.
-    return {name: values[0] if len(values) == 1 else torch.cat(values) for name, values in rows.items()}
+    return {name: side_by_side(values) for name, values in rows.items()}
 
 
 def pad_tiles(samples: Sequence[Inputs]) -> list[Inputs]:
@@ -166,12 +171,17 @@ class GridFamily(Family):
 
     def mismatch(self, config: Any, processor: Any) -> str | None:
         """Patches have to be cut and merged as the vision tower expects them."""
-        images, vision = processor.image_processor, config.vision_config
-        return disagreement(
-            ("patch_size", images.patch_size, vision.patch_size),
-            ("temporal_patch_size", images.temporal_patch_size, vision.temporal_patch_size),
-            ("merge_size", images.merge_size, vision.spatial_merge_size),
-        )
+        vision, parts = config.vision_config, (processor.image_processor, processor.video_processor)
+        facts = [
+            fact
+            for part, of in zip(parts, ("", " of videos"), strict=True)
+            for fact in (
+                (f"patch_size{of}", part.patch_size, vision.patch_size),
+                (f"temporal_patch_size{of}", part.temporal_patch_size, vision.temporal_patch_size),
+                (f"merge_size{of}", part.merge_size, vision.spatial_merge_size),
+            )
+        ]
+        return disagreement(*facts, video_placeholder(config, processor))
 
     def rope(self, model: Any, kind_L: Tensor, inputs: Inputs) -> Tensor:
         """M-RoPE: text advances by one on all three axes, an image by its longer side."""

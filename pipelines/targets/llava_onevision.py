@@ -11,9 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlmdistill.pipelines.targets.family import Family, Inputs, Visual, concatenate, disagreement, pad_tiles
+from vlmdistill.pipelines.targets.family import (
+    Family,
+    Inputs,
+    Visual,
+    concatenate,
+    disagreement,
+    pad_tiles,
+    video_placeholder,
+)
 from vlmdistill.pipelines.targets.processors import onevision_without_video
-from vlmdistill.pipelines.targets.video import SquareFrames, settings
+from vlmdistill.pipelines.targets.video import SquareFrames, settings, side_by_side
 
 FRAMES = 8  # that the vision tower is given at once: it keeps the states of all its layers
 
@@ -38,6 +46,9 @@ class LlavaOnevision(Family):
             ("num_image_tokens", processor.num_image_tokens, tokens),
             ("image_grid_pinpoints", pinpoints, [list(size) for size in config.image_grid_pinpoints]),
             ("vision_feature_select_strategy", processor.vision_feature_select_strategy, strategy),
+            ("the height of frames", processor.video_processor.height, vision.image_size),
+            ("the width of frames", processor.video_processor.width, vision.image_size),
+            video_placeholder(config, processor),
         )
 
     def frames(self, folder: Path) -> SquareFrames:
@@ -56,7 +67,7 @@ class LlavaOnevision(Family):
         if videos is None:
             return inputs
         lengths = torch.tensor([len(video) for video in videos])
-        return {**inputs, "pixel_values_videos": torch.cat(list(videos)), "video_frames": lengths}
+        return {**inputs, "pixel_values_videos": side_by_side(list(videos)), "video_frames": lengths}
 
     def stock(self, inputs: Inputs) -> Inputs | None:
         """The stock model takes videos of one length only."""

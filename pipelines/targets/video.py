@@ -203,7 +203,7 @@ class GridFrames(FrameProcessor):
         """Patches of all videos [P, E], and how many lie along time, height and width of each."""
         made = [self._patches(video) for video in flat(videos)]
         return {
-            "pixel_values_videos": torch.cat([patches_PE for patches_PE, _ in made]),
+            "pixel_values_videos": side_by_side([patches_PE for patches_PE, _ in made]),
             "video_grid_thw": torch.tensor([grid for _, grid in made]),
             "video_metadata": list(video_metadata),
         }
@@ -322,9 +322,14 @@ class SquareFrames(FrameProcessor):
             shown.append(out_FCHW)
         equal = len({len(out_FCHW) for out_FCHW in shown}) == 1
         return {
-            "pixel_values_videos": torch.stack(shown) if equal else shown,
+            "pixel_values_videos": side_by_side([video[None] for video in shown]) if equal else shown,
             "video_metadata": list(video_metadata),
         }
+
+
+def side_by_side(rows: Sequence[Tensor]) -> Tensor:
+    """One after the other along the first dimension; a single long video is not copied for it."""
+    return rows[0] if len(rows) == 1 else torch.cat(list(rows))
 
 
 def flat(videos: Any) -> list[Tensor]:

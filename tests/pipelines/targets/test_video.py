@@ -1,5 +1,8 @@
 """The frame processors against the formulas of the stock ones, and against image processors."""
 
+import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ from transformers.utils import is_torchvision_available
 
 from tests import tiny
 from vlmdistill.pipelines.frames import Footage
+from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.targets.video import FrameProcessor, GridFrames, SquareFrames, TimedGridFrames
 from vlmdistill.stores.errors import DataError, TargetError
 
@@ -138,3 +142,37 @@ def test_the_stock_processor_gives_the_same(name: str, tmp_path: Path) -> None:
         for key, value in mine(settings)(video).items():
             if key != "video_metadata":
                 torch.testing.assert_close(value, theirs[key], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "file", "settings", "said"),
+    [
+        ("qwen3_vl", "video_preprocessor_config.json", {"merge_size": 1}, "merge_size of videos is 1"),
+        (
+            "qwen2_5_vl",
+            "processor_config.json",
+            {"video_processor": {"patch_size": 7}},
+            "patch_size of videos",
+        ),
+        (
+            "llava_onevision",
+            "video_preprocessor_config.json",
+            {"size": {"height": 56, "width": 28}},
+            "height of",
+        ),
+        ("llava_onevision", "video_preprocessor_config.json", {"do_resize": False}, "do_resize false"),
+    ],
+)
+def test_videos_processed_for_another_model_are_refused(
+    checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    family: str,
+    file: str,
+    settings: dict[str, Any],
+    said: str,
+) -> None:
+    folder = shutil.copytree(checkpoint(family), tmp_path / "copy")
+    there = json.loads((folder / file).read_text()) if (folder / file).is_file() else {}
+    (folder / file).write_text(json.dumps({**there, **settings}))
+    with pytest.raises(TargetError, match=said):
+        load(str(folder))
