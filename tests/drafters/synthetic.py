@@ -137,10 +137,8 @@ def cut(sample: Batch, tokens: int) -> Batch:
     )
 
 
-def store(path: Path, samples: int, features: Collection[str] = ALL, seed: int = 0) -> Store:
-    """A small store of such samples, one layout after the other, float32, in one shard."""
-    wanted = [Feature.parse(name) for name in features]
-    provenance = Provenance(
+def provenance(features: Collection[str] = ALL) -> Provenance:
+    return Provenance(
         target="synthetic",
         config_hash="c",
         weights_hash="w",
@@ -149,10 +147,15 @@ def store(path: Path, samples: int, features: Collection[str] = ALL, seed: int =
         features=tuple(sorted(features)),
         dtype="float32",
     )
+
+
+def store(path: Path, samples: int, features: Collection[str] = ALL, seed: int = 0) -> Store:
+    """A small store of such samples, one layout after the other, float32, in one shard."""
+    wanted = [Feature.parse(name) for name in features]
     tables = head()
     made = Store.create(
         path,
-        provenance,
+        provenance(features),
         INFO,
         schema.Head(tables.embed_VD.numpy(), tables.lm_head_VD.numpy(), "float32"),
     )

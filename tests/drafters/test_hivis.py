@@ -2,23 +2,19 @@
 
 import re
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import polars as pl
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.drafters import synthetic
-from tests.drafters.synthetic import INFO, LAYOUTS, batch, cut, head, plan
+from tests.drafters.synthetic import INFO, LAYOUTS, batch, cut, head
 from vlmdistill.drafters import hivis
 from vlmdistill.drafters.base import Batch, Stage, Tree
 from vlmdistill.drafters.decoding.tree import Growth
 from vlmdistill.drafters.hivis import HiViS
 from vlmdistill.drafters.losses import Rows, Score
-from vlmdistill.drafters.training.trainer import train
 from vlmdistill.drafters.training.unroll import unroll
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.filters import where
@@ -91,22 +87,6 @@ def test_an_image_of_any_size_costs_and_changes_nothing() -> None:
         totals.append((torch.stack([score.total for score in scores]), torch.cat(seen.states)))
     assert torch.equal(totals[0][0], totals[1][0])
     assert torch.equal(totals[0][1], totals[1][1])
-
-
-def test_training_never_reads_a_visual_feature(tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    synthetic.store(store, 8)
-    images = ("stages.*.visual=[1,1]",)
-    train(plan(store, tmp_path / "before", drafter="hivis", settings=images))
-    (shard,) = (store / "shards").iterdir()
-    for name in {*synthetic.ALL} - {HIDDEN.name}:
-        for chunk in (shard / name).rglob("*"):
-            if chunk.is_file():
-                chunk.write_bytes(b"damaged")
-    train(plan(store, tmp_path / "after", drafter="hivis", settings=images))
-    before, after = (load_file(tmp_path / run / "model.safetensors") for run in ("before", "after"))
-    for name, weight in before.items():
-        assert torch.equal(after[name], weight)
 
 
 @pytest.mark.parametrize("threshold", [0, 1, 3])

@@ -5,12 +5,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from tests.drafters import synthetic
@@ -24,9 +21,6 @@ from vlmdistill.stores.errors import DataError, TrainingError
 from vlmdistill.stores.store import Store
 
 ROOT = Path(__file__).parents[3]
-ROOM = {"medusa": 0.25}
-"""Share learnt by heart where it is less: on random states, a head that only adds cannot reach more."""
-
 WORKER = """
 import sys
 from pathlib import Path
@@ -36,7 +30,7 @@ from vlmdistill.drafters.training.trainer import train
 def tell(progress):
     print(progress.step, progress.loss.hex(), flush=True)
 
-train(plan(Path(sys.argv[1]), Path(sys.argv[2]), resume=True, **eval(sys.argv[3])), tell)
+train(plan(Path(sys.argv[1]), Path(sys.argv[2])), tell)
 """
 
 
@@ -47,78 +41,40 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def start(store: Path, out: Path, *, ranks: int = 1, **more: Any) -> "subprocess.Popen[str]":
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    script = out.parent / "worker.py"
-    script.write_text(WORKER)
-    command = [
-        sys.executable,
-        *(launcher if ranks > 1 else []),
-        str(script),
-        str(store),
-        str(out),
-        repr(more),
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
-
-
-@pytest.mark.parametrize("name", synthetic.TRAINED)
-def test_it_learns_a_handful_of_samples_by_heart(name: str, tmp_path: Path) -> None:
-    few = tmp_path / "store"
-    synthetic.store(few, 6)
-    seen: list[Progress] = []
-    settings = ("stages.*.epochs=150", "noise=0", "stages.*.learning_rate=0.02", "batch_tokens=500")
-    train(plan(few, tmp_path / "out", drafter=name, settings=settings, save_every=10**6), seen.append)
-    assert seen[-1].agreement[0] > ROOM.get(name, 0.9)
-    assert seen[0].agreement[0] < ROOM.get(name, 0.5)
-
-
 def test_a_killed_run_continues_bit_for_bit(store: Path, tmp_path: Path) -> None:
-    whole = start(store, tmp_path / "whole")
-    expected = dict(line.split() for line in whole.communicate()[0].splitlines())
-    assert whole.returncode == 0
+    """Killed in a process of its own, continued in this one."""
+    expected: dict[str, str] = {}
+    train(plan(store, tmp_path / "whole"), lambda one: expected.update({str(one.step): one.loss.hex()}))
     assert len(expected) > 8
 
+    (tmp_path / "worker.py").write_text(WORKER)
+    command = [sys.executable, str(tmp_path / "worker.py"), str(store), str(tmp_path / "killed")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     seen: dict[str, str] = {}
-    killed = start(store, tmp_path / "killed")
-    assert killed.stdout is not None
-    for line in killed.stdout:
-        step, loss = line.split()
-        seen[step] = loss
-        if len(seen) == 5:  # two steps after the checkpoint at step 3
-            killed.send_signal(signal.SIGKILL)
-            break
-    killed.communicate()
-    again = start(store, tmp_path / "killed")
-    resumed = dict(line.split() for line in again.communicate()[0].splitlines())
-    assert again.returncode == 0
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as killed:
+        assert killed.stdout is not None
+        for line in killed.stdout:
+            step, loss = line.split()
+            seen[step] = loss
+            if len(seen) == 5:  # two steps after the checkpoint at step 3
+                killed.send_signal(signal.SIGKILL)
+                break
+    assert killed.returncode == -signal.SIGKILL
+    resumed: dict[str, str] = {}
+    again = plan(store, tmp_path / "killed", resume=True)
+    train(again, lambda one: resumed.update({str(one.step): one.loss.hex()}))
     assert min(map(int, resumed)) == 4
     assert {**seen, **resumed} == expected
     files = [(tmp_path / run / "model.safetensors").read_bytes() for run in ("whole", "killed")]
     assert files[0] == files[1]
 
 
-@pytest.mark.parametrize("zero", [0, 2])
-def test_two_ranks_take_the_step_of_one(zero: int, store: Path, tmp_path: Path) -> None:
-    quiet = {"settings": ("noise=0", "stages.*.epochs=1"), "zero": zero}
-    for ranks, name in ((1, "one"), (2, "two")):
-        run = start(store, tmp_path / name, ranks=ranks, **quiet)
-        run.communicate()
-        assert run.returncode == 0
-    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
-    for key, weight in one.items():
-        torch.testing.assert_close(two[key], weight, rtol=1e-3, atol=1e-4)
-
-
 def test_a_finished_run_is_left_alone_and_another_one_is_refused(store: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     train(plan(store, out))
     written = (out / "model.safetensors").stat().st_mtime_ns
-    began = time.monotonic()
     train(plan(store, out))
     assert (out / "model.safetensors").stat().st_mtime_ns == written
-    assert time.monotonic() - began < 60
     with pytest.raises(TrainingError, match="other settings or data"):
         train(plan(store, out, seed=1))
 
@@ -140,27 +96,6 @@ def test_an_unfinished_run_is_continued_only_when_asked(store: Path, tmp_path: P
     seen: list[int] = []
     train(plan(store, tmp_path / "out", resume=True), lambda progress: seen.append(progress.step))
     assert seen[0] == 4
-
-
-def test_a_store_without_a_needed_feature_is_refused_and_one_feature_more_is_not_read(tmp_path: Path) -> None:
-    synthetic.store(tmp_path / "poor", 3, ["hidden.text", "hidden.span"])
-    with pytest.raises(TrainingError, match=r"does not hold layer2\.visual, which sparrow needs"):
-        train(plan(tmp_path / "poor", tmp_path / "out"))
-    needs = {
-        feature.name
-        for feature in catalogue.load("sparrow").needs(plan(tmp_path, tmp_path).config, synthetic.INFO)
-    }
-    exact, rich = tmp_path / "exact", tmp_path / "rich"
-    synthetic.store(exact, 6, sorted(needs))
-    synthetic.store(rich, 6)
-    for one in (exact, rich):
-        train(plan(one, tmp_path / f"{one.name}-out"))
-    (shard,) = (rich / "shards").iterdir()
-    for extra in set(synthetic.ALL) - needs:
-        for chunk in (shard / extra).rglob("*"):
-            if chunk.is_file():
-                chunk.write_bytes(b"damaged")
-    train(plan(rich, tmp_path / "unread"))
 
 
 def test_training_tells_what_it_learnt_about_each_sample(store: Path, tmp_path: Path) -> None:
