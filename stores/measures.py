@@ -62,6 +62,15 @@ KEYWORDS = frozenset(
         "yield",
     }
 )
+SIGN = re.compile(
+    r"""[{}\\^~@`]  # symbols that prose hardly has
+    |\w[(\[]|</?\w  # a call, an index, a tag
+    |^\s*[\w.]+\s*[-+*/]?=  # an assignment
+    |[=!<>+*/&|:-]{2,}  # an operator of two symbols
+    |;\s*$""",
+    re.VERBOSE,
+)
+MARKUP = re.compile(r"^\s*(?:[#>*+-]+|\d+[.)])\s+|\*+|-{3,}|(?<!\w)_+|_+(?!\w)|https?://\S+")  # markdown
 PIECE = re.compile(r"\w+|[^\w\s]")
 
 
@@ -76,17 +85,22 @@ def measures(text: str) -> dict[str, int | float | str]:
 
 
 def code_ratio(text: str) -> float:
-    """The share of programming symbols, and of keywords in lines that have some; 1 with a code fence."""
+    """The share of programming symbols and keywords, in lines that look like code; 1 with a code fence.
+
+    Brackets and asterisks are prose and markup too, as "for" and "if" are: they count only in lines that
+    show two signs of code, or one and begin with a keyword.
+    """
     if FENCE in text:
         return 1.0
     pieces = code = 0
     for line in text.splitlines():
-        parts = PIECE.findall(line)
-        symbols = sum(part in SYMBOLS for part in parts)
-        # Words such as "for" and "if" are prose unless their line has brackets and the like.
-        words = sum(part in KEYWORDS for part in parts) if symbols > 1 else 0
+        line = MARKUP.sub(" ", line)
+        parts = PIECE.findall(line.lower())
+        found = len(SIGN.findall(line))
+        if found > 1 or (found and parts and parts[0] in KEYWORDS):
+            found = sum(part in SYMBOLS or part in KEYWORDS for part in parts)
         pieces += len(parts)
-        code += symbols + words
+        code += found
     return round(code / pieces, 4) if pieces else 0.0
 
 
