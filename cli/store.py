@@ -235,11 +235,11 @@ def _copied(told: Any) -> dict[str, int]:
 
 
 def _needs(info: "TargetInfo") -> "Mapping[str, frozenset[Feature]]":
-    """What each drafter, as it is by default, reads in training."""
+    """What each drafter that is trained reads for it, as the paper has it."""
     from vlmdistill.drafters import catalogue
 
-    names = catalogue.NAMES
-    return {name: catalogue.load(name).needs(catalogue.config(name), info) for name in names}
+    names = [name for name in catalogue.NAMES if catalogue.is_trained(name)]
+    return {name: catalogue.trained(name).needs(catalogue.config(name), info) for name in names}
 
 
 def _error(field: Mapping[str, Any]) -> str:

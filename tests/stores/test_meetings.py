@@ -139,7 +139,7 @@ def writer(built: tuple[Path, Record]) -> Callable[[Remote], object]:
 
     def work(place: Remote) -> None:
         shard = f"{SHARDS}/{record['shard']}"
-        place.publish(root / shard, shard)
+        Remote(place.url).publish(root / shard, shard)  # at once: what matters comes after it
         commit(place, record)
 
     return work
@@ -165,7 +165,7 @@ def play(actors: list[Actor], turns: Turns, dies: Death) -> None:
 
 
 SCHEDULE = {
-    "turns": st.lists(st.tuples(st.integers(0, 3), st.integers(1, 25)), max_size=8),
+    "turns": st.lists(st.tuples(st.integers(0, 3), st.integers(1, 60)), max_size=8),
     "dies": st.tuples(st.integers(0, 4), st.integers(1, 40)),
 }
 
@@ -177,15 +177,12 @@ def clean(url: str, patch: pytest.MonkeyPatch) -> None:
     patch.undo()
 
 
-@settings(max_examples=150, deadline=None)
-@given(second=st.integers(0, 1), orphan=st.booleans(), **SCHEDULE)
+@settings(max_examples=120, deadline=None)
+@given(second=st.integers(0, 1), **SCHEDULE)
 def test_two_writers_and_two_collectors_in_any_order(
-    bare: Path, built: list[tuple[Path, Record]], second: int, orphan: bool, turns: Turns, dies: Death
+    bare: Path, built: list[tuple[Path, Record]], second: int, turns: Turns, dies: Death
 ) -> None:
     url = laid_out(bare)
-    if orphan:  # a dead writer of the same content was here before
-        root, record = built[0]
-        Remote(url).publish(root / SHARDS / record["shard"], f"{SHARDS}/{record['shard']}")
     writers = [Actor(url, writer(built[0])), Actor(url, writer(built[second]))]
     actors = [*writers, Actor(url, collector), Actor(url, collector)]
     play(actors, turns, dies)
@@ -197,7 +194,7 @@ def test_two_writers_and_two_collectors_in_any_order(
         assert Store.open(url).keys() == {"k0001"}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(**SCHEDULE)
 def test_a_view_that_is_made_while_collectors_work_is_whole(viewed: Path, turns: Turns, dies: Death) -> None:
     url = laid_out(viewed)

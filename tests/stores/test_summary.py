@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from tests.stores.samples import make, sample
 from vlmdistill.cli.store import app
+from vlmdistill.drafters import catalogue
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.schema import Feature
 from vlmdistill.stores.store import Store
@@ -55,6 +56,16 @@ def test_info_says_what_each_drafter_would_cost_or_lack(store: Store) -> None:
     assert told["small"]["bytes"] > told["large"]["bytes"] > 0
 
 
+def test_the_command_tells_the_cost_of_every_drafter_of_the_catalogue(store: Store) -> None:
+    told = run("info", store.path)["drafters"]
+    assert set(told) == {name for name in catalogue.NAMES if catalogue.is_trained(name)}
+    for name, cost in told.items():
+        needs = catalogue.trained(name).needs(catalogue.config(name), store.info)
+        assert {*cost["features"], *cost["missing"]} == {feature.name for feature in needs}
+        assert cost["bytes"] >= told["medusa"]["bytes"] or cost["missing"]
+    assert "sparrow" in text("info", store.path)
+
+
 def test_stats_describe_every_numeric_column_of_a_view(store: Store) -> None:
     store.write_stats("run", {"key": ["k0001", "k0002"], "kept": [0.25, 0.75]})
     told = stats(store)
@@ -79,6 +90,9 @@ def test_each_verb_answers_in_json_and_in_words(store: Store, tmp_path: Path) ->
     assert run("push", path, there, "--view", "long", "--fields", "hidden.text")["copied"] == 3
     assert run("pull", path, str(tmp_path / "all")) == {"copied": 9, "present": 0, "twins": 0, "conflicts": 0}
     assert run("merge", str(tmp_path / "merged"), path)[path]["copied"] == 9
+    assert "copied" in text("merge", str(tmp_path / "merged"), path)
+    assert "copied" in text("push", path, there, "--fields", "hidden.text")
+    assert "findings" in text("verify", path)
     (Path(path) / "staging" / "left").mkdir()
     assert run("gc", path, "--grace", "0", "--dry-run")["removed"] == [{"name": "staging/left", "bytes": 0}]
     assert "staging/left" in text("gc", path, "--grace", "0")
