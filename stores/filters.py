@@ -17,7 +17,7 @@ from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.manifest import VIEWS, check_name
 from vlmdistill.stores.measures import BAND, SKETCH
 from vlmdistill.stores.store import Store
-from vlmdistill.stores.tables import XXH3, read_table, table_names, write_table
+from vlmdistill.stores.tables import LOSS, XXH3, read_table, table_names, write_table
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def where(text: str, columns: Sequence[str]) -> Filter:
     It is SQL as polars reads it; a name with a dot is quoted: `"sparrow.kept" > 0.2`. Rows where
     it is unknown (a value is missing) are dropped. StoreError on a mistake, with the columns there are.
     """
-    known = [column for column in columns if not column.startswith(XXH3)]
+    known = [column for column in columns if not column.startswith((XXH3, LOSS))]
     try:
         expression = pl.sql_expr(text)
         names = set(expression.meta.root_names())

@@ -36,6 +36,7 @@ from vlmdistill.stores.store import Store
 from vlmdistill.stores.tables import (
     CORE,
     INDEX,
+    LOSS,
     ROW,
     XXH3,
     read_arrow,
@@ -136,17 +137,14 @@ def _copy_unit(source: Store, target: Store, unit: str, rows: pl.DataFrame) -> N
         _copy_shard(source, target, record)
         return
     name = f"{unit}.{content_hash(rows['key'].to_list())[:8]}"
+    features = target.provenance.features
     with target.writer(name) as writer:
         # Where the rows lie and what training said of them is not part of the sample.
         written = [name for name in CORE if not name.endswith(ROW)] + record["meta"]
         for row in rows.iter_rows(named=True):
             arrays = ((spec, source.rows(spec, row)) for spec in target.layout.arrays)
-            writer.copy({column: row[column] for column in written}, arrays)
-        for feature, (error, squares) in record["losses"].items():
-            # The loss of each sample is not kept: its share of the shard's stands for it.
-            share = len(rows) / record["rows"]["sample"]
-            if feature in target.provenance.features:
-                writer.losses[feature] = [error * share, squares * share]
+            losses = {name: row[LOSS + name] for name in record["losses"] if name in features}
+            writer.copy({column: row[column] for column in written}, arrays, losses)
 
 
 def _copy_shard(source: Store, target: Store, record: Record) -> None:
@@ -207,7 +205,7 @@ def _copy_index(source: Store, record: Record, folder: Path, arrays: set[str]) -
     gone = [
         column
         for column in table.column_names
-        if column.startswith(XXH3) and column[len(XXH3) :] not in arrays
+        if column.startswith((XXH3, LOSS)) and column.partition(".")[2] not in arrays
     ]
     (folder / INDEX).unlink(missing_ok=True)
     return write_file(folder / INDEX, to_arrow(table.drop_columns(gone)))

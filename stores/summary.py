@@ -11,7 +11,7 @@ from vlmdistill.stores.layout import TOKENS
 from vlmdistill.stores.manifest import STATS, VIEWS, read_record, units
 from vlmdistill.stores.schema import Feature
 from vlmdistill.stores.store import Store
-from vlmdistill.stores.tables import ADDED, CORE, ROW, XXH3, table_names
+from vlmdistill.stores.tables import ROW, reserved, table_names
 
 BINS = 24
 COUNTS = ("text_tokens", "visual_tokens", "response_tokens")
@@ -104,7 +104,7 @@ def stats(store: Store, view: str | None = None) -> dict[str, dict[str, Any]]:
     rows = store.view(view)
     told = {}
     for name, kind in rows.schema.items():
-        own = name in CORE or name in ADDED or name.startswith(XXH3) or name.endswith(ROW)
+        own = reserved(name) or name.endswith(ROW)
         if not kind.is_numeric() or (own and name not in COUNTS):
             continue
         values = rows[name].drop_nulls().cast(pl.Float64).drop_nans().to_numpy()

@@ -21,6 +21,7 @@ INDEX = "index.arrow"
 SPAN = pa.struct([("start", pa.int32()), ("length", pa.int32())])
 ROW = "_row"  # suffix of the offsets: text_row, visual_row, span_row, sample_row
 XXH3 = "xxh3."  # prefix of the checksums: xxh3.hidden.text
+LOSS = "int8."  # prefix of what 8 bits lost of a sample: [summed squared error, summed squares]
 
 CORE: Mapping[str, pa.DataType] = {
     "key": pa.string(),
@@ -39,7 +40,7 @@ ADDED = ("unit", "shard")  # columns that only the merged index has
 
 def reserved(column: str) -> bool:
     """Whether a column name belongs to the index itself."""
-    return column in CORE or column in ADDED or column.startswith(XXH3)
+    return column in CORE or column in ADDED or column.startswith((XXH3, LOSS))
 
 
 def index_table(rows: Sequence[Mapping[str, Any]], arrays: Sequence[str]) -> pa.Table:

@@ -6,7 +6,7 @@ its record appears in `commits/`. Writers share no file, so any number may work 
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,7 +18,7 @@ from vlmdistill.stores.layout import Layout, rows_of
 from vlmdistill.stores.manifest import SHARDS, check_name, commit_name, shard_name
 from vlmdistill.stores.place import Place, writing
 from vlmdistill.stores.schema import SCHEMA_VERSION, Array, Sample
-from vlmdistill.stores.tables import CORE, INDEX, XXH3, index_table, reserved, to_arrow
+from vlmdistill.stores.tables import INDEX, LOSS, XXH3, index_table, reserved, to_arrow
 
 
 class Writer:
@@ -36,7 +36,6 @@ class Writer:
         self._added: set[str] = set()
         self._rows: list[dict[str, Any]] = []
         self._ends: dict[Rows, int] = {"text": 0, "visual": 0, "span": 0, "sample": 0}
-        self.losses: dict[str, list[float]] = {}  # of 8-bit features: squared errors, squares; summed
         self._arrays: dict[str, ArrayWriter] = {}
         self._folder: Path | None = None
         self.committed = place.size(commit_name(unit)) is not None
@@ -68,10 +67,19 @@ class Writer:
             "response_tokens": int(sample.response_T.sum()),
             "spans": [{"start": span.start, "length": span.length} for span in sample.spans],
         }
-        self.copy(row, self._layout.split(sample, self.losses))
+        losses: dict[str, list[float]] = {}
+        self.copy(row, self._layout.split(sample, losses), losses)
 
-    def copy(self, row: Mapping[str, Any], arrays: Iterable[tuple[ArraySpec, Array]]) -> None:
-        """Append a sample in the form it is stored in: its line of the index, and its rows of each array."""
+    def copy(
+        self,
+        row: Mapping[str, Any],
+        arrays: Iterable[tuple[ArraySpec, Array]],
+        losses: Mapping[str, Sequence[float]],
+    ) -> None:
+        """Append a sample in the form it is stored in: its line of the index, and its rows of each array.
+
+        `losses`, complete once `arrays` is consumed: what its 8-bit features lost.
+        """
         key = row["key"]
         if key in self._added:
             raise StoreError(f"sample {key} is given twice in unit {self.unit}")
@@ -82,6 +90,7 @@ class Writer:
         with writing(self._place):
             for spec, array in arrays:
                 line[XXH3 + spec.name] = self._arrays[spec.name].append(array)
+        line |= {LOSS + name: list(sums) for name, sums in losses.items()}
         for rows in self._ends:
             self._ends[rows] += rows_of(rows, row)
         self._rows.append(line)
@@ -120,13 +129,20 @@ class Writer:
             "shard": name,
             "origin": self._origin,
             "rows": self._ends,
-            "meta": [name for name in table.column_names if name not in CORE and not name.startswith(XXH3)],
+            "meta": [name for name in table.column_names if not reserved(name)],
             "files": files,
-            "losses": self.losses,
+            "losses": self._losses(),
         }
         self._place.publish(self._folder, f"{SHARDS}/{name}")
         if not commit(self._place, record):
             self._compare()
+
+    def _losses(self) -> dict[str, list[float]]:
+        names = sorted(name for name in self._rows[0] if name.startswith(LOSS))
+        return {
+            name.removeprefix(LOSS): [sum(row[name][part] for row in self._rows) for part in (0, 1)]
+            for name in names
+        }
 
     def _compare(self) -> None:
         if self._added and self._added != (there := self._keys(self.unit)):

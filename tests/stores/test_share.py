@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.stores.samples import FEATURES, head, info, make, provenance, same, sample, write
-from vlmdistill.stores import share
+from vlmdistill.stores import share, summary
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.filters import filter_store
 from vlmdistill.stores.local import Local
@@ -109,6 +109,24 @@ def test_a_view_and_some_features_are_all_that_is_copied(tmp_path: Path) -> None
     assert not verify(part.path).findings
     send(store.path, tmp_path / "part", features=[wanted])
     assert numbers(part) == list(range(9))
+
+
+def test_what_eight_bits_lost_is_told_of_the_very_samples_that_were_copied(tmp_path: Path) -> None:
+    encoding = {"hidden.text": "int8", "layer2.visual": "int8"}
+    store = make(tmp_path / "here", [range(9)], encoding=encoding)
+    filter_store(store, "some", expressions=["words in (2, 3, 7)"])
+    wanted = Feature.parse("hidden.text")
+    send(store.path, tmp_path / "part", view="some", features=[wanted])
+    direct = Store.create(
+        tmp_path / "direct", provenance(features=("hidden.text",)), info(), head(), {"hidden.text": "int8"}
+    )
+    with direct.writer("u") as writer:
+        for number in (2, 3, 7):
+            whole = sample(number)
+            writer.add(dataclasses.replace(whole, features={wanted: whole.features[wanted]}))
+    part = summary.info(Store.open(tmp_path / "part"))["fields"]
+    assert part == summary.info(direct)["fields"]
+    assert part["hidden.text"]["relative_error"] > 0
 
 
 def test_an_interrupted_pull_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
