@@ -42,9 +42,19 @@ def verify(
     made for all nodes at once; those off the path are not used.
     """
     choice_N = choose(logits_NV, temperature, generator)
+    if temperature > 0:  # two draws after one text would be two chances to be right
+        choice_N = choice_N[_first(tree)]
     chosen_N = tree.ids_N == choice_N[tree.parent_N]
     chosen_N[0] = True
     accepted_N = ~(tree.visible_NN & ~chosen_N).any(1)
     end_1 = (tree.depth_N * accepted_N).argmax(0, keepdim=True)  # a tensor throughout: no wait for a GPU
     path_N = tree.visible_NN.index_select(0, end_1)[0]
     return Verdict(path_K=path_N.nonzero()[:, 0], bonus_1=choice_N.index_select(0, end_1))
+
+
+def _first(tree: DraftTree) -> Tensor:
+    """The first of the nodes that end the same text, [N]: a drafter may propose one twice, as n-grams do."""
+    depth_N, seen_NN = tree.depth_N, tree.visible_NN.float()
+    alike_NN = (tree.ids_N[:, None] == tree.ids_N) & (depth_N[:, None] == depth_N)
+    shared_NN = seen_NN @ alike_NN.float() @ seen_NN.T  # levels on which two paths have the same token
+    return (alike_NN & (shared_NN == depth_N)).int().argmax(1)
