@@ -7,9 +7,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
+
+if TYPE_CHECKING:
+    from vlmdistill.pipelines.targets.options import Options
 
 QUIET_SECONDS = 30  # between two lines of progress where no bar can be drawn
 
@@ -18,6 +21,35 @@ Runs = Annotated[
     str | None, typer.Option("--runs", help="Folder of all workspaces.", envvar="VLMDISTILL_RUNS")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+class Attention(StrEnum):
+    """Kernels of the target's attention."""
+
+    sdpa = "sdpa"
+    eager = "eager"
+    flash_attention_2 = "flash_attention_2"
+
+
+class TargetDtype(StrEnum):
+    """Number formats that the target runs in."""
+
+    auto = "auto"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
+Kernels = Annotated[Attention, typer.Option("--attention", help="Attention kernels of the target.")]
+Precision = Annotated[
+    TargetDtype,
+    typer.Option("--target-dtype", help="What the target runs in; auto: bfloat16 on a GPU, else float32."),
+]
+
+
+def loading(attention: Attention, dtype: TargetDtype) -> "Options":
+    """How the target is to be loaded."""
+    return {"attention": attention.value, "dtype": dtype.value}
 
 
 class Side(StrEnum):

@@ -18,6 +18,8 @@ def evaluate(
     tree: Annotated[str | None, typer.Option(help="total-depth-k such as 30-3-8, or chain-5.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
     threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0 measures which is best.")] = 0,
+    attention: console.Kernels = console.Attention.sdpa,
+    target_dtype: console.Precision = console.TargetDtype.auto,
     runs: console.Runs = None,
     as_json: console.Json = False,
 ) -> None:
@@ -33,6 +35,7 @@ def evaluate(
         tree=Tree.parse(tree) if tree else None,
         seed=seed,
         threads=threads,
+        how=console.loading(attention, target_dtype),
     )
     workspace = Workspace.of(model, Path(runs) if runs else None)
     with console.progress("decoding", "prompts") as report:

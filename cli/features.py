@@ -49,6 +49,8 @@ def features(
     batch_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens in one forward pass, padding included.")
     ] = 8192,
+    attention: console.Kernels = console.Attention.sdpa,
+    target_dtype: console.Precision = console.TargetDtype.auto,
     runs: console.Runs = None,
     as_json: console.Json = False,
 ) -> None:
@@ -64,6 +66,7 @@ def features(
     from vlmdistill.pipelines.workspace import Workspace
 
     workspace = Workspace.of(model, Path(runs) if runs else None)
+    how = console.loading(attention, target_dtype)
     answering.checkpoint(model)  # a wrong model is the first thing to say
     names = capturing.drafters(drafters)
     if import_ and not (prompts or workspace.prompts).exists():
@@ -77,7 +80,9 @@ def features(
         if answer:
             sampling, filters = parts.made_with(answers)
             with console.progress("answering", "prompts") as report:
-                answering.respond(asked, answers, model, sampling, filters, workers=workers, report=report)
+                answering.respond(
+                    asked, answers, model, sampling, filters, workers=workers, report=report, how=how
+                )
         with console.progress("capturing", "samples") as report:
             summary = capturing.capture(
                 asked,
@@ -89,5 +94,6 @@ def features(
                 workers=workers,
                 budget=batch_tokens,
                 report=report,
+                how=how,
             )
     console.result(summary.to_dict(), as_json)

@@ -26,6 +26,8 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 512,
     tree: Annotated[str | None, typer.Option(help="total-depth-k such as 30-3-8, or chain-5.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
+    attention: console.Kernels = console.Attention.sdpa,
+    target_dtype: console.Precision = console.TargetDtype.auto,
     runs: console.Runs = None,
 ) -> None:
     """Answer one prompt. Drafted tokens that were accepted are green and underlined on a terminal."""
@@ -47,6 +49,7 @@ def generate(
         max_new_tokens=max_new_tokens,
         tree=Tree.parse(tree) if tree else None,
         seed=seed,
+        how=console.loading(attention, target_dtype),
     )
     marked = sys.stdout.isatty()
     for piece in stream.pieces():

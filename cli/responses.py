@@ -34,6 +34,8 @@ def responses(
         int | None, typer.Option(min=1, help="Ray actors; default: the GPUs, else the cores.")
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered together.")] = 32,
+    attention: console.Kernels = console.Attention.sdpa,
+    target_dtype: console.Precision = console.TargetDtype.auto,
     runs: console.Runs = None,
     as_json: console.Json = False,
 ) -> None:
@@ -61,5 +63,6 @@ def responses(
             workers=workers,
             batch=batch_size,
             report=report,
+            how=console.loading(attention, target_dtype),
         )
     console.result(summary.to_dict(), as_json)

@@ -11,6 +11,7 @@ from vlmdistill.drafters import checkpoint
 from vlmdistill.drafters.base import Tree
 from vlmdistill.drafters.decoding.generate import Cycle, plain, speculate
 from vlmdistill.pipelines.targets.loading import load
+from vlmdistill.pipelines.targets.options import Options
 from vlmdistill.pipelines.workspace import Workspace
 
 
@@ -76,6 +77,7 @@ def answer(
     max_new_tokens: int = 512,
     tree: Tree | None = None,
     seed: int = 0,
+    how: Options | None = None,
 ) -> Answer:
     """Ask a target one question. `drafter` is a name in the workspace or a folder; None decodes plainly.
 
@@ -86,7 +88,7 @@ def answer(
     if drafter is not None:
         folder = Path(drafter) if Path(drafter).is_dir() else workspace.drafter(drafter)
         checkpoint.describe(folder)
-    target = load(workspace.model)
+    target = load(workspace.model, **(how or Options()))
     content: list[dict[str, Any]] = [{"type": "image", "path": str(image)} for image in images]
     content += [{"type": "video", "path": str(video), **(sampling or {})} for video in videos]
     content.append({"type": "text", "text": text})

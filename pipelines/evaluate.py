@@ -17,7 +17,7 @@ import json
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from vlmdistill.pipelines.evaluations import FORMAT
 from vlmdistill.pipelines.prompts import Prompt
 from vlmdistill.pipelines.targets.base import VisionLanguageTarget
 from vlmdistill.pipelines.targets.loading import load
+from vlmdistill.pipelines.targets.options import Options
 from vlmdistill.pipelines.workspace import Workspace, written_aside
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import content_hash
@@ -50,6 +51,7 @@ class Settings:
     tree: Tree | None = None  # each drafter's own when None
     seed: int = 0
     threads: int = 0  # 0: whichever of one and all is faster for plain decoding
+    how: Options = field(default_factory=Options)  # how the target is loaded
 
     def check(self) -> None:
         """DataError on a value that makes no sense."""
@@ -79,7 +81,7 @@ def evaluate(
     chosen = held_out(prompts_file or workspace.prompts, settings.limit)
     for name in names:
         checkpoint.describe(workspace.drafter(name))  # a missing one is told before the target is loaded
-    target = load(workspace.model)
+    target = load(workspace.model, **settings.how)
     origin = target.provenance((), "float32")
     drafters = {
         name: checkpoint.load(workspace.drafter(name), target.head, target.info, provenance=origin)

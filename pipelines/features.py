@@ -20,6 +20,7 @@ from vlmdistill.pipelines import answers
 from vlmdistill.pipelines.answers import Answer
 from vlmdistill.pipelines.prompts import Prompt
 from vlmdistill.pipelines.responses import checkpoint, weights_of
+from vlmdistill.pipelines.targets.options import Options
 from vlmdistill.pipelines.workers import MIB, Crew, session
 from vlmdistill.pipelines.workspace import absolute, only_writer, wait_for_workers, working_in
 from vlmdistill.stores.errors import DataError, StoreError, TargetError
@@ -99,14 +100,21 @@ class Capturer:
     """The worker: loads the target once, captures unit after unit and writes each as a shard."""
 
     def __init__(
-        self, model: str, store: str, drafters: Sequence[str] | None, dtype: str, sampling: str, budget: int
+        self,
+        model: str,
+        store: str,
+        drafters: Sequence[str] | None,
+        dtype: str,
+        sampling: str,
+        budget: int,
+        how: Options | None = None,
     ) -> None:
         from vlmdistill.pipelines.targets.loading import load
 
         self.guard = (
             working_in(Path(store)) if "://" not in store else None
         )  # held as long as the actor lives
-        self.target = load(model)
+        self.target = load(model, **(how or Options()))
         self.features = chosen(store, drafters, self.target.info)
         self.dtype = dtype
         self.budget = budget
@@ -277,11 +285,13 @@ def capture(
     budget: int = 8192,
     shard_bytes: int = 512 * MIB,
     report: Report = lambda done, total, remark: None,
+    how: Options | None = None,
 ) -> Summary:
     """Bring the features of all kept answers to `prompts` into `store`.
 
-    `drafters` None means all known ones. DataError when there are no answers, or another target gave
-    them; StoreError when the store is of another target. Interrupted, it leaves what is done.
+    `drafters` None means all known ones; `how` says how the target is loaded. DataError when there are no
+    answers, or another target gave them; StoreError when the store is of another target. Interrupted, it
+    leaves what is done.
     """
     check_origin(model, folder, store)
     by_key = {prompt.key: prompt for prompt in prompts}
@@ -305,8 +315,9 @@ def capture(
             report(done, len(items), "starting")
             told = str(answers.made_with(folder)[0])
             place = str(Path(store).absolute()) if local else store
-            worker = partial(Capturer, absolute(model), place, drafters, dtype, told, budget)
-            with session(workers, weights_of(model)) as size, Crew[Unit, Result](worker, size) as crew:
+            worker = partial(Capturer, absolute(model), place, drafters, dtype, told, budget, how)
+            weights = weights_of(model)
+            with session(workers, weights) as size, Crew[Unit, Result](worker, size, weights) as crew:
                 facts = crew.facts()
                 start = time.monotonic()
                 for outcome in crew.run(plan(missing, facts, shard_bytes)):

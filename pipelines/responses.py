@@ -18,6 +18,7 @@ from vlmdistill.pipelines import answers
 from vlmdistill.pipelines.answers import Sampling
 from vlmdistill.pipelines.filters import Filters, repetition
 from vlmdistill.pipelines.prompts import Prompt
+from vlmdistill.pipelines.targets.options import Options
 from vlmdistill.pipelines.workers import Crew, session
 from vlmdistill.pipelines.workspace import absolute, only_writer
 from vlmdistill.stores.errors import DataError, TargetError
@@ -82,10 +83,17 @@ class Result:
 class Responder:
     """The worker: loads the target once and answers unit after unit."""
 
-    def __init__(self, model: str, sampling: Sampling, filters: Filters, batch: int) -> None:
+    def __init__(
+        self,
+        model: str,
+        sampling: Sampling,
+        filters: Filters,
+        batch: int,
+        how: Options | None = None,
+    ) -> None:
         from vlmdistill.pipelines.targets.loading import load
 
-        self.target = load(model)
+        self.target = load(model, **(how or Options()))
         self.sampling = sampling
         self.filters = filters
         self.batch = batch
@@ -175,8 +183,9 @@ def respond(
     batch: int = 16,
     unit: int = 64,
     report: Report = lambda done, total, remark: None,
+    how: Options | None = None,
 ) -> Summary:
-    """Have `model` answer those of `prompts` that `out` holds no answer for.
+    """Have `model`, loaded as `how` says, answer those of `prompts` that `out` holds no answer for.
 
     DataError when `out` was made by another target or with other settings. TargetError when the
     target cannot be loaded. Interrupted, it leaves what is done.
@@ -198,9 +207,10 @@ def respond(
         answers.check_settings(out, settings)
         start, tokens, failed = time.monotonic(), 0, dict[str, str]()
         if missing:
-            worker = partial(Responder, absolute(model), sampling, filters, batch)
+            worker = partial(Responder, absolute(model), sampling, filters, batch, how)
             report(len(prompts) - len(missing), len(prompts), "starting")
-            with session(workers, weights_of(model)) as size, Crew[Unit, Result](worker, size) as crew:
+            weights = weights_of(model)
+            with session(workers, weights) as size, Crew[Unit, Result](worker, size, weights) as crew:
                 facts = crew.facts()
                 answers.check_settings(out, {**facts, **settings})
                 start, done = time.monotonic(), len(prompts) - len(missing)

@@ -4,7 +4,9 @@ A worker is a plain class, made in the actor by the function that the crew was g
 target there, once. Only small things travel: units, and facts about what became of them.
 """
 
+import functools
 import logging
+import math
 import os
 import socket
 from collections import Counter, deque
@@ -21,6 +23,8 @@ ATTEMPTS = 3  # that one unit is given out
 MIB = 2**20
 WORKER_BYTES = 1536 * MIB  # what a worker takes beside its target
 EXPANSION = 3  # of weights on a CPU: 16-bit files in 32 bits, and room to work
+FITS = 8192 * MIB  # weights that any GPU holds
+ROOM = 2048 * MIB  # that a GPU keeps beside weights
 
 Unit = TypeVar("Unit", contravariant=True)
 Result = TypeVar("Result", covariant=True)
@@ -64,9 +68,9 @@ class Host:
 def session(workers: int | None = None, weights: int = 0) -> Iterator[int]:
     """A Ray session; yields how many workers to use. Ends with the block, unless it was there before.
 
-    The cluster at RAY_ADDRESS if that is set, else this machine alone. `workers` defaults to the
-    number of GPUs, and without any to as many as there are cores, where memory suffices for each to
-    hold a target of `weights` bytes.
+    The cluster at RAY_ADDRESS if that is set, else this machine alone. `workers` defaults to as many as can
+    each hold a target of `weights` bytes: on a GPU, or on several of one machine where one is too small;
+    without GPUs as many as there are cores and memory for.
     """
     if workers is not None and workers < 1:
         raise DataError(f"--workers {workers}: give a number above 0")
@@ -91,12 +95,50 @@ def session(workers: int | None = None, weights: int = 0) -> Iterator[int]:
             _start(quiet)
     try:
         there = ray.cluster_resources()
-        gpus, cores, memory = (int(there.get(name, 0)) for name in ("GPU", "CPU", "memory"))
+        cores, memory = (int(there.get(name, 0)) for name in ("CPU", "memory"))
         fitting = memory // (WORKER_BYTES + EXPANSION * weights)
-        yield workers or gpus or max(1, min(cores, fitting))
+        nodes = gpu_nodes()
+        if workers is None and nodes:
+            needed = _gpus_for(weights)
+            yield max(1, sum(gpus // needed for gpus in nodes))
+        else:
+            yield workers or max(1, min(cores, fitting))
     finally:
         if ours:
             ray.shutdown()
+
+
+def gpu_nodes() -> list[int]:
+    """How many GPUs each machine of the cluster has, those without left out."""
+    import ray
+
+    found = (int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"])
+    return [gpus for gpus in found if gpus]
+
+
+def gpus_each(nodes: Sequence[int], workers: int) -> float:
+    """GPUs for each of `workers`, at most: as many as each finds on one machine, or an even part of one."""
+    if workers > sum(nodes):
+        return 1 / math.ceil(workers / sum(nodes))
+    return max(each for each in range(1, max(nodes) + 1) if sum(gpus // each for gpus in nodes) >= workers)
+
+
+@functools.cache
+def _gpus_for(weights: int) -> int:
+    """How many GPUs of this cluster hold `weights` bytes."""
+    import ray
+
+    if weights <= FITS:
+        return 1
+    held = ray.get(ray.remote(num_gpus=1)(_gpu_bytes).remote())
+    return max(1, math.ceil(weights / max(1, held - ROOM))) if held else 1
+
+
+def _gpu_bytes() -> int:
+    """The memory of the GPU that Ray lends to this task."""
+    import torch
+
+    return int(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else 0
 
 
 @dataclass(frozen=True)
@@ -108,16 +150,16 @@ class Done(Generic[U, R]):
 
 
 class Crew(Generic[U, R]):
-    """Actors with one target each. Use inside `session`, as a context manager."""
+    """Actors with one target each, of `weights` bytes. Use inside `session`, as a context manager."""
 
-    def __init__(self, make: Callable[[], Worker[U, R]], size: int) -> None:
+    def __init__(self, make: Callable[[], Worker[U, R]], size: int, weights: int = 0) -> None:
         import ray
 
-        there = ray.cluster_resources()
-        gpus, cores = there.get("GPU", 0), there.get("CPU", 1)
-        share = {"num_cpus": max(1, int(cores // size))} if not gpus else {"num_gpus": min(1, gpus / size)}
+        nodes, cores = gpu_nodes(), ray.cluster_resources().get("CPU", 1)
         # More workers than cores is the user's choice; Ray would wait for ever for whole cores.
-        share = {"num_cpus": cores / size} if not gpus and size > cores else share
+        share = {"num_cpus": cores / size if size > cores else max(1, int(cores // size))}
+        if nodes:
+            share = {"num_gpus": min(gpus_each(nodes, size), _gpus_for(weights))}
         self._actor = ray.remote(Host).options(**share, max_restarts=0)
         self._make = make
         self._hosts = [self._actor.remote(make) for _ in range(size)]

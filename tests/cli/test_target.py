@@ -151,6 +151,17 @@ def test_what_cannot_be_shown_is_one_line(
     assert "has no config.json" in refused(capsys, "show", str(folder))
 
 
+def test_kernels_that_are_not_there_are_told_by_every_verb_that_loads_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["generate", "--attention", "flash_attention_2", "what?"]) == 1
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "attention 'flash_attention_2' needs a GPU and half precision: choose sdpa" in line
+    assert main(["generate", "--attention", "eager", "--max-new-tokens", "3", "what?"]) == 0
+    assert main(["features", "--attention", "xformers"]) == 2
+
+
 def test_a_folder_with_a_configuration_alone_is_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from vlmdistill.pipelines.workers import ATTEMPTS, Crew, reach, session
+from vlmdistill.pipelines.workers import ATTEMPTS, Crew, gpus_each, reach, session
 from vlmdistill.stores.errors import DataError, StoreError, VlmdistillError
 
 pytestmark = pytest.mark.usefixtures("ray")
@@ -90,6 +90,28 @@ def test_a_cluster_that_is_not_there_is_told_at_once() -> None:
         free.bind(("127.0.0.1", 0))
         with pytest.raises(DataError, match=r"no Ray cluster at RAY_ADDRESS=127\.0\.0\.1:.*refused"):
             reach(f"127.0.0.1:{free.getsockname()[1]}")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "workers", "each"),
+    [
+        ([8], 8, 1),
+        ([8], 4, 2),
+        ([8], 3, 2),
+        ([8], 1, 8),
+        ([8, 8], 3, 4),  # five each would leave the third worker without a machine
+        ([4, 2], 3, 2),
+        ([1], 2, 1 / 2),
+        ([3], 4, 1 / 2),  # three quarters each would leave the fourth worker without a GPU
+        ([8], 9, 1 / 2),
+    ],
+)
+def test_gpus_are_shared_so_that_every_worker_has_its_part(
+    nodes: list[int], workers: int, each: float
+) -> None:
+    assert gpus_each(nodes, workers) == each
+    per_gpu = round(1 / each) if each < 1 else 0
+    assert sum(gpus * per_gpu if per_gpu else gpus // int(each) for gpus in nodes) >= workers
 
 
 def test_a_number_of_workers_below_one_is_refused() -> None:

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,14 @@ import pytest
 import torch
 
 from tests import tiny
+from vlmdistill.pipelines.answers import Sampling
+from vlmdistill.pipelines.features import Capturer
+from vlmdistill.pipelines.filters import Filters
+from vlmdistill.pipelines.responses import Responder
 from vlmdistill.pipelines.targets.catalogue import FAMILIES, HUB
 from vlmdistill.pipelines.targets.folder import demo_folder
 from vlmdistill.pipelines.targets.loading import load
+from vlmdistill.pipelines.targets.options import Options
 from vlmdistill.stores.errors import TargetError
 from vlmdistill.stores.schema import Feature
 
@@ -110,10 +116,11 @@ def test_hub_cache_is_used_without_asking(checkpoint: Checkpoint, monkeypatch: p
     assert load("qwen2-vl-7b").info.family == "qwen2-vl"
 
 
-def test_unknown_family(copy: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("kind", ["gpt2", "qwen3_vl_moe", None])
+def test_unknown_family(copy: Callable[[str], Path], kind: str | None) -> None:
     folder = copy("llava")
-    edit(folder / "config.json", model_type="gpt2")
-    assert "'gpt2' is none of the families served: llava" in refusal(folder)
+    edit(folder / "config.json", model_type=kind)
+    assert f"'{kind}' is none of the families served: llava" in refusal(folder)
 
 
 @pytest.mark.parametrize(
@@ -123,9 +130,10 @@ def test_unknown_family(copy: Callable[[str], Path]) -> None:
         ("model.safetensors", "lacks the weights model.safetensors"),
         ("tokenizer.json", "has no tokenizer"),
         ("chat_template.jinja", "has no chat template"),
+        ("preprocessor_config.json", "has no image processor"),
     ],
 )
-@pytest.mark.parametrize("family", ["llava_next", "qwen3_vl"])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_half_downloaded(copy: Callable[[str], Path], family: str, lost: str, said: str) -> None:
     folder = copy(family)
     (folder / lost).unlink()
@@ -133,14 +141,8 @@ def test_half_downloaded(copy: Callable[[str], Path], family: str, lost: str, sa
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_no_image_processor(copy: Callable[[str], Path], family: str) -> None:
+def test_missing_shard(copy: Callable[[str], Path], family: str) -> None:
     folder = copy(family)
-    (folder / "preprocessor_config.json").unlink()
-    assert "processor" in refusal(folder)
-
-
-def test_missing_shard(copy: Callable[[str], Path]) -> None:
-    folder = copy("llava")
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -185,6 +187,23 @@ def test_processor_of_another_model(copy: Callable[[str], Path], family: str) ->
     assert "the processor does not match the model" in refusal(folder)
 
 
+@pytest.mark.parametrize("family", tiny.VIDEO)
+def test_video_processor_of_another_model(copy: Callable[[str], Path], family: str) -> None:
+    folder = copy(family)
+    file = folder / "video_preprocessor_config.json"
+    whole = json.loads((file if file.exists() else folder / "preprocessor_config.json").read_text())
+    square = family == "llava_onevision"
+    for values, said in (
+        ({"size": {"height": 56, "width": 28}} if square else {"patch_size": 8}, "does not match the model"),
+        ({"size": {"height": 28, "width": 56}} if square else {"merge_size": 1}, "does not match the model"),
+        ({"size": {"shortest_edge": 28}} if square else {"temporal_patch_size": 1}, "not"),
+    ):
+        file.write_text(json.dumps({**whole, **values}))
+        assert said in refusal(folder)
+    file.write_text("{")
+    assert "does not load" in refusal(folder)
+
+
 def test_tokenizer_of_another_model(copy: Callable[[str], Path], checkpoint: Checkpoint) -> None:
     folder = copy("qwen2_5_vl")
     config = json.loads((folder / "config.json").read_text())
@@ -210,7 +229,9 @@ def test_sliding_window_is_refused(copy: Callable[[str], Path]) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"attention": "flash_attention_2"}, "attention 'flash_attention_2'"),
+        ({"attention": "flash_attention_2"}, "attention 'flash_attention_2' needs a GPU"),
+        ({"attention": "xformers"}, "attention 'xformers' is not served: choose one of sdpa, eager"),
+        ({"layers": {"": "cpu", "nothing": 0}}, "the weights do not load"),
         ({"dtype": "int8"}, "dtype 'int8'"),
         ({"device": "gpu"}, "'gpu' is no device"),
         ({"device": "cuda:99"}, "'cuda:99' is not there"),
@@ -218,6 +239,15 @@ def test_sliding_window_is_refused(copy: Callable[[str], Path]) -> None:
 )
 def test_wrong_settings(checkpoint: Checkpoint, settings: dict[str, Any], said: str) -> None:
     assert said in refusal(checkpoint("llava"), **settings)
+
+
+def test_workers_load_it_as_they_are_told(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    model, how = str(checkpoint("qwen2_vl")), Options(dtype="bfloat16", attention="eager")
+    responder = Responder(model, Sampling(), Filters(), 2, how)
+    with closing(Capturer(model, str(tmp_path / "store"), ["hivis"], "bfloat16", "", 99, how)) as capturer:
+        for target in (responder.target, capturer.target):
+            assert target.dtype == torch.bfloat16
+            assert target.model.config.get_text_config()._attn_implementation == "eager"
 
 
 def test_rotary_positions_that_depend_on_the_length_are_refused(copy: Callable[[str], Path]) -> None:
