@@ -26,6 +26,11 @@ def room_for(most: int, asked: list[int]) -> Callable[[Sequence[int]], list[int]
     return run
 
 
+def too_much(items: Sequence[object]) -> list[int]:
+    """A device that holds nothing."""
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
 @pytest.mark.parametrize("most", [1, 2, 3, 100])
 def test_halves_give_what_the_whole_would(most: int) -> None:
     asked: list[int] = []
@@ -40,10 +45,10 @@ def test_one_sample_that_is_too_much_is_named(checkpoint: Checkpoint) -> None:
     visual = sum(span.length for span in prompt.spans)
     said = rf"sample abc of {prompt.length + 3} tokens, {visual} of them visual, alone exceeds the memory"
     with pytest.raises(TargetError, match=said) as caught:
-        halving([(prompt, [1, 2, 3], "abc")] * 3, room_for(0, []))
+        halving([(prompt, [1, 2, 3], "abc")] * 3, too_much)
     assert "--max-length" in str(caught.value)
     with pytest.raises(TargetError, match=f"one prompt of {prompt.length} tokens"):
-        halving([prompt], room_for(0, []))
+        halving([prompt], too_much)
 
 
 def test_libraries_have_their_own_words_for_it() -> None:
