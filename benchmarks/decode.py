@@ -49,8 +49,10 @@ def measure(model: str, drafter: str, trees: Sequence[str], rounds: int, threads
         times: dict[str, list[float]] = {name: [] for name in pieces}
         for _ in range(rounds):
             for name, run in pieces.items():
+                _wait(target.device)
                 start = time.perf_counter()
                 run()
+                _wait(target.device)
                 times[name].append(1e3 * (time.perf_counter() - start))
     plain = times["plain step"]
     figures: dict[str, Any] = {
@@ -63,8 +65,16 @@ def measure(model: str, drafter: str, trees: Sequence[str], rounds: int, threads
         cycle = [sum(row) for row in zip(*parts, strict=True)]
         figures[f"{tree}: tokens per cycle to break even"] = _ratio(cycle, plain)
         figures[f"{tree}: verification / plain step"] = _ratio(parts[1], plain)
+    if target.device.type == "cuda":
+        figures["peak memory, GiB"] = torch.cuda.max_memory_allocated(target.device) / 2**30
     figures |= {"model": model, "drafter": drafter, "threads": threads, "prefix": PREFIX + prompt.length}
     return figures
+
+
+def _wait(device: torch.device) -> None:
+    """A GPU returns before it is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _ratio(above: Sequence[float], below: Sequence[float]) -> float:
