@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor
 
 from vlmdistill.drafters.base import Batch, Head
-from vlmdistill.pipelines.targets.batching import halving, pad
+from vlmdistill.pipelines.targets.batching import Halving, pad
 from vlmdistill.pipelines.targets.capture import STORED, Transcript, samples
 from vlmdistill.pipelines.targets.decoding import Decoder
 from vlmdistill.pipelines.targets.facts import target_info
@@ -45,6 +45,7 @@ class VisionLanguageTarget:
         self._text = model.model.language_model
         self._head: Tensor = model.get_output_embeddings().weight
         self._checked = False
+        self._answering, self._capturing = Halving(), Halving()
         self._prompt: Prompt | None = None  # the last one that was prefilled
         # What a checkpoint advises (greedy, top_k, repetition penalty) would reach every `generate`.
         eos_ids = self.info.eos_ids
@@ -119,7 +120,11 @@ class VisionLanguageTarget:
                 f"temperature {temperature} (at least 0), top_p {top_p} (above 0, up to 1)"
             )
         chance = Chance(temperature, top_p, seed)
-        return halving(list(prompts), lambda part: self._generate(part, max_new_tokens, chance))
+        return self._answering(
+            list(prompts),
+            lambda prompt: prompt.length + max_new_tokens,
+            lambda part: self._generate(part, max_new_tokens, chance),
+        )
 
     @torch.inference_mode()
     def _generate(self, prompts: Sequence[Prompt], most: int, chance: Chance) -> list[Response]:
@@ -199,7 +204,11 @@ class VisionLanguageTarget:
         if readable and not self._checked:
             self.check(min(readable, key=lambda prompt: prompt.length))
         items = list(zip(prompts, responses, keys or [""] * len(prompts), strict=True))
-        return halving(items, lambda part: self._capture(part, features, dtype))
+        return self._capturing(
+            items,
+            lambda item: item[0].length + len(item[1]),
+            lambda part: self._capture(part, features, dtype),
+        )
 
     @torch.inference_mode()
     def _capture(

@@ -3,6 +3,7 @@
 Shapes: B samples, L positions of the longest, A rotary axes.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
@@ -15,26 +16,40 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def halving(items: Sequence[Item], run: Callable[[Sequence[Item]], list[Result]]) -> list[Result]:
-    """`run(items)`; where the GPU's memory does not suffice, the two halves one after the other.
+class Halving:
+    """Runs batches; halves one that exceeds the GPU's memory, and tries none as large again."""
 
-    Raises TargetError, which names it, when a single item is too much.
-    """
-    if not items:
-        return []
-    try:
-        return run(items)
-    except RuntimeError as error:
-        if not _out_of_memory(error):
-            raise
-        if len(items) == 1:
-            raise TargetError(
-                f"{_told(items[0])} alone exceeds the memory of the device: leave it out "
-                "(`vlmdistill responses --max-length N` drops what is longer), or use a larger GPU"
-            ) from None
-    torch.cuda.empty_cache()  # outside of `except`: the failed pass is held until there
-    middle = len(items) // 2
-    return halving(items[:middle], run) + halving(items[middle:], run)
+    def __init__(self) -> None:
+        self.too_much = math.inf  # tokens, padded, of the smallest batch that did not fit
+
+    def __call__(
+        self,
+        items: Sequence[Item],
+        tokens: Callable[[Item], int],
+        run: Callable[[Sequence[Item]], list[Result]],
+    ) -> list[Result]:
+        """`run(items)`, or its parts one after the other; `tokens` says how long an item is.
+
+        Raises TargetError, which names it, when a single item is too much.
+        """
+        if not items:
+            return []
+        size = len(items) * max(map(tokens, items))
+        if len(items) == 1 or size < self.too_much:
+            try:
+                return run(items)
+            except RuntimeError as error:
+                if not _out_of_memory(error):
+                    raise
+                if len(items) == 1:
+                    raise TargetError(
+                        f"{_told(items[0])} alone exceeds the memory of the device: leave it out "
+                        "(`vlmdistill responses --max-length N` drops what is longer), or use a larger GPU"
+                    ) from None
+            self.too_much = size
+            torch.cuda.empty_cache()  # outside of `except`: the failed pass is held until there
+        middle = len(items) // 2
+        return self(items[:middle], tokens, run) + self(items[middle:], tokens, run)
 
 
 def _out_of_memory(error: RuntimeError) -> bool:

@@ -11,7 +11,6 @@ import torch
 import transformers
 
 from vlmdistill.pipelines.targets.base import VisionLanguageTarget
-from vlmdistill.pipelines.targets.batching import halving
 from vlmdistill.pipelines.targets.prompt import Prompt, Response
 from vlmdistill.stores.errors import TargetError
 from vlmdistill.stores.schema import Feature
@@ -50,7 +49,7 @@ class SpreadTarget(VisionLanguageTarget):
                 out_BL = self.model.generate(**inputs, generation_config=config)
             return [self._answer(ids) for ids in out_BL[:, inputs["input_ids"].shape[1] :].tolist()]
 
-        return halving(list(prompts), run)
+        return self._answering(list(prompts), lambda prompt: prompt.length + max_new_tokens, run)
 
     def _answer(self, ids: list[int]) -> Response:
         stops = [place for place, token in enumerate(ids) if token in self.info.eos_ids]

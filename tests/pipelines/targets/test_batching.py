@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests import tiny
-from vlmdistill.pipelines.targets.batching import halving
+from vlmdistill.pipelines.targets.batching import Halving
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.stores.errors import TargetError
 
@@ -31,12 +31,29 @@ def too_much(items: Sequence[object]) -> list[int]:
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
+def one(item: object) -> int:
+    """Every item counts as one token."""
+    return 1
+
+
 @pytest.mark.parametrize("most", [1, 2, 3, 100])
 def test_halves_give_what_the_whole_would(most: int) -> None:
     asked: list[int] = []
-    assert halving(list(range(13)), room_for(most, asked)) == [i * i for i in range(13)]
+    assert Halving()(list(range(13)), one, room_for(most, asked)) == [i * i for i in range(13)]
     assert max(size for size in asked if size <= most) >= min(13, most / 2)
-    assert halving([], room_for(1, asked)) == []
+    assert Halving()([], one, room_for(1, asked)) == []
+
+
+def test_what_was_too_much_once_is_not_tried_again() -> None:
+    halving, asked = Halving(), list[int]()
+    assert halving(list(range(16)), one, room_for(4, asked)) == [i * i for i in range(16)]
+    assert asked == [16, 8, 4, 4, 4, 4]
+    asked.clear()
+    assert halving(list(range(16)), one, room_for(4, asked)) == [i * i for i in range(16)]
+    assert asked == [4, 4, 4, 4]
+    asked.clear()
+    halving([1, 1, 1, 1], lambda item: 100, room_for(4, asked))
+    assert asked == [1, 1, 1, 1], "four long ones are more than eight short ones"
 
 
 def test_one_sample_that_is_too_much_is_named(checkpoint: Checkpoint) -> None:
@@ -45,10 +62,10 @@ def test_one_sample_that_is_too_much_is_named(checkpoint: Checkpoint) -> None:
     visual = sum(span.length for span in prompt.spans)
     said = rf"sample abc of {prompt.length + 3} tokens, {visual} of them visual, alone exceeds the memory"
     with pytest.raises(TargetError, match=said) as caught:
-        halving([(prompt, [1, 2, 3], "abc")] * 3, too_much)
+        Halving()([(prompt, [1, 2, 3], "abc")] * 3, one, too_much)
     assert "--max-length" in str(caught.value)
     with pytest.raises(TargetError, match=f"one prompt of {prompt.length} tokens"):
-        halving([prompt], too_much)
+        Halving()([prompt], one, too_much)
 
 
 def test_libraries_have_their_own_words_for_it() -> None:
@@ -57,7 +74,7 @@ def test_libraries_have_their_own_words_for_it() -> None:
             raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
         return list(items)
 
-    assert halving([1, 2, 3], run) == [1, 2, 3]
+    assert Halving()([1, 2, 3], one, run) == [1, 2, 3]
 
 
 def test_any_other_error_is_no_matter_of_memory() -> None:
@@ -65,4 +82,4 @@ def test_any_other_error_is_no_matter_of_memory() -> None:
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        halving([1, 2], run)
+        Halving()([1, 2], one, run)
