@@ -21,7 +21,7 @@ FAMILIES = MappingProxyType(
 
 @dataclass(frozen=True)
 class Published:
-    """A published model: where it is, and how many parameters it has, a tied table counted once."""
+    """A published model: where it is, and how many parameters its configuration makes, a tied table once."""
 
     hub: str
     model_type: str
