@@ -22,7 +22,7 @@ from vlmdistill.pipelines.targets.base import VisionLanguageTarget
 from vlmdistill.pipelines.targets.loading import load
 
 TREES = ["chain-4", "8-2-2", "40-3-8"]
-TOKENS = 12
+TOKENS = 10
 QUESTIONS = ("what is there", "tell", "a", "how many of them are red", "say it again", "0123456789")
 SHOWN: dict[str, list[Any]] = {
     "no image": [],
