@@ -1,12 +1,13 @@
 """Writers and collectors that meet: in any order, whoever is killed, no record is of files that are gone.
 
-Actors run in threads that take turns at each call to the object store; hypothesis draws the turns.
+Actors run in threads that take turns at the object store; hypothesis draws where they pause.
 """
 
 import functools
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.stores.samples import make, sample
+from tests.stores.samples import head, info, make, provenance, sample
 from vlmdistill.stores import commits
 from vlmdistill.stores.collect import collect
 from vlmdistill.stores.commits import commit
@@ -26,12 +27,9 @@ from vlmdistill.stores.store import Store
 from vlmdistill.stores.verify import verify
 
 CALLS = frozenset({"cat_file", "pipe_file", "put_file", "find", "ls", "info", "rm_file", "exists"})
+FEATURE = ("hidden.text",)
 DONE, MET, KILLED = "done", "met a collector", "killed"
 number = itertools.count()
-
-
-Turns = Sequence[tuple[int, int]]  # actor, calls
-Death = tuple[int, int]  # actor, call
 
 
 class Killed(BaseException):
@@ -109,10 +107,15 @@ def laid_out(template: Path) -> str:
     return url
 
 
+def small(path: Path) -> Store:
+    """A store whose shards have few files: fewer turns to take."""
+    return Store.create(path, provenance(features=FEATURE), info(), head())
+
+
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store without a sample."""
-    return Path(make(tmp_path_factory.mktemp("bare")).path)
+    return Path(small(tmp_path_factory.mktemp("bare")).path)
 
 
 @pytest.fixture(scope="module")
@@ -127,10 +130,10 @@ def viewed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, Record]]:
     """The shards of two writers of the same unit: equal keys, other contents."""
-    stores = [make(tmp_path_factory.mktemp("store")) for _ in range(2)]
+    stores = [small(tmp_path_factory.mktemp("store")) for _ in range(2)]
     for store, words in zip(stores, (1, 2), strict=True):
         with store.writer("u") as writer:
-            writer.add(sample(1, words=words))
+            writer.add(sample(1, FEATURE, words=words))
     return [(Path(store.path), store.commit("u")) for store in stores]
 
 
@@ -149,25 +152,46 @@ def collector(place: Remote) -> None:
     collect(Store(place, Store.open(place.url).record), grace=0)
 
 
-def play(actors: list[Actor], turns: Turns, dies: Death) -> None:
-    """Each turn lets an actor do some calls, the last ones all; actor `dies[0]` is killed at call `dies[1]`.
+@dataclass(frozen=True)
+class Schedule:
+    """Two actors pause after some calls each, or die there; others pass by; then the two go on.
 
-    Few and long turns find more than many short ones: mistakes need one actor to pause at the wrong place.
+    Mistakes need an actor that pauses at the wrong place while others do their work: few turns and long
+    ones find more than many short ones.
     """
-    calls = [0] * len(actors)
-    for which, length in (*turns, *((at, 10**9) for at in range(len(actors)))):
-        at = which % len(actors)
-        for _ in range(length):
-            if actors[at].end:
-                break
-            calls[at] += 1
-            actors[at].step(kill=(at, calls[at]) == dies)
+
+    writer: int  # calls before the first writer pauses
+    collector: int  # calls before the first collector pauses
+    between: tuple[int, ...]  # who passes by: 1 another writer, 3 another collector
+    dies: int | None  # 0 or 2 never goes on
+    last: tuple[int, ...]  # in which order they end
+
+    def play(self, actors: Sequence[Actor]) -> None:
+        """All actors to their end."""
+        for at, calls in ((0, self.writer), (2, self.collector)):
+            run(actors[at], calls)
+            if at == self.dies and not actors[at].end:
+                actors[at].step(kill=True)
+        for at in (*self.between, *self.last):
+            run(actors[at], 10**9)
 
 
-SCHEDULE = {
-    "turns": st.lists(st.tuples(st.integers(0, 3), st.integers(1, 60)), max_size=8),
-    "dies": st.tuples(st.integers(0, 4), st.integers(1, 40)),
-}
+def run(actor: Actor, calls: int) -> None:
+    """So many calls, or fewer if it ends before."""
+    for _ in range(calls):
+        if actor.end:
+            break
+        actor.step()
+
+
+SCHEDULES = st.builds(
+    Schedule,
+    writer=st.integers(0, 12),
+    collector=st.integers(0, 28),
+    between=st.sampled_from([(), (1,), (3,), (3, 1), (1, 3)]),
+    dies=st.sampled_from([None, 0, 2]),
+    last=st.permutations(range(4)).map(tuple),
+)
 
 
 def clean(url: str, patch: pytest.MonkeyPatch) -> None:
@@ -177,15 +201,15 @@ def clean(url: str, patch: pytest.MonkeyPatch) -> None:
     patch.undo()
 
 
-@settings(max_examples=120, deadline=None)
-@given(second=st.integers(0, 1), **SCHEDULE)
+@settings(max_examples=150, deadline=None)
+@given(second=st.integers(0, 1), schedule=SCHEDULES)
 def test_two_writers_and_two_collectors_in_any_order(
-    bare: Path, built: list[tuple[Path, Record]], second: int, turns: Turns, dies: Death
+    bare: Path, built: list[tuple[Path, Record]], second: int, schedule: Schedule
 ) -> None:
     url = laid_out(bare)
     writers = [Actor(url, writer(built[0])), Actor(url, writer(built[second]))]
     actors = [*writers, Actor(url, collector), Actor(url, collector)]
-    play(actors, turns, dies)
+    schedule.play(actors)
     with pytest.MonkeyPatch.context() as patch:
         clean(url, patch)
     assert {actor.end for actor in actors} <= {DONE, MET, KILLED}
@@ -195,21 +219,20 @@ def test_two_writers_and_two_collectors_in_any_order(
 
 
 @settings(max_examples=40, deadline=None)
-@given(**SCHEDULE)
-def test_a_view_that_is_made_while_collectors_work_is_whole(viewed: Path, turns: Turns, dies: Death) -> None:
+@given(schedule=SCHEDULES)
+def test_a_view_that_is_made_while_collectors_work_is_whole(viewed: Path, schedule: Schedule) -> None:
     url = laid_out(viewed)
 
     def work(place: Remote) -> None:
         filter_store(Store(place, Store.open(url).record), "v", expressions=["words > 0"])
 
-    maker = Actor(url, work)
-    actors = [maker, Actor(url, collector), Actor(url, collector)]
+    actors = [Actor(url, actor) for actor in (work, work, collector, collector)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(commits, "PAUSE", 0)
-        play(actors, turns, dies)
+        schedule.play(actors)
     assert {actor.end for actor in actors} <= {DONE, MET, KILLED}
     with pytest.MonkeyPatch.context() as patch:
         clean(url, patch)
     assert not verify(url).findings
-    if maker.end == DONE:
+    if DONE in {actor.end for actor in actors[:2]}:
         assert Store.open(url).view("v")["words"].to_list() == [1, 2, 3]
