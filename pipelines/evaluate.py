@@ -87,14 +87,13 @@ def evaluate(
         name: checkpoint.load(workspace.drafter(name), target.head, target.info, provenance=origin)
         for name in names
     }
-    encoded = [target.encode(prompt.messages) for prompt in chosen]
-    threads = _use_threads(settings.threads, target, encoded[0])
+    threads = _use_threads(settings.threads, target, target.encode(chosen[0].messages))
     total, done = len(chosen) * len(settings.temperatures), 0
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for temperature in settings.temperatures:
         bench = _Bench(target, drafters, settings, temperature)
-        for number, (prompt, one) in enumerate(zip(chosen, encoded, strict=True)):
-            bench.decode(number, prompt, one)
+        for number, prompt in enumerate(chosen):
+            bench.decode(number, prompt, target.encode(prompt.messages))  # one at a time: videos are large
             done += 1
             on_prompt(done, total, f"T={temperature:g}")
         for name in names:
