@@ -1,15 +1,18 @@
 """Random target states in the shape that targets give them: enough to prove what drafters compute."""
 
 import dataclasses
+import math
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.base import Batch, Drafter, Head
 from vlmdistill.drafters.config import override
+from vlmdistill.drafters.layers import DecoderLayer, turn
 from vlmdistill.drafters.training.trainer import Run
 from vlmdistill.stores import schema
 from vlmdistill.stores.schema import Feature, Provenance, Sample, Span, TargetInfo
@@ -135,6 +138,21 @@ def cut(sample: Batch, tokens: int) -> Batch:
         sample.segment_M[spans],
         {feature: state[: kept[feature.where]] for feature, state in sample.features.items()},
     )
+
+
+def plain_layer(layer: DecoderLayer, x_SD: Tensor, position_S: Tensor) -> Tensor:
+    """A drafter's layer, of as many key heads as query heads, with a causal mask over consecutive rows."""
+    heads, width = INFO.num_heads, INFO.head_dim
+    qkv = layer.qkv_proj(x_SD).view(len(x_SD), 3, heads, width)
+    factors = layer.rotary(position_S, x_SD.dtype)
+    query, key = turn(qkv[:, 0], factors), turn(qkv[:, 1], factors)
+    score_HSS = torch.einsum("qhd,khd->hqk", query, key) / math.sqrt(width)
+    score_HSS = score_HSS.masked_fill(torch.ones(len(x_SD), len(x_SD)).triu(1).bool(), -math.inf)
+    mixed = torch.einsum("hqk,khd->qhd", score_HSS.softmax(-1), qkv[:, 2])
+    x_SD = x_SD + layer.o_proj(mixed.flatten(1))
+    gate, up = layer.gate_up_proj(layer.post_attention_norm(x_SD)).chunk(2, dim=-1)
+    out: Tensor = x_SD + layer.down_proj(nn.functional.silu(gate) * up)
+    return out
 
 
 def provenance(features: Collection[str] = ALL) -> Provenance:

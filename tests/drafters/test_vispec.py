@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.drafters.sizes import real
-from tests.drafters.synthetic import INFO, LAYOUTS, batch, head
+from tests.drafters.synthetic import INFO, LAYOUTS, batch, head, plain_layer
 from vlmdistill.drafters import catalogue
-from vlmdistill.drafters.base import Batch, Drafter, Head, Tree
+from vlmdistill.drafters.base import Batch, Head, Tree
 from vlmdistill.drafters.config import override
-from vlmdistill.drafters.layers import turn
 from vlmdistill.drafters.memory import PackedMemory
 from vlmdistill.drafters.vispec import Adaptor, ViSpec
 from vlmdistill.stores.errors import DataError
@@ -176,25 +175,9 @@ def test_every_state_is_that_of_a_sequence_with_its_images_replaced(layout: str)
             wanted.append(len(rows))
             rows.append(drafter.fc(torch.cat([embed, augmented])))
             positions.append(place - 1)
-    expected = plain_layer(drafter, torch.stack(rows), torch.tensor(positions))[wanted]
+    expected = plain_layer(drafter.layer, torch.stack(rows), torch.tensor(positions))[wanted]
     assert [place for place, kind in enumerate(layout) if kind != "v" and place] == position_E.tolist()
     torch.testing.assert_close(states_ED, expected, rtol=1e-4, atol=1e-5)
-
-
-def plain_layer(drafter: Drafter, x_SD: Tensor, position_S: Tensor) -> Tensor:
-    """The drafter's layer with a causal mask over consecutive rows."""
-    assert isinstance(drafter, ViSpec)
-    layer, heads, width = drafter.layer, INFO.num_heads, INFO.head_dim
-    qkv = layer.qkv_proj(x_SD).view(len(x_SD), 3, heads, width)
-    factors = layer.rotary(position_S, x_SD.dtype)
-    query, key = turn(qkv[:, 0], factors), turn(qkv[:, 1], factors)
-    score_HSS = torch.einsum("qhd,khd->hqk", query, key) / math.sqrt(width)
-    score_HSS = score_HSS.masked_fill(torch.ones(len(x_SD), len(x_SD)).triu(1).bool(), -math.inf)
-    mixed = torch.einsum("hqk,khd->qhd", score_HSS.softmax(-1), qkv[:, 2])
-    x_SD = x_SD + layer.o_proj(mixed.flatten(1))
-    gate, up = layer.gate_up_proj(layer.post_attention_norm(x_SD)).chunk(2, dim=-1)
-    out: Tensor = x_SD + layer.down_proj(nn.functional.silu(gate) * up)
-    return out
 
 
 def test_settings_reach_the_loss_of_the_paper_and_wrong_ones_are_named() -> None:

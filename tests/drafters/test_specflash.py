@@ -1,0 +1,168 @@
+"""SpecFLASH: what images are compressed to, and several tokens from one pass over placeholders.
+
+Shapes: R rows, G places of a group, U visual tokens, X compressed tokens, D hidden.
+"""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.drafters.synthetic import INFO, LAYOUTS, batch, cut, head, plain_layer
+from vlmdistill.drafters.base import Batch, Stage, Tree
+from vlmdistill.drafters.decoding.tree import Growth
+from vlmdistill.drafters.eagle2 import Eagle2
+from vlmdistill.drafters.losses import Rows, Score
+from vlmdistill.drafters.memory import CacheMemory, Group, PackedMemory, Places
+from vlmdistill.drafters.specflash import SpecFlash
+from vlmdistill.drafters.training.unroll import supervised, unroll
+from vlmdistill.stores.schema import Feature
+
+STATES = [Feature("hidden", "text"), Feature("hidden", "visual")]
+EVERYTHING = [*STATES, Feature("embed", "visual")]
+
+
+def build(**settings: Any) -> SpecFlash:
+    torch.manual_seed(0)
+    return SpecFlash(SpecFlash.Config(**settings), INFO, head()).eval()
+
+
+def remembered(drafter: SpecFlash, one: Batch) -> tuple[Tensor, Tensor, Places]:
+    """What `condition` writes: inputs, rotary positions, places."""
+    seen = []
+
+    def spy(x_XD: Tensor, position_X: Tensor, places: Places, memory: object) -> None:
+        seen.append((x_XD, position_X, places))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drafter.layer, "remember", spy)
+        drafter.condition(one, PackedMemory())
+    ((x_XD, position_X, places),) = seen
+    return x_XD, position_X, places
+
+
+def hops(drafter: SpecFlash | Eagle2, one: Batch, count: int) -> list[Tensor]:
+    """The logits of every hop's rows."""
+    made = []
+    loss = drafter.loss
+
+    def record(rows: Rows, stage: Stage) -> Score:
+        made.append(drafter.logits(rows.state_RD, rows.hop))
+        return loss(rows, stage)
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(drafter, "loss", record)
+        unroll(drafter, one, Stage(name="test", hops=count, losses={"cross_entropy": 1.0}))
+    return made
+
+
+@pytest.mark.parametrize(("length", "count"), [(576, 64), (324, 36), (1, 1), (9, 1), (10, 2), (5000, 64)])
+def test_an_image_is_compressed_to_a_ninth_and_64_at_most(length: int, count: int) -> None:
+    _, _, places = remembered(build(), batch(["t" + length * "v" + "trr"], STATES))
+    order = places.order_N.tolist()
+    assert len(order) == count
+    # Each stands in the middle of its share of the span, which the text around it leaves as it is.
+    middle = [1 + (place + 0.5) * length / count for place in range(count)]
+    assert all(0 <= wanted - there < 1 for there, wanted in zip(order, middle, strict=True))
+
+
+def test_compressed_tokens_stand_spread_over_their_own_image() -> None:
+    one = batch(["tvvvvtvvvvvvttrr", "tvttrr"], STATES)
+    x_XD, position_X, places = remembered(build(ratio=2), one)
+    assert places.order_N.tolist() == [2, 4, 7, 9, 11, 1]
+    assert places.segment_N.tolist() == [0, 0, 0, 0, 0, 1]
+    assert places.span_N.tolist() == [0, 0, 1, 1, 1, 2]
+    # As of every entry, the rotary position is that of the state before it.
+    assert torch.equal(position_X, places.order_N - 1)
+    assert len(x_XD) == 6
+
+
+def test_a_compressed_token_is_a_querys_mean_of_the_states_of_its_image() -> None:
+    """Softmax(Q F^T / sqrt(D)) F, image by image."""
+    drafter = build(ratio=2)
+    one = batch(["tvvvvtvvvvvvttrr", "tvttrr"], STATES)
+    x_XD, _, _ = remembered(drafter, one)
+    hidden_UD, expected = one.feature("hidden", "visual"), []
+    for first, last in ((0, 4), (4, 10), (10, 11)):
+        own_UD = hidden_UD[first:last]
+        query_CD = drafter.query_CD[: math.ceil((last - first) / 2)]
+        expected.append((query_CD @ own_UD.T / INFO.hidden_size**0.5).softmax(-1) @ own_UD)
+    torch.testing.assert_close(x_XD, torch.cat(expected))
+
+
+@pytest.mark.parametrize("kv_heads", ["all", "target"])
+def test_one_token_a_pass_without_compression_is_eagle(kv_heads: str) -> None:
+    drafter = build(group=1, compress=False, kv_heads=kv_heads)
+    eagle = Eagle2(Eagle2.Config(kv_heads=kv_heads), INFO, head()).eval()  # type: ignore[arg-type]
+    shared = {key: value for key, value in drafter.state_dict().items() if key in eagle.state_dict()}
+    eagle.load_state_dict(shared)
+    one = batch(LAYOUTS.values(), EVERYTHING)
+    for mine, theirs in zip(hops(drafter, one, 4), hops(eagle, one, 4), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    assert drafter.max_hops is None
+
+
+@pytest.mark.parametrize(("group", "passes"), [(4, 1), (2, 2), (3, 2)])
+def test_a_group_is_a_sequence_that_goes_on_with_placeholders(group: int, passes: int) -> None:
+    """Against a plain causal layer over [entries ; guesses of the groups before ; placeholders]."""
+    drafter = build(group=group, passes=passes)
+    one = batch(["ttrrrrrrrrrr"], STATES)
+    embed_TD, hidden_TD = drafter.embed_VD[one.ids_T], one.feature("hidden", "text")
+    made = hops(drafter, one, group * passes)
+
+    def entry(token: int, hidden_D: Tensor) -> Tensor:
+        x_D: Tensor = drafter.fc(torch.cat([embed_TD[token], hidden_D]))
+        return x_D
+
+    for row, token in enumerate(supervised(one).nonzero()[:, 0].tolist()):
+        if token + group * passes > len(one.ids_T):
+            continue
+        rows = [entry(place, hidden_TD[place - 1]) for place in range(1, token + 1)]
+        for number in range(passes):
+            x_SD = torch.stack(rows + [drafter.placeholder_D] * (group - 1))
+            state_GD = plain_layer(drafter.layer, x_SD, torch.arange(len(x_SD)))[-group:]
+            for place, state_D in enumerate(state_GD):
+                logits_V = made[number * group + place][row]
+                torch.testing.assert_close(logits_V, drafter.lm_head_VD @ state_D, rtol=1e-4, atol=1e-4)
+            first = token + number * group + 1
+            rows += [entry(first + n, state_GD[n]) for n in range(group) if first + n < len(one.ids_T)]
+
+
+class Counting(CacheMemory):
+    """Counts the passes."""
+
+    passes = 0
+
+    def attend(self, query_RHd: Tensor, places: Places, hop: int, group: Group | None = None) -> Tensor:
+        self.passes += 1
+        return super().attend(query_RHd, places, hop, group)
+
+
+@pytest.mark.parametrize(
+    ("settings", "tree", "levels", "passes"),
+    [
+        ({}, "chain-4", 4, 1),
+        ({}, "chain-9", 4, 1),  # no more levels than it has places
+        ({"passes": 2}, "chain-8", 8, 2),
+        ({"passes": 3}, "chain-6", 6, 2),
+        ({"passes": 2, "group": 3}, "60-5-3", 6, 2),
+        ({"group": 1}, "chain-4", 4, 4),
+    ],
+)
+def test_a_group_is_drafted_in_one_pass(
+    settings: dict[str, int], tree: str, levels: int, passes: int
+) -> None:
+    drafter = build(**settings)
+    one = batch([LAYOUTS["one image"]], STATES)
+    memory, prompt = Counting(), cut(one, 6)
+    draft = Growth(drafter, prompt, memory)
+    draft.commit(one.ids_T[6:7], prompt.feature("hidden", "text")[-1:])
+    nodes = draft.grow(Tree.parse(tree))
+    assert int(nodes.depth_N.max()) == 1 + levels
+    assert memory.passes == passes
+
+
+def test_every_stage_trains_every_token_that_is_drafted() -> None:
+    assert [stage.hops for stage in SpecFlash.Config(group=3, passes=2).schedule] == [6]
