@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from vlmdistill.cli import console
+from vlmdistill.stores.errors import TargetError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -82,7 +83,8 @@ def show(
 @app.command("build-demo")
 def build_demo(
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the checkpoint; default: the package's own.")
+        Path | None,
+        typer.Option(help="Folder of the checkpoint; default: the package's own, where it has none yet."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of weights and data.")] = 0,
     as_json: console.Json = False,
@@ -91,6 +93,8 @@ def build_demo(
     from vlmdistill.pipelines.demo import build
 
     folder = out or build.CHECKPOINT
+    if out is None and (folder / "model.safetensors").exists():
+        raise TargetError(f"{folder} holds the shipped weights, which a build may not equal: give --out DIR")
     with console.progress("training the demo target", "steps") as report:
         scores = build.build(
             folder,

@@ -26,7 +26,8 @@ def import_demo(
     """Write scenes, dialogues and, if wanted, videos below `folder` and import them into `out`.
 
     `videos` are of about `video_tokens` visual tokens each, and ten more are held out; they need PyAV. What
-    the two sides show is disjoint, and none of it has trained the demo target.
+    the two sides show is disjoint, and none of it has trained the demo target, whose shipped weights have not
+    learnt to describe videos at all.
     """
     from vlmdistill.pipelines.demo import data
     from vlmdistill.pipelines.demo.clips import patches_for

@@ -1,19 +1,26 @@
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 from transformers import Qwen2_5_VLForConditionalGeneration as Model
 from transformers.utils import logging
 
+from vlmdistill.cli.target import build_demo
 from vlmdistill.pipelines.demo.build import STATE, Recipe, build
-from vlmdistill.pipelines.demo.model import config, new_model
+from vlmdistill.pipelines.demo.clips import SECONDS, frames, random_clip
+from vlmdistill.pipelines.demo.lessons import Sample, visuals
+from vlmdistill.pipelines.demo.model import IMAGE_TOKENS, config, new_model, positions
 from vlmdistill.pipelines.demo.scoring import FACTS
-from vlmdistill.pipelines.demo.text import SPECIALS, VOCABULARY, train_tokenizer
+from vlmdistill.pipelines.demo.text import SPECIALS, VOCABULARY, conversation, train_tokenizer
 from vlmdistill.pipelines.demo.training import Course, Progress, train
+from vlmdistill.pipelines.targets.loading import load
+from vlmdistill.stores.errors import TargetError
 
 TINY = Recipe(vision_steps=2, steps=3, tokens=400, first=1, deepen=0.5, polish_steps=1)
 
@@ -70,6 +77,26 @@ def test_a_build_writes_a_whole_folder_and_can_be_repeated(tmp_path: Path) -> No
     assert _bytes(tmp_path / "one") == _bytes(tmp_path / "two")
     assert STATE not in _bytes(tmp_path / "one")
     assert "`tokens`: 400" in (tmp_path / "one" / "README.md").read_text()
+    for count in (4, 7, 600):
+        _encoded_as_in_training(tmp_path / "one", count)
+
+
+def _encoded_as_in_training(folder: Path, count: int) -> None:
+    """Ids, positions, patches and grid of a clip in `count` temporal patches, by the ordinary encode."""
+    target, clip = load(str(folder)), random_clip(random.Random(0))
+    shown_FHWC = np.stack([np.asarray(image) for image in frames(clip, 2 * count)])
+    video = {"type": "video", "video": shown_FHWC, "fps": 2 * count / SECONDS}
+    prompt = target.encode([{"role": "user", "content": [video, {"type": "text", "text": "What is it?"}]}])
+    text = conversation([("What is it?", "")], video_tokens=IMAGE_TOKENS * count)
+    assert text.startswith(target.tokenizer.decode(prompt.ids_L))
+    seen = visuals([Sample(text, clip, count)])
+    assert seen is not None
+    ids = (target.model.config.image_token_id, target.model.config.video_token_id)
+    assert torch.equal(positions(prompt.ids_L[None], ids, seen.seconds_B)[:, 0], prompt.rope_AL)
+    assert prompt.next_rope == int(prompt.rope_AL[0, -1]) + 1  # a clip's time ends before the question does
+    assert prompt.inputs["video_grid_thw"].tolist() == [[count, 6, 6]]
+    pixels = seen.patches_IPC[seen.which_S].flatten(0, 1)
+    torch.testing.assert_close(prompt.inputs["pixel_values_videos"], pixels)
 
 
 @pytest.fixture(scope="module")
@@ -125,3 +152,8 @@ def test_an_unfinished_build_of_another_recipe_is_left_alone(
 def test_a_width_that_heads_do_not_divide_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="multiple of 64"):
         build(tmp_path, hidden=100)
+
+
+def test_the_shipped_weights_are_not_built_over() -> None:
+    with pytest.raises(TargetError, match="holds the shipped weights"):
+        build_demo()
