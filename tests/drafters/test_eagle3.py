@@ -16,7 +16,7 @@ from vlmdistill.drafters.config import override
 from vlmdistill.drafters.decoding.tree import Growth
 from vlmdistill.drafters.eagle3 import Eagle3, depths
 from vlmdistill.drafters.losses import Rows, cross_entropy, score
-from vlmdistill.drafters.memory import CacheMemory, PackedMemory, Places
+from vlmdistill.drafters.memory import CacheMemory, Places
 from vlmdistill.drafters.training.record import Progress
 from vlmdistill.drafters.training.trainer import Run, train
 from vlmdistill.drafters.training.unroll import unroll
@@ -161,24 +161,6 @@ def test_a_vocabulary_of_all_tokens_is_no_vocabulary() -> None:
     torch.testing.assert_close(named.total, plain.total)
     assert torch.equal(named.count_R, plain.count_R)
     assert torch.equal(named.agree_R, plain.agree_R)
-
-
-def test_visual_entries_hold_the_real_embedding_and_the_states_before_them() -> None:
-    drafter = build()
-    one = sample(drafter, LAYOUTS["one image"])
-
-    def states(given: Batch) -> Tensor:
-        memory = PackedMemory()
-        drafter.condition(given, memory)
-        return drafter.step(drafter.entries(given)[0], memory)
-
-    before = states(one)
-    for feature, row in [(Feature("embed", "visual"), 2), (Feature("layer2", "visual"), 1)]:
-        value = one.features[feature].clone()
-        value[row] += 1.0
-        changed = (states(one.having({**one.features, feature: value})) != before).any(-1)
-        # The first entry precedes the image; all others come after it and see the visual entry.
-        assert changed.tolist() == [False] + [True] * (len(before) - 1)
 
 
 # Training chooses the vocabulary

@@ -13,7 +13,6 @@ from vlmdistill.drafters.hass import Hass
 from vlmdistill.drafters.layers import turn
 from vlmdistill.drafters.memory import Group, PackedMemory, Places
 from vlmdistill.drafters.training.unroll import supervised, unroll
-from vlmdistill.stores.schema import Feature
 
 # Heads wide enough to carry one slot for every position, so that attention weights can be read off.
 INFO = replace(synthetic.INFO, head_dim=32)
@@ -152,8 +151,3 @@ def test_the_two_stages_differ_by_the_loss_on_the_likeliest_tokens() -> None:
     assert first.losses == {"regression": 1.0, "cross_entropy": 0.1}
     assert second.losses == {**first.losses, "top_k": 1.0}
     assert second.learning_rate < first.learning_rate
-
-
-def test_it_stores_what_eagle_stores() -> None:
-    wanted = {Feature("hidden", "text"), Feature("hidden", "visual"), Feature("embed", "visual")}
-    assert Hass.needs(Hass.Config(), INFO) == Hass.needs(Hass.Config(), INFO, decoding=True) == wanted

@@ -86,11 +86,6 @@ def test_every_stage_trains_every_head() -> None:
     assert [stage.hops for stage in override(Medusa.Config(), ["heads=3"]).schedule] == [3, 3]
 
 
-def test_it_reads_text_states_alone() -> None:
-    for decoding in (False, True):
-        assert Medusa.needs(Medusa.Config(), INFO, decoding=decoding) == {HIDDEN}
-
-
 def test_head_n_is_compared_with_the_state_n_places_further_on() -> None:
     drafter = build()
     one = batch(["ttrrrrrr"], [HIDDEN])

@@ -35,22 +35,6 @@ def remembered(drafter: MSD, one: Batch) -> list[tuple[Tensor, Tensor, Places]]:
     return seen
 
 
-def states(drafter: MSD, one: Batch) -> tuple[Tensor, Tensor]:
-    memory = PackedMemory()
-    drafter.condition(one, memory)
-    entries, token_E = drafter.entries(one)
-    return drafter.step(entries, memory), one.position_T[token_E]
-
-
-def moved(drafter: MSD, one: Batch, feature: Feature, rows: slice) -> list[int]:
-    """The positions whose state changes with those rows of a feature."""
-    other_ND = one.features[feature].clone()
-    other_ND[rows] += 1.0
-    before, position_E = states(drafter, one)
-    after, _ = states(drafter, one.having({**one.features, feature: other_ND}))
-    return position_E[(before != after).any(-1)].tolist()
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_visual_entry_is_the_raw_embedding_at_the_place_before_its_own(layout: str) -> None:
     one = sample(LAYOUTS[layout])
@@ -59,20 +43,6 @@ def test_a_visual_entry_is_the_raw_embedding_at_the_place_before_its_own(layout:
     expected = [place for place, kind in enumerate(LAYOUTS[layout]) if kind == "v"]
     assert places.order_N.tolist() == expected
     assert position_U.tolist() == [place - 1 for place in expected]
-
-
-def test_no_hidden_state_enters_at_a_visual_position() -> None:
-    one = sample("tvvvtrrr")
-    # The text state before the image is nobody's: the first text token after it has the last visual one's.
-    assert moved(build(), one, TEXT, slice(0, 1)) == []
-    assert moved(build(), one, SPAN, slice(0, 1)) == [4, 5, 6, 7]
-    assert moved(build(), one, TEXT, slice(1, 2)) == [5, 6, 7]
-
-
-def test_a_visual_token_is_seen_by_the_text_after_it_and_by_nothing_before() -> None:
-    one = sample("ttvvrrvvvtrrr")
-    assert moved(build(), one, VISUAL, slice(0, 1)) == [4, 5, 9, 10, 11, 12]
-    assert moved(build(), one, VISUAL, slice(4, 5)) == [9, 10, 11, 12]
 
 
 def test_vata_drops_visual_tokens_when_drafting_and_only_then() -> None:

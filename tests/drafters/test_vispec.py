@@ -41,22 +41,6 @@ def states(drafter: ViSpec, one: Batch) -> tuple[Tensor, Tensor]:
     return drafter.step(entries, memory), one.position_T[token_E]
 
 
-def moved(drafter: ViSpec, one: Batch, visual: slice) -> Tensor:
-    """The positions whose state changes with the embeddings of those visual tokens."""
-    embed_UD = one.features[VISUAL].clone()
-    embed_UD[visual] += 1.0
-    before, position_E = states(drafter, one)
-    after, _ = states(drafter, one.having({**one.features, VISUAL: embed_UD}))
-    return position_E[(before != after).any(-1)]
-
-
-@pytest.mark.parametrize("settings", [{}, {"num_q": 3}, {"injection": False}])
-def test_an_image_is_seen_by_the_text_after_it_and_by_nothing_before(settings: dict[str, object]) -> None:
-    drafter, one = build(**settings), sample(TWO_IMAGES)
-    assert moved(drafter, one, slice(0, 2)).tolist() == [3, 4, 5, 9, 10, 11, 12]
-    assert moved(drafter, one, slice(2, 5)).tolist() == [9, 10, 11, 12]
-
-
 @pytest.mark.parametrize("hop", [0, 2])
 def test_g_is_that_of_the_last_image_and_zero_before_the_first(hop: int) -> None:
     """At every hop: the drafter's own states meet g as the target's do."""

@@ -31,18 +31,17 @@ STAGE = Stage(name="test", hops=3, losses={"regression": 1.0, "cross_entropy": 1
 TWO_TURNS, OTHER, PROMPT = "tvvttrrrrrvvvtrrrrr", "tvtrrr", 10
 
 
-def trained_on(drafter: Drafter, features: Collection[Feature]) -> list[Tensor]:
+def trained_on(drafter: Drafter, sample: Batch) -> list[Tensor]:
     """Losses of every hop, with noise."""
-    sample = batch([TWO_TURNS, OTHER], features)
     scores = unroll(drafter.train(), sample, STAGE, torch.Generator().manual_seed(0)).scores
-    return [one.loss_R for one in scores]
+    return [one.loss_R.detach() for one in scores]
 
 
-def drafted_from(drafter: Drafter, features: Collection[Feature]) -> list[Tensor]:
-    """The first state and tree after a prompt of two turns."""
-    sample = batch([TWO_TURNS], EVERYTHING)
-    before = [cut(sample, PROMPT).feature(source, "text")[-1:] for source in drafter.sources]
-    draft = Growth(drafter.eval(), cut(batch([TWO_TURNS], features), PROMPT))
+def drafted_from(drafter: Drafter, sample: Batch) -> list[Tensor]:
+    """The first state and tree after a prompt."""
+    prompt = cut(sample, PROMPT)
+    draft = Growth(drafter.eval(), prompt)
+    before = [prompt.feature(source, "text")[-1:] for source in drafter.sources]
     draft.commit(sample.ids_T[PROMPT : PROMPT + 1], torch.cat(before, dim=-1))
     assert draft.state_1D is not None
     return [draft.state_1D, draft.grow(Tree.parse("8-2-2")).ids_N]
@@ -50,17 +49,21 @@ def drafted_from(drafter: Drafter, features: Collection[Feature]) -> list[Tensor
 
 @pytest.mark.parametrize("decoding", [False, True])
 @pytest.mark.parametrize(("name", "settings"), CASES)
-def test_more_features_change_nothing_and_one_less_is_an_error(
+def test_each_declared_feature_counts_and_no_other_does(
     name: str, settings: dict[str, Any], decoding: bool
 ) -> None:
     drafter = build(name, **settings)
     needs = drafter.needs(drafter.config, INFO, decoding=decoding)
     made = drafted_from if decoding else trained_on
-    for exact, rich in zip(made(drafter, needs), made(drafter, EVERYTHING), strict=True):
-        assert torch.equal(exact, rich)
+    rich = batch([TWO_TURNS] if decoding else [TWO_TURNS, OTHER], EVERYTHING)
+    exact = made(drafter, rich.only(needs))
+    for one, other in zip(exact, made(drafter, rich), strict=True):
+        assert torch.equal(one, other)
     for feature in needs:
+        changed = {**rich.features, feature: rich.features[feature].flip(-1)}
+        assert not torch.equal(made(drafter, rich.having(changed))[0], exact[0]), feature
         with pytest.raises(KeyError, match=f"lacks {feature.name}"):
-            made(drafter, needs - {feature})
+            made(drafter, rich.only(needs - {feature}))
 
 
 class Generous:
