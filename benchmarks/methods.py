@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from vlmdistill.drafters import catalogue
+from vlmdistill.drafters import catalogue, checkpoint
 from vlmdistill.drafters.base import Proposer
 from vlmdistill.drafters.decoding.generate import speculate
 from vlmdistill.pipelines import evaluate, flow, train
@@ -56,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     folders = [_folder(name, seed) for name, seed in pairs] + [n for n in names if n not in trained]
     tree = train.resolve("eagle2", "demo", ()).tree
     settings = evaluate.Settings(temperatures=(0.0, 1.0), limit=options.limit, max_new_tokens=512, tree=tree)
-    reports = evaluate.evaluate(workspace, folders, settings, on_prompt=_progress)
+    reports = _measured(workspace, folders, settings)
+    reports = reports or evaluate.evaluate(workspace, folders, settings, on_prompt=_progress)
     results = {
         "conditions": {
             key: reports[0][key] for key in ("hardware", "threads", "dtype", "prompts", "max_new_tokens")
@@ -78,6 +79,27 @@ def _say(text: str) -> None:
 def _progress(done: int, total: int, remark: str) -> None:
     if done % 10 == 0 or done == total:
         _say(f"decoded {done} of {total} {remark}")
+
+
+def _measured(
+    workspace: Workspace, folders: Sequence[str], settings: evaluate.Settings
+) -> list[dict[str, Any]]:
+    """The evaluations of all folders, if they are there, of these very drafters, and made in one run."""
+    reports = []
+    for name in folders:
+        file = workspace.reports / f"{name}.json"
+        if not file.exists():
+            return []
+        report = json.loads(file.read_text())
+        now = checkpoint.describe(workspace.drafter(name))["training"].get("signature")
+        count = len(evaluate.held_out(workspace.prompts, settings.limit))
+        asked = (now, settings.max_new_tokens, count, list(settings.temperatures))
+        temperatures = [one["temperature"] for one in report["temperatures"]]
+        limits = report["max_new_tokens"], report["prompts"]["count"]
+        if (report["training"].get("signature"), *limits, temperatures) != asked:
+            return []
+        reports.append(report)
+    return reports if len({report["measured"] for report in reports}) == 1 else []
 
 
 def _folder(name: str, seed: int) -> str:

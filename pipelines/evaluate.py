@@ -107,6 +107,7 @@ def evaluate(
         "prompts": {"count": len(chosen), "hash": content_hash([prompt.key for prompt in chosen])},
         "max_new_tokens": settings.max_new_tokens,
         "seed": settings.seed,
+        "measured": time.strftime("%Y-%m-%d %H:%M"),
     }
     reports = []
     for name, drafter in drafters.items():
@@ -119,7 +120,6 @@ def evaluate(
             "parameters": sum(weight.numel() for weight in drafter.parameters()),
             "training": description["training"],
             "config": description["config"],
-            "measured": time.strftime("%Y-%m-%d %H:%M"),
             "temperatures": results[name],
         }
         with written_aside(workspace.reports / f"{name}.json") as aside:
