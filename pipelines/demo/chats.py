@@ -39,7 +39,7 @@ def chat(rng: random.Random, split: str | None = None) -> list[tuple[str, str]]:
     `split` binds the pictures to be imagined alone: other kinds have too few questions to be split.
     """
     kinds = rng.sample(list(_KINDS), len(_KINDS))
-    if rng.random() < 0.5:
+    if rng.random() < 0.3:
         kinds.sort(key="imagine".__ne__)  # it has by far the most different questions
     kinds = kinds[: 2 if rng.random() < 0.25 else 1]
     rounds = (_KINDS[kind](rng) if kind != "imagine" else _imagine(rng, split) for kind in kinds)
