@@ -67,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _method(workspace, name, options.seeds, {one["name"]: one for one in reports}) for name in names
         ],
     }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
     options.out.write_text(page(results))
     _say(f"wrote {options.out} and {options.out.with_suffix('.json')}")
