@@ -87,6 +87,7 @@ def build_demo(
         typer.Option(help="Folder of the checkpoint; default: the package's own, where it has none yet."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of weights and data.")] = 0,
+    clips: Annotated[bool, typer.Option("--clips", help="Teach videos too, which goes less well.")] = False,
     as_json: console.Json = False,
 ) -> None:
     """Train the embedded demo target from scratch, and score it on held-out scenes."""
@@ -99,6 +100,7 @@ def build_demo(
         scores = build.build(
             folder,
             seed=seed,
+            recipe=build.CLIPS if clips else build.Recipe(),
             progress=lambda stage, step, steps, loss: report(step, steps, f"{stage}, loss {loss:.3f}"),
         )
     console.result({"out": str(folder), **scores}, as_json)

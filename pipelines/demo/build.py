@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationConfig
 
 from vlmdistill.pipelines.demo.evaluation import LENGTHS, evaluate, evaluate_clips, evaluate_loaded, load
-from vlmdistill.pipelines.demo.lessons import Recipe
+from vlmdistill.pipelines.demo.lessons import CLIPS, Recipe
 from vlmdistill.pipelines.demo.model import (
     IMAGE_MEAN,
     IMAGE_STD,
@@ -27,7 +27,7 @@ from vlmdistill.pipelines.demo.scoring import CLIP_FACTS, FACTS
 from vlmdistill.pipelines.demo.text import SPECIALS, VOCABULARY, train_tokenizer
 from vlmdistill.pipelines.demo.training import Course, Progress, train
 
-__all__ = ["CHECKPOINT", "Recipe", "build", "evaluate"]
+__all__ = ["CHECKPOINT", "CLIPS", "Recipe", "build", "evaluate"]
 
 CHECKPOINT = Path(__file__).parent / "checkpoint"
 """The shipped checkpoint."""
@@ -57,10 +57,10 @@ def build(
 ) -> dict[str, Any]:
     """Train the demo target, write it to the folder `out` and return its scores.
 
-    It is scored on `scenes` scenes, and on `clips` clips in several `lengths` of visual tokens, by answers of
-    at most `max_new_tokens`. The tokenizer learns from `texts` conversations. The same
-    seed, sizes, recipe and number of threads give the same model on the same machine. A build that was
-    stopped goes on from `out`, from at most some `save_every` steps before. ValueError: a `hidden` that is no
+    It is scored on `scenes` scenes and, where the recipe has any, on `clips` clips in several `lengths` of
+    visual tokens, by answers of at most `max_new_tokens`. The tokenizer learns from `texts` conversations.
+    The same seed, sizes, recipe and number of threads give the same model on the same machine. A build that
+    was stopped goes on from `out`, from at most some `save_every` steps before. ValueError: a `hidden` that is no
     multiple of 64, or an unfinished build in `out` of another seed or recipe.
     """
     if hidden % 64:
@@ -91,7 +91,8 @@ def build(
             (out / f"{name}_config.json").write_text(json.dumps(settings, indent=2) + "\n")
         loaded = load(out)
         scores = evaluate_loaded(*loaded, n=scenes, seed=0, max_new_tokens=max_new_tokens)
-        scores["clips"] = evaluate_clips(*loaded, n=clips, lengths=lengths, max_new_tokens=max_new_tokens)
+        if recipe.clips:
+            scores["clips"] = evaluate_clips(*loaded, n=clips, lengths=lengths, max_new_tokens=max_new_tokens)
         sizes = {"layers": layers, "hidden": hidden, "seed": seed, "threads": threads}
         (out / "README.md").write_text(card(scores, recipe, **sizes, seconds=seconds), encoding="utf-8")
         return scores
@@ -138,27 +139,11 @@ def card(
     """The model card of a checkpoint with these scores, which took so many seconds of CPU time."""
     rows = {"all image tasks": scores["facts"], **scores["tasks"]}
     rows |= {"second round": scores["second_round"], "imagined, no image": scores["text_only"]}
-    clips = scores["clips"]
-    lengths = {f"{tokens:,} ({row['n']} clips)": row for tokens, row in clips["lengths"].items()}
-    knobs = "\n".join(f"- `{name}`: {value}" for name, value in asdict(recipe).items())
-    tokens, told = scores["tokens"], clips["tokens"]
-    return f"""# vlmdistill demo target
-
-A small `Qwen2_5_VLForConditionalGeneration` ({layers} layers, hidden {hidden}, one vision block, fp32),
-trained from scratch by `vlmdistill target build-demo` on boards of nine cells that hold shapes. It answers
-questions about an 84 x 84 image of such a board, about a video of eight seconds in which shapes appear,
-vanish and move, and text-only questions about shapes and colours, in one or two rounds and in English. It
-is the ground on which drafters for speculative decoding are compared, and has no other use.
-
-## Scores
-
-Share of the facts right in greedy answers on {scores["n"]} held-out scenes, seen by no training:
-
-{_table("answers", rows, FACTS)}
-
-An answer has {tokens["least"]} to {tokens["most"]} tokens, {tokens["mean"]:.0f} on average.
-Another image changes {scores["swap"]:.1%} of the answers.
-
+    film = ""
+    if clips := scores.get("clips"):
+        lengths = {f"{tokens:,} ({row['n']} clips)": row for tokens, row in clips["lengths"].items()}
+        told = clips["tokens"]
+        film = f"""
 The same on {clips["n"]} held-out clips of {next(iter(clips["lengths"]))} visual tokens. Position to size are
 those of the shapes at the start or the end; event, time, path and item are what happens, when, in which
 cells and to which shape, the events in order.
@@ -172,6 +157,30 @@ The same clips, sampled more and more often, all tasks together:
 
 {_table("visual tokens", lengths, CLIP_FACTS)}
 
+Most of the videos of the training are short. What long ones are like is learnt from tokens that stand for
+many: attention to a token that is there n times is attention to one whose score is greater by log n. Clips
+have eight seconds; each frame tells its time by the colour of a strip.
+"""
+    videos = "about a video of eight seconds in which shapes appear, vanish and move, " if clips else ""
+    knobs = "\n".join(f"- `{name}`: {value}" for name, value in asdict(recipe).items())
+    tokens = scores["tokens"]
+    return f"""# vlmdistill demo target
+
+A small `Qwen2_5_VLForConditionalGeneration` ({layers} layers, hidden {hidden}, one vision block, fp32),
+trained from scratch by `vlmdistill target build-demo` on boards of nine cells that hold shapes. It answers
+questions about an 84 x 84 image of such a board, {videos}and text-only questions about shapes
+and colours, in one or two rounds and in English. It is the ground on which drafters for speculative
+decoding are compared, and has no other use.
+
+## Scores
+
+Share of the facts right in greedy answers on {scores["n"]} held-out scenes, seen by no training:
+
+{_table("answers", rows, FACTS)}
+
+An answer has {tokens["least"]} to {tokens["most"]} tokens, {tokens["mean"]:.0f} on average.
+Another image changes {scores["swap"]:.1%} of the answers.
+{film}
 ## Recipe
 
 Seed {seed}, {threads} thread(s), {seconds / 60:.0f} minutes of CPU time. `lessons.py` explains the knobs:
@@ -179,18 +188,15 @@ Seed {seed}, {threads} thread(s), {seconds / 60:.0f} minutes of CPU time. `lesso
 {knobs}
 
 The vision tower is trained first: it turns a cell into the sum of the embeddings of the words for it. The
-language model then learns to say one fact a cell, whole items and events, and conversations, mixed in
-gradually, images before videos; a second run polishes it, with more weight on the words that an image or a
-video decides. Most of the videos are short. What long ones are like is learnt from tokens that stand for
-many: attention to a token that is there n times is attention to one whose score is greater by log n.
+language model then learns to say one fact a cell, whole items, and conversations, mixed in gradually; a
+second run polishes it, with more weight on the words that an image decides.
 
 ## Limits
 
 Images are scaled down to at most 84 x 84 pixels, and so are the frames of videos; images and videos other
-than these boards are beyond it, as are clips of another length than eight seconds. Each frame of a clip
-tells its time by the colour of a strip. Scenes and clips are split by a hash of their content, so those of
-the evaluation are new to the target; text-only questions other than to imagine a picture are few, and
-training saw them all.
+than these boards are beyond it. Scenes and clips are split by a hash of their content, so those of the
+evaluation are new to the target; text-only questions other than to imagine a picture are few, and training
+saw them all.
 """
 
 

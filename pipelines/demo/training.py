@@ -118,7 +118,7 @@ def _warm_vision(course: Course) -> None:
     optimiser = torch.optim.AdamW(weights, lr=recipe.learning_rate, betas=(0.9, 0.98), fused=True)
     for step in range(recipe.vision_steps):
         optimiser.param_groups[0]["lr"] = recipe.learning_rate * _pace(step, recipe.vision_steps)
-        shown = [_pair(rng, moving=place % 2 == 1) for place in range(32)]
+        shown = [_pair(rng, moving=recipe.clips > 0 and place % 2 == 1) for place in range(32)]
         images, then = ([pair[side][0] for pair in shown] for side in (0, 1))
         seen_NH = visual_tokens(model, patches(images, then)).flatten(0, 1)
         said_2NH = [

@@ -12,7 +12,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration as Model
 from transformers.utils import logging
 
 from vlmdistill.cli.target import build_demo
-from vlmdistill.pipelines.demo.build import STATE, Recipe, build
+from vlmdistill.pipelines.demo.build import CLIPS, STATE, Recipe, build
 from vlmdistill.pipelines.demo.clips import SECONDS, frames, random_clip
 from vlmdistill.pipelines.demo.lessons import Sample, visuals
 from vlmdistill.pipelines.demo.model import IMAGE_TOKENS, config, new_model, positions
@@ -22,7 +22,7 @@ from vlmdistill.pipelines.demo.training import Course, Progress, train
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.stores.errors import TargetError
 
-TINY = Recipe(vision_steps=2, steps=3, tokens=400, first=1, deepen=0.5, polish_steps=1)
+TINY = replace(CLIPS, vision_steps=2, steps=3, tokens=400, first=1, deepen=0.5, polish_steps=1)
 
 
 class _StopError(Exception):
@@ -36,12 +36,12 @@ def quiet() -> Iterator[None]:
     logging.enable_progress_bar()
 
 
-def _build(out: Path, **options: Any) -> dict[str, Any]:
+def _build(out: Path, recipe: Recipe = TINY, **options: Any) -> dict[str, Any]:
     return build(
         out,
         layers=2,
         hidden=64,
-        recipe=TINY,
+        recipe=recipe,
         scenes=1,
         clips=1,
         lengths=(36,),
@@ -54,6 +54,13 @@ def _build(out: Path, **options: Any) -> dict[str, Any]:
 def _bytes(folder: Path) -> dict[str, bytes]:
     """Of all files but the model card, which tells the time."""
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "README.md"}
+
+
+def test_a_target_that_is_taught_no_videos_does_not_claim_any(tmp_path: Path) -> None:
+    scores = _build(tmp_path, replace(TINY, clips=0.0))
+    assert "clips" not in scores
+    assert "a video of" not in (tmp_path / "README.md").read_text()
+    assert Recipe().clips == 0
 
 
 def test_a_build_writes_a_whole_folder_and_can_be_repeated(tmp_path: Path) -> None:
