@@ -60,8 +60,8 @@ def build(
     It is scored on `scenes` scenes and, where the recipe has any, on `clips` clips in several `lengths` of
     visual tokens, by answers of at most `max_new_tokens`. The tokenizer learns from `texts` conversations.
     The same seed, sizes, recipe and number of threads give the same model on the same machine. A build that
-    was stopped goes on from `out`, from at most some `save_every` steps before. ValueError: a `hidden` that is no
-    multiple of 64, or an unfinished build in `out` of another seed or recipe.
+    was stopped goes on from `out`, from at most some `save_every` steps before. ValueError: a `hidden` that
+    is no multiple of 64, or an unfinished build in `out` of another seed or recipe.
     """
     if hidden % 64:
         raise ValueError(
