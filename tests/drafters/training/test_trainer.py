@@ -69,6 +69,22 @@ def test_a_killed_run_continues_bit_for_bit(store: Path, tmp_path: Path) -> None
     assert files[0] == files[1]
 
 
+@pytest.mark.parametrize("counted", [(), ("steps=30",)])
+def test_images_come_in_as_the_stage_goes_on(counted: tuple[str, ...], store: Path, tmp_path: Path) -> None:
+    """By epochs or by steps: a mix that begins with text alone and ends with images alone."""
+    tokens: list[int] = []
+    mixed = ("stages.text.epochs=0", "stages.multimodal.epochs=10", "stages.multimodal.visual=[0,1]")
+    settings = (*mixed, "batch_tokens=30", *counted)
+    run = plan(store, tmp_path / "out", drafter="msd", settings=settings, micro_tokens=15)
+    train(run, lambda progress: tokens.append(progress.tokens))
+    assert len(tokens) >= 30
+    text = len(synthetic.LAYOUTS["no image"])
+    shown = [count not in (text, 2 * text) for count in tokens]  # steps of two samples at most
+    third = len(shown) // 3
+    assert not any(shown[:3])  # the first epoch
+    assert sum(shown[:third]) < third / 2 < sum(shown[-third:])
+
+
 def test_a_finished_run_is_left_alone_and_another_one_is_refused(store: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     train(plan(store, out))
