@@ -234,11 +234,12 @@ class Copied(Ours):
     def reader(self) -> Read:
         """Every byte of each sample through its checksum and into memory."""
         store = Store.open(self.folder)
-        at = {key: number for number, key in enumerate(store.index["key"])}
+        index = store.index
+        at = {key: number for number, key in enumerate(index["key"])}
 
         def read(keys: Sequence[str]) -> None:
             for key in keys:
-                store.read_batch([store.index.row(at[key], named=True)], [FEATURE])
+                store.read_batch([index.row(at[key], named=True)], [FEATURE])
 
         return read
 

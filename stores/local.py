@@ -2,13 +2,9 @@
 
 import errno
 import fcntl
-import mmap
 import os
 import secrets
 import shutil
-import threading
-import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,12 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from vlmdistill.stores.place import STAGING, Place, cut
+from vlmdistill.stores.files import OpenFiles
+from vlmdistill.stores.place import STAGING, Place
 from vlmdistill.stores.schema import Array
 
-OPEN_FILES = 128
-MAPPED_BYTES = 1 << 16  # below this a read is cheaper than a memory map
-CACHED_BYTES = 1 << 19  # half of what a core has to itself
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -42,14 +36,6 @@ def ensure(folder: Path) -> None:
         sync(folder.parent)
 
 
-class OpenFile:
-    """A file open for reading until nobody uses it."""
-
-    def __init__(self, path: Path) -> None:
-        self.number = os.open(path, os.O_RDONLY)
-        weakref.finalize(self, os.close, self.number)
-
-
 class Local(Place):
     """A folder of a local or shared POSIX file system."""
 
@@ -58,8 +44,7 @@ class Local(Place):
     def __init__(self, root: Path) -> None:
         self.root = root
         self.url = str(root)
-        self._files: OrderedDict[str, OpenFile] = OrderedDict()
-        self._lock = threading.Lock()
+        self._files = OpenFiles(root)
         self._held: dict[Path, int] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -73,50 +58,18 @@ class Local(Place):
         return (self.root / name).read_bytes()
 
     def extent(self, name: str, start: int, length: int) -> Array:
-        """Map just this extent, so that memory follows what is held, not what was ever read."""
-        if length < MAPPED_BYTES:
-            data = np.empty(length, np.uint8)
-            self.fill(name, start, data, lambda _: None)
-            return data
-        file = self._open(name)
-        if os.fstat(file.number).st_size < start + length:  # touching a map past the end kills the process
-            raise cut(self.url, name)
-        skip = start % mmap.ALLOCATIONGRANULARITY
-        # Private and writable: torch takes it without a copy, and nobody can change the file.
-        mapped = mmap.mmap(
-            file.number,
-            skip + length,
-            flags=mmap.MAP_PRIVATE,
-            prot=mmap.PROT_READ | mmap.PROT_WRITE,
-            offset=start - skip,
-        )
-        return np.frombuffer(mapped, np.uint8, length, skip)
+        """Mapped, so that memory follows what is held."""
+        return self._files[name].extent(start, length) if length else np.empty(0, np.uint8)
 
     def fill(self, name: str, start: int, out: Array, seen: Callable[[memoryview], None]) -> None:
-        """Read in parts that stay in the processor's cache until `seen` has looked at them."""
-        if not len(out):
-            return
-        file = self._open(name)
-        for at in range(0, len(out), CACHED_BYTES):
-            part = out.data[at : at + CACHED_BYTES]
-            if os.preadv(file.number, [part], start + at) != len(part):
-                raise cut(self.url, name)
-            seen(part)
+        """Part by part."""
+        if len(out):
+            self._files[name].fill(start, out, seen)
 
     def announce(self, name: str, start: int, length: int) -> None:
         """Let the disk start on an extent while others are still being read."""
-        if length and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._open(name).number, start, length, os.POSIX_FADV_WILLNEED)
-
-    def _open(self, name: str) -> OpenFile:
-        with self._lock:
-            file = self._files.get(name)
-            if file is None:
-                file = self._files[name] = OpenFile(self.root / name)
-                if len(self._files) > OPEN_FILES:
-                    self._files.popitem(last=False)
-            self._files.move_to_end(name)
-            return file
+        if length:
+            self._files[name].announce(start, length)
 
     def create(self, name: str, data: bytes) -> bool:
         """Link a finished file into place: atomic, exclusive, and whole on every POSIX system."""

@@ -99,9 +99,9 @@ class Place(ABC):
         return self.files(folder).get(leaf)
 
 
-def cut(url: str, name: str) -> StoreError:
+def cut(where: str) -> StoreError:
     """The error of whoever finds a file shorter than it must be."""
-    what = f"{url}/{name} is damaged: it is shorter than its record says"
+    what = f"{where} is damaged: it is shorter than its record says"
     return StoreError(f"{what}. `vlmdistill store verify` lists all damage")
 
 

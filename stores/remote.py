@@ -61,7 +61,7 @@ class Remote(Place):
                 raise
             data = b""
         if len(data) != length:
-            raise cut(self.url, name)
+            raise cut(f"{self.url}/{name}")
         return data
 
     def create(self, name: str, data: bytes) -> bool:

@@ -12,7 +12,6 @@
 """
 
 import contextlib
-from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,7 @@ import numpy as np
 from vlmdistill.stores.arrays import CHUNK_FILE, ArraySpec, extent_of, read_rows
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.heads import read_head, write_head
-from vlmdistill.stores.indexing import Shards
+from vlmdistill.stores.indexing import Lines, Shards
 from vlmdistill.stores.layout import TOKENS, Layout, rows_of
 from vlmdistill.stores.manifest import (
     SHARDS,
@@ -68,7 +67,7 @@ class Store:
         self.layout = Layout.of(self.provenance, self.info, record["encoding"])
         self._shards = Shards(place)
         self._pool = Pool()
-        self._index: tuple[Any, pl.DataFrame] | None = None  # what it was made from; the frame
+        self._index: tuple[Any, Lines] | None = None  # what it was made from; the index
 
     @classmethod
     def create(
@@ -167,12 +166,15 @@ class Store:
         Columns: key, dataset, text_tokens, visual_tokens, response_tokens, spans, where its rows
         lie (unit, shard, text_row, visual_row, span_row, sample_row), xxh3.<array>, then meta.
         """
+        return self._lines().frame
+
+    def _lines(self) -> Lines:
         from vlmdistill.stores.sidecar import join_stats
 
         there = tuple(units(self.place)), tuple(self.place.names(STATS))
         if self._index is None or self._index[0] != there:
             merged = self._shards.merged(there[0], [spec.name for spec in self.layout.arrays])
-            self._index = there, join_stats(self.place, merged)
+            self._index = there, Lines(join_stats(self.place, merged))
         return self._index[1]
 
     def view(self, name: str | None) -> "pl.DataFrame":
@@ -191,31 +193,26 @@ class Store:
         StoreError when there is no such sample or feature, or when the data are damaged: it
         names the shard, the field and the sample.
         """
-        row = self._row(self._index[1], key) if self._index else None
-        row = row or self._row(self.index, key)  # committed since we last looked?
+        row = self._index[1].find(key) if self._index else None
+        row = row or self._lines().find(key)  # committed since we last looked?
         if row is None:
             raise StoreError(f"{self.path} has no sample '{key}'")
-        self.announce(row, features)
-        return self.read_row(row, features)
+        chosen = self.layout.choose(features)
+        self._announce(row, chosen)
+        return self._read(row, chosen)
 
-    @staticmethod
-    def _row(index: "pl.DataFrame", key: str) -> dict[str, Any] | None:
-        keys = index["key"]
-        at = bisect_left(keys, key)
-        return index.row(at, named=True) if at < len(keys) and keys[at] == key else None
-
-    def read_row(
+    def _read(
         self,
         row: Mapping[str, Any],
-        features: Collection[Feature] | None = None,
+        features: Sequence[Feature],
         into: Mapping[Feature, Array] | None = None,
     ) -> Sample:
-        """The sample of one row of the index, its features read `into` arrays [n, D] if given; see `read`."""
+        """The sample of one row of the index, its features read `into` arrays [n, D] if given."""
         tokens_T4 = self.rows(TOKENS, row)
         ids_T, position_T, rope_T, response_T = np.ascontiguousarray(tokens_T4.T)
         written = self.commit(row["unit"])["meta"]  # without what training says of the sample
         held = {}
-        for feature in self.layout.choose(features):
+        for feature in features:
             specs, out = self.layout.parts(feature), into[feature] if into else None
             if len(specs) == 1:
                 held[feature] = self.rows(specs[0], row, out)
@@ -249,10 +246,10 @@ class Store:
             feature: self._pool.take(
                 sum(rows_of(feature.where, row) for row in rows), self.layout.width, self.layout.storage
             )
-            for feature in features
+            for feature in self.layout.choose(features)
         }
         for row in rows:
-            self.announce(row, features)
+            self._announce(row, tuple(blocks))
         ends = dict.fromkeys(blocks, 0)
         samples = []
         for row in rows:
@@ -260,15 +257,15 @@ class Store:
             for feature, block in blocks.items():
                 start, ends[feature] = ends[feature], ends[feature] + rows_of(feature.where, row)
                 into[feature] = block[start : ends[feature]]
-            samples.append(self.read_row(row, features, into))
+            samples.append(self._read(row, tuple(blocks), into))
         return samples
 
-    def announce(self, row: Mapping[str, Any], features: Collection[Feature] | None = None) -> None:
-        """Let the disk start on all arrays of a sample at once."""
+    def _announce(self, row: Mapping[str, Any], features: Sequence[Feature]) -> None:
+        """Let the disk start on all arrays of a sample at once, in the order of reading."""
         shard = f"{SHARDS}/{self.commit(row['unit'])['shard']}"
-        specs = [spec for feature in self.layout.choose(features) for spec in self.layout.parts(feature)]
+        specs = [spec for feature in features for spec in self.layout.parts(feature)]
         with contextlib.suppress(FileNotFoundError):  # whoever reads it says what is missing
-            for spec in (*specs, TOKENS):
+            for spec in (TOKENS, *specs):
                 span = self._span(spec, row)
                 if span and not spec.compressed:
                     self.place.announce(*extent_of(shard, spec, span))
@@ -285,13 +282,15 @@ class Store:
         total = record["rows"][spec.rows]
         size = record["files"].get(f"{spec.name}/{CHUNK_FILE}", (0,))[0]
         shard = f"{SHARDS}/{record['shard']}"
-        where = f"{self.path}/{shard}: {spec.name} of sample {row['key']}"
         try:
             rows, checksum = read_rows(self.place, shard, spec, span, total, size, out)
         except FileNotFoundError as error:
-            raise damaged(where, "it is missing") from error
+            raise damaged(self._where(shard, spec, row), "it is missing") from error
         except OSError as error:
-            raise StoreError(f"{where} cannot be read: {error}") from error
+            raise StoreError(f"{self._where(shard, spec, row)} cannot be read: {error}") from error
         if checksum != row[XXH3 + spec.name]:
-            raise damaged(where)
+            raise damaged(self._where(shard, spec, row))
         return rows
+
+    def _where(self, shard: str, spec: ArraySpec, row: Mapping[str, Any]) -> str:
+        return f"{self.path}/{shard}: {spec.name} of sample {row['key']}"
