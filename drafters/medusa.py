@@ -11,8 +11,9 @@ Departs from ViSpec's code in: head n learns the token n places on (the code giv
 the first); bias and weight both start at zero, so that an untrained head is the target's own (the code's
 bias is random); `tree.depth` is obeyed (the code has as many levels as heads).
 Where the ViSpec paper (3 heads) and its code (5) differ: 5, for the paper's tree 30-3-8 has four levels.
-Losses are the code's, EAGLE's, between each head's output and the state that it stands for; the original has
-hard labels, and weighs head n by 0.8^n (here `hop_decay` of a stage).
+Losses are the original's, cross-entropy with head n weighed by 0.8^n, against the target's distribution where
+the original has hard labels. ViSpec's code has EAGLE's, which mostly regress the target's state: heads that
+start as the identity then hardly leave it (docs/methods.md).
 
 Shapes: E entries, R rows, D hidden, V vocabulary.
 """
@@ -38,8 +39,22 @@ class Medusa(Drafter):
         """How many places ahead it guesses: the hops of every stage, and the most levels of a tree."""
         tree: Tree = Tree(30, 3, 8)
         stages: tuple[Stage, ...] = (
-            Stage(name="text", epochs=20, visual=(0, 0), learning_rate=3e-5),
-            Stage(name="multimodal", epochs=20, visual=(1, 1), learning_rate=3e-5),
+            Stage(
+                name="text",
+                epochs=20,
+                visual=(0, 0),
+                learning_rate=3e-5,
+                losses={"cross_entropy": 1.0},
+                hop_decay=0.8,
+            ),
+            Stage(
+                name="multimodal",
+                epochs=20,
+                visual=(1, 1),
+                learning_rate=3e-5,
+                losses={"cross_entropy": 1.0},
+                hop_decay=0.8,
+            ),
         )
 
         def __post_init__(self) -> None:
