@@ -10,7 +10,7 @@ Every shard has `tokens`; every captured feature has one array, or three when it
 """
 
 import functools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,6 +108,9 @@ class Layout:
                     f"sample {sample.key}: {feature.name} is {rows.dtype}{list(rows.shape)}, "
                     f"not {self.storage}{list(shape)}"
                 )
+        why = untiled(sample.position_T, [(span.start, span.length) for span in sample.spans])
+        if why:
+            raise StoreError(f"sample {sample.key}: {why}")
 
     def split(self, sample: Sample, losses: dict[str, list[float]]) -> Iterator[tuple[ArraySpec, Array]]:
         """The rows of each array for one sample.
@@ -131,6 +134,26 @@ class Layout:
     def join(self, feature: Feature, parts: tuple[Array, ...]) -> Array:
         """A feature [n, D] in its storage dtype, from the rows of its arrays."""
         return parts[0] if len(parts) == 1 else dequantize(parts, self.dtype)
+
+
+def untiled(position_T: Array, spans: Sequence[tuple[int, int]]) -> str | None:
+    """Why text tokens and spans (start, length) of visual tokens do not fill a sequence, None when they do.
+
+    Each in its own order, the two together must take every position from 0 on, each once.
+    """
+    start_M, length_M = np.array(spans, np.int64).reshape(-1, 2).T
+    if (np.diff(position_T) < 1).any() or (np.diff(start_M) < 1).any() or (length_M < 1).any():
+        return "its text tokens or visual spans are not in the order of their positions, or a span is empty"
+    starts = np.concatenate([np.asarray(position_T, np.int64), start_M])
+    lengths = np.concatenate([np.ones(len(position_T), np.int64), length_M])
+    order = np.argsort(starts, kind="stable")
+    free = np.cumsum(lengths[order]) - lengths[order]  # where the next must start
+    wrong = np.flatnonzero(starts[order] != free)
+    if not len(wrong):
+        return None
+    at, want = int(starts[order][wrong[0]]), int(free[wrong[0]])
+    what = f"nothing stands at position {want}" if at > want else f"position {at} is taken twice"
+    return f"its text tokens and visual spans do not fill the sequence: {what}"
 
 
 def rows_of(rows: Rows, counts: Mapping[str, Any]) -> int:

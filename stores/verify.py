@@ -9,7 +9,9 @@ from typing import Any, Literal
 
 import blake3
 
+from vlmdistill.stores.arrays import CHUNK_FILE, read_rows
 from vlmdistill.stores.errors import StoreError
+from vlmdistill.stores.layout import TOKENS, untiled
 from vlmdistill.stores.manifest import (
     CACHE,
     COMMITS,
@@ -26,7 +28,7 @@ from vlmdistill.stores.manifest import (
 )
 from vlmdistill.stores.place import STAGING, Place, place_of
 from vlmdistill.stores.schema import content_hash
-from vlmdistill.stores.tables import table_names
+from vlmdistill.stores.tables import INDEX, read_arrow, table_names
 
 BLOCK = 1 << 24
 Kind = Literal["damaged", "missing", "orphan", "unfinished"]
@@ -71,7 +73,8 @@ def verify(
     if STORE not in there and not any(name.startswith(f"{COMMITS}/") for name in there):
         raise StoreError(f"there is no feature store at {path}")
     findings: list[Finding] = []
-    promised = dict(_promises(place, findings))
+    commits: list[Record] = []
+    promised = dict(_promises(place, findings, commits))
     total = sum(size for size, _ in promised.values())
 
     def check(item: tuple[str, tuple[int, str]]) -> tuple[int, Finding | None]:
@@ -94,6 +97,10 @@ def verify(
                 progress(done, total)
             if finding:
                 findings.append(finding)
+    bad = {finding.name for finding in findings}
+    for commit in commits:
+        if bad.isdisjoint(f"{SHARDS}/{commit['shard']}/{name}" for name in commit["files"]):
+            findings += _untiled(place, commit)
     records = {STORE} | {name for name in there if _is_record(name)}
     for name in sorted(set(there) - set(promised) - records):
         if name.startswith((f"{STAGING}/", f"{DEAD}/")):
@@ -115,8 +122,26 @@ def _checksum(place: Place, name: str, size: int) -> str:
     return str(state.hexdigest())
 
 
-def _promises(place: Place, findings: list[Finding]) -> Iterator[tuple[str, tuple[int, str]]]:
-    """Every file that some record names, with (bytes, blake3); damaged records become findings."""
+def _untiled(place: Place, commit: Record) -> Iterator[Finding]:
+    """Samples that are as they were written and yet make no sequence: only a faulty writer leaves such."""
+    shard, rows, files = f"{SHARDS}/{commit['shard']}", commit["rows"]["text"], commit["files"]
+    size = files.get(f"{TOKENS.name}/{CHUNK_FILE}", (0,))[0]
+    position_T = read_rows(place, shard, TOKENS, range(rows), rows, size)[0][:, 1]
+    table = read_arrow(place, f"{shard}/{INDEX}", files[INDEX])
+    for row in table.select(["key", "text_row", "text_tokens", "spans"]).to_pylist():
+        mine_T = position_T[row["text_row"] : row["text_row"] + row["text_tokens"]]
+        why = untiled(mine_T, [(span["start"], span["length"]) for span in row["spans"]])
+        if why:
+            yield Finding("damaged", f"{shard}/{INDEX}", f"sample {row['key']}: {why}")
+
+
+def _promises(
+    place: Place, findings: list[Finding], commits: list[Record]
+) -> Iterator[tuple[str, tuple[int, str]]]:
+    """Every file that some record names, with (bytes, blake3).
+
+    Damaged records become `findings`, intact ones of units are added to `commits`.
+    """
 
     def record(name: str) -> Record | None:
         try:
@@ -139,6 +164,7 @@ def _promises(place: Place, findings: list[Finding]) -> Iterator[tuple[str, tupl
         commit = record(commit_name(unit))
         if commit is None:
             continue
+        commits.append(commit)
         # A record is intact and yet wrong where it was copied from another unit or store.
         if commit["unit"] != unit or commit["shard"] != shard_name(unit, commit["files"]):
             findings.append(Finding("damaged", commit_name(unit), f"it is the record of {commit['unit']}"))

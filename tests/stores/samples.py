@@ -70,11 +70,10 @@ def sample(
     rng = np.random.default_rng(number)
     text = int(rng.integers(3, 40)) if tokens is None else tokens
     lengths = [int(n) for n in rng.integers(1, 20, int(rng.integers(0, 3)))]
-    spans, position, start = [], np.arange(text, dtype=np.int32), 1
-    for length in lengths:
-        spans.append(Span(start, length))
-        position[start:] += length
-        start += length + 1
+    spans, position = [], np.arange(text, dtype=np.int32)
+    for before, length in enumerate(lengths, start=1):  # text tokens before the span
+        spans.append(Span(int(position[before]), length))
+        position[before:] += length
     rows = {"text": text, "visual": sum(lengths), "span": len(lengths)}
     held = {}
     for name in features:

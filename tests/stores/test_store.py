@@ -3,16 +3,17 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.stores.samples import FEATURES, bf16, head, info, make, provenance, same, sample, write
+from tests.stores.samples import FEATURES, WIDTH, bf16, head, info, make, provenance, same, sample, write
 from vlmdistill.stores import indexing
 from vlmdistill.stores.collect import collect
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.layout import widen
-from vlmdistill.stores.schema import Feature
+from vlmdistill.stores.schema import Feature, Sample, Span
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.verify import verify
 
@@ -176,6 +177,56 @@ def test_a_sample_that_does_not_fit_is_refused_by_name(store: Store) -> None:
         with pytest.raises(StoreError, match="twice"):
             writer.add(good)
     assert same(store.read("k0040"), good)
+
+
+SEEN = sample(next(number for number in range(40, 99) if len(sample(number).spans) == 2))
+MOVED = [
+    ({"position_T": SEEN.position_T + 1}, "nothing stands at position 0"),
+    ({"position_T": SEEN.position_T[::-1]}, "not in the order"),
+    ({"position_T": np.arange(len(SEEN.ids_T), dtype=np.int32)}, "position 1 is taken twice"),
+    ({"spans": SEEN.spans[::-1]}, "not in the order"),
+    ({"spans": (Span(SEEN.spans[0].start, SEEN.visual_tokens), Span(400, 0))}, "a span is empty"),
+    (
+        {"spans": (SEEN.spans[0], Span(SEEN.spans[1].start + 1, SEEN.spans[1].length))},
+        f"nothing stands at position {SEEN.spans[1].start}",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "why"), MOVED)
+def test_text_and_spans_must_fill_the_sequence(store: Store, changes: dict[str, Any], why: str) -> None:
+    """Refused by the writer, and found by `verify` where another writer let it in."""
+    wrong = dataclasses.replace(SEEN, **changes)
+    with store.writer("u9") as writer, pytest.raises(StoreError, match=f"sample {wrong.key}: .*{why}"):
+        writer.add(wrong)
+    assert not verify(store.path).findings
+    counts = {
+        "text": len(wrong.ids_T),
+        "visual": wrong.visual_tokens,
+        "response": int(wrong.response_T.sum()),
+    }
+    line = {f"{name}_tokens": count for name, count in counts.items()}
+    spans = [{"start": span.start, "length": span.length} for span in wrong.spans]
+    with store.writer("u9") as writer:
+        writer.copy(
+            {"key": wrong.key, "dataset": "", "spans": spans, **line}, store.layout.split(wrong, {}), {}
+        )
+    (found,) = verify(store.path).damage
+    assert found.name.endswith("/index.arrow")
+    assert f"sample {wrong.key}" in found.detail
+    assert why in found.detail
+
+
+def test_images_may_stand_side_by_side_and_at_either_end(store: Store) -> None:
+    text = np.array([3, 4], np.int32)
+    spans = (Span(0, 2), Span(2, 1), Span(5, 2))
+    rows = {"text": 2, "visual": 5, "span": 3}
+    features = {feature: np.zeros((rows[feature.where], WIDTH), np.uint16) for feature in SEEN.features}
+    given = Sample("edges", text, text > 3, text, text, spans, features)
+    with store.writer("u9") as writer:
+        writer.add(given)
+    assert same(store.read("edges"), given)
+    assert not verify(store.path).findings
 
 
 def test_a_feature_never_captured_is_named(store: Store) -> None:
