@@ -38,7 +38,7 @@ class Remote(Place):
 
     def read(self, name: str) -> bytes:
         """The whole file; FileNotFoundError when there is none."""
-        return bytes(self._fs.cat_file(self._path(name)))
+        return self._cat(name)
 
     def extent(self, name: str, start: int, length: int) -> Array:
         """One ranged request."""
@@ -55,7 +55,7 @@ class Remote(Place):
         if length == 0:
             return b""
         try:
-            data = bytes(self._fs.cat_file(self._path(name), start=start, end=start + length))
+            data = self._cat(name, start=start, end=start + length)
         except OSError as error:
             if error.errno != errno.EINVAL:  # the range is not satisfiable
                 raise
@@ -63,6 +63,12 @@ class Remote(Place):
         if len(data) != length:
             raise cut(f"{self.url}/{name}")
         return data
+
+    def _cat(self, name: str, **part: int) -> bytes:
+        try:
+            return bytes(self._fs.cat_file(self._path(name), **part))
+        except _broken_lines() as error:
+            raise ConnectionError(str(error)) from error
 
     def create(self, name: str, data: bytes) -> bool:
         """A conditional PUT where the store has one; elsewhere racing writers may both win, each whole."""
@@ -181,6 +187,15 @@ class Remote(Place):
         """Remove the folder: what was sent already is not sent again, and the rest is near."""
         del keep
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _broken_lines() -> tuple[type[Exception], ...]:
+    """What aiohttp, where it is installed, raises for a broken line: not an OSError."""
+    try:
+        from aiohttp import ClientError
+    except ImportError:
+        return ()
+    return (ClientError,)
 
 
 def _modified(about: dict[str, Any]) -> float:

@@ -50,6 +50,10 @@ BLOCK = 1 << 24
 Progress = Callable[[int, int], None]  # samples done, samples in all
 
 
+class InterruptedCopyError(StoreError):
+    """A file could not be read to its end; what arrived of it stays."""
+
+
 @dataclass(frozen=True)
 class Copied:
     """What a copy did, in samples."""
@@ -181,8 +185,8 @@ def _copy_shard(source: Store, target: Store, record: Record) -> None:
             }
             commit(target.place, {**record, **changed})
             keep = False
-        except StoreError:
-            keep = False
+        except StoreError as error:
+            keep = isinstance(error, InterruptedCopyError)
             raise
         finally:
             target.place.release(folder, keep=keep)
@@ -218,7 +222,7 @@ def _fetch(place: Place, name: str, path: Path, entry: tuple[Any, ...]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
         if file.tell() > size:
-            file.truncate(0)
+            file.seek(file.truncate(0))
         if file.tell():
             state.update_mmap(path)
         for start in range(file.tell(), size, BLOCK):
@@ -226,6 +230,9 @@ def _fetch(place: Place, name: str, path: Path, entry: tuple[Any, ...]) -> None:
                 data = place.extent(name, start, min(BLOCK, size - start)).data
             except FileNotFoundError as error:
                 raise damaged(f"{place.url}/{name}", "it is missing") from error
+            except OSError as error:
+                what = f"{place.url}/{name} cannot be read: {error}"
+                raise InterruptedCopyError(f"{what}. Run it again: it goes on from here") from error
             file.write(data)
             state.update(data)
         file.flush()
