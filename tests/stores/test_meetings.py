@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.stores.samples import head, info, make, provenance, sample
 from vlmdistill.stores import commits
 from vlmdistill.stores.collect import collect
-from vlmdistill.stores.commits import commit
+from vlmdistill.stores.commits import commit, remove
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.filters import filter_store
 from vlmdistill.stores.manifest import SHARDS, Record
@@ -201,7 +201,52 @@ def clean(url: str, patch: pytest.MonkeyPatch) -> None:
     patch.undo()
 
 
-@settings(max_examples=150, deadline=None)
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_writer_and_a_removal_that_meet_at_any_call(
+    bare: Path, built: list[tuple[Path, Record]], dies: bool
+) -> None:
+    """All there is to two actors: each pause of either, and each death of the collector after it."""
+    shard = f"{SHARDS}/{built[0][1]['shard']}"
+    for before, pause in itertools.product((1,) if dies else range(1, 6), range(14)):
+        for more in range(14 - pause) if dies else (10**9,):
+            url = laid_out(bare)
+            one, other = Actor(url, writer(built[0])), Actor(url, lambda place: remove(place, shard))
+            run(one, before)
+            run(other, pause)
+            run(one, 10**9)
+            run(other, more)
+            if not other.end:
+                other.step(kill=True)
+            ends(url, [one], other)
+
+
+def test_another_writer_that_passes_by_while_a_writer_and_a_removal_pause(
+    bare: Path, built: list[tuple[Path, Record]]
+) -> None:
+    shard = f"{SHARDS}/{built[0][1]['shard']}"
+    for before, pause, writer_first in itertools.product(range(1, 6), range(14), (True, False)):
+        url = laid_out(bare)
+        writers = [Actor(url, writer(built[0])) for _ in range(2)]
+        other = Actor(url, lambda place: remove(place, shard))
+        run(writers[0], before)
+        run(other, pause)
+        run(writers[1], 10**9)
+        for actor in (writers[0], other) if writer_first else (other, writers[0]):
+            run(actor, 10**9)
+        ends(url, writers, other)
+
+
+def ends(url: str, writers: Sequence[Actor], *others: Actor) -> None:
+    """All went as promised: what a writer believes is there, and a collector can tidy up the rest."""
+    assert {actor.end for actor in (*writers, *others)} <= {DONE, MET, KILLED}
+    with pytest.MonkeyPatch.context() as patch:
+        clean(url, patch)
+    assert not verify(url).findings
+    if any(actor.end == DONE for actor in writers):
+        assert Store.open(url).keys() == {"k0001"}
+
+
+@settings(max_examples=100, deadline=None)
 @given(second=st.integers(0, 1), schedule=SCHEDULES)
 def test_two_writers_and_two_collectors_in_any_order(
     bare: Path, built: list[tuple[Path, Record]], second: int, schedule: Schedule
@@ -210,12 +255,7 @@ def test_two_writers_and_two_collectors_in_any_order(
     writers = [Actor(url, writer(built[0])), Actor(url, writer(built[second]))]
     actors = [*writers, Actor(url, collector), Actor(url, collector)]
     schedule.play(actors)
-    with pytest.MonkeyPatch.context() as patch:
-        clean(url, patch)
-    assert {actor.end for actor in actors} <= {DONE, MET, KILLED}
-    assert not verify(url).findings
-    if any(actor.end == DONE for actor in writers):
-        assert Store.open(url).keys() == {"k0001"}
+    ends(url, writers, *actors[2:])
 
 
 @settings(max_examples=40, deadline=None)
