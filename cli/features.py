@@ -71,7 +71,7 @@ def features(
     names = capturing.drafters(drafters)
     if import_ and not (prompts or workspace.prompts).exists():
         console.note(f"no prompts yet: importing {import_}")
-        imported([import_], workspace.root, prompts or workspace.prompts, prompting.Choices())
+        imported([import_], workspace, prompts or workspace.prompts, prompting.Choices())
     asked = prompting.select(prompting.read(prompts or workspace.prompts, model), split.value, limit)
     answers = responses or workspace.responses
     # Ray starts once for both, and not at all when nothing is missing.

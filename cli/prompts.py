@@ -11,6 +11,7 @@ from vlmdistill.cli import console
 if TYPE_CHECKING:
     from vlmdistill.pipelines.importers import Format as AnyFormat
     from vlmdistill.pipelines.prompts import Choices, Summary
+    from vlmdistill.pipelines.workspace import Workspace
 
 
 class Format(StrEnum):
@@ -96,24 +97,29 @@ def prompts(
         eval_share=eval_share,
         split=split.value if split else None,
     )
-    summary = imported(given, workspace.root, out, choices, kind.value)
+    summary = imported(given, workspace, out, choices, kind.value)
     console.result(_facts(summary.to_dict()), as_json)
 
 
 def imported(
     given: list[str],
-    workspace: Path,
+    workspace: "Workspace",
     out: Path,
     choices: "Choices",
     kind: "AnyFormat" = "auto",
 ) -> "Summary":
-    """Import the sources as typed; `demo` alone means the files that the demo writes into the workspace."""
+    """Import the sources as typed; `demo` alone means the files that the demo writes into the workspace.
+
+    These have videos where the model is the embedded target that knows them.
+    """
     from vlmdistill.pipelines import prompts as importing
-    from vlmdistill.pipelines.demo_prompts import import_demo
+    from vlmdistill.pipelines.demo_prompts import AMOUNTS, import_demo
 
     with console.progress("importing", "rows") as report:
         if given == ["demo"] and not Path("demo").exists():
-            return import_demo(workspace / "demo-data", out, choices, progress=lambda rows: report(rows, 0))
+            amount = AMOUNTS.get(workspace.model, AMOUNTS["demo"])
+            folder = workspace.root / "demo-data"
+            return import_demo(folder, out, amount, choices, progress=lambda rows: report(rows, 0))
         return importing.import_prompts(given, out, kind, choices, lambda rows: report(rows, 0))
 
 

@@ -82,25 +82,27 @@ def show(
 
 @app.command("build-demo")
 def build_demo(
+    name: Annotated[str, typer.Argument(help="demo, or demo-video, which knows videos too.")] = "demo",
     out: Annotated[
         Path | None,
         typer.Option(help="Folder of the checkpoint; default: the package's own, where it has none yet."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of weights and data.")] = 0,
-    clips: Annotated[bool, typer.Option("--clips", help="Teach videos too, which goes less well.")] = False,
     as_json: console.Json = False,
 ) -> None:
-    """Train the embedded demo target from scratch, and score it on held-out scenes."""
-    from vlmdistill.pipelines.demo import build
+    """Train an embedded target from scratch, and score it on held-out scenes and clips."""
+    from vlmdistill.pipelines.demo import EMBEDDED, build
 
-    folder = out or build.CHECKPOINT
+    if name not in EMBEDDED:
+        raise TargetError(f"there is no embedded target '{name}': choose from {', '.join(EMBEDDED)}")
+    folder = out or EMBEDDED[name]
     if out is None and (folder / "model.safetensors").exists():
         raise TargetError(f"{folder} holds the shipped weights, which a build may not equal: give --out DIR")
-    with console.progress("training the demo target", "steps") as report:
+    with console.progress(f"training the target {name}", "steps") as report:
         scores = build.build(
             folder,
             seed=seed,
-            recipe=build.CLIPS if clips else build.Recipe(),
+            recipe=build.RECIPES[name],
             progress=lambda stage, step, steps, loss: report(step, steps, f"{stage}, loss {loss:.3f}"),
         )
     console.result({"out": str(folder), **scores}, as_json)

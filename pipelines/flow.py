@@ -14,7 +14,8 @@ from vlmdistill.drafters.base import DrafterConfig, Tree
 from vlmdistill.drafters.training.record import Progress
 from vlmdistill.pipelines import answers, features, prompts, responses, train, workers
 from vlmdistill.pipelines.answers import Sampling
-from vlmdistill.pipelines.demo_prompts import import_demo
+from vlmdistill.pipelines.demo import EMBEDDED
+from vlmdistill.pipelines.demo_prompts import AMOUNTS, import_demo
 from vlmdistill.pipelines.workspace import Workspace
 from vlmdistill.stores.errors import DataError, TrainingError
 
@@ -62,9 +63,12 @@ def run(workspace: Workspace, plan: Plan, tell: Callable[[str], None], bar: Bar)
 def prepare(workspace: Workspace, plan: Plan, tell: Callable[[str], None], bar: Bar) -> None:
     """Everything before training: prompts, and responses and features where a drafter learns from them."""
     trained = [name for name in plan.drafters if catalogue.is_trained(name)]
-    if workspace.model == "demo" and not workspace.prompts.exists():
+    if workspace.model in EMBEDDED and not workspace.prompts.exists():
         with bar("importing", "rows") as rows:
-            made = import_demo(workspace.root / "data", workspace.prompts, progress=lambda n: rows(n, 0, ""))
+            amount = AMOUNTS[workspace.model]
+            made = import_demo(
+                workspace.root / "data", workspace.prompts, amount, progress=lambda n: rows(n, 0, "")
+            )
         tell(f"prompts    {made.train} to learn from and {made.eval} held out, in {workspace.prompts}")
     asked = prompts.select(prompts.read(workspace.prompts, workspace.model), "train")
 

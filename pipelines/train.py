@@ -19,13 +19,14 @@ from vlmdistill.drafters.base import DrafterConfig
 from vlmdistill.drafters.config import RECIPES, override
 from vlmdistill.drafters.training.record import Progress
 from vlmdistill.drafters.training.trainer import Run, train
+from vlmdistill.pipelines.demo import EMBEDDED
 from vlmdistill.pipelines.workspace import Workspace, absolute, only_writer
 from vlmdistill.stores.errors import DataError, TrainingError
 
 
 def default_recipe(model: str) -> str:
-    """The papers' settings are for real targets; the demo has its own."""
-    return "demo" if model == "demo" else "paper"
+    """The papers' settings are for real targets; the embedded ones have their own."""
+    return "demo" if model in EMBEDDED else "paper"
 
 
 def resolve(drafter: str, recipe: str, settings: Sequence[str]) -> DrafterConfig:
@@ -187,7 +188,8 @@ def _in_process(
     if gpus:
         share = {"CUDA_VISIBLE_DEVICES": str(place % gpus)}
     else:
-        share = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // at_once))}
+        threads = max(1, len(os.sched_getaffinity(0)) // at_once)
+        share = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
     child = subprocess.Popen(
         [sys.executable, "-m", "vlmdistill.cli.main", "train", job.drafter, "--resume", *words],
         env={**os.environ, **share},

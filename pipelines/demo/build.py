@@ -1,4 +1,4 @@
-"""Build the demo target: tokenizer, model, scores and model card, from nothing but this package."""
+"""Build an embedded target: tokenizer, model, scores and model card, from nothing but this package."""
 
 import json
 import time
@@ -27,10 +27,10 @@ from vlmdistill.pipelines.demo.scoring import CLIP_FACTS, FACTS
 from vlmdistill.pipelines.demo.text import SPECIALS, VOCABULARY, train_tokenizer
 from vlmdistill.pipelines.demo.training import Course, Progress, train
 
-__all__ = ["CHECKPOINT", "CLIPS", "Recipe", "build", "evaluate"]
+__all__ = ["CLIPS", "RECIPES", "Recipe", "build", "evaluate"]
 
-CHECKPOINT = Path(__file__).parent / "checkpoint"
-"""The shipped checkpoint."""
+RECIPES = {"demo": Recipe(), "demo-video": CLIPS}
+"""By embedded target."""
 STATE = "training.pt"
 """Where an unfinished build keeps its state."""
 
@@ -64,9 +64,7 @@ def build(
     is no multiple of 64, or an unfinished build in `out` of another seed or recipe.
     """
     if hidden % 64:
-        raise ValueError(
-            f"hidden must be a multiple of 64, not {hidden}: heads are 32 wide and share keys in pairs"
-        )
+        raise ValueError(f"hidden must be a multiple of 64, not {hidden}: heads are 64 wide")
     recipe = recipe or Recipe()
     began = time.process_time()
     before = torch.get_num_threads()
@@ -77,7 +75,7 @@ def build(
         tokenizer = train_tokenizer(seed, texts=texts)
         tokens = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIALS}
         settings = config(tokens, vocabulary=VOCABULARY, layers=layers, hidden=hidden)
-        model = new_model(settings, first=recipe.first)
+        model = new_model(settings, tokenizer, first=recipe.first)
         ends = [tokens["<|im_end|>"], tokens["<|endoftext|>"]]
         start = tokens["<|endoftext|>"]
         model.generation_config = GenerationConfig(bos_token_id=start, pad_token_id=start, eos_token_id=ends)
@@ -145,8 +143,8 @@ def card(
         told = clips["tokens"]
         film = f"""
 The same on {clips["n"]} held-out clips of {next(iter(clips["lengths"]))} visual tokens. Position to size are
-those of the shapes at the start or the end; event, time, path and item are what happens, when, in which
-cells and to which shape, the events in order.
+those of the shapes at the start or the end; event, path and item are what happens after two, four and six
+seconds, in which cells and to which shape.
 
 {_table("answers", clips["tasks"], CLIP_FACTS)}
 
@@ -161,16 +159,18 @@ Most of the videos of the training are short. What long ones are like is learnt 
 many: attention to a token that is there n times is attention to one whose score is greater by log n. Clips
 have eight seconds; each frame tells its time by the colour of a strip.
 """
-    videos = "about a video of eight seconds in which shapes appear, vanish and move, " if clips else ""
+    video = " demo-video" if clips else ""
+    videos = "about a video of eight seconds in which shapes appear, vanish and move," if clips else ""
     knobs = "\n".join(f"- `{name}`: {value}" for name, value in asdict(recipe).items())
     tokens = scores["tokens"]
     return f"""# vlmdistill demo target
 
 A small `Qwen2_5_VLForConditionalGeneration` ({layers} layers, hidden {hidden}, one vision block, fp32),
-trained from scratch by `vlmdistill target build-demo` on boards of nine cells that hold shapes. It answers
-questions about an 84 x 84 image of such a board, {videos}and text-only questions about shapes
-and colours, in one or two rounds and in English. It is the ground on which drafters for speculative
-decoding are compared, and has no other use.
+trained from scratch by `vlmdistill target build-demo{video}`
+on boards of nine cells that hold shapes. It answers questions about an 84 x 84 image of such a board,
+{videos}and text-only
+questions about shapes and colours, in one or two rounds and in English. It is the ground on which drafters
+for speculative decoding are compared, and has no other use.
 
 ## Scores
 
@@ -187,9 +187,10 @@ Seed {seed}, {threads} thread(s), {seconds / 60:.0f} minutes of CPU time. `lesso
 
 {knobs}
 
-The vision tower is trained first: it turns a cell into the sum of the embeddings of the words for it. The
-language model then learns to say one fact a cell, whole items, and conversations, mixed in gradually; a
-second run polishes it, with more weight on the words that an image decides.
+The vision tower is trained first: it turns a cell into the sum of the embeddings of the words for it. Two
+heads of the language model are wired at the start to look words up (`wiring.py`). It then learns to say one
+fact a cell, whole items, and conversations, mixed in gradually; a second run polishes it, with more weight on
+the words that an image decides.
 
 ## Limits
 

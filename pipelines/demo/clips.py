@@ -78,25 +78,41 @@ class Clip:
 
 @dataclass(frozen=True)
 class Slides:
-    """Four boards that have nothing to do with each other, one a phase.
+    """Four boards that have nothing to do with each other, one a phase, and what comes and goes in each.
 
-    In a clip most of a board stays as it is, so that one may well ignore time; here one cannot.
+    In a clip most of a board stays as it is, so that one may well ignore time; here one cannot. And little
+    happens in a clip; here something comes in nearly every phase, and something goes.
     """
 
     scenes: tuple[Scene, ...]
+    come: tuple[Item | None, ...]
+    """The item of each phase's board that has just come, if one has."""
+    gone: tuple[Item | None, ...]
+    """The item that has just gone, if one has, where it was: a cell that is now free."""
 
     def scene(self, phase: int) -> Scene:
         """The board in a phase, 0 to 3."""
         return self.scenes[phase]
 
     def changes(self, phase: int) -> tuple[list[Item], list[Item]]:
-        """Nothing comes or goes, for nothing stays."""
-        return [], []
+        """The items that have just come in a phase, and those that have just gone, where they were."""
+        come, gone = ([item] if item else [] for item in (self.come[phase], self.gone[phase]))
+        return come, gone
 
 
 def random_slides(rng: random.Random) -> Slides:
-    """Draw four scenes of the split `target`."""
-    return Slides(tuple(random_scene(rng, "target") for _ in range(PHASES)))
+    """Draw four scenes of the split `target`; a change of each kind happens in four phases of five."""
+    scenes = tuple(random_scene(rng, "target") for _ in range(PHASES))
+    come: list[Item | None] = [None] * PHASES
+    gone: list[Item | None] = [None] * PHASES
+    for phase in range(1, PHASES):
+        items = scenes[phase].items
+        if rng.random() < 0.8:
+            come[phase] = rng.choice(items)
+        if rng.random() < 0.8:
+            cell = rng.choice(sorted(set(range(len(CELLS))) - {item.cell for item in items}))
+            gone[phase] = Item(cell, rng.choice(SIZES), rng.choice(list(COLOURS)), rng.choice(SHAPES))
+    return Slides(scenes, tuple(come), tuple(gone))
 
 
 def split_of(clip: Clip) -> str:

@@ -170,7 +170,7 @@ def _shares(
     return {kind: sum(s[kind][0] for s in scores) / sum(s[kind][1] for s in scores) for kind in FACTS}
 
 
-LENGTHS = (36, 72, 144, 504, 1512, 6012, 16992, 25020)
+LENGTHS = (36, 144, 504, 1512, 6012, 25020)
 """Visual tokens of a clip in the evaluation; the shortest is a temporal patch a phase."""
 _BATCH_TOKENS = 6000
 

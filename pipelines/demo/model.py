@@ -18,10 +18,13 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from vlmdistill.pipelines.demo.scenes import SIDE_PIXELS
+from vlmdistill.pipelines.demo.wiring import wire
 
+HEAD = 64
+"""Width of a head: enough for a place, and for words beside it."""
 PATCH = 14
 MERGE = 2
 GRID = SIDE_PIXELS // PATCH
@@ -42,11 +45,11 @@ def config(tokens: dict[str, int], *, vocabulary: int, layers: int, hidden: int)
             "hidden_size": hidden,
             "intermediate_size": 2 * hidden,
             "num_hidden_layers": layers,
-            "num_attention_heads": hidden // 32,
-            "num_key_value_heads": hidden // 64,
+            "num_attention_heads": hidden // HEAD,
+            "num_key_value_heads": hidden // HEAD,
             "max_position_embeddings": MAX_POSITIONS,
             "rms_norm_eps": 1e-6,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 12, 12]},
             "initializer_range": 0.05,
             "tie_word_embeddings": True,
             "bos_token_id": end,
@@ -78,12 +81,10 @@ def config(tokens: dict[str, int], *, vocabulary: int, layers: int, hidden: int)
     )
 
 
-def new_model(settings: Qwen2_5_VLConfig, *, first: int) -> Qwen2_5_VLForConditionalGeneration:
-    """A fresh model whose layers add nothing yet, but for the `first_layers`.
-
-    A head of the first layer starts out looking at the token before: a small model finds out more slowly by
-    itself that what is sought depends on it too.
-    """
+def new_model(
+    settings: Qwen2_5_VLConfig, tokenizer: PreTrainedTokenizerFast, *, first: int
+) -> Qwen2_5_VLForConditionalGeneration:
+    """A fresh model, wired, whose layers add nothing yet, but for the `first_layers`."""
     model = Qwen2_5_VLForConditionalGeneration(settings)
     start = first_layers(model, first)
     with torch.no_grad():
@@ -91,19 +92,8 @@ def new_model(settings: Qwen2_5_VLConfig, *, first: int) -> Qwen2_5_VLForConditi
             gain = (2 * first) ** -0.5 if place in start else 0.0
             layer.self_attn.o_proj.weight.mul_(gain)
             layer.mlp.down_proj.weight.mul_(gain)
-        _look_back(model)
+    wire(model, tokenizer, start)
     return model
-
-
-def _look_back(model: Qwen2_5_VLForConditionalGeneration) -> None:
-    """Give a head constant queries and keys, turned so that they agree one position apart."""
-    text = model.model.language_model
-    attention, strength = text.layers[0].self_attn, 6.0
-    angles = text.rotary_emb.inv_freq[: text.rotary_emb.mrope_section[0]]  # those that tell near places apart
-    half, size = attention.head_dim // 2, len(angles)
-    attention.k_proj.bias[:size] = strength
-    attention.q_proj.bias[:size] = strength * angles.cos()
-    attention.q_proj.bias[half : half + size] = -strength * angles.sin()
 
 
 def first_layers(model: Qwen2_5_VLForConditionalGeneration, first: int) -> tuple[int, ...]:

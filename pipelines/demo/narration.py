@@ -1,17 +1,17 @@
 """What is said about a clip: questions about its video and reference answers.
 
 As in `wording`, some of the choices follow from what is seen (the verb of a move from the shape) and the
-rest is drawn from `rng`. An event is told in the order time, cells, item: each is easier to find once the
-one before it is said. Every answer names the background and how many shapes there are at the start and at
-the end, in this order.
+rest is drawn from `rng`. Things are told in the order time, kind, cell, item: each is easier to find once the
+ones before it are said, the nearer the better. Every answer names the background.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from vlmdistill.pipelines.demo.clips import PHASES, STAMPS, Clip, Event, Slides
 from vlmdistill.pipelines.demo.scenes import CELLS, Item
-from vlmdistill.pipelines.demo.wording import NUMBERS, REMARKS, an, look, sentence, with_suffix
+from vlmdistill.pipelines.demo.wiring import GETS, LOSES
+from vlmdistill.pipelines.demo.wording import REMARKS, VERBS, an, look, with_suffix
 
 TASKS = ("watch", "events", "start", "end", "compare")
 """What can be asked about a video."""
@@ -24,6 +24,10 @@ MOVES = {
     "cross": "jumps",
     "diamond": "glides",
 }
+
+_APPEARS, _VANISHES = ("appears", "arrives"), ("disappears", "vanishes")
+KINDS = ("nothing", "all", *_APPEARS, *_VANISHES, "moves")
+"""The words that begin to tell what happens."""
 
 _PROMPTS: dict[str, tuple[str, ...]] = {
     "watch": (
@@ -75,123 +79,131 @@ def rounds(clip: Clip, rng: random.Random) -> list[tuple[str, str]]:
     return [ask(clip, task, rng) for task in rng.sample(TASKS, 2 if rng.random() < 0.15 else 1)]
 
 
-def look_probes(slides: Slides, rng: random.Random, *, last: bool) -> list[tuple[str, str]]:
-    """Terse questions for the first stage of training: nine times a cell and one fact of it.
-
-    They are about the start, or with `last` about the end.
-    """
+def look_probes(slides: Slides, rng: random.Random) -> list[tuple[str, str]]:
+    """Terse questions for the first stage of training: nine times a phase, a cell and one fact of it."""
     told = []
-    items = slides.scene(PHASES - 1 if last else 0).items
     for kind in rng.sample(("size", "colour", "shape"), 3):
-        held = {item.cell: getattr(item, kind) for item in items}
-        cells = rng.sample(range(len(CELLS)), len(CELLS))
-        facts = " ".join(f"{CELLS[cell]} {held.get(cell, 'empty')}" for cell in cells)
-        told.append((f"Scan the {kind}s at the {'end' if last else 'start'}.", f"{facts}."))
+        facts = []
+        for cell in rng.sample(range(len(CELLS)), len(CELLS)):
+            phase = rng.randrange(PHASES)
+            held = {item.cell: getattr(item, kind) for item in slides.scene(phase).items}
+            facts.append(f"{STAMPS[phase]} {CELLS[cell]} {held.get(cell, 'empty')}")
+        told.append((f"Scan the {kind}s.", f"{', '.join(facts)}."))
     return told
 
 
-def event_probe(clip: Clip) -> tuple[str, str]:
-    """A terse question for the first stage of training: the events, one a stamp."""
-    return "Scan the events.", f"{clip.background}, {', '.join(_terse(clip))}."
+def find_probe(slides: Slides, rng: random.Random, *, freely: bool) -> tuple[str, str]:
+    """The other way round: a phase and a kind of change, in any order, then the cell and its item.
+
+    A change is told `freely` by any of the words for it, or else by the one that visual tokens are made of.
+    """
+    kinds = ((GETS, *_APPEARS), slides.come), ((LOSES, *_VANISHES), slides.gone)
+    asked = [(phase, verbs, items[phase]) for phase in range(1, PHASES) for verbs, items in kinds]
+    facts = []
+    for phase, verbs, item in rng.sample(asked, len(asked)):
+        found = f"{CELLS[item.cell]} {_terse(item)}" if item else "none"
+        facts.append(f"{STAMPS[phase]} {rng.choice(verbs) if freely else verbs[0]} {found}")
+    return "Scan the changes.", f"{', '.join(facts)}."
 
 
 def scan_probe(clip: Clip, rng: random.Random) -> tuple[str, str]:
-    """A terse question for the second stage: the events, or whole items at the start or the end."""
+    """A terse question for the second stage: the events, phase by phase, or the items of a phase."""
     if rng.random() < 0.5:
-        return event_probe(clip)
-    last = rng.random() < 0.5
-    held = {
-        item.cell: f"{item.size} {item.colour} {item.shape}" for item in clip.scene((PHASES - 1) * last).items
-    }
-    facts = ", ".join(f"{CELLS[cell]} {known}" for cell, known in held.items())
-    when = "end" if last else "start"
-    return f"Scan the video at the {when}.", f"{clip.background} {NUMBERS[len(held)]} shapes, {facts}."
+        happened = {event.phase: event for event in clip.events}
+        facts = [f"{STAMPS[phase]} {_happened(happened.get(phase))}" for phase in range(1, PHASES)]
+        return "Scan the events.", f"{clip.background}, {', '.join(facts)}."
+    phase = rng.choice((0, PHASES - 1))
+    held = clip.scene(phase).items
+    facts = [f"{_stamp(phase, rng)} {CELLS[item.cell]} {_terse(item)}" for item in held]
+    return f"Scan the {'end' if phase else 'start'}.", f"{clip.background}, {', '.join(facts)}."
 
 
-def _terse(clip: Clip) -> list[str]:
-    facts = [f"{stamp} none" for stamp in STAMPS]
-    for event in clip.events:
-        cells = [CELLS[cell] for cell in (event.source, event.to) if cell is not None]
-        kind = "gets" if event.source is None else "loses" if event.to is None else "sends to"
-        told = f"{cells[0]} {kind} {' '.join(cells[1:])}".rstrip()
-        item = f"{event.item.size} {event.item.colour} {event.item.shape}"
-        facts[event.phase] = f"{STAMPS[event.phase]} {told} {item}"
-    return facts[1:]
+def _stamp(phase: int, rng: random.Random) -> str:
+    """The word for a phase; the last is the end as well."""
+    return rng.choice((STAMPS[phase], "end")) if phase == PHASES - 1 else STAMPS[phase]
 
 
-def _happening(event: Event, rng: random.Random, nth: int) -> str:
+def _terse(item: Item) -> str:
+    return f"{item.size} {item.colour} {item.shape}"
+
+
+def _happened(event: Event | None) -> str:
+    if event is None:
+        return "none"
+    changes = ((LOSES, event.source), (GETS, event.to))
+    told = [f"{verb} {CELLS[cell]}" for verb, cell in changes if cell is not None]
+    return f"{' '.join(told)} {_terse(event.item)}"
+
+
+def _then(phase: int, event: Event | None, rng: random.Random) -> str:
+    """A sentence about what happens at the start of a phase."""
+    when = f"At second {STAMPS[phase]}"
+    if event is None:
+        return f"{when} {rng.choice(('nothing happens', 'all is still'))}."
     item = event.item
-    after = ("After", "First, after") if nth == 0 else ("After", "Then, after")
-    when = f"{rng.choice(after)} {STAMPS[event.phase]} seconds"
     tail = f", {rng.choice(REMARKS[item.colour])}" if rng.random() < 0.35 else ""
-    what = f"a {look(item, rng)}{tail}."
-    if event.source is None and event.to is not None:
-        told = rng.choice(("the {} gets", "in the {} appears")).format(CELLS[event.to])
-    elif event.source is not None and event.to is None:
-        told = rng.choice(("the {} loses", "from the {} disappears")).format(CELLS[event.source])
-    else:
-        assert event.source is not None
-        assert event.to is not None
-        way = rng.choice(("the {} sends to the {}", f"from the {{}} to the {{}} {MOVES[item.shape]}"))
-        told = way.format(CELLS[event.source], CELLS[event.to])
-    return f"{when} {told} {what}"
-
-
-def _counts(clip: Clip) -> tuple[str, str]:
-    return NUMBERS[len(clip.items)], NUMBERS[len(clip.scene(PHASES - 1).items)]
+    match event.source, event.to:
+        case None, int(to):
+            told = f"{rng.choice(_APPEARS)} in the {CELLS[to]}"
+        case int(source), None:
+            told = f"{rng.choice(_VANISHES)} from the {CELLS[source]}"
+        case int(source), int(to):
+            told = f"moves from the {CELLS[source]} to the {CELLS[to]}"
+            tail += f". It {MOVES[item.shape]}"
+    return f"{when} {told} a {look(item, rng)}{tail}."
 
 
 def _opening(clip: Clip, rng: random.Random) -> str:
-    ground, (first, last) = clip.background, _counts(clip)
+    ground = an(clip.background)
     return rng.choice(
         (
-            f"The video shows a board with {an(ground)} background, {first} shapes before and {last} after.",
-            f"This clip has {an(ground)} background. It starts with {first} shapes and ends with {last}.",
-            f"On {an(ground)} background I can see {first} shapes that become {last}.",
+            f"The video shows a board with {ground} background.",
+            f"This clip has {ground} background.",
+            f"On {ground} background I can see shapes for eight seconds.",
         )
     )
 
 
-def _things(clip: Clip) -> str:
-    number = len(clip.events)
-    return "One thing happens." if number == 1 else f"{NUMBERS[number].capitalize()} things happen."
-
-
-def _items(items: Sequence[Item], rng: random.Random) -> list[str]:
-    return [sentence(item, rng, remark=0.3) for item in items]
+def _items(clip: Clip, phase: int, rng: random.Random) -> list[str]:
+    """Sentences about the items at the start or at the end, the verb last but for the item."""
+    when = "At the end" if phase else "At the start"
+    told = []
+    for item in clip.scene(phase).items:
+        place = f"in the {CELLS[item.cell]} {VERBS[item.shape]}"
+        place = rng.choice((place, f"the {CELLS[item.cell]} holds"))
+        tail = f", {rng.choice(REMARKS[item.colour])}" if rng.random() < 0.3 else ""
+        told.append(f"{when} {place} a {look(item, rng)}{tail}.")
+    return told
 
 
 def _events(clip: Clip, rng: random.Random) -> list[str]:
-    return [_happening(event, rng, nth) for nth, event in enumerate(clip.events)]
+    happened = {event.phase: event for event in clip.events}
+    return [_then(phase, happened.get(phase), rng) for phase in range(1, PHASES)]
 
 
 def _watch(clip: Clip, rng: random.Random) -> str:
-    parts = [_opening(clip, rng), "This is how it starts.", *_items(clip.items, rng), _things(clip)]
-    end = rng.choice(("Then the video ends.", "Nothing else happens.", "That is all I can see."))
-    return " ".join([*parts, *_events(clip, rng), end])
+    end = rng.choice(("Then the video ends.", "That is all I can see."))
+    return " ".join([_opening(clip, rng), *_items(clip, 0, rng), *_events(clip, rng), end])
 
 
 def _list_events(clip: Clip, rng: random.Random) -> str:
-    head = f"{_opening(clip, rng)} {_things(clip)}"
     lines = [f"{n}. {told}" for n, told in enumerate(_events(clip, rng), 1)]
-    still = "Look at the board again before you go on." if len(lines) == 1 else "These are all events."
-    return "\n".join([head, *lines, rng.choice((still, "Nothing else changes on the board."))])
+    end = rng.choice(("These are all events.", "Nothing else changes on the board."))
+    return "\n".join([f"{_opening(clip, rng)} I go through it in steps of two seconds.", *lines, end])
 
 
 def _start(clip: Clip, rng: random.Random) -> str:
-    parts = [_opening(clip, rng), rng.choice(("I look at the start.", "This is how it starts."))]
-    return " ".join([*parts, *_items(clip.items, rng), "That was the start of the video."])
+    return " ".join([_opening(clip, rng), *_items(clip, 0, rng), "That was the start of the video."])
 
 
 def _end(clip: Clip, rng: random.Random) -> str:
-    parts = [_opening(clip, rng), rng.choice(("I look at the end.", "This is how it ends."))]
-    return " ".join([*parts, *_items(clip.scene(PHASES - 1).items, rng), "That was the end of the video."])
+    return " ".join([_opening(clip, rng), *_items(clip, PHASES - 1, rng), "That was the end of the video."])
 
 
 def _compare(clip: Clip, rng: random.Random) -> str:
-    last = clip.scene(PHASES - 1).items
-    parts = [_opening(clip, rng), "This is how it starts.", *_items(clip.items, rng)]
-    return " ".join([*parts, "This is how it ends.", *_items(last, rng), _things(clip)])
+    between = rng.choice(("Then things change.", "Now I look at the end."))
+    start, end = (_items(clip, phase, rng) for phase in (0, PHASES - 1))
+    return " ".join([_opening(clip, rng), *start, between, *end, "That is the whole video."])
 
 
 _ANSWERS: dict[str, Callable[[Clip, random.Random], str]] = {

@@ -7,8 +7,8 @@ from vlmdistill.pipelines.demo.scenes import BACKGROUNDS, CELLS, COLOURS, SHAPES
 from vlmdistill.pipelines.demo.wording import NUMBERS, SIZE_WORDS
 
 FACTS = ("position", "colour", "shape", "size", "count", "background")
-CLIP_FACTS = (*FACTS[:4], "event", "time", "path", "item", "count", "background")
-"""As of a scene; then what an event is (appears, vanishes, moves), when, in which cells, to which item."""
+CLIP_FACTS = (*FACTS[:4], "event", "path", "item", "background")
+"""As of a scene; then what happens when (nothing, appears, vanishes, moves), in which cells, to what."""
 
 _SIZE_OF = {word: size for size, words in SIZE_WORDS.items() for word in words}
 _EVENT = re.compile(
@@ -18,22 +18,18 @@ _EVENT = re.compile(
 )
 _COUNT = re.compile(rf"\b({'|'.join(NUMBERS)}) shapes\b", re.IGNORECASE)
 _BACKGROUND = re.compile(rf"\b({'|'.join(BACKGROUNDS)})\b", re.IGNORECASE)
-_STAMP = re.compile(rf"\bafter ({'|'.join(STAMPS[1:])}) seconds\b", re.IGNORECASE)
+_STAMP = re.compile(rf"\bat second ({'|'.join(STAMPS[1:])})\b", re.IGNORECASE)
 _VERBS = {
-    "appears": re.compile(r"\b(?:gets|appears)\b"),
-    "vanishes": re.compile(r"\b(?:loses|disappears)\b"),
-    "moves": re.compile(r"\b(?:sends|to the)\b"),
+    "nothing": re.compile(r"\b(?:nothing|still)\b"),
+    "appears": re.compile(r"\b(?:appears|arrives)\b"),
+    "vanishes": re.compile(r"\b(?:vanishes|disappears)\b"),
+    "moves": re.compile(r"\bmoves\b"),
 }
-_TALLY = re.compile(
-    rf"\b(?:(?:{'|'.join(NUMBERS)})\b(?= shapes\b| things?\b)"
-    rf"|(?:become|ends with|before and) (?:{'|'.join(NUMBERS)})\b)",
-    re.IGNORECASE,
-)
 
 Claim = tuple[str, str, str]
 """Size, colour and shape as an answer states them."""
-Happening = tuple[str, str, tuple[str, ...], Claim]
-"""Kind (`appears`, `vanishes` or `moves`), time as a word, cells, and the item."""
+Happening = tuple[str, tuple[str, ...], Claim]
+"""Kind (one of `_VERBS`), cells, and the item."""
 
 
 def claims(text: str) -> dict[str, set[Claim]]:
@@ -85,9 +81,9 @@ def _score_background(text: str, background: str) -> tuple[int, int]:
     return int({word.lower() for word in _BACKGROUND.findall(text)} == {background}), 1
 
 
-def happenings(text: str) -> list[Happening]:
-    """The events that the text tells, in its order: sentences that say after how many seconds."""
-    found = []
+def happenings(text: str) -> dict[str, list[Happening]]:
+    """What the text tells by time: of sentences that say at which second, in its order."""
+    found: dict[str, list[Happening]] = {}
     for sentence in re.split(r"[.!?\n]", text):
         if not (stamp := _STAMP.search(sentence)):
             continue
@@ -98,43 +94,48 @@ def happenings(text: str) -> list[Happening]:
             for part in told
             if not part["cell"]
         ]
-        verbs = [kind for kind, verb in _VERBS.items() if verb.search(sentence)]
-        found.append(
-            (verbs[0] if verbs else "", stamp[1].lower(), cells, items[0] if items else ("", "", ""))
-        )
+        kinds = [kind for kind, verb in _VERBS.items() if verb.search(sentence)]
+        happening = (kinds[0] if kinds else "", cells, items[0] if items else ("", "", ""))
+        found.setdefault(stamp[1].lower(), []).append(happening)
     return found
 
 
 def score_clip(text: str, clip: Clip, task: str) -> dict[str, tuple[int, int]]:
     """Right and total facts of an answer about a video, by kind (`CLIP_FACTS`), of what the task asks for.
 
-    Items count as in `score`, those at the start apart from those at the end. The n-th event told is
-    compared with the n-th that happens; one left out or made up is wrong in all four kinds. Counts are the
-    shapes at the start and at the end and, where a task tells it, how many things happen.
+    Items count as in `score`, those at the start apart from those at the end. What happens counts by phase:
+    its kind, which may be nothing; and, if something happens or is told, the cells and the item. A phase of
+    which nothing is told, or two things, is wrong.
     """
     total = dict.fromkeys(CLIP_FACTS, (0, 0))
-    sentences = re.split(r"(?<=[.!?\n])", text)
-    still = "".join(part for part in sentences if not _STAMP.search(part))
-    before, _, after = still.partition("This is how it ends.") if task == "compare" else (still, "", still)
-    if task in ("watch", "start", "compare"):
-        total |= _score_items(before, clip.scene(0))
-    if task in ("end", "compare"):
-        last = _score_items(after, clip.scene(PHASES - 1))
-        total |= {kind: (total[kind][0] + last[kind][0], total[kind][1] + last[kind][1]) for kind in last}
-    numbers = [found[0].split()[-1].lower() for found in _TALLY.finditer(text)]
-    true = [NUMBERS[len(clip.scene(phase).items)] for phase in (0, PHASES - 1)]
-    if task in ("watch", "events", "compare"):
-        true.append(NUMBERS[len(clip.events)])
-    total["count"] = (sum(a == b for a, b in zip(numbers, true, strict=False)), len(true))
-    if task in ("watch", "events"):
-        told, real = happenings(text), [_real(event) for event in clip.events]
-        pairs = list(zip(told, real, strict=False))
-        for index, kind in enumerate(("event", "time", "path", "item")):
-            total[kind] = (sum(a[index] == b[index] for a, b in pairs), max(len(told), len(real)))
+    sentences = [part for part in re.split(r"(?<=[.!?\n])", text) if not _STAMP.search(part)]
+    for when, phase, tasks in (("start", 0, _AT_START), ("end", PHASES - 1, _AT_END)):
+        if task in tasks:
+            at = "".join(part for part in sentences if f"at the {when}" in part.lower())
+            of_phase = _score_items(at, clip.scene(phase))
+            total |= {kind: _sum(total[kind], right) for kind, right in of_phase.items()}
+    if task in _OF_EVENTS:
+        told, real = happenings(text), {event.phase: event for event in clip.events}
+        for phase in range(1, PHASES):
+            said = told.get(STAMPS[phase], [])
+            one = said[0] if len(said) == 1 else ("", (), ("", "", ""))
+            true = _real(real[phase]) if phase in real else ("nothing", (), ("", "", ""))
+            total["event"] = _sum(total["event"], (int(one[0] == true[0]), 1))
+            if phase in real or one[0] not in ("", "nothing"):
+                for index, kind in ((1, "path"), (2, "item")):
+                    right = phase in real and one[index] == true[index]
+                    total[kind] = _sum(total[kind], (int(right), 1))
     return total | {"background": _score_background(text, clip.background)}
+
+
+_AT_START, _AT_END, _OF_EVENTS = ("watch", "start", "compare"), ("end", "compare"), ("watch", "events")
+
+
+def _sum(one: tuple[int, int], two: tuple[int, int]) -> tuple[int, int]:
+    return one[0] + two[0], one[1] + two[1]
 
 
 def _real(event: Event) -> Happening:
     cells = tuple(CELLS[cell] for cell in (event.source, event.to) if cell is not None)
     kind = "appears" if event.source is None else "vanishes" if event.to is None else "moves"
-    return kind, STAMPS[event.phase], cells, (event.item.size, event.item.colour, event.item.shape)
+    return kind, cells, (event.item.size, event.item.colour, event.item.shape)

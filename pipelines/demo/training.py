@@ -20,20 +20,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLForConditionalGeneration
 
-from vlmdistill.pipelines.demo.clips import PHASES, STAMPS, frame, random_clip
+from vlmdistill.pipelines.demo.clips import PHASES, frame, random_clip, random_slides
 from vlmdistill.pipelines.demo.lessons import Batch, Recipe, lessons
 from vlmdistill.pipelines.demo.model import first_layers, logits, patches, visual_tokens
+from vlmdistill.pipelines.demo.narration import KINDS
 from vlmdistill.pipelines.demo.scenes import (
     BACKGROUNDS,
     CELLS,
     COLOURS,
     SHAPES,
-    SIZES,
-    Item,
-    Scene,
     draw,
     random_scene,
 )
+from vlmdistill.pipelines.demo.wiring import cell_words, meanings
 from vlmdistill.pipelines.demo.wording import NUMBERS, SIZE_WORDS
 
 Progress = Callable[[str, int, int, float], None]
@@ -96,9 +95,9 @@ def train(course: Course) -> None:
         _run(course, recipe, ("language", recipe.steps, recipe.learning_rate), weight_V, saved)
         saved = {"run": "", "step": 0, "round": 0}
     synonyms = (word for words in SIZE_WORDS.values() for word in words)
-    for noun in (*synonyms, *COLOURS, *SHAPES, *BACKGROUNDS, *CELLS, *NUMBERS):
-        weight_V[course.tokenizer.encode(f" {noun}")] = recipe.fact_weight
-    settled = replace(recipe, deepen=0.0, film=_OVER, later=_OVER, scan=_OVER, talk=_OVER)
+    for word in (*synonyms, *COLOURS, *SHAPES, *BACKGROUNDS, *CELLS, *NUMBERS, *KINDS):
+        weight_V[course.tokenizer.encode(f" {word}")] = recipe.fact_weight
+    settled = replace(recipe, deepen=0.0, scan=_OVER, talk=_OVER)
     _run(course, settled, ("polish", recipe.polish_steps, recipe.polish_rate), weight_V, saved)
     course.state.unlink(missing_ok=True)
 
@@ -111,9 +110,7 @@ def _warm_vision(course: Course) -> None:
     """
     model, recipe = course.model, course.recipe
     rng = random.Random(f"demo vision {course.seed}")
-    table_VH = model.get_input_embeddings().weight.detach()
-    nouns = (*CELLS, *SIZES, *COLOURS, *SHAPES, *BACKGROUNDS, *STAMPS, "gets", "loses", "empty")
-    meaning = {noun: table_VH[course.tokenizer.encode(f" {noun}")].sum(0) for noun in nouns}
+    meaning = meanings(model, course.tokenizer)
     weights = list(model.model.visual.parameters())
     optimiser = torch.optim.AdamW(weights, lr=recipe.learning_rate, betas=(0.9, 0.98), fused=True)
     for step in range(recipe.vision_steps):
@@ -122,7 +119,7 @@ def _warm_vision(course: Course) -> None:
         images, then = ([pair[side][0] for pair in shown] for side in (0, 1))
         seen_NH = visual_tokens(model, patches(images, then)).flatten(0, 1)
         said_2NH = [
-            torch.stack([sum(meaning[word] for word in words) for pair in shown for words in pair[side][1]])
+            torch.stack([_sum(meaning, words) for pair in shown for words in pair[side][1]])
             for side in (0, 1)
         ]
         said_NH = (said_2NH[0] + said_2NH[1]) / 2
@@ -131,28 +128,19 @@ def _warm_vision(course: Course) -> None:
         course.progress("vision", step + 1, recipe.vision_steps, loss.item())
 
 
+def _sum(meaning: dict[str, Tensor], words: Sequence[str]) -> Tensor:
+    return torch.stack([meaning[word] for word in words]).sum(0)
+
+
 def _pair(rng: random.Random, *, moving: bool) -> list[tuple[Any, list[list[str]]]]:
     """The two frames of a temporal patch: each an image and the words for its cells."""
     if not moving:
         scene = random_scene(rng, "target")
-        return [(draw(scene), _words(scene))] * 2
-    clip, phase = random_clip(rng, "target"), rng.randrange(PHASES)
+        return [(draw(scene), cell_words(scene))] * 2
+    clip = random_slides(rng) if rng.random() < 0.5 else random_clip(rng, "target")
+    phase = rng.randrange(PHASES)
     then = min(phase + (rng.random() < 0.25), PHASES - 1)
-    return [(frame(clip, at), _words(clip.scene(at), clip.changes(at), STAMPS[at])) for at in (phase, then)]
-
-
-def _words(
-    scene: Scene, changes: tuple[Sequence[Item], Sequence[Item]] = ((), ()), *more: str
-) -> list[list[str]]:
-    """The words for each cell: its place, the background, what it holds or has just lost, and more."""
-    words = [[cell, scene.background, *more] for cell in CELLS]
-    come, gone = changes
-    for items, verb in ((scene.items, ()), (gone, ("loses",))):
-        for item in items:
-            words[item.cell] += [item.size, item.colour, item.shape, *verb]
-    for item in come:
-        words[item.cell].append("gets")
-    return [known if len(known) > 2 + len(more) else [*known, "empty"] for known in words]
+    return [(frame(clip, at), cell_words(clip, at)) for at in (phase, then)]
 
 
 def _run(

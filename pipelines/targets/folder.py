@@ -9,7 +9,7 @@ from typing import Any
 
 import huggingface_hub
 
-import vlmdistill.pipelines.demo
+from vlmdistill.pipelines.demo import EMBEDDED
 from vlmdistill.pipelines.targets.catalogue import FAMILIES, HUB, shipped
 from vlmdistill.pipelines.targets.family import Family
 from vlmdistill.stores.errors import TargetError
@@ -22,15 +22,12 @@ PROCESSOR = "processor_config.json"
 
 
 def resolve(name: str) -> Path:
-    """The checkpoint folder of `demo`, of a registry name, of a local path or of a hub id.
+    """The checkpoint folder of an embedded target, of a registry name, of a local path or of a hub id.
 
     Raises TargetError when there is none, when it is incomplete, or when the hub is out of reach.
     """
-    if name == "demo":
-        folder = demo_folder()
-        if not (folder / "config.json").is_file():
-            raise TargetError("the demo target has not been built: run `vlmdistill target build-demo`")
-        return complete(folder)
+    if name in EMBEDDED:
+        return complete(EMBEDDED[name])
     path = Path(name).expanduser()
     if path.is_dir():
         return complete(path)
@@ -53,8 +50,8 @@ def locate(name: str) -> Place:
     Raises TargetError when the name is none, or nothing is known of it here.
     """
     folder: Path | None = Path(name).expanduser()
-    if name == "demo":
-        folder, origin = demo_folder(), "embedded in this package"
+    if name in EMBEDDED:
+        folder, origin = EMBEDDED[name], "embedded in this package"
     elif folder is not None and folder.is_dir():
         origin = "a local folder"
     else:
@@ -78,7 +75,7 @@ def locate(name: str) -> Place:
 def _repository(name: str) -> str:
     """The hub id of a name; TargetError when it is neither a registry name nor a hub id."""
     if name not in HUB and (Path(name).expanduser().exists() or not HUB_ID.fullmatch(name)):
-        known = ", ".join(("demo", *HUB))
+        known = ", ".join((*EMBEDDED, *HUB))
         raise TargetError(
             f"there is no target '{name}': give a checkpoint folder, a hub id, or one of {known}"
         )
@@ -91,11 +88,6 @@ def cached(repository: str) -> Path | None:
         return Path(huggingface_hub.snapshot_download(repository, local_files_only=True))
     except OSError:
         return None
-
-
-def demo_folder() -> Path:
-    """Where the embedded target lives, whether or not it has been built."""
-    return Path(vlmdistill.pipelines.demo.__path__[0]) / "checkpoint"
 
 
 def family_of(config: Path) -> Family:

@@ -7,6 +7,7 @@ from typing import Any
 import transformers
 
 from vlmdistill.drafters import catalogue as drafters
+from vlmdistill.pipelines.demo import EMBEDDED
 from vlmdistill.pipelines.targets.catalogue import FAMILIES, REGISTRY
 from vlmdistill.pipelines.targets.facts import target_info
 from vlmdistill.pipelines.targets.fingerprint import fingerprint
@@ -20,7 +21,7 @@ BYTES = 2  # of a stored number, in bfloat16
 def known() -> dict[str, dict[str, Any]]:
     """The targets that have a name: family, parameters, whether the weights are here (None: nothing is)."""
     told: dict[str, dict[str, Any]] = {}
-    for name in ("demo", *REGISTRY):
+    for name in (*EMBEDDED, *REGISTRY):
         place = locate(name)
         published = REGISTRY.get(name)
         told[name] = {

@@ -12,6 +12,7 @@ import pytest
 
 from vlmdistill.cli.main import main
 from vlmdistill.drafters import catalogue
+from vlmdistill.pipelines.demo import EMBEDDED
 from vlmdistill.pipelines.targets.catalogue import HUB, REGISTRY, shipped
 from vlmdistill.pipelines.targets.loading import load
 
@@ -120,7 +121,7 @@ def test_the_cache_of_the_hub_is_looked_into(
     assert (half["found"], half["folder"]) == (False, str(snapshot))
     assert "lacks the weights model.safetensors" in half["lacking"]
     listed = told(capsys, "list")["targets"]
-    assert {name for name, one in listed.items() if one["found"] is not None} == {"demo", "qwen2-vl-7b"}
+    assert {name for name, one in listed.items() if one["found"] is not None} == {*EMBEDDED, "qwen2-vl-7b"}
     assert listed["qwen2-vl-7b"]["found"] is False
 
 
@@ -129,9 +130,9 @@ def test_the_list_has_a_line_for_each(cache: Any, capsys: pytest.CaptureFixture[
     shown = capsys.readouterr()
     header, *lines = shown.out.splitlines()
     assert header.split() == ["name", "family", "parameters", "weights", "checkpoint"]
-    assert [line.split()[0] for line in lines] == ["demo", *REGISTRY]
-    assert "  here  " in lines[0]
-    assert all("  not here  " in line for line in lines[1:])
+    assert [line.split()[0] for line in lines] == [*EMBEDDED, *REGISTRY]
+    assert all("  here  " in line for line in lines[: len(EMBEDDED)])
+    assert all("  not here  " in line for line in lines[len(EMBEDDED) :])
     assert "8.29B" in next(line for line in lines if line.startswith("qwen2.5-vl-7b"))
     assert "llava_onevision" in shown.err
 

@@ -12,6 +12,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration as Model
 from transformers.utils import logging
 
 from vlmdistill.cli.target import build_demo
+from vlmdistill.pipelines.demo import EMBEDDED
 from vlmdistill.pipelines.demo.build import CLIPS, STATE, Recipe, build
 from vlmdistill.pipelines.demo.clips import SECONDS, frames, random_clip
 from vlmdistill.pipelines.demo.lessons import Sample, visuals
@@ -114,7 +115,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def _train(folder: Path, tokenizer: PreTrainedTokenizerFast, recipe: Recipe, progress: Progress) -> Model:
     torch.manual_seed(0)
     tokens = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIALS}
-    model = new_model(config(tokens, vocabulary=VOCABULARY, layers=2, hidden=64), first=1)
+    model = new_model(config(tokens, vocabulary=VOCABULARY, layers=2, hidden=64), tokenizer, first=1)
     train(Course(model, tokenizer, recipe, 0, progress, folder / STATE, save_every=1))
     return model
 
@@ -161,6 +162,12 @@ def test_a_width_that_heads_do_not_divide_is_refused(tmp_path: Path) -> None:
         build(tmp_path, hidden=100)
 
 
-def test_the_shipped_weights_are_not_built_over() -> None:
+@pytest.mark.parametrize("name", EMBEDDED)
+def test_the_shipped_weights_are_not_built_over(name: str) -> None:
     with pytest.raises(TargetError, match="holds the shipped weights"):
-        build_demo()
+        build_demo(name)
+
+
+def test_an_embedded_target_that_is_none_is_refused() -> None:
+    with pytest.raises(TargetError, match="no embedded target 'demo-audio': choose from demo, demo-video"):
+        build_demo("demo-audio")

@@ -1,15 +1,17 @@
 import random
 import re
+import statistics
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers.utils import logging
 
-from vlmdistill.pipelines.demo import chats
-from vlmdistill.pipelines.demo.build import CHECKPOINT, evaluate
-from vlmdistill.pipelines.demo.evaluation import answers, load
+from vlmdistill.pipelines.demo import EMBEDDED, chats
+from vlmdistill.pipelines.demo.build import evaluate
+from vlmdistill.pipelines.demo.evaluation import answers, evaluate_clips, load
 from vlmdistill.pipelines.demo.scenes import draw, random_scene
 from vlmdistill.pipelines.demo.scoring import FACTS
 
@@ -35,18 +37,32 @@ def quiet() -> Iterator[None]:
     logging.enable_progress_bar()
 
 
+@pytest.fixture(scope="module", params=EMBEDDED)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def scores() -> dict[str, Any]:
-    return evaluate(CHECKPOINT, n=24, seed=1)
+def scores(name: str) -> dict[str, Any]:
+    return evaluate(EMBEDDED[name], n=24, seed=1)
 
 
-def test_the_folder_is_whole_and_small() -> None:
-    assert {path.name for path in CHECKPOINT.iterdir()} == FILES
-    assert sum(path.stat().st_size for path in CHECKPOINT.iterdir()) <= 12_000_000
+@pytest.fixture(scope="module")
+def of_clips() -> dict[str, Any]:
+    return evaluate_clips(*load(EMBEDDED["demo-video"]), n=20, seed=1, lengths=(36, 504))
+
+
+@pytest.mark.parametrize("folder", EMBEDDED.values())
+def test_the_folder_is_whole_and_small(folder: Path) -> None:
+    of_videos = {"video_preprocessor_config.json"} if folder == EMBEDDED["demo-video"] else set()
+    assert {path.name for path in folder.iterdir()} == FILES | of_videos
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= 12_000_000
 
 
 @pytest.mark.parametrize("kind", FACTS)
-def test_nine_facts_in_ten_are_right(scores: dict[str, Any], kind: str) -> None:
+def test_nine_facts_of_an_image_in_ten_are_right(scores: dict[str, Any], name: str, kind: str) -> None:
+    if (name, kind) == ("demo-video", "count"):
+        pytest.skip("it does not count well: its card says so")
     assert scores["facts"][kind] >= 0.9
 
 
@@ -55,8 +71,23 @@ def test_answers_are_long_and_another_image_changes_them(scores: dict[str, Any])
     assert scores["swap"] >= 0.9
 
 
-def test_text_alone_is_answered_and_ends() -> None:
-    model, tokenizer, processor = load(CHECKPOINT)
+@pytest.mark.parametrize("tokens", [36, 504])
+def test_what_a_clip_shows_is_told_however_often_it_is_sampled(of_clips: dict[str, Any], tokens: int) -> None:
+    shares = of_clips["lengths"][tokens]
+    assert statistics.fmean(shares[kind] for kind in FACTS if kind != "count") >= 0.85
+
+
+@pytest.mark.parametrize("kind", ["position", "colour", "shape", "size", "background"])
+def test_nine_facts_of_the_start_of_a_clip_in_ten_are_right(of_clips: dict[str, Any], kind: str) -> None:
+    assert of_clips["tasks"]["start"][kind] >= 0.9
+
+
+def test_another_clip_changes_the_answer(of_clips: dict[str, Any]) -> None:
+    assert of_clips["swap"] >= 0.9
+
+
+def test_text_alone_is_answered_and_ends(name: str) -> None:
+    model, tokenizer, processor = load(EMBEDDED[name])
     rng = random.Random(0)
     talks = [(chats.chat(rng, "evaluation")[0][0],) for _ in range(8)]
     told = answers(model, tokenizer, processor, talks, max_new_tokens=256)
@@ -64,7 +95,7 @@ def test_text_alone_is_answered_and_ends() -> None:
 
 
 def test_sampling_varies_and_odd_prompts_are_answered() -> None:
-    model, tokenizer, processor = load(CHECKPOINT)
+    model, tokenizer, processor = load(EMBEDDED["demo"])
     image = draw(random_scene(random.Random(5), "evaluation"))
     torch.manual_seed(0)
     prompt = "Describe the image. Please answer with at least 1000 words."

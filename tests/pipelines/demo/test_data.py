@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import random
 from pathlib import Path
@@ -8,7 +9,7 @@ from PIL import Image
 from vlmdistill.pipelines.demo import narration
 from vlmdistill.pipelines.demo.clips import frames, random_clip
 from vlmdistill.pipelines.demo.data import write, write_videos
-from vlmdistill.pipelines.demo_prompts import HELD_OUT_VIDEOS, import_demo
+from vlmdistill.pipelines.demo_prompts import Amount, import_demo
 from vlmdistill.pipelines.frames import Footage, read
 from vlmdistill.pipelines.prompts import read as read_prompts
 
@@ -61,11 +62,13 @@ def test_videos_are_written_without_loss(tmp_path: Path) -> None:
 
 def test_the_demo_has_videos_where_they_are_wanted(tmp_path: Path) -> None:
     out = tmp_path / "prompts.parquet"
-    without = import_demo(tmp_path / "one", out, images=2, dialogues=1, seed=3)
-    both = import_demo(tmp_path / "one", out, images=2, dialogues=1, videos=4, video_tokens=108, seed=3)
-    assert both.added == 4 + HELD_OUT_VIDEOS
+    few = Amount(images=2, dialogues=1, held_out=(2, 1, 0))
+    without = import_demo(tmp_path / "one", out, few, seed=3)
+    films = dataclasses.replace(few, videos=4, held_out=(2, 1, 3), video_tokens=108)
+    both = import_demo(tmp_path / "one", out, films, seed=3)
+    assert both.added == 4 + 3
     assert both.total == without.total + both.added
     parts = [part for prompt in read_prompts(out) for m in prompt.messages for part in m["content"]]
-    films = [part for part in parts if part["type"] == "video"]
-    assert {part["frames"] for part in films} == {24}
-    assert len({Path(part["path"]).read_bytes() for part in films}) == len(films)
+    videos = [part for part in parts if part["type"] == "video"]
+    assert {part["frames"] for part in videos} == {24}
+    assert len({Path(part["path"]).read_bytes() for part in videos}) == len(videos) == 7

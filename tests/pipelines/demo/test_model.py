@@ -1,3 +1,4 @@
+import itertools
 import random
 
 import numpy as np
@@ -6,11 +7,20 @@ import torch
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLForConditionalGeneration, Qwen2VLImageProcessorPil
 
 from vlmdistill.pipelines.demo import chats, narration, wording
-from vlmdistill.pipelines.demo.clips import SECONDS, distinct, frames, random_clip
+from vlmdistill.pipelines.demo.clips import (
+    PHASES,
+    SECONDS,
+    STAMPS,
+    distinct,
+    frames,
+    random_clip,
+    random_slides,
+)
 from vlmdistill.pipelines.demo.lessons import Sample, visuals
 from vlmdistill.pipelines.demo.model import IMAGE_TOKENS, config, first_layers, logits, new_model, patches
-from vlmdistill.pipelines.demo.scenes import draw, random_scene
+from vlmdistill.pipelines.demo.scenes import CELLS, draw, random_scene
 from vlmdistill.pipelines.demo.text import SPECIALS, VOCABULARY, conversation, train_tokenizer
+from vlmdistill.pipelines.demo.wiring import GETS, LOSES, cell_words, meanings
 from vlmdistill.pipelines.targets.video import GridFrames
 
 
@@ -23,7 +33,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def model(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLForConditionalGeneration:
     torch.manual_seed(0)
     tokens = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIALS}
-    return new_model(config(tokens, vocabulary=VOCABULARY, layers=4, hidden=64), first=2).eval()
+    return new_model(config(tokens, vocabulary=VOCABULARY, layers=4, hidden=64), tokenizer, first=2).eval()
 
 
 def test_patches_are_the_image_processors() -> None:
@@ -98,6 +108,33 @@ def test_tokens_that_stand_for_many_weigh_as_many(
 
     many = scores(128, 1.0)
     assert (scores(8, 16.0) - many).abs().mean() < 0.05 * (scores(8, 1.0) - many).abs().mean()
+
+
+@torch.inference_mode()
+def test_a_fresh_model_finds_what_is_seen_by_the_two_words_for_it(tokenizer: PreTrainedTokenizerFast) -> None:
+    torch.manual_seed(0)
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIALS}
+    fresh = new_model(config(ids, vocabulary=VOCABULARY, layers=4, hidden=128), tokenizer, first=2).eval()
+    fresh.set_attn_implementation("eager")
+    table_VH = fresh.get_input_embeddings().weight
+    rng = random.Random(0)
+    slides = random_slides(rng)
+    meaning = meanings(fresh, tokenizer)
+    known = [words for phase in range(PHASES) for words in cell_words(slides, phase)]
+    shown_NH = torch.stack([torch.stack([meaning[word] for word in words]).sum(0) for words in known])
+    places = list(itertools.product(range(PHASES), range(len(CELLS))))
+    asked = [(place, (STAMPS[place[0]], CELLS[place[1]])) for place in places]
+    for phase in range(PHASES):
+        for verb, items in zip((GETS, LOSES), slides.changes(phase), strict=True):
+            asked += [((phase, item.cell), (STAMPS[phase], verb)) for item in items]
+    for place, words in asked:
+        asked_H = [table_VH[tokenizer.encode(f" {word}")[0]] for word in ("shapes", *words)]
+        seen = fresh.model.language_model(
+            inputs_embeds=torch.cat([shown_NH, torch.stack(asked_H)])[None], output_attentions=True
+        )
+        weights_T = seen.attentions[first_layers(fresh, 2)[1]][0, 0, -1]
+        assert places[int(weights_T[: len(places)].argmax())] == place, words
+        assert weights_T[: len(places)].sum() > 0.99
 
 
 def test_the_first_layers_are_spread_over_the_depth(model: Qwen2_5_VLForConditionalGeneration) -> None:

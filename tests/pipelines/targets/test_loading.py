@@ -13,11 +13,11 @@ import torch
 
 from tests import tiny
 from vlmdistill.pipelines.answers import Sampling
+from vlmdistill.pipelines.demo import EMBEDDED
 from vlmdistill.pipelines.features import Capturer
 from vlmdistill.pipelines.filters import Filters
 from vlmdistill.pipelines.responses import Responder
 from vlmdistill.pipelines.targets.catalogue import FAMILIES, HUB
-from vlmdistill.pipelines.targets.folder import demo_folder
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.targets.options import Options
 from vlmdistill.stores.errors import TargetError
@@ -267,6 +267,6 @@ def test_answers_that_could_never_end_are_refused(copy: Callable[[str], Path]) -
 
 
 def test_the_demo_is_a_checkpoint_like_any_other() -> None:
-    demo, folder = load("demo"), load(str(demo_folder()))
+    demo, folder = load("demo"), load(str(EMBEDDED["demo"]))
     assert demo.info.family == "qwen2.5-vl"
     assert demo.fingerprint == folder.fingerprint

@@ -1,0 +1,114 @@
+"""How the demo target starts: two of its heads are wired, and all of it is then trained.
+
+What is asked for depends on the token before as well, and a visual token is to be looked up by the words for
+it. A model of this size finds out neither in hundreds of steps, yet both can be written down. The words for
+what is seen begin with embeddings at right angles to each other, so that a sum of them can be read. So does
+the placeholder of an image, which every visual token gets and no word has: by it a head can prefer what is
+seen to what was said. Then "two north" finds the cell in the north after two seconds, and "two gets" the cell
+that gets something then, whichever it is.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast, Qwen2_5_VLForConditionalGeneration
+
+from vlmdistill.pipelines.demo.clips import STAMPS, Clip, Slides
+from vlmdistill.pipelines.demo.scenes import BACKGROUNDS, CELLS, COLOURS, SHAPES, SIZES, Scene
+
+GETS, LOSES, SAME, EMPTY = "gets", "loses", "none", "empty"
+NOUNS = (*CELLS, *STAMPS, GETS, LOSES, SAME, EMPTY, *SIZES, *COLOURS, *SHAPES, *BACKGROUNDS)
+"""The words for what is seen; those that one looks up by come first."""
+
+_SEEN = "seen"
+_BACK = 6.0  # of constant queries and keys: attention to the token before is then near 1
+_MATCH = 1.4  # of queries and keys of a word: two words that agree outweigh one by e^7
+_PREFER = 30.0  # added to the query for what is seen: it outweighs the words themselves
+_COPY = 0.1  # of what is found, in units of what the norm makes of it
+
+
+def meanings(
+    model: Qwen2_5_VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast
+) -> dict[str, Tensor]:
+    """What each of `NOUNS`, and to be seen, adds to a visual token: `[H]` each."""
+    table_VH = model.get_input_embeddings().weight.detach()
+    meaning = {noun: table_VH[tokenizer.encode(f" {noun}")].sum(0) for noun in NOUNS}
+    meaning[EMPTY] = 3**0.5 * meaning[EMPTY]  # it stands for three words: all cells are as long
+    return {**meaning, _SEEN: 1.5 * table_VH[model.config.image_token_id]}
+
+
+def cell_words(shown: Scene | Clip | Slides, phase: int | None = None) -> list[list[str]]:
+    """The words for each cell: its place, the background, what it holds or has just lost.
+
+    Of a video also the phase, and whether the cell has changed.
+    """
+    scene = shown if isinstance(shown, Scene) else shown.scene(phase or 0)
+    come, gone = ([], []) if isinstance(shown, Scene) else shown.changes(phase or 0)
+    held = {item.cell: [item.size, item.colour, item.shape] for item in (*scene.items, *gone)}
+    words = [[_SEEN, name, scene.background, *held.get(cell, [EMPTY])] for cell, name in enumerate(CELLS)]
+    if phase is None:
+        return words
+    changed = {item.cell: verb for verb, items in ((GETS, come), (LOSES, gone)) for item in items}
+    return [[*known, STAMPS[phase], changed.get(cell, SAME)] for cell, known in enumerate(words)]
+
+
+def wire(
+    model: Qwen2_5_VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, layers: Sequence[int]
+) -> None:
+    """Wire a head of the first of these layers to look back, and one of the second, if any, to look up."""
+    ids = [tokenizer.encode(f" {noun}") for noun in NOUNS]
+    words = [model.config.image_token_id, *(tokens[0] for tokens in ids if len(tokens) == 1)]
+    with torch.no_grad():
+        axes_WH = _spread(model.get_input_embeddings().weight, words)
+        _look_back(model, layers[0], axes_WH)
+        for place in layers[1:2]:
+            _look_up(model, place, axes_WH)
+
+
+def _spread(table_VH: Tensor, words: Sequence[int]) -> Tensor:
+    """Turn the embeddings of words at right angles, as long as the others are; their directions `[W, H]`."""
+    axes_HH = torch.linalg.qr(torch.randn(table_VH.shape[1], table_VH.shape[1]))[0]
+    axes_WH: Tensor = axes_HH[: len(words)]
+    table_VH[words] = axes_WH * table_VH.norm(dim=1).median()
+    return axes_WH
+
+
+def _look_back(model: Qwen2_5_VLForConditionalGeneration, place: int, axes_WH: Tensor) -> None:
+    """Queries and keys are constant, and turned so that they agree one position apart."""
+    text = model.model.language_model
+    attention = text.layers[place].self_attn
+    angles = text.rotary_emb.inv_freq[: text.rotary_emb.mrope_section[0]]  # those that tell near places apart
+    half, size = attention.head_dim // 2, len(angles)
+    for projection in (attention.q_proj, attention.k_proj):
+        projection.weight[: 2 * half] = 0
+    attention.k_proj.bias[:size] = _BACK
+    attention.q_proj.bias[:size] = _BACK * angles.cos()
+    attention.q_proj.bias[half : half + size] = -_BACK * angles.sin()
+    attention.o_proj.weight.zero_()  # nothing else of the layer blurs the words at first
+    text.layers[place].mlp.down_proj.weight.zero_()
+    _copy(attention, axes_WH, _COPY / 2)
+
+
+def _look_up(model: Qwen2_5_VLForConditionalGeneration, place: int, axes_WH: Tensor) -> None:
+    """Queries and keys are the words, in the pairs that rotate least."""
+    attention = model.model.language_model.layers[place].self_attn
+    half = attention.head_dim // 2
+    slow = [side + pair for pair in range(half - 1, half // 2 - 1, -1) for side in (0, half)]
+    own = min(len(slow), len(axes_WH))
+    for projection in (attention.q_proj, attention.k_proj):
+        projection.weight[: 2 * half] = 0
+        projection.weight[slow[:own]] = _MATCH * axes_WH[:own]
+        projection.bias[: 2 * half] = 0
+    attention.q_proj.bias[slow[0]] = _PREFER
+    _copy(attention, axes_WH, _COPY)
+
+
+def _copy(attention: Any, axes_WH: Tensor, gain: float) -> None:
+    """What the first head finds, it adds: the part of it that is words."""
+    size = attention.head_dim
+    values_DH = torch.zeros(size, axes_WH.shape[1])
+    values_DH[: len(axes_WH)] = axes_WH[:size]
+    attention.v_proj.weight[:size] = values_DH
+    attention.o_proj.weight[:, :size] = gain * values_DH.T
