@@ -236,6 +236,24 @@ def test_another_writer_that_passes_by_while_a_writer_and_a_removal_pause(
         ends(url, writers, other)
 
 
+def test_files_that_a_dying_writer_brings_back_do_not_make_up_for_a_record(
+    bare: Path, built: list[tuple[Path, Record]]
+) -> None:
+    shard = f"{SHARDS}/{built[0][1]['shard']}"
+    for pause, more in itertools.product(range(14), range(1, 5)):
+        url = laid_out(bare)
+        one, again = (Actor(url, writer(built[0])) for _ in range(2))
+        other = Actor(url, lambda place: remove(place, shard))
+        run(one, 1)
+        run(other, pause)
+        run(one, more)
+        run(other, 10**9)
+        again.step()  # publishes
+        again.step(kill=True)
+        run(one, 10**9)
+        ends(url, [one, again], other)
+
+
 def ends(url: str, writers: Sequence[Actor], *others: Actor) -> None:
     """All went as promised: what a writer believes is there, and a collector can tidy up the rest."""
     assert {actor.end for actor in (*writers, *others)} <= {DONE, MET, KILLED}
