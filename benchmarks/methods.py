@@ -177,19 +177,19 @@ def page(results: dict[str, Any]) -> str:
     total = sum(sum(one.values()) for one in counts)
     same = sum(one["identical"] for one in counts)
     ties = sum(one["near_tie"] for one in counts)
-    more = f", {ties} near-ties" if ties else ""
+    more = f"; of the others, {ties} part where two tokens score alike to rounding" if ties else ""
     seeds = "One seed a method: no spread is known"
     if results["seeds"] > 1:
         seeds = f"{results['seeds']} seeds a method: the mean, and the least and the most in brackets"
     return f"""# Results on the demo target
 
 Made by `python -m benchmarks.methods`, in one process for all decoding; raw numbers in
-[results.json](results.json). {seeds}, {where["prompts"]["count"]} held-out prompts, {where["dtype"]},
-{where["threads"]} thread(s), {where["hardware"]}.
+[results.json](results.json). {seeds};
+{where["prompts"]["count"]} held-out prompts, {where["dtype"]}, {where["threads"]} thread(s), {where["hardware"]}.
 Recipe `demo`: the same number of optimizer steps, tokens a step, learning rate, data and tree for all, but
 for `lookahead`, whose tree is its own window. `tau` counts the bonus token, `accepted` does not
 ([methods.md](methods.md) says which of them each paper prints). CPU-s is what one training took, its start
-included.
+included; other work on the machine makes it more.
 
 {table}
 
