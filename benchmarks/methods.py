@@ -185,7 +185,8 @@ def page(results: dict[str, Any]) -> str:
 
 Made by `python -m benchmarks.methods`, in one process for all decoding; raw numbers in
 [results.json](results.json). {seeds};
-{where["prompts"]["count"]} held-out prompts, {where["dtype"]}, {where["threads"]} thread(s), {where["hardware"]}.
+{where["prompts"]["count"]} held-out prompts, {where["dtype"]}, {where["threads"]} thread(s),
+{where["hardware"]}.
 Recipe `demo`: the same number of optimizer steps, tokens a step, learning rate, data and tree for all, but
 for `lookahead`, whose tree is its own window. `tau` counts the bonus token, `accepted` does not
 ([methods.md](methods.md) says which of them each paper prints). CPU-s is what one training took, its start
