@@ -12,7 +12,7 @@ BIN     := $(VENV)/bin
 VLM      = VLMDISTILL_RUNS=$(RUNS) $(BIN)/vlmdistill
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types pytest prompts responses features train eval report bench bench-store results docs wheel clean
+.PHONY: help setup demo test lint types pytest prompts responses features train eval report bench bench-store results video docs wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -65,6 +65,9 @@ bench: setup  ## performance ratios with their floors
 
 results: setup  ## all methods on the demo target, three seeds each: docs/results.md
 	$(BIN)/python -m benchmarks.methods
+
+video: setup  ## five methods on longer and longer videos: docs/video.md
+	$(BIN)/python -m benchmarks.video
 
 bench-store: setup  ## the store against the disk and one file per sample
 	$(BIN)/python -m benchmarks.store

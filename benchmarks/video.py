@@ -135,6 +135,7 @@ def measure(
     return {
         "model": workspace.model,
         "clips": count,
+        "trees": {name: str(drafter.config.tree) for name, drafter in drafters.items()},
         "threads": torch.get_num_threads(),
         "missing": missing,
         "rows": rows,
@@ -286,20 +287,24 @@ def page(result: Mapping[str, Any]) -> str:
         ),
     ]
     text = "\n\n".join(tables)
+    trees = ", ".join(sorted({f"`{tree}`" for tree in result["trees"].values()}))
     same = sum(round(row["as plain"] * result["clips"]) for row in rows)
     total = len(rows) * result["clips"]
     return f"""# Long videos on the embedded target
 
 Made by `python -m benchmarks.video`; raw numbers in [video.json](video.json). Target `{result["model"]}`,
-{result["clips"]} held-out clips of eight seconds, described at T=0 with each drafter's own tree,
-{result["threads"]} thread(s). Columns are visual tokens: the same clips, sampled more and more often. The
-drafters were trained on images and on videos of 72 visual tokens, never on longer ones.
+{result["clips"]} held-out clips of eight seconds, described at T=0 (tree: {trees}),
+{result["threads"]} thread(s).
+Columns are visual tokens: the same clips, sampled more and more often. The drafters were trained on images
+and on videos of 72 visual tokens, never on longer ones.
 Answers identical to plain decoding: {same} of {total}.
 
 {text}
 
 Times are of a CPU and a target of two million parameters, whose vision tower and prefill outweigh everything
-else of a long video; tau and memory are what carries over.
+else of a long video; tau and memory are what carries over. A drafter's memory grows by doubling; the process
+grows only by what it has not held before. The target's facts do not fall with the length (its
+[card](../pipelines/demo/videos/README.md) tells which it gets wrong): a tau that falls is the drafter's own.
 """
 
 
