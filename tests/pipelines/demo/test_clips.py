@@ -117,7 +117,7 @@ def test_a_reference_answer_has_every_fact_right(seed: int, task: str) -> None:
     result = score_clip(answer, clip, task)
     assert tuple(result) == CLIP_FACTS
     assert all(right == total for right, total in result.values()), (answer, result)
-    assert sum(total for _, total in result.values()) >= 4
+    assert result["background"] == (1, 1)  # at the least: a clip may end on an empty board
 
 
 @settings(deadline=None)
