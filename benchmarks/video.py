@@ -288,12 +288,13 @@ def page(result: Mapping[str, Any]) -> str:
     ]
     text = "\n\n".join(tables)
     trees = ", ".join(sorted({f"`{tree}`" for tree in result["trees"].values()}))
+    how = f"T=0, tree {trees}, {result['threads']} thread(s)"
     same = sum(round(row["as plain"] * result["clips"]) for row in rows)
     total = len(rows) * result["clips"]
     return f"""# Long videos on the embedded target
 
 Made by `python -m benchmarks.video`; raw numbers in [video.json](video.json). Target `{result["model"]}`,
-{result["clips"]} held-out clips of eight seconds, described at T=0, tree {trees}, {result["threads"]} thread(s).
+{result["clips"]} held-out clips of eight seconds, described at {how}.
 Columns are visual tokens: the same clips, sampled more and more often. The drafters were trained on images
 and on videos of 72 visual tokens, never on longer ones.
 Answers identical to plain decoding: {same} of {total}.
