@@ -8,20 +8,22 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.stores.samples import head, info, make, provenance, sample
 from vlmdistill.stores import commits
 from vlmdistill.stores.collect import collect
-from vlmdistill.stores.commits import commit, remove
+from vlmdistill.stores.commits import commit, mend, remove
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.filters import filter_store
-from vlmdistill.stores.manifest import SHARDS, Record
+from vlmdistill.stores.manifest import DEAD, SHARDS, Record
 from vlmdistill.stores.remote import Remote
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.verify import verify
@@ -252,6 +254,65 @@ def test_files_that_a_dying_writer_brings_back_do_not_make_up_for_a_record(
         again.step(kill=True)
         run(one, 10**9)
         ends(url, [one, again], other)
+
+
+def test_a_record_is_withdrawn_only_where_others_can_see_it_coming(
+    bare: Path, built: list[tuple[Path, Record]]
+) -> None:
+    """A writer finds its files gone and pauses; another brings them back and believes in the record."""
+    shard = f"{SHARDS}/{built[0][1]['shard']}"
+    for pause in range(12):
+        url = laid_out(bare)
+        one, again = (Actor(url, writer(built[0])) for _ in range(2))
+        other = Actor(url, lambda place: remove(place, shard))
+        run(one, 1)
+        run(other, 10**9)
+        run(one, pause)
+        run(again, 10**9)
+        run(one, 10**9)
+        ends(url, [one, again], other)
+
+
+def test_a_record_that_another_withdrew_is_not_believed_in_when_its_files_come_back(
+    bare: Path, built: list[tuple[Path, Record]]
+) -> None:
+    shard = f"{SHARDS}/{built[0][1]['shard']}"
+    for pause in range(12):
+        url = laid_out(bare)
+        one, slow, again = (Actor(url, writer(built[0])) for _ in range(3))
+        other = Actor(url, lambda place: remove(place, shard))
+        run(one, 1)
+        run(slow, 1)
+        run(other, 10**9)
+        run(one, pause)
+        run(slow, 10**9)  # finds the files gone, and withdraws the record if there is one
+        again.step()  # publishes
+        again.step(kill=True)
+        run(one, 10**9)
+        ends(url, [one, slow, again], other)
+
+
+def test_two_collectors_may_finish_what_a_dead_one_began(
+    bare: Path, built: list[tuple[Path, Record]]
+) -> None:
+    shard = f"{SHARDS}/{built[0][1]['shard']}"
+    for pause in range(18):
+        url = laid_out(bare)
+        one, again = (Actor(url, writer(built[0])) for _ in range(2))
+        dead = Actor(url, lambda place: remove(place, shard))
+        menders = [Actor(url, lambda place: mend(place, 0)) for _ in range(2)]
+        run(one, 1)
+        run(dead, 3)  # has left its mark and found no record
+        run(one, 10**9)
+        while Remote(url).files(shard):
+            dead.step()
+        dead.step(kill=True)
+        (mark,) = MemoryFileSystem().find(f"{url}/{DEAD}")
+        MemoryFileSystem.store[mark].created -= timedelta(seconds=2 * commits.STALE)
+        for actor, calls in ((menders[0], pause), (menders[1], 10**9), (again, 10**9), (menders[0], 10**9)):
+            run(actor, calls)
+        assert (one.end, dead.end) == (MET, KILLED)
+        ends(url, [again], *menders)
 
 
 def ends(url: str, writers: Sequence[Actor], *others: Actor) -> None:
