@@ -117,7 +117,7 @@ def _pieces(
 
 
 def _judge(target: VisionLanguageTarget, nodes: DraftTree, states_ND: Tensor) -> list[int]:
-    path: list[int] = verify(nodes, target.logits(states_ND), 0.0).path_K.tolist()
+    path: list[int] = verify(nodes, target.logits(states_ND), 0.0).path_N.tolist()
     return path
 
 

@@ -55,14 +55,21 @@ def speculate(
             logits_NV = target.logits(states["hidden"])
             verdict = verify(nodes, logits_NV, temperature, generator)
             draft.hear(logits_NV)
-            target.commit(verdict.path_K)
-            new_K = torch.cat([nodes.ids_N[verdict.path_K[1:]], verdict.bonus_1])
-            chain_2 = torch.stack([nodes.greedy_N[verdict.path_K].sum(), nodes.greedy_N.sum()]) - 1
-            *ids, right, best = torch.cat([new_K, chain_2]).tolist()  # a GPU is waited for once
-            yield limit.cycle(ids, (right, best), start)
+            told = [
+                verdict.length_1,
+                verdict.bonus_1,
+                nodes.ids_N[verdict.path_N],
+                nodes.greedy_N[verdict.path_N],
+            ]
+            length, bonus, *rest = torch.cat(told).tolist()  # a GPU is waited for once
+            ids, greedy = rest[: len(rest) // 2], rest[len(rest) // 2 :]
+            path_K = verdict.path_N[:length]
+            target.commit(path_K)
+            chain = (sum(greedy[:length]) - 1, sum(greedy) - 1)
+            yield limit.cycle([*ids[1:length], bonus], chain, start)
             if not limit.reached:
-                before_KD = torch.cat([states[source][verdict.path_K] for source in drafter.sources], dim=-1)
-                draft.commit(new_K, before_KD)
+                before_KD = torch.cat([states[source][path_K] for source in drafter.sources], dim=-1)
+                draft.commit(torch.cat([nodes.ids_N[path_K[1:]], verdict.bonus_1]), before_KD)
 
 
 def plain(

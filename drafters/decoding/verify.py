@@ -1,6 +1,6 @@
 """Lossless acceptance: what the target itself would have said, node by node.
 
-Shapes: N nodes of a draft tree, V vocabulary, K nodes of the accepted path.
+Shapes: N nodes of a draft tree, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -20,14 +20,18 @@ def choose(logits_NV: Tensor, temperature: float, generator: torch.Generator | N
     if temperature == 0:
         return logits_NV.argmax(-1)
     probability_NV = (logits_NV.double() / temperature).softmax(-1)
-    return torch.multinomial(probability_NV, 1, generator=generator)[:, 0]
+    # What torch.multinomial does, without its checks, for which a GPU would be waited for.
+    return (probability_NV / torch.empty_like(probability_NV).exponential_(generator=generator)).argmax(-1)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The accepted path, root first, and the token that the target says after it."""
+    """The accepted path and the token that the target says after it; no shape depends on what is accepted."""
 
-    path_K: Tensor
+    path_N: Tensor
+    """The nodes of the path, root first, then all others."""
+    length_1: Tensor
+    """How many of them are of the path."""
     bonus_1: Tensor
 
 
@@ -48,8 +52,12 @@ def verify(
     chosen_N[0] = True
     accepted_N = ~(tree.visible_NN & ~chosen_N).any(1)
     end_1 = (tree.depth_N * accepted_N).argmax(0, keepdim=True)  # a tensor throughout: no wait for a GPU
-    path_N = tree.visible_NN.index_select(0, end_1)[0]
-    return Verdict(path_K=path_N.nonzero()[:, 0], bonus_1=choice_N.index_select(0, end_1))
+    on_path_N = tree.visible_NN.index_select(0, end_1)[0]
+    return Verdict(
+        path_N=on_path_N.argsort(stable=True, descending=True),
+        length_1=on_path_N.sum(0, keepdim=True),
+        bonus_1=choice_N.index_select(0, end_1),
+    )
 
 
 def _first(tree: DraftTree) -> Tensor:

@@ -59,7 +59,8 @@ def asked(checkpoint: Callable[..., Path]) -> Callable[[str, str], Question]:
         if (family, shown) not in questions:
             target = targets[family]
             prompt = certain_prompt(target, SHOWN[shown])
-            (answer,) = target.generate([prompt], max_new_tokens=TOKENS, temperature=0.0, seed=0)
+            answer = target.reference(prompt, max_new_tokens=TOKENS)
+            assert answer is not None
             questions[family, shown] = target, prompt, list(answer.ids)
         return questions[family, shown]
 
@@ -139,7 +140,7 @@ class Fate:
             place_N = self.said + tree.depth_N - 1
             patch.setattr(verifying, "choose", lambda logits, heat, _: self.best(logits, heat, place_N))
             verdict = verifier(tree, logits_NV, temperature, generator)
-            self.said += len(verdict.path_K)
+            self.said += int(verdict.length_1)
             return verdict
 
         patch.setattr(generate, "choose", alone)
@@ -205,7 +206,8 @@ def trusting(tree: DraftTree, logits_NV: Tensor, temperature: float, generator: 
     """Wrong: the drafter's best guess is kept without asking the target."""
     first = int((tree.parent_N[1:] == 0).nonzero()[0, 0]) + 1
     choice_N = verifying.choose(logits_NV, temperature, generator)
-    return Verdict(torch.tensor([0, first]), choice_N[first : first + 1])
+    others = [node for node in range(1, len(tree.ids_N)) if node != first]
+    return Verdict(torch.tensor([0, first, *others]), torch.tensor([2]), choice_N[first : first + 1])
 
 
 def forgotten_temperature(

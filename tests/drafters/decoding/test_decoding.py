@@ -145,7 +145,8 @@ def test_a_verified_text_has_exactly_the_distribution_of_the_target(
     for choices in itertools.product(range(3), repeat=len(ids)):
         monkeypatch.setattr(verifying, "choose", lambda *_, said=choices: torch.tensor(said))
         verdict = verify(nodes, torch.zeros(len(ids), 3), 1.0)
-        text = (*(ids[node] for node in verdict.path_K.tolist()), int(verdict.bonus_1))
+        path = verdict.path_N[: int(verdict.length_1)].tolist()
+        text = (*(ids[node] for node in path), int(verdict.bonus_1))
         chance = math.prod(share[texts[node]][choice] for node, choice in enumerate(choices))
         likely[text] = likely.get(text, 0.0) + chance
     for text, chance in likely.items():
