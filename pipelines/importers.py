@@ -5,6 +5,7 @@ silently, and nothing is repaired by guessing.
 """
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -308,9 +309,9 @@ def _sampling(part: Mapping[str, Any]) -> dict[str, float | int]:
         raise BadRowError("video sampling", f"fps {fps} and frames {count}: give one of them")
     try:
         sampling: dict[str, float | int] = {"frames": int(count)} if fps is None else {"fps": float(fps)}
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         sampling = {}
-    if not sampling or not min(sampling.values()) > 0:
+    if not sampling or not 0 < min(sampling.values()) < math.inf:
         raise BadRowError("video sampling", f"fps {fps}, frames {count}: give a number above 0")
     return sampling
 

@@ -11,6 +11,7 @@ an image is never on both sides, whatever is imported when.
 
 import dataclasses
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -76,7 +77,7 @@ class Choices:
         if self.fps is not None and self.frames is not None:
             raise DataError(f"--fps {self.fps} --frames {self.frames}: give one of them")
         for name, value in (("--fps", self.fps), ("--frames", self.frames)):
-            if value is not None and not value > 0:
+            if value is not None and not 0 < value < math.inf:
                 raise DataError(f"{name} {value}: give a number above 0")
         if self.images and not self.images.is_dir():
             raise DataError(f"--images {self.images}: there is no such folder")

@@ -135,9 +135,9 @@ class Showing:
 
 
 def _turn(message: Mapping[str, Any], showing: Showing) -> dict[str, Any]:
-    content = message.get("content")
+    content = message.get("content") if isinstance(message, Mapping) else None
     if "role" not in message or not isinstance(content, str | Sequence):
-        raise DataError(f"a message needs a role and a content, not {str(dict(message))[:80]}")
+        raise DataError(f"a message needs a role and a content, not {str(message)[:80]}")
     listed = [{"type": "text", "text": content}] if isinstance(content, str) else content
     return {"role": message["role"], "content": [_part(part, showing) for part in listed]}
 

@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -113,7 +114,9 @@ class FrameProcessor(abc.ABC):
         """
         if fps is not None and frames is not None:
             raise DataError(f"a video is sampled by fps or by frames, not by both ({fps} and {frames})")
-        if (fps is not None and not fps > 0) or (frames is not None and frames < 1):
+        timed = fps is None or (isinstance(fps, Real) and 0 < fps < math.inf)
+        counted = frames is None or (isinstance(frames, Integral) and frames > 0)
+        if not (timed and counted):
             raise DataError(f"a video cannot be sampled by fps {fps} or frames {frames}: give more than 0")
         clip = read(source, lambda footage: self.choose(footage, fps, frames))
         rate = clip.footage.fps or fps or self.fps or 2.0

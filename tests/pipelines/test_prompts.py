@@ -2,6 +2,7 @@
 
 import base64
 import json
+import math
 import shutil
 import sys
 from pathlib import Path
@@ -160,6 +161,13 @@ def test_how_a_video_is_sampled_is_part_of_the_prompt(tmp_path: Path, out: Path)
         assert part == {"type": "video", "path": str(tmp_path / "clip.mp4"), **sampling}
 
 
+@pytest.mark.parametrize("way", [{"fps": math.inf}, {"frames": math.inf}, {"fps": -1}, {"frames": "many"}])
+def test_a_video_sampled_by_nonsense_is_skipped(tmp_path: Path, out: Path, way: dict[str, Any]) -> None:
+    rows = [shows(video="clip.mp4", **way), talk("fine", "yes")]
+    sources = [write(tmp_path / "chat.jsonl", rows[:1]), write(tmp_path / "mix.json", rows[1:])]
+    assert import_prompts(sources, out).skipped == {"video sampling": 1}
+
+
 def test_a_machine_without_pyav_says_so_at_once(
     tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,6 +268,7 @@ def test_a_missing_source_stops_before_anything_is_written(tmp_path: Path, out: 
         (Choices(limit=-3), "--limit -3"),
         (Choices(eval_share=1.0), "--eval-share"),
         (Choices(fps=0), "--fps 0: give a number above 0"),
+        (Choices(fps=math.inf), "--fps inf: give a number above 0"),
         (Choices(frames=-1), "--frames -1"),
         (Choices(fps=1, frames=8), "--fps 1 --frames 8: give one of them"),
         (Choices(augment=["loud"]), "no augmentation 'loud': choose from none, long"),

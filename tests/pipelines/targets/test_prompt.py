@@ -70,6 +70,12 @@ def test_what_cannot_be_used(target: VisionLanguageTarget, content: Any, said: s
     assert said in str(caught.value)
 
 
+def test_a_message_that_is_none(target: VisionLanguageTarget) -> None:
+    odd: Any = "what is there?"
+    with pytest.raises(DataError, match="needs a role and a content, not what is there"):
+        target.encode([odd])
+
+
 @pytest.mark.parametrize(
     ("part", "said"),
     [

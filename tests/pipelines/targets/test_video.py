@@ -1,6 +1,7 @@
 """The frame processors against the formulas of the stock ones, and against image processors."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -120,7 +121,7 @@ def test_short_videos_and_images_without_a_clock_are_taken_whole(processor: Fram
 def test_sampling_twice_or_by_nothing_is_refused() -> None:
     with pytest.raises(DataError, match="by fps or by frames, not by both"):
         GridFrames({}).sample(tiny.clip(3, 28, 28), fps=1, frames=2)
-    for wrong in ({"fps": 0}, {"fps": -1}, {"frames": 0}):
+    for wrong in ({"fps": 0}, {"fps": -1}, {"fps": math.inf}, {"fps": "2"}, {"frames": 0}, {"frames": 2.5}):
         with pytest.raises(DataError, match="more than 0"):
             GridFrames({}).sample(tiny.clip(3, 28, 28), **wrong)
 
