@@ -316,7 +316,7 @@ def capture(
             told = str(answers.made_with(folder)[0])
             place = str(Path(store).absolute()) if local else store
             worker = partial(Capturer, absolute(model), place, drafters, dtype, told, budget, how)
-            weights = weights_of(model)
+            weights = weights_of(model, how)
             with session(workers, weights) as size, Crew[Unit, Result](worker, size, weights) as crew:
                 facts = crew.facts()
                 start = time.monotonic()

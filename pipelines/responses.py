@@ -209,7 +209,7 @@ def respond(
         if missing:
             worker = partial(Responder, absolute(model), sampling, filters, batch, how)
             report(len(prompts) - len(missing), len(prompts), "starting")
-            weights = weights_of(model)
+            weights = weights_of(model, how)
             with session(workers, weights) as size, Crew[Unit, Result](worker, size, weights) as crew:
                 facts = crew.facts()
                 answers.check_settings(out, {**facts, **settings})
@@ -242,11 +242,14 @@ def checkpoint(model: str) -> "Fingerprint":
     return fingerprint(folder, [(folder / name).read_text() for name in names if (folder / name).is_file()])
 
 
-def weights_of(model: str) -> int:
-    """Bytes of a checkpoint's weights."""
-    from vlmdistill.pipelines.targets.folder import resolve, weight_files
+def weights_of(model: str, how: Options | None = None) -> int:
+    """Bytes that a checkpoint's weights take when they are loaded so."""
+    from vlmdistill.pipelines.targets.folder import parameters_in, resolve, weight_files
 
-    return sum(path.stat().st_size for path in weight_files(resolve(model)))
+    dtype = (how or Options()).get("dtype", "auto")
+    if dtype == "auto":
+        return sum(path.stat().st_size for path in weight_files(resolve(model)))
+    return parameters_in(resolve(model)) * (4 if dtype == "float32" else 2)
 
 
 def plan(prompts: Sequence[Prompt], unit: int, seed: int) -> list[Unit]:

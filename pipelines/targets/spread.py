@@ -42,6 +42,9 @@ class SpreadTarget(VisionLanguageTarget):
         )
 
         def run(part: Sequence[Prompt]) -> list[Response]:
+            if len(part) > 1 and self.family.stock(self.family.collate([one.inputs for one in part])) is None:
+                middle = len(part) // 2  # of what they show, the stock model takes one shape at a time
+                return run(part[:middle]) + run(part[middle:])
             inputs = self._stock_inputs(part)
             gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
             with torch.inference_mode(), torch.random.fork_rng(devices=gpus):

@@ -22,8 +22,9 @@ from vlmdistill.pipelines import answers
 from vlmdistill.pipelines.answers import Sampling
 from vlmdistill.pipelines.filters import Filters
 from vlmdistill.pipelines.prompts import Prompt, import_prompts, read
-from vlmdistill.pipelines.responses import Responder, Unit, plan
+from vlmdistill.pipelines.responses import Responder, Unit, plan, weights_of
 from vlmdistill.pipelines.responses import respond as respond_by_any
+from vlmdistill.pipelines.targets.options import Options
 from vlmdistill.pipelines.workspace import only_writer
 from vlmdistill.stores.errors import DataError
 
@@ -181,6 +182,13 @@ def test_a_prompt_whose_image_is_gone_is_told_and_tried_again(tmp_path: Path, ra
     assert respond(asked, out, model, BRIEF, ANY).failed == 0
     assert keys(out) == Counter(prompt.key for prompt in asked)
     assert not (out / answers.FAILED).exists()
+
+
+def test_weights_are_counted_as_they_are_loaded(model: str) -> None:
+    stored = sum(path.stat().st_size for path in Path(model).glob("*.safetensors"))
+    assert weights_of(model) == stored
+    assert 0 < 2 * weights_of(model, Options(dtype="bfloat16")) == weights_of(model, Options(dtype="float32"))
+    assert weights_of(model, Options(dtype="float32")) == pytest.approx(stored, rel=0.1)
 
 
 def test_a_damaged_part_is_named(tmp_path: Path) -> None:

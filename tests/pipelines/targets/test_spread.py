@@ -55,6 +55,16 @@ def test_states_and_answers_are_those_of_one_device(checkpoint: Checkpoint, fami
     assert answers[0] == answers[1]
 
 
+def test_what_the_stock_model_cannot_read_together_is_answered_apart(checkpoint: Checkpoint) -> None:
+    folder = checkpoint("llava_onevision")
+    talks = [tiny.message("what?", tiny.clip(count, 40, 40)) for count in (3, 5, 3)]
+    answers: list[Any] = [
+        target.generate([target.encode(talk) for talk in talks], max_new_tokens=4, temperature=0)
+        for target in (load(str(folder)), spread(folder))
+    ]
+    assert answers[0] == answers[1]
+
+
 def test_decoding_is_refused_in_one_line(checkpoint: Checkpoint) -> None:
     target = spread(checkpoint("qwen2_5_vl"))
     with pytest.raises(TargetError, match=r"spread over several devices: .* decoding needs it on one"):
