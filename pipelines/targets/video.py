@@ -12,7 +12,6 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -114,8 +113,8 @@ class FrameProcessor(abc.ABC):
         """
         if fps is not None and frames is not None:
             raise DataError(f"a video is sampled by fps or by frames, not by both ({fps} and {frames})")
-        timed = fps is None or (isinstance(fps, Real) and 0 < fps < math.inf)
-        counted = frames is None or (isinstance(frames, Integral) and frames > 0)
+        timed = fps is None or (isinstance(fps, int | float) and 0 < fps < math.inf)
+        counted = frames is None or (isinstance(frames, int) and frames > 0)
         if not (timed and counted):
             raise DataError(f"a video cannot be sampled by fps {fps} or frames {frames}: give more than 0")
         clip = read(source, lambda footage: self.choose(footage, fps, frames))

@@ -1,7 +1,7 @@
 """A cycle of the decoder waits for the device once, when it reads the tokens that were gained."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests import tiny
 from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.base import Proposer, Tree
-from vlmdistill.drafters.decoding.generate import plain, speculate
+from vlmdistill.drafters.decoding.generate import Cycle, plain, speculate
 from vlmdistill.pipelines.targets.base import VisionLanguageTarget
 from vlmdistill.pipelines.targets.loading import load
 
@@ -21,11 +21,11 @@ WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "multinomial", "_u
 """Operations whose result has a size, or a value on the host, that the device must tell first."""
 
 
-class Waits(TorchDispatchMode):
+class Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes down every operation for which a GPU would be waited for."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[str] = []
 
     def __torch_dispatch__(
@@ -52,11 +52,12 @@ def untrained(name: str, target: VisionLanguageTarget) -> Proposer:
     return catalogue.load(name)(catalogue.config(name), target.info, target.head).eval()
 
 
-def found_in_cycles(cycles: Any) -> list[str]:
+def found_in_cycles(cycles: Iterator[Cycle]) -> list[str]:
     next(cycles)  # the prefill
     with Waits() as waits:
         assert len(list(itertools.islice(cycles, 3))) == 3
-    return waits.found
+    found: list[str] = waits.found
+    return found
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
