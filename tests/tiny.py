@@ -6,6 +6,7 @@ A vocabulary under 280 gives a character tokenizer, so that whole distributions 
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ ONEVISION_TEMPLATE = QWEN_TEMPLATE.replace("<|vision_start|><|image_pad|><|visio
 )
 
 FAMILIES = ("llava", "llava_next", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+OTHER_PARTS = ("llava_siglip", "llava_mistral", "llava_qwen3")  # in the layout of a family
 VIDEO = FAMILIES[2:]  # those that have video
 HIDDEN, HEADS, KV_HEADS, MLP = 32, 4, 2, 48
 TOWER, PATCH = 28, 14  # pixels
@@ -56,9 +58,12 @@ PINPOINTS = [[28, 56], [56, 28], [56, 56]]
 def checkpoint(
     family: str, folder: Path, *, vocabulary: int = 320, layers: int = 3, seed: int = 0, std: float = 0.15
 ) -> Path:
-    """Write a checkpoint of `family` with random weights into `folder` and return the folder."""
-    build = {
+    """Write a checkpoint of `family`, or one of OTHER_PARTS, with random weights into `folder`; return it."""
+    build: dict[str, Callable[..., None]] = {
         "llava": _llava,
+        "llava_siglip": partial(_llava, text="qwen2", siglip=True),  # as those for several images have
+        "llava_mistral": partial(_llava, text="mistral"),
+        "llava_qwen3": partial(_llava, text="qwen3"),
         "llava_next": _llava_next,
         "llava_onevision": _llava_onevision,
         "qwen2_vl": _qwen2_vl,
@@ -261,31 +266,35 @@ def _clip(**more: Any) -> dict[str, Any]:
     }
 
 
-def _llava(folder: Path, vocabulary: int, layers: int, save: Save) -> None:
+def _siglip() -> dict[str, Any]:
+    return {**_clip(model_type="siglip_vision_model"), "vision_use_head": False}
+
+
+def _llava(
+    folder: Path, vocabulary: int, layers: int, save: Save, text: str = "llama", siglip: bool = False
+) -> None:
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
     _tokenizer(folder, LLAVA_SPECIALS, vocabulary, LLAVA_TEMPLATE, **special)
-    _json(
-        folder,
-        "preprocessor_config.json",
-        image_processor_type="CLIPImageProcessor",
-        crop_size={"height": TOWER, "width": TOWER},
-        size={"shortest_edge": TOWER},
-    )
+    square = {"height": TOWER, "width": TOWER}
+    cropped = {"crop_size": square, "size": {"shortest_edge": TOWER}}
+    kind, sizes = ("Siglip", {"size": square}) if siglip else ("CLIP", cropped)
+    _json(folder, "preprocessor_config.json", image_processor_type=f"{kind}ImageProcessor", **sizes)
+    strategy = "full" if siglip else "default"  # only CLIP has a token that is no patch
     _json(
         folder,
         "processor_config.json",
         processor_class="LlavaProcessor",
         image_token="<image>",
         patch_size=7,
-        num_additional_image_tokens=1,
-        vision_feature_select_strategy="default",
+        num_additional_image_tokens=0 if siglip else 1,
+        vision_feature_select_strategy=strategy,
     )
     config = transformers.LlavaConfig(
-        text_config=_text(vocabulary, layers, model_type="llama"),
-        vision_config=_clip(),
+        text_config=_text(vocabulary, layers, model_type=text, head_dim=HIDDEN // HEADS),
+        vision_config=_siglip() if siglip else _clip(),
         image_token_id=4,
         vision_feature_layer=-2,
-        vision_feature_select_strategy="default",
+        vision_feature_select_strategy=strategy,
         tie_word_embeddings=False,
     )
     save(transformers.LlavaForConditionalGeneration, config, [1])
@@ -345,7 +354,7 @@ def _llava_onevision(folder: Path, vocabulary: int, layers: int, save: Save) -> 
     )
     config = transformers.LlavaOnevisionConfig(
         text_config=_text(vocabulary, layers, model_type="qwen2"),
-        vision_config={**_clip(model_type="siglip_vision_model"), "vision_use_head": False},
+        vision_config=_siglip(),
         image_token_id=3,
         video_token_id=4,
         image_grid_pinpoints=PINPOINTS,

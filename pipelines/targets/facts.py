@@ -8,7 +8,10 @@ from vlmdistill.stores.schema import TargetInfo
 
 
 def target_info(name: str, family: Family, model: Any, tokenizer: Any) -> TargetInfo:
-    """The facts of a target; TargetError when it names no token that ends an answer."""
+    """The facts of a target; TargetError when it names no token that ends an answer.
+
+    Without a tokenizer, which may name one, `eos_ids` is left empty then.
+    """
     config, text = model.config.get_text_config(), model.model.language_model
     attention, rows = text.layers[0].self_attn, model.get_output_embeddings().weight.shape[0]
     return TargetInfo(
@@ -39,6 +42,10 @@ def _eos_ids(name: str, rows: int, config: Any, generation: Any, tokenizer: Any)
     for source in (generation, config, tokenizer):
         given = getattr(source, "eos_token_id", None)
         ids = given if isinstance(given, list | tuple) else (given,)
+        if not all(isinstance(i, int | None) for i in ids):
+            raise TargetError(f"{name}: eos_token_id {given!r} is no token id and no list of them")
         if known := tuple(int(i) for i in ids if i is not None and i < rows):
             return known
+    if tokenizer is None:
+        return ()
     raise TargetError(f"{name} names no end-of-sequence token: add eos_token_id to generation_config.json")

@@ -18,6 +18,7 @@ from vlmdistill.stores.errors import TargetError
 
 Inputs = Mapping[str, Tensor]
 IMAGE, VIDEO = 1, 2  # kinds of a position; 0 is text
+LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")  # text models whose blocks decoding and drafters have
 PATCHES = 16384  # that a vision tower is given at once, where it treats frames one by one
 
 
@@ -34,6 +35,8 @@ class Family(abc.ABC):
 
     name: ClassVar[str]
     model_type: ClassVar[str]  # of config.json
+    text_types: ClassVar[tuple[str, ...]]  # the model_type of the text models that are served
+    image_processors: ClassVar[tuple[str, ...]]  # their classes, without the suffix of a backend
     grids: ClassVar[bool]  # M-RoPE: visual tokens stand on a (time, height, width) grid
 
     @abc.abstractmethod
@@ -168,6 +171,7 @@ class GridFamily(Family):
     """What the Qwen families share: patches on a grid, merged into tokens, at M-RoPE positions."""
 
     grids = True
+    image_processors = ("Qwen2VLImageProcessor",)
 
     def mismatch(self, config: Any, processor: Any) -> str | None:
         """Patches have to be cut and merged as the vision tower expects them."""

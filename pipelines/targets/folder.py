@@ -18,6 +18,7 @@ HUB_TIMEOUT = 5.0  # seconds until the hub counts as out of reach
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
+CONVERT = "load it with transformers and write it with save_pretrained, which makes them"
 PROCESSOR = "processor_config.json"
 
 
@@ -120,6 +121,9 @@ def weight_files(folder: Path) -> list[Path]:
         shards = [WHOLE]
     missing = [shard for shard in shards if not (folder / shard).is_file()]
     if missing or not shards:
+        pickled = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
+        if pickled and not any(folder.glob("*.safetensors")):
+            raise TargetError(f"{folder} has {pickled[0]} and no safetensors files: {CONVERT}")
         which = f"{missing[0]} ({len(missing)} of {len(shards)} files)" if missing else INDEX
         raise TargetError(f"{folder} lacks the weights {which}: the download is not whole, fetch it again")
     return [folder / shard for shard in shards]
@@ -177,7 +181,10 @@ def _from_hub(name: str, repository: str) -> Path:
     except TargetError:
         pass  # not whole: ask the hub
     try:
-        huggingface_hub.HfApi().model_info(repository, timeout=HUB_TIMEOUT)
+        told = huggingface_hub.HfApi().model_info(repository, timeout=HUB_TIMEOUT)
+        files = [file.rfilename for file in told.siblings or ()]
+        if files and not any(file.endswith(".safetensors") for file in files):
+            raise LookupError(f"it has no safetensors files: {CONVERT}")
         return Path(huggingface_hub.snapshot_download(repository, allow_patterns=list(WANTED)))
     except Exception as error:  # noqa: BLE001 - whatever the hub's client raises, the user needs one line
         raise TargetError(

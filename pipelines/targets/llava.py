@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 
-from vlmdistill.pipelines.targets.family import Family, Inputs, Visual, concatenate, disagreement
+from vlmdistill.pipelines.targets.family import LLAMA_LIKE, Family, Inputs, Visual, concatenate, disagreement
 
 
 class Llava(Family):
@@ -18,6 +18,8 @@ class Llava(Family):
 
     name = "llava-1.5"
     model_type = "llava"
+    text_types = LLAMA_LIKE
+    image_processors = ("CLIPImageProcessor", "LlavaImageProcessor", "SiglipImageProcessor")
     grids = False
 
     def processor(self, folder: Path) -> Any:
@@ -27,10 +29,12 @@ class Llava(Family):
     def mismatch(self, config: Any, processor: Any) -> str | None:
         """As many placeholders as patches, of crops as large as the vision tower's."""
         vision, strategy = config.vision_config, config.vision_feature_select_strategy
-        crop = processor.image_processor.crop_size
+        image = processor.image_processor
+        shape = image.crop_size if image.do_center_crop else image.size  # SigLIP's are resized to a square
         return disagreement(
             ("patch_size", processor.patch_size, vision.patch_size),
-            ("the image height", crop["height"], vision.image_size),
+            ("the image height", shape.get("height"), vision.image_size),
+            ("the image width", shape.get("width"), vision.image_size),
             ("vision_feature_select_strategy", processor.vision_feature_select_strategy, strategy),
         )
 

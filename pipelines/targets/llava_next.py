@@ -10,7 +10,15 @@ from typing import Any
 import torch
 import transformers
 
-from vlmdistill.pipelines.targets.family import Family, Inputs, Visual, concatenate, disagreement, pad_tiles
+from vlmdistill.pipelines.targets.family import (
+    LLAMA_LIKE,
+    Family,
+    Inputs,
+    Visual,
+    concatenate,
+    disagreement,
+    pad_tiles,
+)
 
 
 class LlavaNext(Family):
@@ -18,6 +26,8 @@ class LlavaNext(Family):
 
     name = "llava-next"
     model_type = "llava_next"
+    text_types = LLAMA_LIKE
+    image_processors = ("LlavaNextImageProcessor",)
     grids = False
 
     def processor(self, folder: Path) -> Any:

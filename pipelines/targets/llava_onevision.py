@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from vlmdistill.pipelines.targets.family import (
+    LLAMA_LIKE,
     Family,
     Inputs,
     Visual,
@@ -31,6 +32,8 @@ class LlavaOnevision(Family):
 
     name = "llava-onevision"
     model_type = "llava_onevision"
+    text_types = LLAMA_LIKE
+    image_processors = ("LlavaOnevisionImageProcessor",)
     grids = False
 
     def processor(self, folder: Path) -> Any:

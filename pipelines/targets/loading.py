@@ -12,7 +12,7 @@ import transformers
 
 from vlmdistill.pipelines.targets.base import VisionLanguageTarget
 from vlmdistill.pipelines.targets.family import Family
-from vlmdistill.pipelines.targets.folder import family_of, first_line, parameters_in, resolve
+from vlmdistill.pipelines.targets.folder import family_of, first_line, parameters_in, read_json, resolve
 from vlmdistill.pipelines.targets.spread import ROOM, DeviceMap, SpreadTarget, device_map
 from vlmdistill.stores.errors import TargetError
 
@@ -27,13 +27,15 @@ def load(
     dtype: str = "auto",
     attention: str = "sdpa",
     layers: DeviceMap | None = None,
+    compiled: bool = False,
 ) -> VisionLanguageTarget:
     """Load `demo`, a registry name, a local checkpoint folder or a hub id.
 
     `device` auto: a GPU where there is one, and all that this process sees where one is too small;
     `dtype` auto: bfloat16 on a GPU, float32 on a CPU; `attention`: of the capture and the prefill;
-    `layers`: where each part lies, instead of `device` (a `device_map` of transformers). Raises TargetError,
-    one line each, for everything that can be wrong with a name, a folder or a setting.
+    `layers`: where each part lies, instead of `device` (a `device_map` of transformers); `compiled`: steps of
+    the decoder by `torch.compile`, on a GPU as CUDA graphs. Raises TargetError, one line each, for everything
+    that can be wrong with a name, a folder or a setting.
     """
     if attention not in ATTENTION:
         raise TargetError(f"attention '{attention}' is not served: choose one of {', '.join(ATTENTION)}")
@@ -45,14 +47,18 @@ def load(
         _check_flash(place, number)
     folder = resolve(name)
     family = family_of(folder / "config.json")
-    with quiet_transformers():
-        processor = _processor(folder, family)
-        if device == "auto" and place.type == "cuda" and layers is None:
-            layers = _spread(folder, number)
-        model = _model(folder, number, attention, place, layers)
+    configuration(folder / "config.json")
+    generation = generation_of(folder)
+    processor = processor_of(folder, family)
+    if device == "auto" and place.type == "cuda" and layers is None:
+        layers = _spread(folder, number)
+    model = _model(folder, number, attention, place, layers)
+    model.generation_config = generation or model.generation_config
     _check_together(folder, family, model, processor)
     kind = VisionLanguageTarget if len(set((layers or {}).values())) < 2 else SpreadTarget
-    return kind(name=name, folder=folder, family=family, model=model, processor=processor)
+    return kind(
+        name=name, folder=folder, family=family, model=model, processor=processor, compiled=compiled
+    )
 
 
 def _device(device: str) -> torch.device:
@@ -89,23 +95,72 @@ def _spread(folder: Path, dtype: torch.dtype) -> DeviceMap | None:
 
 def skeleton(config: Path) -> Any:
     """The model of a `config.json` on the meta device: every shape, no weights; TargetError if it is none."""
-    try:
-        with quiet_transformers(), torch.device("meta"):
-            read = transformers.AutoConfig.from_pretrained(config, local_files_only=True)
-            return transformers.AutoModelForImageTextToText.from_config(read)
-    except Exception as error:  # noqa: BLE001 - broken files raise anything; the user needs one line
-        raise TargetError(f"{config} makes no model: {first_line(error)}") from None
+    read = configuration(config)
+    with _in_one_line(f"{config} makes no model"), torch.device("meta"):
+        return transformers.AutoModelForImageTextToText.from_config(read)
 
 
-def _processor(folder: Path, family: Family) -> Any:
-    try:
+def configuration(config: Path) -> Any:
+    """Read a `config.json`; TargetError when it is none, or when its text model is not served."""
+    family = family_of(config)
+    with _in_one_line(f"{config} makes no model"):
+        read = transformers.AutoConfig.from_pretrained(config, local_files_only=True)
+    text = read.get_text_config()
+    kind = type(text).model_type
+    if kind not in family.text_types:
+        raise TargetError(
+            f"{config}: a text model of type '{kind}' is not served, its blocks are others: "
+            f"{family.name} is served with {', '.join(family.text_types)}"
+        )
+    if _slides(text):
+        raise TargetError(
+            f"{config}: sliding-window attention over {text.sliding_window} tokens is not served: set "
+            "sliding_window to null and drop layer_types, if no sequence will be longer than that"
+        )
+    rope = text.rope_parameters.get("rope_type", "default")
+    if rope in ("dynamic", "longrope"):
+        raise TargetError(f"{config}: rotary positions of type '{rope}' are not served")
+    return read
+
+
+def _slides(text: Any) -> bool:
+    """Whether a layer looks back on fewer tokens than the model reads."""
+    kind = type(text)  # a file may name settings that its class does not read
+    if hasattr(kind, "layer_types"):
+        return "sliding_attention" in text.layer_types
+    window = text.sliding_window if hasattr(kind, "sliding_window") else None
+    return window is not None and window < text.max_position_embeddings
+
+
+def generation_of(folder: Path) -> Any:
+    """The `generation_config.json` of a checkpoint, None without one; TargetError when it cannot be read.
+
+    The stock loading passes over one that is broken, and with it over the ids that end an answer.
+    """
+    name = "generation_config.json"
+    if not (folder / name).is_file():
+        return None
+    read_json(folder, name)
+    with _in_one_line(f"{folder / name} cannot be read"):
+        return transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+
+
+def processor_of(folder: Path, family: Family) -> Any:
+    """The processor of a checkpoint; TargetError when it does not load, or is another family's."""
+    with _in_one_line(f"{folder}: the processor does not load"):
+        image = transformers.AutoImageProcessor.from_pretrained(folder, local_files_only=True)
+    found = type(image).__name__
+    if found.removesuffix("Pil").removesuffix("Fast") not in family.image_processors:
+        raise TargetError(
+            f"{folder}: the processor does not match the model: it is a {found}, and {family.name} takes "
+            f"{' or '.join(family.image_processors)}: copy the processor files of the published model"
+        )
+    with _in_one_line(f"{folder}: the processor does not load"):
         processor = family.processor(folder)
         if (video := family.frames(folder)) is not None:
             # In place of the stock one, which is there only with torchvision: features do not hang on that.
             processor.video_processor = video
             processor.skip_tensor_conversion = [*processor.skip_tensor_conversion, "pixel_values_videos"]
-    except Exception as error:  # noqa: BLE001 - broken files raise anything; the user needs one line
-        raise TargetError(f"{folder}: the processor does not load: {first_line(error)}") from None
     if not processor.chat_template:
         processor.chat_template = getattr(processor.tokenizer, "chat_template", None)
     if not processor.chat_template:
@@ -118,7 +173,7 @@ def _model(
 ) -> Any:
     if layers and not transformers.utils.is_accelerate_available():
         raise TargetError("a target on several devices needs the package accelerate: pip install accelerate")
-    try:
+    with _in_one_line(f"{folder}: the weights do not load"):
         model, report = transformers.AutoModelForImageTextToText.from_pretrained(
             folder,
             dtype=dtype,
@@ -128,8 +183,6 @@ def _model(
             device_map=dict(layers) if layers else None,
         )
         model = (model if layers else model.to(place)).eval().requires_grad_(False)
-    except Exception as error:  # noqa: BLE001 - broken files raise anything; the user needs one line
-        raise TargetError(f"{folder}: the weights do not load: {first_line(error)}") from None
     missing = sorted(report["missing_keys"])
     if missing:
         raise TargetError(
@@ -139,14 +192,6 @@ def _model(
 
 
 def _check_together(folder: Path, family: Family, model: Any, processor: Any) -> None:
-    text = model.config.get_text_config()
-    if "sliding_attention" in (getattr(text, "layer_types", None) or ()):
-        raise TargetError(
-            f"{folder}: sliding-window attention is not served; set use_sliding_window to false"
-        )
-    rope = text.rope_parameters.get("rope_type", "default")
-    if rope in ("dynamic", "longrope"):
-        raise TargetError(f"{folder}: rotary positions of type '{rope}' are not served")
     rows = model.get_input_embeddings().weight.shape[0]
     if len(processor.tokenizer) > rows:
         raise TargetError(
@@ -162,6 +207,16 @@ def _check_together(folder: Path, family: Family, model: Any, processor: Any) ->
         fact = f"the image placeholder is {theirs} in the processor and {mine} in the model"
     if fact:
         raise TargetError(f"{folder}: the processor does not match the model: {fact}")
+
+
+@contextmanager
+def _in_one_line(what: str) -> Iterator[None]:
+    """Whatever broken files raise becomes a TargetError: the user needs one line."""
+    try:
+        with quiet_transformers():
+            yield
+    except Exception as error:  # noqa: BLE001
+        raise TargetError(f"{what}: {first_line(error)}") from None
 
 
 @contextmanager

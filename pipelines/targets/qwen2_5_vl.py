@@ -13,6 +13,7 @@ class Qwen25VL(GridFamily):
 
     name = "qwen2.5-vl"
     model_type = "qwen2_5_vl"
+    text_types = ("qwen2_5_vl_text",)
 
     def processor(self, folder: Path) -> Any:
         """Load it without a video processor where torchvision is missing."""

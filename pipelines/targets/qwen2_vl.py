@@ -13,6 +13,7 @@ class Qwen2VL(GridFamily):
 
     name = "qwen2-vl"
     model_type = "qwen2_vl"
+    text_types = ("qwen2_vl_text",)
 
     def processor(self, folder: Path) -> Any:
         """Load it without a video processor where torchvision is missing."""

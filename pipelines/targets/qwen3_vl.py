@@ -16,6 +16,7 @@ class Qwen3VL(GridFamily):
 
     name = "qwen3-vl"
     model_type = "qwen3_vl"
+    text_types = ("qwen3_vl_text",)
 
     def processor(self, folder: Path) -> Any:
         """Load it without a video processor where torchvision is missing."""

@@ -4,15 +4,13 @@ import math
 from pathlib import Path
 from typing import Any
 
-import transformers
-
 from vlmdistill.drafters import catalogue as drafters
 from vlmdistill.pipelines.demo import EMBEDDED
 from vlmdistill.pipelines.targets.catalogue import FAMILIES, REGISTRY
 from vlmdistill.pipelines.targets.facts import target_info
 from vlmdistill.pipelines.targets.fingerprint import fingerprint
 from vlmdistill.pipelines.targets.folder import family_of, locate, parameters_in, weight_files
-from vlmdistill.pipelines.targets.loading import quiet_transformers, skeleton
+from vlmdistill.pipelines.targets.loading import generation_of, processor_of, skeleton
 from vlmdistill.stores.schema import Feature, TargetInfo
 
 BYTES = 2  # of a stored number, in bfloat16
@@ -45,10 +43,11 @@ def survey(name: str, text: int, visual: int, images: int = 1) -> dict[str, Any]
     family = family_of(place.config)
     model = skeleton(place.config)
     whole = place.folder if not place.lacking else None
-    if place.folder is not None and (place.folder / "generation_config.json").is_file():
-        with quiet_transformers():
-            model.generation_config = transformers.GenerationConfig.from_pretrained(place.folder)
+    generation = generation_of(place.folder) if place.folder is not None else None
+    model.generation_config = generation or model.generation_config
     info = target_info(name, family, model, None)
+    if whole is not None and not info.eos_ids:
+        info = target_info(name, family, model, processor_of(whole, family).tokenizer)
     total, language = (
         sum(w.numel() for w in part.parameters()) for part in (model, model.model.language_model)
     )

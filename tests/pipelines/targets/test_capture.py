@@ -64,7 +64,7 @@ def rows(states: torch.Tensor, sample: Sample, where: str) -> np.ndarray[Any, An
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", [*tiny.FAMILIES, *tiny.OTHER_PARTS])
 def test_padded_batch_equals_stock_model_one_by_one(
     checkpoint: Checkpoint, family: str, attention: str
 ) -> None:

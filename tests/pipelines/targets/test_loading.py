@@ -4,12 +4,14 @@ import json
 import shutil
 from collections.abc import Callable
 from contextlib import closing
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import pytest
 import torch
+from huggingface_hub.hf_api import ModelInfo
 
 from tests import tiny
 from vlmdistill.pipelines.answers import Sampling
@@ -20,6 +22,7 @@ from vlmdistill.pipelines.responses import Responder
 from vlmdistill.pipelines.targets.catalogue import FAMILIES, HUB
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.targets.options import Options
+from vlmdistill.pipelines.targets.survey import survey
 from vlmdistill.stores.errors import TargetError
 from vlmdistill.stores.schema import Feature
 
@@ -30,6 +33,12 @@ Checkpoint = Callable[..., Path]
 def copy(checkpoint: Checkpoint, tmp_path: Path) -> Callable[[str], Path]:
     """A checkpoint that a test may spoil."""
     return lambda family: Path(shutil.copytree(checkpoint(family), tmp_path / family))
+
+
+def edit_text(folder: Path, **values: Any) -> None:
+    """Change the text model of a configuration."""
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    edit(folder / "config.json", text_config={**text, **values})
 
 
 def edit(path: Path, **values: Any) -> None:
@@ -151,6 +160,30 @@ def test_missing_shard(copy: Callable[[str], Path], family: str) -> None:
     assert "not whole" in message
 
 
+def test_weights_without_safetensors(copy: Callable[[str], Path]) -> None:
+    """Only safetensors are fetched and read: another download would not help."""
+    folder = copy("llava")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    message = refusal(folder)
+    assert "has pytorch_model.bin and no safetensors files" in message
+    assert "save_pretrained" in message
+    assert "fetch it again" not in message
+    assert survey(str(folder), 10, 10)["lacking"] == message
+
+
+def test_a_hub_model_without_safetensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cached(repository: str, *, local_files_only: bool) -> str:
+        raise OSError("not here")
+
+    files = [{"rfilename": name} for name in ("config.json", "pytorch_model.bin")]
+    told = ModelInfo(id="someone/some-model", tags=[], siblings=files)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", cached)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: told)
+    message = refusal("someone/some-model")
+    assert "no safetensors files" in message
+    assert "save_pretrained" in message
+
+
 def test_corrupt_files(copy: Callable[[str], Path]) -> None:
     folder = copy("qwen2_vl")
     weights = folder / "model.safetensors"
@@ -187,6 +220,43 @@ def test_processor_of_another_model(copy: Callable[[str], Path], family: str) ->
     assert "the processor does not match the model" in refusal(folder)
 
 
+PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+ALIKE = {"qwen2_vl", "qwen2_5_vl"}  # their processors are the same
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["settings", "settings and tokenizer"])
+@pytest.mark.parametrize(
+    ("family", "other"), [pair for pair in permutations(tiny.FAMILIES, 2) if set(pair) != ALIKE]
+)
+def test_processor_of_another_family(
+    copy: Callable[[str], Path], checkpoint: Checkpoint, family: str, other: str, whole: bool
+) -> None:
+    folder, theirs = copy(family), checkpoint(other)
+    kept = {"config.json", "generation_config.json", "model.safetensors"}
+    names = {path.name for path in (*folder.iterdir(), *theirs.iterdir())} - kept
+    for name in names if whole else PROCESSORS:
+        (folder / name).unlink(missing_ok=True)
+        if (theirs / name).is_file():
+            shutil.copy(theirs / name, folder)
+    message = refusal(folder)
+    assert "the processor does not match the model" in message
+    found, wanted = (
+        json.loads((checkpoint(name) / "preprocessor_config.json").read_text())["image_processor_type"]
+        for name in (other, family)
+    )
+    assert (found in message and wanted in message) or found == wanted
+
+
+@pytest.mark.parametrize("family", ["llava", "llava_siglip"])
+def test_image_size_of_another_model(copy: Callable[[str], Path], family: str) -> None:
+    folder = copy(family)
+    sizes = {"height": 28, "width": 56}
+    edit(folder / "preprocessor_config.json", **{"crop_size" if family == "llava" else "size": sizes})
+    assert "the image width is 56 in the processor and 28 in the model" in refusal(folder)
+    edit(folder / "preprocessor_config.json", do_center_crop=False, size={"shortest_edge": 28})
+    assert "the image height is None in the processor" in refusal(folder)
+
+
 @pytest.mark.parametrize("family", tiny.VIDEO)
 def test_video_processor_of_another_model(copy: Callable[[str], Path], family: str) -> None:
     folder = copy(family)
@@ -217,13 +287,43 @@ def test_tokenizer_of_another_model(copy: Callable[[str], Path], checkpoint: Che
 
 def test_sliding_window_is_refused(copy: Callable[[str], Path]) -> None:
     folder = copy("qwen2_vl")
-    text = json.loads((folder / "config.json").read_text())["text_config"]
     kinds = ["full_attention", "sliding_attention", "sliding_attention"]
-    edit(
-        folder / "config.json",
-        text_config={**text, "use_sliding_window": True, "sliding_window": 8, "layer_types": kinds},
-    )
-    assert "sliding-window attention" in refusal(folder)
+    edit_text(folder, use_sliding_window=True, sliding_window=8, layer_types=kinds)
+    assert "sliding-window attention over 8 tokens" in refusal(folder)
+    edit_text(folder, sliding_window=None, layer_types=None)
+    assert load(str(folder)).info.family == "qwen2-vl", "as the message says"
+
+
+def test_the_window_of_a_mistral_is_refused(copy: Callable[[str], Path]) -> None:
+    """Its configuration lists no kinds of layers: every layer has the window."""
+    folder = copy("llava_mistral")  # whose window is the default, beyond all positions
+    edit_text(folder, sliding_window=1023)
+    assert "sliding-window attention over 1023 tokens" in refusal(folder)
+    edit_text(folder, use_sliding_window=False, layer_types=["full_attention"] * 3)
+    assert "sliding-window attention" in refusal(folder), "Mistral reads neither of them"
+    edit_text(folder, sliding_window=None)
+    assert load(str(folder)).info.num_layers == 3
+
+
+@pytest.mark.parametrize("kind", ["gemma", "granite", "mixtral", "olmo2", "phi3", "qwen2_vl_text"])
+@pytest.mark.parametrize("family", ["llava", "llava_next", "llava_onevision"])
+def test_other_text_models_are_refused(copy: Callable[[str], Path], family: str, kind: str) -> None:
+    folder = copy(family)
+    edit_text(folder, model_type=kind)
+    message = refusal(folder)
+    assert f"a text model of type '{kind}' is not served" in message
+    assert "served with llama, mistral, qwen2, qwen3" in message
+    with pytest.raises(TargetError, match=f"a text model of type '{kind}' is not served"):
+        survey(str(folder), 10, 10)
+
+
+@pytest.mark.parametrize("family", tiny.OTHER_PARTS)
+def test_served_text_models_decode_as_the_stock_model(checkpoint: Checkpoint, family: str) -> None:
+    target = load(str(checkpoint(family)))
+    prompt = target.encode(tiny.message("what is it?", tiny.picture(90, 64)))
+    assert target.generate([prompt], max_new_tokens=24, temperature=0) == [
+        target.reference(prompt, max_new_tokens=24)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -252,9 +352,8 @@ def test_workers_load_it_as_they_are_told(checkpoint: Checkpoint, tmp_path: Path
 
 def test_rotary_positions_that_depend_on_the_length_are_refused(copy: Callable[[str], Path]) -> None:
     folder = copy("llava")
-    text = json.loads((folder / "config.json").read_text())["text_config"]
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    edit(folder / "config.json", text_config={**text, "rope_parameters": rope})
+    edit_text(folder, rope_parameters=rope)
     assert "rotary positions of type 'dynamic'" in refusal(folder)
 
 
@@ -262,8 +361,27 @@ def test_answers_that_could_never_end_are_refused(copy: Callable[[str], Path]) -
     folder = copy("qwen2_vl")
     (folder / "generation_config.json").unlink()
     assert load(str(folder)).info.eos_ids == (1,), "the tokenizer's, where nothing else says"
+    assert survey(str(folder), 10, 10)["target"]["eos_ids"] == (1,)
     edit(folder / "tokenizer_config.json", eos_token=None)
     assert "no end-of-sequence token" in refusal(folder)
+    with pytest.raises(TargetError, match="no end-of-sequence token"):
+        survey(str(folder), 10, 10)
+    (folder / "tokenizer.json").unlink()
+    half = survey(str(folder), 10, 10)
+    assert (half["found"], half["target"]["eos_ids"]) == (False, ()), "not known before it is whole"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("{", "cannot be read"), ("[]", "no JSON object"), ('{"eos_token_id": "</s>"}', "eos_token_id '</s>'")],
+)
+def test_a_broken_generation_config_is_refused(copy: Callable[[str], Path], text: str, said: str) -> None:
+    folder = copy("llava")
+    (folder / "generation_config.json").write_text(text)
+    assert said in refusal(folder)
+    with pytest.raises(TargetError) as caught:
+        survey(str(folder), 10, 10)
+    assert str(caught.value) == refusal(folder)
 
 
 def test_the_demo_is_a_checkpoint_like_any_other() -> None:
