@@ -5,6 +5,8 @@ dropped for the first it fails. Columns come from the index: token counts, meta 
 for those made from text) and the statistics of training runs.
 """
 
+import difflib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +19,17 @@ from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.manifest import VIEWS, check_name
 from vlmdistill.stores.measures import BAND, SKETCH
 from vlmdistill.stores.store import Store
-from vlmdistill.stores.tables import LOSS, XXH3, read_table, table_names, write_table
+from vlmdistill.stores.tables import LOSS, ROW, XXH3, read_table, table_names, write_table
+
+NEAREST, LISTED = 5, 20  # columns named in an error: like the one that is missing, and of the others
 
 
 @dataclass(frozen=True)
 class Filter:
-    """A reason to drop samples: `keep` maps the rows that are left to a Boolean series."""
+    """A reason to drop samples: `keep` maps the rows that are left to a Boolean series.
+
+    It is null where a sample has not the value that would tell: such a sample is dropped as unknown.
+    """
 
     reason: str
     keep: Callable[[pl.DataFrame], pl.Series]
@@ -42,19 +49,21 @@ def where(text: str, columns: Sequence[str]) -> Filter:
     """A filter from an expression such as `words > 5 and code_ratio < 0.05`.
 
     It is SQL as polars reads it; a name with a dot is quoted: `"sparrow.kept" > 0.2`. Rows where
-    it is unknown (a value is missing) are dropped. StoreError on a mistake, with the columns there are.
+    it is unknown (a value is missing) are dropped. StoreError on a mistake, with columns there are.
     """
-    known = [column for column in columns if not column.startswith((XXH3, LOSS))]
+    known = [name for name in columns if not name.startswith((XXH3, LOSS)) and not name.endswith(ROW)]
     try:
         expression = pl.sql_expr(text)
         names = set(expression.meta.root_names())
+        renamed = expression.meta.output_name(raise_if_undetermined=False)
+        plain = expression.meta.undo_aliases().meta.eq(expression)
     except (pl.exceptions.PolarsError, ValueError) as error:
-        raise StoreError(
-            f'cannot read the expression "{text}" ({_line(error)}). Columns: {", ".join(known)}'
-        ) from error
+        raise StoreError(f'cannot read the expression "{text}" ({_line(error)}). {_some(known)}') from error
     missing = sorted(names - set(columns))
     if missing:
-        raise StoreError(f"there is no column '{missing[0]}' (in \"{text}\"). Columns: {', '.join(known)}")
+        raise StoreError(f"there is no column '{missing[0]}' (in \"{text}\"){_instead(missing, text, known)}")
+    if not plain:  # SQL takes a word at the end for a new name
+        raise StoreError(f"cannot read the expression \"{text}\": '{renamed}' at its end belongs to nothing")
 
     def keep(rows: pl.DataFrame) -> pl.Series:
         try:
@@ -74,6 +83,25 @@ def _line(error: Exception) -> str:
     return str(error).splitlines()[0]
 
 
+def _instead(missing: Sequence[str], text: str, known: Sequence[str]) -> str:
+    """What to write instead of names that are missing in an expression."""
+    dotted = [name for name in known if "." in name]
+    meant = [name for name in dotted if name in text]
+    meant = meant or [name for name in dotted if name.startswith(tuple(f"{name}." for name in missing))]
+    if meant:
+        quoted = " or ".join(f'"{name}"' for name in meant[-NEAREST:])
+        return f": a name with a dot is written in double quotes, {quoted}"
+    near = difflib.get_close_matches(missing[0], known, NEAREST)
+    return f": did you mean {' or '.join(near)}? {_some(known)}" if near else f". {_some(known)}"
+
+
+def _some(columns: Sequence[str]) -> str:
+    """The columns there are; those of each run only counted, for there may be hundreds."""
+    plain = [name for name in columns if "." not in name]
+    rest = len(columns) - len(plain[:LISTED])
+    return f"Columns: {', '.join(plain[:LISTED])}" + (f" and {rest} more, see `store stats`" if rest else "")
+
+
 def _bound(column: str, reason: str, keep: Callable[[pl.Expr], pl.Expr]) -> Filter:
     def check(rows: pl.DataFrame) -> pl.Series:
         if column not in rows.columns:
@@ -81,7 +109,12 @@ def _bound(column: str, reason: str, keep: Callable[[pl.Expr], pl.Expr]) -> Filt
                 f"'{reason}' needs the column '{column}', which this store's samples do not have: "
                 "`vlmdistill features` records it, or give it in the meta of each sample"
             )
-        return rows.select(keep(pl.col(column)).fill_null(False))[column]
+        try:
+            return rows.select(keep(pl.col(column)))[column]
+        except pl.exceptions.PolarsError as error:
+            raise StoreError(
+                f"'{reason}' cannot be computed from the column '{column}': {_line(error)}"
+            ) from error
 
     return Filter(reason, check)
 
@@ -110,12 +143,16 @@ def max_tokens(most: str = "2048") -> Filter:
 
 
 def unique(text: str = "") -> Filter:
-    """One of each group of near-duplicate answers: the first by key that shares no band of its sketch."""
-    del text
+    """One of each group of near-duplicate answers: the first by key that shares no band of its sketch.
+
+    A sample without a sketch is nobody's duplicate and stays.
+    """
+    if text:
+        raise StoreError(f"the filter unique takes no value: write unique, not unique={text}")
 
     def first(sketch: pl.Expr) -> pl.Expr:
         bands = [sketch.str.slice(at, BAND).is_first_distinct() for at in range(0, SKETCH, BAND)]
-        return pl.all_horizontal(bands)
+        return sketch.is_null() | pl.all_horizontal(bands)
 
     return _bound("sketch", "near-duplicate answer", first)
 
@@ -125,12 +162,15 @@ def mix(shares: str) -> Filter:
 
     Datasets not named are dropped. Which samples stay depends on a hash of their keys alone.
     """
-    wanted = {}
+    how = f"cannot read the mix '{shares}': write it as llava:0.5,sharegpt:0.5"
+    wanted = dict[str, float]()
     for part in shares.split(","):
-        name, _, share = part.rpartition(":")
-        wanted[name] = _number(share)
-    if not all(name and share > 0 for name, share in wanted.items()):
-        raise StoreError(f"cannot read the mix '{shares}': write it as llava:0.5,sharegpt:0.5")
+        name, _, share = part.strip().rpartition(":")
+        if not name or name in wanted or not (value := _finite(share)) or value < 0:
+            raise StoreError(how)
+        wanted[name] = value
+    largest = max(wanted.values())
+    wanted = {name: share / largest for name, share in wanted.items()}
 
     def keep(rows: pl.DataFrame) -> pl.Series:
         held = dict(rows["dataset"].value_counts().iter_rows())
@@ -168,10 +208,18 @@ def named(text: str) -> Filter:
 
 
 def _number(text: str) -> float:
+    value = _finite(text)
+    if value is None:
+        raise StoreError(f"'{text}' is not a number, as in min_words=6")
+    return value
+
+
+def _finite(text: str) -> float | None:
     try:
-        return float(text)
+        value = float(text)
     except ValueError:
-        raise StoreError(f"'{text}' is not a number, as in min_words=6") from None
+        return None
+    return value if math.isfinite(value) else None
 
 
 def filter_store(
@@ -185,27 +233,28 @@ def filter_store(
     """Make the view `name` of the samples that pass every named filter, then every expression.
 
     `base` starts from another view. No tensor is touched. The view keeps the key of every sample
-    looked at with the reason it was dropped for, null when it was not.
+    looked at with the reason it was dropped for, null when it was not; where the value that would
+    tell is missing, the reason says so.
     """
     check_name(name, "view")
     rows = store.view(base)
     steps = [item if isinstance(item, Filter) else named(item) for item in filters]
     steps += [where(text, rows.columns) for text in expressions]
-    reason = np.full(len(rows), -1, np.int64)
-    left = rows.with_row_index("at")
+    reasons: list[str] = []
     dropped: dict[str, int] = {}
-    for number, step in enumerate(steps):
-        kept = step.keep(left.drop("at")).fill_null(False)
-        gone = left.filter(~kept)["at"].to_numpy()
-        reason[gone] = number
-        dropped[step.reason] = dropped.get(step.reason, 0) + len(gone)
-        left = left.filter(kept)
-    names = pl.Series([step.reason for step in steps], dtype=pl.String)
-    which = pl.Series(np.where(reason < 0, 0, reason))
-    told = names.gather(which) if steps else pl.Series([None] * len(rows), dtype=pl.String)
-    table = rows.select("key").with_columns(
-        pl.when(pl.Series(reason >= 0)).then(told).alias("reason").cast(pl.Categorical)
-    )
+    reason = np.full(len(rows), -1, np.int64)  # of each row, -1 while it is kept
+    at, left = np.arange(len(rows)), rows  # the rows that are left: a column of numbers could meet a name
+    for step in steps:
+        kept = step.keep(left)
+        unknown, stay = kept.is_null().to_numpy(), kept.fill_null(False).to_numpy()
+        for why, gone in ((step.reason, ~stay & ~unknown), (f"unknown: {step.reason}", unknown)):
+            if why == step.reason or gone.any():
+                reason[at[gone]] = len(reasons)
+                reasons.append(why)
+                dropped[why] = dropped.get(why, 0) + int(gone.sum())
+        at, left = at[stay], left.filter(stay)
+    told = pl.Series([*reasons, None], dtype=pl.String).gather(np.where(reason < 0, len(reasons), reason))
+    table = rows.select("key").with_columns(told.alias("reason").cast(pl.Categorical))
     facts: dict[str, Any] = {
         "view": name,
         "base": base,

@@ -86,6 +86,41 @@ def test_a_view_keeps_what_a_plain_loop_would(many: Store, least: int, dataset: 
     assert view.rows - view.kept == sum(view.dropped.values())
 
 
+def test_a_sample_without_the_value_is_dropped_as_unknown(many: Store) -> None:
+    many.write_stats("told", {"key": ["k0001", "k0002"], "seen": [0.1, 0.5]})
+    view = filter_store(many, "v", expressions=["seen > 0.2", "words > 1"])
+    assert dict(view.dropped) == {"seen > 0.2": 1, "unknown: seen > 0.2": 28, "words > 1": 0}
+    reasons = dict(pl.DataFrame(read_table(many.place, VIEWS, "v")[1]).iter_rows())
+    assert (reasons["k0001"], reasons["k0002"]) == ("seen > 0.2", None)
+    assert reasons["k0003"] == "unknown: seen > 0.2"
+
+
+def test_no_column_of_the_samples_is_in_the_way_of_a_filter(tmp_path: Path) -> None:
+    store = make(tmp_path)
+    with store.writer("u") as writer:
+        for number in range(4):
+            writer.add(sample(number, at=number, index=number, keep=number, lot=number, reason="none"))
+    assert filter_store(store, "v", expressions=["at > 0", "keep < 3"], filters=["mix=a:1,b:1"]).kept == 2
+    assert store.view("v")["at"].to_list() == [1, 2]
+
+
+def test_who_has_no_sketch_is_nobodys_duplicate(tmp_path: Path) -> None:
+    store = make(tmp_path, [range(3)])
+    with store.writer("told") as writer:
+        for number in range(3, 6):
+            writer.add(sample(number, sketch=sketch(PROSE)))
+    assert dict(filter_store(store, "v", filters=["unique"]).dropped) == {"near-duplicate answer": 2}
+    assert store.view("v")["key"].to_list() == ["k0000", "k0001", "k0002", "k0003"]
+
+
+def test_a_measure_that_is_no_number_is_named(tmp_path: Path) -> None:
+    store = make(tmp_path)
+    with store.writer("u") as writer:
+        writer.add(sample(1, words="many"))
+    with pytest.raises(StoreError, match="cannot be computed from the column 'words'"):
+        filter_store(store, "v", filters=["min_words"])
+
+
 def test_views_stack(many: Store) -> None:
     filter_store(many, "late", expressions=["words >= 20"])
     filter_store(many, "late-a", base="late", expressions=["dataset = 'a'"])
@@ -144,8 +179,9 @@ def test_statistics_that_cannot_be_joined_are_refused(many: Store) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("wrds > 5", "no column 'wrds'.*Columns: key, dataset.*words"),
+        ("wrds > 5", "no column 'wrds'.*did you mean words.*Columns: key, dataset"),
         ("words >", "cannot read the expression"),
+        ("words > 5 garbage", "'garbage' at its end belongs to nothing"),
         ("words + 1", "not a yes or no"),
         ("max(words) > 1", "not a yes or no"),
         ("dataset > 3", "cannot be computed"),
@@ -156,11 +192,39 @@ def test_a_mistaken_expression_is_explained(many: Store, text: str, reason: str)
         filter_store(many, "v", expressions=[text])
 
 
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("sparrow.kept > 0.9", '"sparrow.kept"'),
+        ("eagle2-s1.kept > 0.9 and words > 5", '"eagle2-s1.kept"'),
+        ("sparrow.kpt > 0.9", '"sparrow.kept"'),
+    ],
+)
+def test_a_name_with_a_dot_wants_quotes_and_is_told_so_in_a_short_line(
+    tmp_path: Path, text: str, meant: str
+) -> None:
+    store = make(tmp_path, [range(3)])
+    for run in ["sparrow", "eagle2-s1", *(f"other{number}" for number in range(30))]:
+        store.write_stats(run, {"key": ["k0001"], "kept": [0.5]})
+    with pytest.raises(StoreError, match="double quotes") as raised:
+        filter_store(store, "v", expressions=[text])
+    assert meant in str(raised.value)
+    assert len(str(raised.value)) < 200
+    assert filter_store(store, "v", expressions=[f"{meant} > 0.1"]).kept == 1
+
+
 def test_a_mistaken_name_is_explained(many: Store) -> None:
     with pytest.raises(StoreError, match="no filter: use one of min_words"):
         named("shorter=3")
     with pytest.raises(StoreError, match="is not a number"):
         named("max_tokens=many").keep(many.index)
+    with pytest.raises(StoreError, match="'nan' is not a number"):
+        filter_store(many, "v", filters=["max_tokens=nan"])
+    for mistaken in ("a:inf", "a:0.5,a:0.5", "a:0", "a:-1", "a", "a:nan,b:1"):
+        with pytest.raises(StoreError, match=f"cannot read the mix '{mistaken}'"):
+            filter_store(many, "v", filters=[f"mix={mistaken}"])
+    with pytest.raises(StoreError, match="unique takes no value"):
+        filter_store(many, "v", filters=["unique=3"])
     with pytest.raises(StoreError, match="has no view 'nope'"):
         many.view("nope")
     with pytest.raises(StoreError, match="needs the column 'sketch'"):
