@@ -59,7 +59,7 @@ def checkpoint(
     family: str, folder: Path, *, vocabulary: int = 320, layers: int = 3, seed: int = 0, std: float = 0.15
 ) -> Path:
     """Write a checkpoint of `family`, or one of OTHER_PARTS, with random weights into `folder`; return it."""
-    build: dict[str, Callable[..., None]] = {
+    build: Callable[..., None] = {
         "llava": _llava,
         "llava_siglip": partial(_llava, text="qwen2", siglip=True),  # as those for several images have
         "llava_mistral": partial(_llava, text="mistral"),

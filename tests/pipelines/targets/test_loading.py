@@ -176,7 +176,7 @@ def test_a_hub_model_without_safetensors(monkeypatch: pytest.MonkeyPatch) -> Non
         raise OSError("not here")
 
     files = [{"rfilename": name} for name in ("config.json", "pytorch_model.bin")]
-    told = ModelInfo(id="someone/some-model", tags=[], siblings=files)
+    told = ModelInfo(id="someone/some-model", tags=[], siblings=files)  # type: ignore[no-untyped-call]
     monkeypatch.setattr(huggingface_hub, "snapshot_download", cached)
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: told)
     message = refusal("someone/some-model")
