@@ -1,6 +1,6 @@
 """Decoding against its floors: the stock model's step, the bare forward pass, and what a cycle costs.
 
-    python -m benchmarks.decode [--model demo] [--tree chain-5 ...] [--out FILE]
+    python -m benchmarks.decode [--model demo] [--tree chain-5 ...] [--compile] [--out FILE]
 
 Rounds run every piece one after the other; a figure is the median over rounds of milliseconds, a ratio the
 median of the ratios within a round, so that a machine whose speed drifts is fair to all. The drafter is
@@ -33,7 +33,9 @@ TREES = ("chain-3", "chain-5", "chain-8", "8-3-2", "12-4-3", "16-4-4", "30-3-8",
 PREFIX = 100  # tokens after the prompt
 
 
-def measure(model: str, drafter: str, trees: Sequence[str], rounds: int, threads: int) -> dict[str, Any]:
+def measure(
+    model: str, drafter: str, trees: Sequence[str], rounds: int, threads: int, *, compiled: bool = False
+) -> dict[str, Any]:
     """Milliseconds and ratios of one target and one drafter, untrained."""
     torch.set_num_threads(threads)
     target = load(model)
@@ -44,6 +46,8 @@ def measure(model: str, drafter: str, trees: Sequence[str], rounds: int, threads
     prompt = target.encode([{"role": "user", "content": content}])
     with torch.inference_mode():
         pieces = _pieces(target, guess, prompt, trees)
+        if compiled:
+            pieces["compiled step"] = _plain_step(load(model, compiled=True), prompt)
         for run in pieces.values():
             run()  # pays for what is made once
         times: dict[str, list[float]] = {name: [] for name in pieces}
@@ -60,6 +64,8 @@ def measure(model: str, drafter: str, trees: Sequence[str], rounds: int, threads
         "plain step / stock step": _ratio(plain, times["stock step"]),
         "plain step / weights read once": _ratio(plain, times["weights read once"]),
     }
+    if compiled:
+        figures["compiled step / plain step"] = _ratio(times["compiled step"], plain)
     for tree in trees:
         parts = [times[f"{tree} {part}"] for part in ("grow", "extend", "verify", "commit")]
         cycle = [sum(row) for row in zip(*parts, strict=True)]
@@ -87,16 +93,13 @@ def _pieces(
     """Every timed piece by name, on one prefix; none of them changes it."""
     needs = guess.needs(guess.config, target.info, decoding=True)
     prefix = target.prefill(prompt, needs)
-    device = target.device
-    one = torch.ones(1, dtype=torch.long, device=device)
+    one = torch.ones(1, dtype=torch.long, device=target.device)
     before_1D = torch.cat([prefix.feature("hidden", "text")[-1:]] * len(guess.sources), dim=-1)
-    for _ in range(PREFIX):
-        target.extend(one, one, None, ("hidden",))
-        target.commit(one - 1)
+    plain_step = _plain_step(target, prompt)
     step = _stock_step(target, prompt.length + PREFIX)
     weights = list(target.model.model.language_model.parameters())
     pieces: dict[str, Callable[[], object]] = {
-        "plain step": lambda: target.logits(target.extend(one, one, None, ("hidden",))["hidden"]).argmax(-1),
+        "plain step": plain_step,
         "stock step": step,
         "weights read once": lambda: [weight.sum() for weight in weights],
     }
@@ -114,6 +117,16 @@ def _pieces(
             f"{name} commit": partial(Growth(guess, prefix).commit, one.repeat(3), before_1D.repeat(3, 1)),
         }
     return pieces
+
+
+def _plain_step(target: VisionLanguageTarget, prompt: Any) -> Callable[[], object]:
+    """One token more after the prompt and `PREFIX` tokens, none of which it keeps."""
+    target.prefill(prompt)
+    one = torch.ones(1, dtype=torch.long, device=target.device)
+    for _ in range(PREFIX):
+        target.extend(one, one, None, ("hidden",))
+        target.commit(one - 1)
+    return lambda: target.logits(target.extend(one, one, None, ("hidden",))["hidden"]).argmax(-1)
 
 
 def _judge(target: VisionLanguageTarget, nodes: DraftTree, states_ND: Tensor) -> list[int]:
@@ -152,9 +165,12 @@ def main() -> None:
     parser.add_argument("--tree", action="append", help="may be repeated")
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--compile", action="store_true", help="measure a compiled step as well")
     parser.add_argument("--out", type=Path, default=Path("build/bench-decode.json"))
     given = parser.parse_args()
-    result = measure(given.model, given.drafter, given.tree or TREES, given.rounds, given.threads)
+    result = measure(
+        given.model, given.drafter, given.tree or TREES, given.rounds, given.threads, compiled=given.compile
+    )
     print(f"{given.model} with {given.drafter}, {given.threads} threads; medians of {given.rounds} rounds")
     for name, value in result["milliseconds"].items():
         print(f"  {name:<24}{value:9.3f} ms")

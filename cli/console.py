@@ -47,9 +47,15 @@ Precision = Annotated[
 ]
 
 
-def loading(attention: Attention, dtype: TargetDtype) -> "Options":
+Compiled = Annotated[
+    bool,
+    typer.Option("--compile", help="Compile the target's decoding steps: slow to start; for GPUs."),
+]
+
+
+def loading(attention: Attention, dtype: TargetDtype, *, compiled: bool = False) -> "Options":
     """How the target is to be loaded."""
-    return {"attention": attention.value, "dtype": dtype.value}
+    return {"attention": attention.value, "dtype": dtype.value, "compiled": compiled}
 
 
 class Side(StrEnum):

@@ -20,6 +20,7 @@ def evaluate(
     threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0 measures which is best.")] = 0,
     attention: console.Kernels = console.Attention.sdpa,
     target_dtype: console.Precision = console.TargetDtype.auto,
+    compiled: console.Compiled = False,
     runs: console.Runs = None,
     as_json: console.Json = False,
 ) -> None:
@@ -35,7 +36,7 @@ def evaluate(
         tree=Tree.parse(tree) if tree else None,
         seed=seed,
         threads=threads,
-        how=console.loading(attention, target_dtype),
+        how=console.loading(attention, target_dtype, compiled=compiled),
     )
     workspace = Workspace.of(model, Path(runs) if runs else None)
     with console.progress("decoding", "prompts") as report:

@@ -28,6 +28,7 @@ def generate(
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
     attention: console.Kernels = console.Attention.sdpa,
     target_dtype: console.Precision = console.TargetDtype.auto,
+    compiled: console.Compiled = False,
     runs: console.Runs = None,
 ) -> None:
     """Answer one prompt. Drafted tokens that were accepted are green and underlined on a terminal."""
@@ -49,7 +50,7 @@ def generate(
         max_new_tokens=max_new_tokens,
         tree=Tree.parse(tree) if tree else None,
         seed=seed,
-        how=console.loading(attention, target_dtype),
+        how=console.loading(attention, target_dtype, compiled=compiled),
     )
     marked = sys.stdout.isatty()
     for piece in stream.pieces():

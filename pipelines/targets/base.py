@@ -33,7 +33,9 @@ HIDDEN_TEXT = Feature("hidden", "text")
 class VisionLanguageTarget:
     """A loaded target. Made by `loading.load`; also the `Target` that the decoder sees."""
 
-    def __init__(self, *, name: str, folder: Path, family: Family, model: Any, processor: Any):
+    def __init__(
+        self, *, name: str, folder: Path, family: Family, model: Any, processor: Any, compiled: bool = False
+    ):
         self.name = name
         self.folder = folder
         self.family = family
@@ -45,6 +47,7 @@ class VisionLanguageTarget:
         self._text = model.model.language_model
         self._head: Tensor = model.get_output_embeddings().weight
         self._checked = False
+        self._compiled = compiled
         self._answering, self._capturing = Halving(), Halving()
         self._prompt: Prompt | None = None  # the last one that was prefilled
         # What a checkpoint advises (greedy, top_k, repetition penalty) would reach every `generate`.
@@ -278,7 +281,7 @@ class VisionLanguageTarget:
     @cached_property
     def _decoder(self) -> Decoder:
         with torch.inference_mode(False), torch.no_grad():  # the weights stay usable in training
-            return Decoder(self._text)
+            return Decoder(self._text, compiled=self._compiled)
 
     def prefill(self, prompt: Prompt, features: Collection[Feature] = ()) -> Batch:
         """Forget the last sequence, run a prompt, and return its tokens with `features` and hidden.text."""

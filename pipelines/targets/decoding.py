@@ -9,6 +9,7 @@ the MLP, H heads, G key/value heads, d head width, C capacity of the cache, Y la
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,17 +23,27 @@ ROOM = 256  # positions that a cache grows by, at least
 
 
 class Decoder:
-    """One sequence: what is committed, and steps from there."""
+    """One sequence: what is committed, and steps from there.
 
-    def __init__(self, text: Any, layers: "FusedLayers | None" = None):
+    The shapes of a `compiled` one's steps depend on how many tokens they are of and on the capacity of the
+    cache, which it keeps from sequence to sequence, not on what is committed: `torch.compile` makes a program
+    of them, and on a GPU a CUDA graph of each.
+    """
+
+    def __init__(self, text: Any, layers: "FusedLayers | None" = None, *, compiled: bool = False):
         self.layers = layers or FusedLayers(text)
-        self.cache = self.layers.prefix()
         self.next_rope = 0  # of the token at depth 1
         self._written = 0
+        self._closed = torch.finfo(self.layers.embed_VD.dtype).min  # what a mask adds
+        self._step = compile_step(self.layers) if compiled else None
+        self.cache = self.layers.prefix(even=compiled)
 
     def start(self, length: int, next_rope: int) -> "Prefix":
         """An empty cache with room for a prompt of `length`, counted as committed once it is written."""
-        self.cache = self.layers.prefix()
+        if self._step:
+            self.cache.length = 0
+        else:
+            self.cache = self.layers.prefix()
         self.cache.reserve(length)
         self.next_rope, self._written = next_rope, 0
         return self.cache
@@ -44,10 +55,17 @@ class Decoder:
         count = self._written = len(ids_N)
         mask_NS: Tensor | None = None
         place_N: Tensor | slice = slice(self.next_rope, self.next_rope + 1)
-        if count > 1:
+        taps = tapped(sources, len(self.layers.layers))
+        if count > 1 or self._step:
             place_N = depth_N + (self.next_rope - 1)
             mask_NS = self._mask(count, visible_NN)
-        taps = tapped(sources, len(self.layers.layers))
+        if self._step:
+            start = self.cache.length
+            self.cache.reserve(start + count)
+            self.layers.turn(self.next_rope + count)
+            mask_NC = F.pad(mask_NS, (0, self.cache.capacity - start - count), value=self._closed)
+            rows_N = torch.arange(start, start + count, device=ids_N.device)
+            return self._step(ids_N, place_N, mask_NC, rows_N, self.cache.layers, taps)
         attend = self.layers.attend(self.cache, count, mask_NS)
         return self.layers.run(ids_N, place_N, self.next_rope + count, attend, taps)
 
@@ -69,7 +87,7 @@ class Decoder:
     def _mask(self, count: int, visible_NN: Tensor | None) -> Tensor:
         """Additive, in the model's dtype: the one form that all attention kernels read alike."""
         like = self.layers.embed_VD
-        closed_NN = like.new_full((count, count), torch.finfo(like.dtype).min)
+        closed_NN = like.new_full((count, count), self._closed)
         mask_NN = closed_NN.triu_(1) if visible_NN is None else closed_NN.masked_fill_(visible_NN, 0)
         return F.pad(mask_NN, (self.cache.length, 0))
 
@@ -83,11 +101,13 @@ class Decoder:
 class Prefix:
     """The keys and values of one sequence: written once, never concatenated, rolled back for free.
 
-    Rows beyond `length` are what the last forward pass wrote; they count only once committed.
+    Rows beyond `length` are what the last forward pass wrote; they count only once committed. The capacity of
+    an `even` one is a power of two, and what nobody wrote is zero: a step may look at all of it.
     """
 
-    def __init__(self, layers: int, heads: int, width: int, like: Tensor):
+    def __init__(self, layers: int, heads: int, width: int, like: Tensor, *, even: bool = False):
         self.length = 0
+        self._even = even
         self._shape = (layers, 2 * heads, width)
         self._heads = heads
         self._like = like
@@ -96,15 +116,22 @@ class Prefix:
     def reserve(self, length: int) -> None:
         """Make room for `length` positions in all."""
         if length > self.capacity:
-            old = self.rows_YGCd[..., : self.length, :]
+            blocks = self._blocks
             self._make(max(length + ROOM, 2 * self.capacity))
-            self.rows_YGCd[..., : self.length, :] = old
+            for new, old in zip(self._blocks, blocks, strict=True):
+                new[..., : self.length, :] = old[..., : self.length, :]
 
     def _make(self, capacity: int) -> None:
         layers, heads, width = self._shape
-        self.capacity = capacity
-        self.rows_YGCd = self._like.new_empty(layers, heads, capacity, width)  # G: keys, then values
-        self.layers = tuple(self.rows_YGCd)
+        if self._even:  # compiled code copies what is written by way of a view
+            self.capacity = 1 << (capacity - 1).bit_length()
+            self.layers = tuple(self._like.new_zeros(heads, self.capacity, width) for _ in range(layers))
+            self._blocks = self.layers
+            _stays(*self.layers)
+        else:
+            self.capacity = capacity
+            rows_YGCd = self._like.new_empty(layers, heads, capacity, width)  # G: keys, then values
+            self.layers, self._blocks = tuple(rows_YGCd), (rows_YGCd,)
 
     def update(self, key_1GNd: Tensor, value_1GNd: Tensor, layer: int, *_: Any) -> tuple[Tensor, Tensor]:
         """The one call that stock attention layers make: store, and return all keys and values."""
@@ -122,8 +149,9 @@ class Prefix:
             not rows_K.is_cuda and rows_K.tolist() == list(range(count))  # a look would make a GPU wait
         )
         if not in_place:
-            new = self.rows_YGCd[..., self.length : self.length + written, :]
-            new[..., :count, :] = new.index_select(2, rows_K.to(new.device))
+            for block in self._blocks:
+                new = block[..., self.length : self.length + written, :]
+                new[..., :count, :] = new.index_select(-2, rows_K.to(new.device))
         self.length += count
 
 
@@ -150,9 +178,14 @@ class FusedLayers:
         self.layers = [_fuse(layer, self.width) for layer in text.layers]
         self._rotate(1024)
 
-    def prefix(self) -> Prefix:
+    def prefix(self, *, even: bool = False) -> Prefix:
         """An empty cache of the right shape."""
-        return Prefix(len(self.layers), self.kv_heads, self.width, self.embed_VD)
+        return Prefix(len(self.layers), self.kv_heads, self.width, self.embed_VD, even=even)
+
+    def turn(self, last: int) -> None:
+        """See to it that the tables of rotary factors reach the position `last`."""
+        if last >= len(self.cos_P1d):
+            self._rotate(2 * last)
 
     def _rotate(self, positions: int) -> None:
         """Tables of the rotary factors of text positions; the sign of the rotated half is in the sine."""
@@ -161,6 +194,7 @@ class FusedLayers:
         cos_1Pd, sin_1Pd = self.rotary(self.embed_VD[:1], place_3P if multi else place_3P[0])
         self.cos_P1d, self.sin_P1d = cos_1Pd[0][:, None], sin_1Pd[0][:, None].clone()
         self.sin_P1d[..., : self.width // 2].neg_()
+        _stays(self.cos_P1d, self.sin_P1d)
 
     def attend(
         self, cache: Prefix, count: int, mask_NS: Tensor | None, attention_S: Tensor | None = None
@@ -171,31 +205,52 @@ class FusedLayers:
         To `attention_S` each layer adds the mean over heads and tokens of its attention weights.
         """
         start, end = cache.length, cache.length + count
-        heads, kv_heads, width = self.heads, self.kv_heads, self.width
-        shared = heads // kv_heads
         cache.reserve(end)
-        if mask_NS is not None:  # the heads that share keys are laid out as more tokens
-            mask_NS = mask_NS.repeat(shared, 1)
+        mask_NS = self._shared(mask_NS)
 
         def attend(number: int, qkv_NHd: Tensor) -> Tensor:
             rows_GSd = cache.layers[number][:, :end]
-            rows_GSd[:, start:] = qkv_NHd[:, heads:].transpose(0, 1)
-            query = qkv_NHd[:, :heads].view(count, kv_heads, shared, width).permute(1, 2, 0, 3)
-            query = query.reshape(1, kv_heads, shared * count, width)
-            if attention_S is not None:
-                score_GNS = (query[0] @ rows_GSd[:kv_heads].transpose(1, 2)).float() * self.scale
-                weight_GNS = (score_GNS if mask_NS is None else score_GNS + mask_NS).softmax(-1)
-                attention_S.add_(weight_GNS.mean((0, 1)))
-            mixed = F.scaled_dot_product_attention(
-                query,
-                rows_GSd[None, :kv_heads],
-                rows_GSd[None, kv_heads:],
-                attn_mask=mask_NS,
-                scale=self.scale,
-            )
-            return mixed.view(kv_heads, shared, count, width).permute(2, 0, 1, 3).reshape(count, -1)
+            rows_GSd[:, start:] = qkv_NHd[:, self.heads :].transpose(0, 1)
+            return self._mix(qkv_NHd, rows_GSd, mask_NS, attention_S)
 
         return attend
+
+    def attend_all(self, cache: Sequence[Tensor], rows_N: Tensor, mask_NC: Tensor) -> Attend:
+        """As `attend`, over all C rows of a cache, of which `rows_N` are written: shapes stay the same."""
+
+        mask_NC = self._shared(mask_NC)
+
+        def attend(number: int, qkv_NHd: Tensor) -> Tensor:
+            rows_GCd = cache[number]
+            rows_GCd[:, rows_N] = qkv_NHd[:, self.heads :].transpose(0, 1)
+            return self._mix(qkv_NHd, rows_GCd, mask_NC)
+
+        return attend
+
+    def _shared(self, mask_NS: Tensor | None) -> Tensor | None:
+        """The heads that share keys are laid out as more tokens."""
+        return mask_NS if mask_NS is None else mask_NS.repeat(self.heads // self.kv_heads, 1)
+
+    def _mix(
+        self, qkv_NHd: Tensor, rows_GSd: Tensor, mask_NS: Tensor | None, attention_S: Tensor | None = None
+    ) -> Tensor:
+        """Attention of N tokens to S rows of keys, then values: [N, D]; the mask is of `_shared` heads."""
+        kv_heads, width, count = self.kv_heads, self.width, len(qkv_NHd)
+        shared = self.heads // kv_heads
+        query = qkv_NHd[:, : self.heads].view(count, kv_heads, shared, width).permute(1, 2, 0, 3)
+        query = query.reshape(1, kv_heads, shared * count, width)
+        if attention_S is not None:
+            score_GNS = (query[0] @ rows_GSd[:kv_heads].transpose(1, 2)).float() * self.scale
+            weight_GNS = (score_GNS if mask_NS is None else score_GNS + mask_NS).softmax(-1)
+            attention_S.add_(weight_GNS.mean((0, 1)))
+        mixed = F.scaled_dot_product_attention(
+            query,
+            rows_GSd[None, :kv_heads],
+            rows_GSd[None, kv_heads:],
+            attn_mask=mask_NS,
+            scale=self.scale,
+        )
+        return mixed.view(kv_heads, shared, count, width).permute(2, 0, 1, 3).reshape(count, -1)
 
     def run(
         self,
@@ -206,8 +261,7 @@ class FusedLayers:
         taps: dict[int, list[str]],
     ) -> dict[str, Tensor]:
         """States by source [N, D]; `place_N` are rotary positions, none beyond `last`."""
-        if last >= len(self.cos_P1d):
-            self._rotate(2 * last)
+        self.turn(last)
         cos_N1d, sin_N1d = self.cos_P1d[place_N], self.sin_P1d[place_N]
         hidden_ND = F.embedding(ids_N, self.embed_VD)
         count, width = hidden_ND.shape[0], self.width
@@ -231,6 +285,38 @@ class FusedLayers:
         weight_D, eps = self.norm
         states["hidden"] = F.rms_norm(hidden_ND, weight_D.shape, weight_D, eps)
         return states
+
+
+Step = Callable[[Tensor, Tensor, Tensor, Tensor, Sequence[Tensor], dict[int, list[str]]], dict[str, Tensor]]
+"""Tokens [N], their rotary positions [N], an additive mask [N, C], the rows to write [N], the cache, taps."""
+
+
+def compile_step(layers: FusedLayers) -> Step:
+    """A step of `layers` as one compiled program; on a GPU it is replayed as a CUDA graph."""
+    for layer in layers.layers:
+        _stays(
+            *(weight for weight in map(partial(getattr, layer), layer.__slots__) if torch.is_tensor(weight))
+        )
+    _stays(layers.embed_VD, layers.norm[0])
+    on_gpu = layers.embed_VD.is_cuda
+
+    def step(
+        ids_N: Tensor,
+        place_N: Tensor,
+        mask_NC: Tensor,
+        rows_N: Tensor,
+        cache: Sequence[Tensor],
+        taps: dict[int, list[str]],
+    ) -> dict[str, Tensor]:
+        return layers.run(ids_N, place_N, 0, layers.attend_all(cache, rows_N, mask_NC), taps)
+
+    return torch.compile(step, fullgraph=True, mode="reduce-overhead" if on_gpu else None)
+
+
+def _stays(*tensors: Tensor) -> None:
+    """Where they lie is part of a CUDA graph: they are not copied for each replay."""
+    for tensor in tensors:
+        torch._dynamo.mark_static_address(tensor, guard=False)
 
 
 @dataclass(slots=True)

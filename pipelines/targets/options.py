@@ -8,3 +8,4 @@ class Options(TypedDict, total=False):
 
     dtype: str
     attention: str
+    compiled: bool

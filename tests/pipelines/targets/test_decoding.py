@@ -1,11 +1,15 @@
 """Trees after images verify as one-token-at-a-time decoding does, and any committed path is a prefix."""
 
+import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.utils import run_and_get_code
 
 from tests import tiny
 from tests.pipelines.targets.stock import Messages, Stock
@@ -118,6 +122,40 @@ def test_a_chain_is_causal_without_a_mask(target: VisionLanguageTarget) -> None:
     bare = target.extend(ids_N, depth_N, None)["hidden"]
     masked = target.extend(ids_N, depth_N, torch.ones(4, 4).tril().bool())["hidden"]
     torch.testing.assert_close(bare, masked)
+
+
+def test_compiled_steps_are_one_program_whatever_is_committed(
+    checkpoint: Checkpoint, target: VisionLanguageTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Traced in one piece and run as traced: what a compiler or a CUDA graph is given."""
+    counted = CompileCounterWithBackend("eager")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counted))
+    compiled = load(str(checkpoint("qwen2_5_vl")), compiled=True)
+    for shown in ("one", "none", "several"):
+        prompt = target.encode(PROMPTS[shown])
+        assert greedy(compiled, prompt, 24) == greedy(target, prompt, 24)
+    assert counted.frame_count == 1
+    ids_N, depth_N, visible_NN = tree(0)
+    for one in (compiled, target):
+        one.prefill(target.encode(PROMPTS["one"]))
+    for _ in range(3):
+        states = [one.extend(ids_N, depth_N, visible_NN, ("hidden", "layer1")) for one in (compiled, target)]
+        torch.testing.assert_close(*states, atol=3e-5, rtol=1e-4)
+        for one in (compiled, target):
+            one.commit(visible_NN[-1].nonzero()[:, 0])
+    assert counted.frame_count == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # of the compiler itself
+def test_a_compiled_step_does_not_copy_what_is_committed(checkpoint: Checkpoint) -> None:
+    target = load(str(checkpoint("llava", layers=1)), compiled=True)
+    target.prefill(target.encode(PROMPTS["none"]))
+    one = torch.ones(1, dtype=torch.long)
+    with torch.inference_mode():
+        states, (code,) = run_and_get_code(target.extend, one + 40, one)
+    assert re.search(r"assert_size_stride\(\w+, \(\d+, 512, \d+\)", code)  # the cache: it is an input
+    assert not re.search(r"empty_strided\w*\(\([^()]*512, \d+\)", code)
+    assert states["hidden"].isfinite().all()
 
 
 def test_nothing_is_kept_unless_committed(target: VisionLanguageTarget) -> None:
