@@ -3,9 +3,10 @@
     python -m benchmarks.store [--samples 300] [--width 3584] [--folder DIR] [--out FILE]
 
 Every number is a rate in GB/s. Readers take turns of a few samples each, so that whatever else the
-machine does slows them alike; ratios are taken within a round and told as the median of the rounds.
-Caches are dropped with posix_fadvise before a cold round. The samples are synthetic: the lengths of
-long answers, the values of hidden states with a few massive channels.
+machine does slows them alike. A ratio is taken turn by turn, over the same samples; told are the median
+of all turns and, in brackets, the quartiles. Caches are dropped with posix_fadvise before a cold round.
+The samples are synthetic: the lengths of long answers, the values of hidden states with a few massive
+channels.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +110,6 @@ class Raw:
 
     def write(self, given: Sequence[Sample]) -> None:
         """Write all samples, durably."""
-        shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         at = 0
         with (self.folder / "all").open("wb", buffering=0) as file:
@@ -167,7 +168,6 @@ class PerFile:
 
     def write(self, given: Sequence[Sample]) -> None:
         """Write all samples, durably."""
-        shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         for sample in given:
             hidden = as_torch(sample.features[FEATURE], "bfloat16")
@@ -210,7 +210,6 @@ class Ours:
 
     def write(self, given: Sequence[Sample]) -> None:
         """Write all samples, durably."""
-        shutil.rmtree(self.folder, ignore_errors=True)
         store = Store.create(self.folder, *origin(self.width))
         for start in range(0, len(given), UNIT):
             with store.writer(f"u{start:06}") as writer:
@@ -279,21 +278,28 @@ def our_batches(store: Store, number: int) -> None:
         packed([sample.features[FEATURE] for sample in batch], "bfloat16")
 
 
-def in_turns(kinds: Mapping[str, Any], keys: Sequence[str]) -> dict[str, float]:
-    """Seconds that each kind takes to open and to read these samples, a few at a time in turn."""
-    reads: dict[str, Read] = {}
-
-    def start(name: str) -> None:
-        reads[name] = kinds[name].reader()
-
-    spent = {name: timed(lambda name=name: start(name)) for name in kinds}  # type: ignore[misc]
-    order = list(kinds)
-    for turn in range(0, len(keys), TURN):
+def in_turns(works: Mapping[str, Sequence[Callable[[], object]]]) -> dict[str, list[float]]:
+    """Seconds of each piece of the works: a piece of each in turn, another one first every time."""
+    spent: dict[str, list[float]] = {name: [] for name in works}
+    order = list(works)
+    for pieces in zip(*works.values(), strict=True):
+        turn = dict(zip(works, pieces, strict=True))
         order.append(order.pop(0))
         for name in order:
-            part = keys[turn : turn + TURN]
-            spent[name] += timed(lambda name=name, part=part: reads[name](part))  # type: ignore[misc]
+            spent[name].append(timed(turn[name]))
     return spent
+
+
+def reading(kind: Any, keys: Sequence[str]) -> list[Callable[[], object]]:
+    """Reading these samples, a few at a time; opening is part of the first time."""
+    reads: list[Read] = []
+
+    def turn(part: Sequence[str]) -> None:
+        if not reads:
+            reads.append(kind.reader())
+        reads[0](part)
+
+    return [partial(turn, keys[start : start + TURN]) for start in range(0, len(keys), TURN)]
 
 
 def measure(count: int, width: int, rounds: int, folder: Path) -> dict[str, Any]:
@@ -310,36 +316,37 @@ def measure(count: int, width: int, rounds: int, folder: Path) -> dict[str, Any]
     }
     readers = {**kinds, "store, copied": Copied(ours.folder, width), "map, checked": Checked(raw)}
     rates: dict[str, dict[str, list[float]]] = {name: {} for name in readers}
+    turns: dict[str, dict[str, list[float]]] = {name: {} for name in readers}
 
-    def note(name: str, what: str, seconds: float) -> None:
-        rates[name].setdefault(what, []).append(size / seconds / 1e9)
+    def note(what: str, spent: Mapping[str, Sequence[float]]) -> None:
+        for name, seconds in spent.items():
+            rates[name].setdefault(what, []).append(size / sum(seconds) / 1e9)
+            turns[name].setdefault(what, []).extend(seconds)
 
-    for _ in range(rounds):
-        for name, kind in kinds.items():
-            note(name, "write", timed(lambda kind=kind: kind.write(given)))  # type: ignore[misc]
+    for number in range(rounds):
+        for name in sorted(kinds, key=lambda name: (number + list(kinds).index(name)) % len(kinds)):
+            shutil.rmtree(kinds[name].folder, ignore_errors=True)
+            os.sync()
+            note("write", {name: [timed(partial(kinds[name].write, given))]})
     mean_tokens = sum(len(sample.ids_T) for sample in given) / count
     given.clear()
-    for _ in range(rounds + 1):
-        for name, seconds in in_turns(readers, keys).items():
-            note(name, "read warm", seconds)
+    in_turns({name: reading(kind, keys) for name, kind in readers.items()})  # warms the cache
+    for _ in range(2 * rounds):
+        note("read warm", in_turns({name: reading(kind, keys) for name, kind in readers.items()}))
     for _ in range(rounds):
         drop(folder)
-        for name, seconds in in_turns(kinds, keys).items():
-            note(name, "read cold", seconds)
+        note("read cold", in_turns({name: reading(kind, keys) for name, kind in kinds.items()}))
     batch = max(1, int(BUDGET / mean_tokens))
     store = Store.open(ours.folder)
-    for number in range(rounds + 1):
-        note("store", "batches", timed(lambda number=number: our_batches(store, number)))  # type: ignore[misc]
-        habit = timed(lambda: habit_batches(kinds["torch.save"], keys, batch))
-        note("torch.save", "batches", habit)
-    for kind in rates.values():
-        for what in ("read warm", "batches"):
-            if what in kind:
-                del kind[what][0]  # the round that warmed the cache
+    our_batches(store, 0)  # takes the memory that it will use again
+    for number in range(2 * rounds):
+        habit = partial(habit_batches, kinds["torch.save"], keys, batch)
+        note("batches", in_turns({"store": [partial(our_batches, store, number)], "torch.save": [habit]}))
 
-    def ratio(what: str, name: str, floor: str) -> float:
-        pairs = zip(rates[name][what], rates[floor][what], strict=True)
-        return statistics.median(mine / theirs for mine, theirs in pairs)
+    def ratio(what: str, name: str, floor: str) -> list[float]:
+        """The quartiles over all turns."""
+        pairs = zip(turns[name][what], turns[floor][what], strict=True)
+        return statistics.quantiles((theirs / mine for mine, theirs in pairs), n=4, method="inclusive")
 
     ratios = {
         "read warm / memory map": ratio("read warm", "store", "memory map"),
@@ -355,7 +362,7 @@ def measure(count: int, width: int, rounds: int, folder: Path) -> dict[str, Any]
         | {"bytes": sum(path.stat().st_size for path in readers[name].folder.rglob("*") if path.is_file())}
         for name, kind in rates.items()
     }
-    return {"samples": count, "bytes": size, "ratios": ratios, "goals": GOALS, "rates": table}
+    return {"samples": count, "bytes": size, "quartiles of ratios": ratios, "goals": GOALS, "rates": table}
 
 
 def view_of_a_million(folder: Path) -> float:
@@ -396,8 +403,9 @@ def main() -> None:
     for name, row in result["rates"].items():
         rates = [f"{row.get(what, 0):7.2f}" for what in ("write", "read warm", "read cold", "batches")]
         print(f"{name:14} {' '.join(rates)}  {row['files']:6} {row['bytes']:14}")
-    for name, value in result["ratios"].items():
-        print(f"{name:42} {value:6.2f}  {f'(goal {GOALS[name]})' if name in GOALS else ''}")
+    for name, (low, middle, high) in result["quartiles of ratios"].items():
+        goal = f", goal {GOALS[name]}" if name in GOALS else ""
+        print(f"{name:42} {middle:6.2f}  ({low:.2f} to {high:.2f}){goal}")
     print(f"{'view of a million rows':42} {result['view of a million rows, seconds']:6.2f} s")
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(json.dumps(result, indent=1))
