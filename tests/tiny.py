@@ -59,7 +59,7 @@ def checkpoint(
     family: str, folder: Path, *, vocabulary: int = 320, layers: int = 3, seed: int = 0, std: float = 0.15
 ) -> Path:
     """Write a checkpoint of `family`, or one of OTHER_PARTS, with random weights into `folder`; return it."""
-    build: Callable[..., None] = {
+    builders: dict[str, Callable[..., None]] = {
         "llava": _llava,
         "llava_siglip": partial(_llava, text="qwen2", siglip=True),  # as those for several images have
         "llava_mistral": partial(_llava, text="mistral"),
@@ -69,9 +69,9 @@ def checkpoint(
         "qwen2_vl": _qwen2_vl,
         "qwen2_5_vl": _qwen2_5_vl,
         "qwen3_vl": _qwen3_vl,
-    }[family]
+    }
     folder.mkdir(parents=True, exist_ok=True)
-    build(folder, vocabulary, layers, _weights(folder, seed, std))
+    builders[family](folder, vocabulary, layers, _weights(folder, seed, std))
     return folder
 
 
