@@ -9,6 +9,7 @@ import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import xxhash
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.manifest import VIEWS, check_name
 from vlmdistill.stores.measures import BAND, SKETCH
+from vlmdistill.stores.sidecar import unread
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.tables import LOSS, ROW, XXH3, read_table, table_names, write_table
 
@@ -45,11 +47,12 @@ class View:
     dropped: Mapping[str, int]
 
 
-def where(text: str, columns: Sequence[str]) -> Filter:
+def where(text: str, columns: Sequence[str], lost: Mapping[str, str] = MappingProxyType({})) -> Filter:
     """A filter from an expression such as `words > 5 and code_ratio < 0.05`.
 
     It is SQL as polars reads it; a name with a dot is quoted: `"sparrow.kept" > 0.2`. Rows where
     it is unknown (a value is missing) are dropped. StoreError on a mistake, with columns there are.
+    `lost` are runs whose statistics could not be read, and why: whoever needs them is told.
     """
     known = [name for name in columns if not name.startswith((XXH3, LOSS)) and not name.endswith(ROW)]
     try:
@@ -60,6 +63,9 @@ def where(text: str, columns: Sequence[str]) -> Filter:
     except (pl.exceptions.PolarsError, ValueError) as error:
         raise StoreError(f'cannot read the expression "{text}" ({_line(error)}). {_some(known)}') from error
     missing = sorted(names - set(columns))
+    for run, why in lost.items():
+        if any(name.startswith(f"{run}.") or _latest(name, columns) for name in names) or missing:
+            raise StoreError(f'"{text}" may need what cannot be read: {why}')
     if missing:
         raise StoreError(f"there is no column '{missing[0]}' (in \"{text}\"){_instead(missing, text, known)}")
     if not plain:  # SQL takes a word at the end for a new name
@@ -77,6 +83,11 @@ def where(text: str, columns: Sequence[str]) -> Filter:
         return kept
 
     return Filter(text, keep)
+
+
+def _latest(name: str, columns: Sequence[str]) -> bool:
+    """Whether a column has the latest value of several runs: of all of them, or it is not the latest."""
+    return any(column.endswith(f".{name}") for column in columns)
 
 
 def _line(error: Exception) -> str:
@@ -239,7 +250,8 @@ def filter_store(
     check_name(name, "view")
     rows = store.view(base)
     steps = [item if isinstance(item, Filter) else named(item) for item in filters]
-    steps += [where(text, rows.columns) for text in expressions]
+    lost = unread(store.place, rows.columns) if expressions else {}
+    steps += [where(text, rows.columns, lost) for text in expressions]
     reasons: list[str] = []
     dropped: dict[str, int] = {}
     reason = np.full(len(rows), -1, np.int64)  # of each row, -1 while it is kept

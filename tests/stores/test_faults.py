@@ -106,7 +106,10 @@ def test_every_flip_and_cut_is_found_and_never_read(whole: Store) -> None:
             assert view_keys(store, "some").equals(kept)
             for key in truth:
                 assert same(store.read(key), truth[key])
-            assert store.index.equals(kept_index)
+            index = store.index  # without the statistics of a damaged run: a view that needs them is refused
+            assert index.equals(kept_index.select(index.columns))
+            if "kept" not in index.columns:
+                filter_store(store, "late", expressions=["kept > 0"])
         except StoreError as error:
             refused += "damaged" in str(error)
         # What describes the arrays to other readers is not read by this one.

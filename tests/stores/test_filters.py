@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from tests.stores.samples import make, sample
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.filters import filter_store, named
-from vlmdistill.stores.manifest import VIEWS
+from vlmdistill.stores.manifest import STATS, VIEWS
 from vlmdistill.stores.measures import BAND, SKETCH, code_ratio, measures, repetition, sketch
 from vlmdistill.stores.reader import epoch
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.summary import info
-from vlmdistill.stores.tables import read_table
+from vlmdistill.stores.tables import read_table, table_names
 from vlmdistill.stores.verify import verify
 
 PROSE = (
@@ -174,6 +174,11 @@ def test_statistics_that_cannot_be_joined_are_refused(many: Store) -> None:
         many.write_stats("r", {"key": ["k0001", "k0001"], "kept": [1, 2]})
     with pytest.raises(StoreError, match="text column 'key'"):
         many.write_stats("r", {"kept": [1]})
+    with pytest.raises(StoreError, match="'tokens' is the index's own"):
+        many.write_stats("xxh3", {"key": ["k0001"], "tokens": [1]})
+    with pytest.raises(StoreError, match=r"'b\.c' has a dot"):  # would be column c of a run a.b
+        many.write_stats("a", {"key": ["k0001"], "b.c": [1]})
+    assert "r" not in table_names(many.place, STATS)
 
 
 @pytest.mark.parametrize(
