@@ -1,6 +1,7 @@
 """`vlmdistill store`: look into a feature store, check it, cut views, share it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,6 +18,17 @@ app = typer.Typer(
 
 BARS = " ▁▂▃▄▅▆▇█"
 LISTED = 20  # findings shown before the rest is only counted
+UNIT = (
+    "To make a unit anew, remove its record from commits/, run `store gc --grace 0`, then `vlmdistill features`."
+)
+ELSEWHERE = "Bring store.json and heads/ back from another copy of the store."
+REMEDIES = {  # what to do about damage in a folder
+    "shards": UNIT,
+    "commits": UNIT,
+    "views": "Remove the .json of a view from views/ and make it again with `store filter`.",
+    "stats": "Remove the .json of a run from stats/: its statistics are lost, until it is trained again.",
+    "cache": "Remove cache/: it is made again by itself.",
+}
 Path = Annotated[str, typer.Argument(metavar="STORE", help="A folder, or a URL such as s3://bucket/store.")]
 View = Annotated[str | None, typer.Option("--view", help="Only the samples of this view.")]
 Fields = Annotated[
@@ -79,11 +91,14 @@ def stats(store: Path, view: View = None, as_json: console.Json = False) -> None
     if as_json:
         console.result(told, True)
         return
+    shown = ["count", "mean", "min", "p50", "p90", "max"]
+    if any(c["not_finite"] for c in told.values()):
+        shown.insert(1, "not_finite")
     lines = [
-        (name, c["count"], c["mean"], c["min"], c["p50"], c["p90"], c["max"], _plot(c["histogram"]["counts"]))
+        (name, *("-" if c[what] is None else c[what] for what in shown), _plot(c["histogram"]))
         for name, c in told.items()
     ]
-    console.rows(("column", "count", "mean", "min", "p50", "p90", "max", "distribution"), lines)
+    console.rows(("column", *(what.replace("_", " ") for what in shown), "distribution"), lines)
 
 
 @app.command()
@@ -113,9 +128,10 @@ def verify(
             typer.echo(f"and {len(listed) - LISTED} more: --json lists all")
     if found.damage:
         first = found.damage[0]
+        kinds_of = dict.fromkeys(finding.name.split("/")[0] for finding in found.damage)
+        advice = dict.fromkeys(REMEDIES.get(kind, ELSEWHERE) for kind in kinds_of)
         raise StoreError(
-            f"{len(found.damage)} files are damaged or missing, the first {first.name}. To make a unit anew, "
-            "remove its record from commits/, run `store gc --grace 0`, then `vlmdistill features`"
+            f"{len(found.damage)} files are damaged or missing, the first {first.name}. {' '.join(advice)}"
         )
 
 
@@ -163,12 +179,17 @@ def merge(
 
     with console.progress("merge", "samples") as report:
         told = share.merge(target, sources, progress=report)
-    facts = {source: _copied(one) for source, one in zip(sources, told, strict=True)}
+    facts = {source: asdict(one) for source, one in zip(sources, told, strict=True)}
     if as_json:
         console.result(facts, True)
-    else:
-        lines = [(source, *counts.values()) for source, counts in facts.items()]
-        console.rows(("store", "copied", "present", "twins", "conflicts"), lines)
+        return
+    counts = ("copied", "present", "twins")
+    lines = [(source, *map(one.get, counts), len(one["conflicts"])) for source, one in facts.items()]
+    console.rows(("store", *counts, "conflicts"), lines)
+    for source, one in facts.items():
+        for what in ("conflicts", "replaced", "left"):
+            if one[what]:
+                typer.echo(f"{what} of {source}: {_some(one[what])}")
 
 
 @app.command()
@@ -223,15 +244,19 @@ def _send(source: str, target: str, view: str | None, fields: str | None, as_jso
     from vlmdistill.stores import share
     from vlmdistill.stores.schema import Feature
 
-    features = [Feature.parse(name.strip()) for name in fields.split(",")] if fields else None
+    named = None if fields is None else fields.split(",")
+    features = None if named is None else [Feature.parse(name.strip()) for name in named]
     with console.progress("copy", "samples") as report:
         told = share.send(source, target, view=view, features=features, progress=report)
-    console.result(_copied(told), as_json)
+    facts = asdict(told)
+    named = {what: _some(facts[what]) for what in ("conflicts", "replaced", "left")}
+    console.result(facts if as_json else {**facts, **named}, as_json)
 
 
-def _copied(told: Any) -> dict[str, int]:
-    counts = {"copied": told.copied, "present": told.present, "twins": told.twins}
-    return {**counts, "conflicts": len(told.conflicts)}
+def _some(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - LISTED} more: --json lists all" if len(names) > LISTED else ""
+    return (", ".join(names[:LISTED]) or "none") + more
 
 
 def _needs(info: "TargetInfo") -> "Mapping[str, frozenset[Feature]]":
@@ -254,6 +279,7 @@ def _size(count: float) -> str:
     return f"{count:.3g} TB"
 
 
-def _plot(counts: list[int]) -> str:
-    most = max(counts)
+def _plot(histogram: Mapping[str, Any] | None) -> str:
+    counts = histogram["counts"] if histogram else ()
+    most = max(counts, default=0)
     return "".join(BARS[-(-count * (len(BARS) - 1) // most)] for count in counts)

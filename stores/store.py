@@ -2,7 +2,7 @@
 
     STORE/
       store.json            provenance, target facts, layout, the frozen head's file; sealed
-      head-<hash>.safetensors
+      heads/<hash>/         the target's frozen embedding and LM head
       commits/<unit>.json   a shard counts when its record is here; sealed
       shards/<unit>-<hash>/ a Zarr v3 group of arrays, and index.arrow
       views/, stats/        what filters keep; what training says of samples
@@ -46,7 +46,7 @@ from vlmdistill.stores.schema import (
     TargetInfo,
     content_hash,
 )
-from vlmdistill.stores.tables import XXH3
+from vlmdistill.stores.tables import XXH3, reserved
 from vlmdistill.stores.writer import Writer
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ class Store:
         self._shards = Shards(place)
         self._pool = Pool()
         self._index: tuple[Any, Lines] | None = None  # what it was made from; the index
+        self._meta: Mapping[str, pl.DataType] = {}
 
     @classmethod
     def create(
@@ -140,11 +141,12 @@ class Store:
         """Keep per-sample numbers of a training run beside the samples: `key` and further columns.
 
         In the index they appear as `<run>.<column>`, and plain as `<column>` from the latest run
-        that has a value. Writing a run again replaces it. StoreError on a column of the index's own.
+        that has a value. Writing a run again replaces it. StoreError on a column that the index has already,
+        or that other runs have with another kind of values.
         """
         from vlmdistill.stores.sidecar import write_stats
 
-        write_stats(self.place, run, table)
+        write_stats(self.place, run, table, self.meta)
 
     def _unit_keys(self, unit: str) -> set[str]:
         return set(self._shards.table(unit)["key"].to_pylist())
@@ -168,12 +170,19 @@ class Store:
         """
         return self._lines().frame
 
+    @property
+    def meta(self) -> "Mapping[str, pl.DataType]":
+        """The columns of the index that came with the samples, and their types."""
+        self._lines()
+        return self._meta
+
     def _lines(self) -> Lines:
         from vlmdistill.stores.sidecar import join_stats
 
         there = tuple(units(self.place)), tuple(self.place.names(STATS))
         if self._index is None or self._index[0] != there:
             merged = self._shards.merged(there[0], [spec.name for spec in self.layout.arrays])
+            self._meta = {name: kind for name, kind in merged.schema.items() if not reserved(name)}
             self._index = there, Lines(join_stats(self.place, merged))
         return self._index[1]
 

@@ -3,7 +3,7 @@
 Writing uses pyarrow alone: its plain paths start no threads, so a process may fork around it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -111,12 +111,42 @@ def merge_index(frames: "Sequence[pl.DataFrame]", arrays: Sequence[str]) -> "pl.
         frame = pl.from_arrow(pa.schema(empty).empty_table())
         assert isinstance(frame, pl.DataFrame)
         return frame
-    kinds: dict[str, pl.DataType] = {}
-    for frame in frames:
-        for name, kind in frame.schema.items():
-            known = kinds.setdefault(name, kind)
-            alike = known == kind or pl.Null in (known, kind) or (known.is_numeric() and kind.is_numeric())
-            if not alike:
-                raise StoreError(f"the meta column '{name}' is {known} in one unit and {kind} in another")
+    if found := unlike(frame.schema for frame in frames):
+        name, one, other = found
+        units = [_unit_with(frames[at], name) for at in (one, other)]
+        kinds = [frames[at].schema[name] for at in (one, other)]
+        raise StoreError(
+            f"the meta column '{name}' is {kinds[0]} in unit {units[0]} and {kinds[1]} in unit {units[1]}: "
+            f"remove the record of one of them, such as commits/{units[1]}.json, run `store gc --grace 0` "
+            "and write that unit again, with the type of the other"
+        )
     merged = pl.concat(frames, how="diagonal_relaxed")
     return merged.sort("key", "unit").unique("key", keep="first", maintain_order=True)
+
+
+def unlike(schemas: "Iterable[Mapping[str, pl.DataType]]") -> tuple[str, int, int] | None:
+    """The first column whose types do not go together, and which two of the schemas have them."""
+    seen: dict[str, dict[pl.DataType, int]] = {}
+    for at, schema in enumerate(schemas):
+        for name, kind in schema.items():
+            kinds = seen.setdefault(name, {})
+            for other, first in kinds.items():
+                if not _alike(kind, other):
+                    return name, first, at
+            kinds.setdefault(kind, at)
+    return None
+
+
+def _alike(kind: "pl.DataType", other: "pl.DataType") -> bool:
+    """Whether values of two types make one column as they are: equal, both numbers, or one of no values."""
+    import polars as pl
+
+    if isinstance(kind, pl.List) and isinstance(other, pl.List):
+        return kind == other or pl.Null in (kind.inner, other.inner)
+    return kind == other or pl.Null in (kind, other) or (kind.is_numeric() and other.is_numeric())
+
+
+def _unit_with(frame: "pl.DataFrame", column: str) -> str:
+    """The first unit that has values in a column, or the first."""
+    units = frame.drop_nulls(column)["unit"]
+    return str(units[0] if len(units) else frame["unit"][0])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.stores.samples import make
-from vlmdistill.stores import share
+from vlmdistill.stores import transfer
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.share import send
 from vlmdistill.stores.store import Store
@@ -77,7 +77,7 @@ def test_an_interrupted_pull_over_http_fetches_only_the_ranges_that_did_not_arri
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = make(tmp_path / "web", [range(9), range(9, 12)])
-    monkeypatch.setattr(share, "BLOCK", 1 << 10)
+    monkeypatch.setattr(transfer, "BLOCK", 1 << 10)
     send(server.url, tmp_path / "calm")
     whole = sorted(server.ranges)
     server.ranges.clear()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.stores.samples import FEATURES, head, info, make, provenance, same, sample, write
-from vlmdistill.stores import share, summary
+from vlmdistill.stores import summary, transfer
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.filters import filter_store
 from vlmdistill.stores.local import Local
@@ -145,7 +145,7 @@ def test_an_interrupted_pull_is_continued(tmp_path: Path, monkeypatch: pytest.Mo
 
         return read
 
-    monkeypatch.setattr(share, "BLOCK", large.stat().st_size // 8)
+    monkeypatch.setattr(transfer, "BLOCK", large.stat().st_size // 8)
     monkeypatch.setattr(Local, "extent", limited(9))
     with pytest.raises(StoreError, match="the line is dead"):
         send(store.path, tmp_path / "there")
