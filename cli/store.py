@@ -19,7 +19,7 @@ app = typer.Typer(
 BARS = " ▁▂▃▄▅▆▇█"
 LISTED = 20  # findings shown before the rest is only counted
 UNIT = (
-    "To make a unit anew, remove its record from commits/, run `store gc --grace 0`, then `vlmdistill features`."
+    "To make a unit anew, remove its record from commits/, `store gc --grace 0`, then `vlmdistill features`."
 )
 ELSEWHERE = "Bring store.json and heads/ back from another copy of the store."
 REMEDIES = {  # what to do about damage in a folder
@@ -141,7 +141,11 @@ def filter_(
     name: Annotated[str, typer.Option("--name", help="Name of the view to make.")],
     where: Annotated[
         list[str] | None,
-        typer.Option("--where", help="Keep samples for which this holds: 'words > 5 and code_ratio < 0.05'."),
+        typer.Option(
+            "--where",
+            help="Keep samples for which this holds: 'words > 5 and code_ratio < 0.05', or of one training "
+            "run '\"sparrow.kept\" > 0.2'; may be repeated.",
+        ),
     ] = None,
     named: Annotated[
         list[str] | None,
@@ -244,10 +248,9 @@ def _send(source: str, target: str, view: str | None, fields: str | None, as_jso
     from vlmdistill.stores import share
     from vlmdistill.stores.schema import Feature
 
-    named = None if fields is None else fields.split(",")
-    features = None if named is None else [Feature.parse(name.strip()) for name in named]
+    given = None if fields is None else [Feature.parse(name.strip()) for name in fields.split(",")]
     with console.progress("copy", "samples") as report:
-        told = share.send(source, target, view=view, features=features, progress=report)
+        told = share.send(source, target, view=view, features=given, progress=report)
     facts = asdict(told)
     named = {what: _some(facts[what]) for what in ("conflicts", "replaced", "left")}
     console.result(facts if as_json else {**facts, **named}, as_json)

@@ -9,7 +9,7 @@ import polars as pl
 from vlmdistill.stores.arrays import ArraySpec
 from vlmdistill.stores.layout import TOKENS
 from vlmdistill.stores.manifest import STATS, VIEWS, read_record, units
-from vlmdistill.stores.schema import Feature
+from vlmdistill.stores.schema import Array, Feature
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.tables import ROW, reserved, table_names
 
@@ -99,7 +99,8 @@ def _datasets(store: Store, fields: Mapping[str, Any]) -> dict[str, dict[str, in
 def stats(store: Store, view: str | None = None) -> dict[str, dict[str, Any]]:
     """Each numeric column of the index: count, mean, quantiles and a histogram of 24 equal bins.
 
-    Token counts, numeric meta and the statistics of training runs, over a view or all samples.
+    Token counts, numeric meta and the statistics of training runs, over a view or all samples. Infinities and
+    NaN, as a diverged run leaves them, are only counted, as `not_finite`; None where there is nothing else.
     """
     rows = store.view(view)
     told = {}
@@ -107,14 +108,21 @@ def stats(store: Store, view: str | None = None) -> dict[str, dict[str, Any]]:
         own = reserved(name) or name.endswith(ROW)
         if not kind.is_numeric() or (own and name not in COUNTS):
             continue
-        values = rows[name].drop_nulls().cast(pl.Float64).drop_nans().to_numpy()
-        if len(values):
-            counts, edges = np.histogram(values, BINS)
-            quantiles = np.quantile(values, [0, 0.1, 0.5, 0.9, 1])
-            told[name] = {
-                "count": len(values),
-                "mean": float(values.mean()),
-                **dict(zip(("min", "p10", "p50", "p90", "max"), map(float, quantiles), strict=True)),
-                "histogram": {"from": float(edges[0]), "to": float(edges[-1]), "counts": counts.tolist()},
-            }
+        given = rows[name].drop_nulls().cast(pl.Float64).to_numpy()
+        values = given[np.isfinite(given)]
+        if len(given):
+            told[name] = {"count": len(values), "not_finite": len(given) - len(values), **_spread(values)}
     return told
+
+
+def _spread(values: Array) -> dict[str, Any]:
+    """Mean, quantiles and histogram of finite values; each None when there are no values."""
+    names = ("min", "p10", "p50", "p90", "max")
+    if not len(values):
+        return dict.fromkeys(("mean", *names, "histogram"))
+    counts, edges = np.histogram(values, BINS)
+    return {
+        "mean": float(values.mean()),
+        **dict(zip(names, map(float, np.quantile(values, [0, 0.1, 0.5, 0.9, 1])), strict=True)),
+        "histogram": {"from": float(edges[0]), "to": float(edges[-1]), "counts": counts.tolist()},
+    }

@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 from tests.stores.samples import make, sample
 from vlmdistill.cli.store import app
 from vlmdistill.drafters import catalogue
-from vlmdistill.stores.errors import StoreError
+from vlmdistill.stores.errors import DataError, StoreError
+from vlmdistill.stores.filters import filter_store
 from vlmdistill.stores.schema import Feature
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.summary import info, stats
@@ -70,10 +71,30 @@ def test_stats_describe_every_numeric_column_of_a_view(store: Store) -> None:
     store.write_stats("run", {"key": ["k0001", "k0002"], "kept": [0.25, 0.75]})
     told = stats(store)
     words = {name: value for name, value in told["words"].items() if name != "histogram"}
-    assert words == {"count": 9, "mean": 4, "min": 0, "p10": 0.8, "p50": 4, "p90": 7.2, "max": 8}
+    assert words == {
+        "count": 9,
+        "not_finite": 0,
+        "mean": 4,
+        "min": 0,
+        "p10": 0.8,
+        "p50": 4,
+        "p90": 7.2,
+        "max": 8,
+    }
     assert told["kept"]["mean"] == 0.5
     assert sum(told["text_tokens"]["histogram"]["counts"]) == 9
     assert not {"text_row", "xxh3.tokens"} & set(told)
+
+
+def test_what_a_diverged_run_left_is_counted_beside_the_numbers(store: Store) -> None:
+    keys = ["k0001", "k0002", "k0003", "k0004"]
+    nan, inf = float("nan"), float("inf")
+    assert "not finite" not in text("stats", store.path)
+    store.write_stats("run", {"key": keys, "loss": [1.0, inf, nan, -inf], "gone": [nan, None, None, inf]})
+    told = run("stats", store.path)
+    assert (told["loss"]["count"], told["loss"]["not_finite"], told["loss"]["max"]) == (1, 3, 1.0)
+    assert (told["gone"]["count"], told["gone"]["not_finite"], told["gone"]["mean"]) == (0, 2, None)
+    assert "not finite" in text("stats", store.path)
 
 
 def test_each_verb_answers_in_json_and_in_words(store: Store, tmp_path: Path) -> None:
@@ -98,6 +119,34 @@ def test_each_verb_answers_in_json_and_in_words(store: Store, tmp_path: Path) ->
     (Path(path) / "staging" / "left").mkdir()
     assert run("gc", path, "--grace", "0", "--dry-run")["removed"] == [{"name": "staging/left", "bytes": 0}]
     assert "staging/left" in text("gc", path, "--grace", "0")
+
+
+def test_fields_that_name_nothing_are_refused_before_anything_is_copied(store: Store, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="'' is not a feature"):
+        text("push", store.path, str(tmp_path / "there"), "--fields", "")
+    assert not (tmp_path / "there").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "advice"),
+    [
+        ("shards/u0-*/index.arrow", "remove its record from commits/"),
+        ("commits/u0.json", "remove its record from commits/"),
+        ("views/long.json", "Remove the .json of a view from views/"),
+        ("stats/run-*.arrow", "Remove the .json of a run from stats/"),
+        ("heads/*/head.safetensors", "from another copy"),
+        ("store.json", "from another copy"),
+    ],
+)
+def test_what_verify_advises_fits_what_is_damaged(store: Store, file: str, advice: str) -> None:
+    filter_store(store, "long", expressions=["words > 5"])
+    store.write_stats("run", {"key": ["k0001"], "kept": [0.5]})
+    (path,) = Path(store.path).glob(file)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(StoreError, match="1 files are damaged or missing") as raised:
+        text("verify", store.path)
+    assert advice in str(raised.value)
+    assert ("commits/" in str(raised.value)) == ("commits/" in advice)
 
 
 def test_verify_fails_and_names_what_is_damaged(store: Store) -> None:
