@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import filecmp
 import os
 import secrets
 import shutil
@@ -116,17 +117,21 @@ class Local(Place):
         return made
 
     def publish(self, folder: Path, name: str) -> None:
-        """Rename the folder; one already there under the same content-made name is as good."""
+        """Rename the folder; one already there under the same content-made name is as good once compared."""
         path = self.root / name
         ensure(path.parent)
         for parent, _, _ in os.walk(folder):
             sync(Path(parent))
-        try:
-            os.rename(folder, path)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-            self._adopt(folder, path)
+        while True:
+            try:
+                os.rename(folder, path)
+                break
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+            if self._adopt(folder, path):
+                self._mend(folder, path)
+                break
         sync(path.parent)
 
     def files(self, folder: str) -> dict[str, int]:
@@ -177,7 +182,7 @@ class Local(Place):
             folder = self.root / STAGING / (name or secrets.token_hex(8))
             folder.mkdir(exist_ok=name is not None)
             try:
-                handle = _lock(folder)
+                handle = lock(folder)
             except (FileNotFoundError, BlockingIOError):
                 name = None  # another process has it: take one of our own; or a collector was faster
                 continue
@@ -187,18 +192,42 @@ class Local(Place):
                 return folder
             self.release(folder)
 
-    def _adopt(self, folder: Path, path: Path) -> None:
-        """Guard a shard that another writer published, living or dead, in place of our own folder."""
-        os.utime(path)  # to a collector it is fresh again
+    def _adopt(self, folder: Path, path: Path) -> bool:
+        """Guard a shard that another writer published, living or dead; false when a collector took it."""
         try:
-            handle = _lock(path)
+            os.utime(path)  # to a collector it is fresh again
+            handle = lock(path)
+        except FileNotFoundError:
+            return False
         except BlockingIOError:  # its own writer lives, and guards it
-            return
-        if handle is not None:
-            mine = self._held.pop(folder, None)
-            self._held[folder] = handle
-            if mine is not None:
-                os.close(mine)
+            return True
+        if handle is None:
+            return path.exists()
+        if not _is(path, handle):
+            os.close(handle)
+            return False
+        mine = self._held.pop(folder, None)
+        self._held[folder] = handle
+        if mine is not None:
+            os.close(mine)
+        return True
+
+    def _mend(self, folder: Path, path: Path) -> None:
+        """Write anew, one whole file after the other, what is not there as in `folder`."""
+        for file in [file for file in folder.rglob("*") if file.is_file()]:
+            there = path / file.relative_to(folder)
+            if _equal(file, there):
+                continue
+            work = self.workspace()
+            try:
+                shutil.copyfile(file, work / "file")
+                sync(work / "file")
+                ensure(there.parent)
+                os.rename(work / "file", there)
+            finally:
+                self.release(work)
+            sync(there.parent)
+            self._files = OpenFiles(self.root)  # those open may be what was replaced
 
     def release(self, folder: Path, keep: bool = False) -> None:
         """Remove the folder if it is still there, then let its lock go."""
@@ -212,7 +241,7 @@ class Local(Place):
     def seized(self, name: str) -> Iterator[bool | None]:
         """Hold the lock of a folder or file; false when a living process has it, wherever it was renamed."""
         try:
-            handle = _lock(self.root / name)
+            handle = lock(self.root / name)
         except (FileNotFoundError, BlockingIOError):
             yield False
             return
@@ -231,7 +260,7 @@ class Local(Place):
         handle = None
         try:
             (folder / "mark").touch()
-            handle = _lock(folder / "mark")
+            handle = lock(folder / "mark")
             os.rename(folder / "mark", path)
             self.release(folder)
             yield
@@ -242,7 +271,24 @@ class Local(Place):
                 os.close(handle)
 
 
-def _lock(path: Path) -> int | None:
+def _equal(file: Path, there: Path) -> bool:
+    """Whether two files have the same bytes; not when there is no second."""
+    filecmp.clear_cache()  # it trusts times of change
+    try:
+        return filecmp.cmp(file, there, shallow=False)
+    except OSError:
+        return False
+
+
+def _is(path: Path, handle: int) -> bool:
+    """Whether a path still leads to what was opened by it."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(handle))
+    except FileNotFoundError:
+        return False
+
+
+def lock(path: Path) -> int | None:
     """Lock a file or folder; BlockingIOError when another process has it, None where locks are unknown."""
     handle = os.open(path, os.O_RDONLY)
     try:

@@ -8,6 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.schema import Array
@@ -47,7 +49,10 @@ class Place(ABC):
 
     @abstractmethod
     def publish(self, folder: Path, name: str) -> None:
-        """Make a finished, durable local folder visible as `name`; keep what is already there."""
+        """Make a finished, durable local folder visible as `name`.
+
+        Files that are there already stay, once they were found equal; others are written anew.
+        """
 
     @abstractmethod
     def files(self, folder: str) -> dict[str, int]:
@@ -116,7 +121,7 @@ def writing(place: "Place") -> Iterator[None]:
 
 
 def place_of(path: str | Path) -> Place:
-    """The place at a path or URL; `file://` URLs are local."""
+    """The place at a path or URL; `file://` URLs are local. StoreError where nothing speaks to a URL."""
     text = str(path)
     if "://" in text and not text.startswith("file://"):
         from vlmdistill.stores.remote import Remote
@@ -124,4 +129,9 @@ def place_of(path: str | Path) -> Place:
         return Remote(text)
     from vlmdistill.stores.local import Local
 
-    return Local(Path(text.removeprefix("file://")))
+    if text.startswith("file://"):
+        url = urlsplit(text)
+        if url.netloc not in ("", "localhost"):
+            raise StoreError(f"{text} names another machine, '{url.netloc}': write file:///absolute/path")
+        text = url2pathname(url.path)
+    return Local(Path(text))

@@ -1,21 +1,31 @@
 """Places behind fsspec: object stores that need know no more than PUT, GET, LIST and DELETE."""
 
+import contextlib
 import errno
+import os
 import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import fsspec
 import numpy as np
 
 from vlmdistill.stores import multipart
+from vlmdistill.stores.errors import StoreError
+from vlmdistill.stores.local import lock
 from vlmdistill.stores.place import STAGING, Place, cut
 from vlmdistill.stores.schema import Array
+
+BLOCK = 1 << 24
+REQUESTS = 16  # at once
+SCRATCH = "vlmdistill-shard-"  # folders of this machine in which shards are built
 
 
 class Remote(Place):
@@ -26,15 +36,33 @@ class Remote(Place):
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         # Listings must be true now: a cached one would hide what other writers commit.
-        self._fs, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False)
+        try:
+            self._fs, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False)
+        except OSError:
+            raise
+        except Exception as error:  # no such protocol, or its package is not installed
+            raise StoreError(f"{url} cannot be opened: {error}") from error
         self._root = root.rstrip("/")
         self._is_s3 = "s3" in self._fs.protocol
+        self._is_web = "http" in self._fs.protocol
+        self._held: dict[Path, int] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Remote, (self.url,))
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
+
+    @contextmanager
+    def _asked(self, name: str = "") -> Iterator[None]:
+        """Turn whatever the library of a protocol raises into an OSError that says where."""
+        try:
+            yield
+        except OSError:
+            raise
+        except Exception as error:
+            where = f"{self.url}/{name}" if name else self.url
+            raise ConnectionError(f"{where}: {type(error).__name__}: {error}") from error
 
     def read(self, name: str) -> bytes:
         """The whole file; FileNotFoundError when there is none."""
@@ -60,50 +88,73 @@ class Remote(Place):
             if error.errno != errno.EINVAL:  # the range is not satisfiable
                 raise
             data = b""
+        if len(data) > length:  # a plain server that sends whole files whatever is asked
+            data = data[start : start + length]
         if len(data) != length:
             raise cut(f"{self.url}/{name}")
         return data
 
     def _cat(self, name: str, **part: int) -> bytes:
-        try:
+        with self._asked(name):
             return bytes(self._fs.cat_file(self._path(name), **part))
-        except _broken_lines() as error:
-            raise ConnectionError(str(error)) from error
 
     def create(self, name: str, data: bytes) -> bool:
         """A conditional PUT where the store has one; elsewhere racing writers may both win, each whole."""
         path = self._path(name)
-        self._make_parent(path)
-        try:
-            self._fs.pipe_file(path, data, mode="create")
-        except FileExistsError:
-            return False
-        except (NotImplementedError, ValueError, TypeError):
-            if self._fs.exists(path):
+        with self._changed(name):
+            self._make_parent(path)
+            try:
+                self._fs.pipe_file(path, data, mode="create")
+            except FileExistsError:
                 return False
-            self._fs.pipe_file(path, data)
+            except (NotImplementedError, ValueError, TypeError):
+                if self._fs.exists(path):
+                    return False
+                self._fs.pipe_file(path, data)
         return True
 
     def replace(self, name: str, data: bytes) -> None:
         """A PUT."""
-        self._make_parent(self._path(name))
-        self._fs.pipe_file(self._path(name), data)
+        with self._changed(name):
+            self._make_parent(self._path(name))
+            self._fs.pipe_file(self._path(name), data)
 
     def publish(self, folder: Path, name: str) -> None:
-        """PUT the files that are not there: equal names of folders have equal content."""
+        """PUT the files that are not there, or not the same."""
         there = self.files(name)
         for file in sorted(folder.rglob("*")):
             leaf = file.relative_to(folder).as_posix()
-            if file.is_file() and there.get(leaf) != file.stat().st_size:
-                path = self._path(f"{name}/{leaf}")
-                self._make_parent(path)
-                self._put(file, path)
+            if not file.is_file():
+                continue
+            if there.get(leaf) != file.stat().st_size or not self._has(f"{name}/{leaf}", file):
+                with self._changed(f"{name}/{leaf}"):
+                    self._put(file, self._path(f"{name}/{leaf}"))
+
+    def _has(self, name: str, file: Path) -> bool:
+        """Whether a file of the same size has the bytes of a local one."""
+        try:
+            with file.open("rb") as mine:
+                for part in iter(lambda: mine.read(BLOCK), b""):
+                    if self.extent(name, mine.tell() - len(part), len(part)).data != part:
+                        return False
+        except (FileNotFoundError, StoreError):  # it has gone, or was cut, since it was listed
+            return False
+        return True
 
     def _put(self, file: Path, path: str) -> None:
+        self._make_parent(path)
         if self._is_s3 and file.stat().st_size > multipart.PART:
             multipart.upload(self._fs, file, path)
         else:
             self._fs.put_file(str(file), path)
+
+    @contextmanager
+    def _changed(self, name: str) -> Iterator[None]:
+        """As `_asked`, of a file that is written or removed."""
+        if self._is_web:  # some would take a PUT, but replace what is there
+            raise OSError(errno.EROFS, "a web server can only be read from")
+        with self._asked(name):
+            yield
 
     def _make_parent(self, path: str) -> None:
         if not self._is_s3:
@@ -112,40 +163,56 @@ class Remote(Place):
     def files(self, folder: str) -> dict[str, int]:
         """Every file below a folder: name relative to the folder -> bytes."""
         base = self._path(folder)
-        return {path[len(base) + 1 :]: int(about["size"]) for path, about in self._find(folder).items()}
+        found = {self._name(path[len(base) + 1 :]): about for path, about in self._find(folder).items()}
+        sizes = {name: about["size"] for name, about in found.items()}
+        untold = [name for name, size in sizes.items() if size is None]  # web servers list names alone
+        if untold:
+            with ThreadPoolExecutor(REQUESTS) as pool:
+                told = pool.map(lambda name: self.size(f"{folder}/{name}".lstrip("/")), untold)
+                sizes |= zip(untold, told, strict=True)
+        return {name: int(size) for name, size in sizes.items() if size is not None}
+
+    def _name(self, listed: str) -> str:
+        return unquote(listed) if self._is_web else listed
 
     def _find(self, folder: str) -> dict[str, Any]:
         try:
-            self._fs.invalidate_cache()
-            found = self._fs.find(self._path(folder), detail=True)
+            with self._asked(folder):
+                self._fs.invalidate_cache()
+                found = self._fs.find(self._path(folder), detail=True)
         except FileNotFoundError:
             return {}
-        return {path: about for path, about in found.items() if about["type"] == "file"}
+        # Web servers put links among the names that sort them.
+        files = {path: about for path, about in found.items() if about["type"] == "file"}
+        return {path: about for path, about in files.items() if not (self._is_web and "?" in path)}
 
     def size(self, name: str) -> int | None:
         """Bytes of one file, or None when it is missing."""
         try:
-            self._fs.invalidate_cache()
-            return int(self._fs.info(self._path(name))["size"])
+            with self._asked(name):
+                self._fs.invalidate_cache()
+                size = self._fs.info(self._path(name))["size"]
         except FileNotFoundError:
             return None
+        if size is None:
+            raise OSError(f"{self.url}/{name} has no size: the server does not tell it")
+        return int(size)
 
     def names(self, folder: str) -> list[str]:
         """The sorted names directly inside a folder."""
         try:
-            self._fs.invalidate_cache()
-            found = self._fs.ls(self._path(folder), detail=False)
+            with self._asked(folder):
+                self._fs.invalidate_cache()
+                found = self._fs.ls(self._path(folder), detail=False)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return sorted(path.rstrip("/").rpartition("/")[2] for path in found)
+        return sorted(self._name(path.rstrip("/").rpartition("/")[2]) for path in found)
 
     def remove(self, name: str) -> None:
         """DELETE a file or everything below a folder."""
         for path in self._find(name) or [self._path(name)]:
-            try:
+            with contextlib.suppress(FileNotFoundError), self._changed(name):
                 self._fs.rm_file(path)
-            except FileNotFoundError:
-                continue
 
     def idle(self, folder: str) -> float:
         """Compare the store's own modification times with that of an object written now."""
@@ -179,23 +246,40 @@ class Remote(Place):
         self.remove(name)
 
     def workspace(self, name: str | None = None) -> Path:
-        """A folder of this machine: shards are built here and then sent."""
+        """A locked folder of this machine: shards are built here and sent. What the dead left goes."""
         del name
-        return Path(tempfile.mkdtemp(prefix="vlmdistill-"))
+        for left in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*"):
+            _sweep(left)
+        while True:
+            folder = Path(tempfile.mkdtemp(prefix=SCRATCH))
+            try:
+                handle = lock(folder)
+            except (FileNotFoundError, BlockingIOError):  # another process swept it away
+                continue
+            if handle is not None:
+                self._held[folder] = handle
+            if folder.exists():
+                return folder
+            self.release(folder)
 
     def release(self, folder: Path, keep: bool = False) -> None:
         """Remove the folder: what was sent already is not sent again, and the rest is near."""
         del keep
         shutil.rmtree(folder, ignore_errors=True)
+        handle = self._held.pop(folder, None)
+        if handle is not None:
+            os.close(handle)
 
 
-def _broken_lines() -> tuple[type[Exception], ...]:
-    """What aiohttp, where it is installed, raises for a broken line: not an OSError."""
+def _sweep(folder: Path) -> None:
+    """Remove a folder that no living process holds."""
     try:
-        from aiohttp import ClientError
-    except ImportError:
-        return ()
-    return (ClientError,)
+        handle = lock(folder)
+    except OSError:  # it is held, gone, or another user's
+        return
+    if handle is not None:  # locks are known here
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(handle)
 
 
 def _modified(about: dict[str, Any]) -> float:

@@ -261,3 +261,28 @@ def test_gc_removes_nothing_when_a_record_cannot_be_read(tmp_path: Path) -> None
         collect(Store.open(tmp_path), grace=0)
     assert len(list((tmp_path / SHARDS).iterdir())) == 2
     del store
+
+
+@pytest.mark.parametrize("spoil", ["a flipped byte", "a cut", "a missing file"])
+@pytest.mark.parametrize("url", ["{tmp}", "memory://{tmp}"])
+def test_a_shard_that_lies_there_damaged_is_written_anew_before_it_counts(
+    tmp_path: Path, spoil: str, url: str
+) -> None:
+    """The way to mend a unit, and what a writer meets whose forerunner died before its commit."""
+    store = make(url.format(tmp=tmp_path), [range(3), range(3, 6)])
+    with pytest.raises(StoreError, match="damaged"):
+        spoilt_unit(store, "u0", spoil)
+    store.place.remove("commits/u0.json")
+    write(store, "u0", range(3))
+    assert not verify(store.path).findings
+    assert all(same(store.read(f"k{number:04}"), sample(number)) for number in range(6))
+
+
+def spoilt_unit(store: Store, unit: str, spoil: str) -> None:
+    name = f"{SHARDS}/{store.commit(unit)['shard']}/hidden.text/c/0/0"
+    data = store.place.read(name)
+    if spoil == "a missing file":
+        store.place.remove(name)
+    else:
+        store.place.replace(name, data[:9] if spoil == "a cut" else bytes([data[0] ^ 1]) + data[1:])
+    store.read("k0000")
