@@ -53,21 +53,23 @@ class Decoder:
     ) -> dict[str, Tensor]:
         """See `Target.extend`."""
         count = self._written = len(ids_N)
-        mask_NS: Tensor | None = None
-        place_N: Tensor | slice = slice(self.next_rope, self.next_rope + 1)
         taps = tapped(sources, len(self.layers.layers))
-        if count > 1 or self._step:
-            place_N = depth_N + (self.next_rope - 1)
-            mask_NS = self._mask(count, visible_NN)
         if self._step:
             start = self.cache.length
             self.cache.reserve(start + count)
             self.layers.turn(self.next_rope + count)
-            mask_NC = F.pad(mask_NS, (0, self.cache.capacity - start - count), value=self._closed)
+            unused = self.cache.capacity - start - count
+            mask_NC = F.pad(self._mask(count, visible_NN), (0, unused), value=self._closed)
             rows_N = torch.arange(start, start + count, device=ids_N.device)
+            place_N = depth_N + (self.next_rope - 1)
             return self._step(ids_N, place_N, mask_NC, rows_N, self.cache.layers, taps)
+        mask_NS: Tensor | None = None
+        place: Tensor | slice = slice(self.next_rope, self.next_rope + 1)
+        if count > 1:
+            place = depth_N + (self.next_rope - 1)
+            mask_NS = self._mask(count, visible_NN)
         attend = self.layers.attend(self.cache, count, mask_NS)
-        return self.layers.run(ids_N, place_N, self.next_rope + count, attend, taps)
+        return self.layers.run(ids_N, place, self.next_rope + count, attend, taps)
 
     def attention(self, ids_N: Tensor, place_N: Tensor, first: int) -> Tensor:
         """How much N tokens of the prefix, from index `first`, attend to each of its positions: float32 [S].
@@ -218,12 +220,12 @@ class FusedLayers:
     def attend_all(self, cache: Sequence[Tensor], rows_N: Tensor, mask_NC: Tensor) -> Attend:
         """As `attend`, over all C rows of a cache, of which `rows_N` are written: shapes stay the same."""
 
-        mask_NC = self._shared(mask_NC)
+        shared_NC = self._shared(mask_NC)
 
         def attend(number: int, qkv_NHd: Tensor) -> Tensor:
             rows_GCd = cache[number]
             rows_GCd[:, rows_N] = qkv_NHd[:, self.heads :].transpose(0, 1)
-            return self._mix(qkv_NHd, rows_GCd, mask_NC)
+            return self._mix(qkv_NHd, rows_GCd, shared_NC)
 
         return attend
 
