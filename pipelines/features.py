@@ -9,7 +9,7 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,16 +18,15 @@ from typing import Any
 
 from vlmdistill.pipelines import answers
 from vlmdistill.pipelines.answers import Answer
+from vlmdistill.pipelines.fields import check_encoding, chosen, stored_features
 from vlmdistill.pipelines.prompts import Prompt
 from vlmdistill.pipelines.responses import checkpoint, weights_of
 from vlmdistill.pipelines.targets.options import Options
 from vlmdistill.pipelines.workers import MIB, Crew, session
 from vlmdistill.pipelines.workspace import absolute, only_writer, wait_for_workers, working_in
 from vlmdistill.stores.errors import DataError, StoreError, TargetError
-from vlmdistill.stores.manifest import STORE
 from vlmdistill.stores.measures import measures
-from vlmdistill.stores.place import place_of
-from vlmdistill.stores.schema import Array, Feature, Head, TargetInfo, content_hash
+from vlmdistill.stores.schema import Array, Head, content_hash
 from vlmdistill.stores.store import Store
 
 logger = logging.getLogger(__name__)
@@ -108,6 +107,7 @@ class Capturer:
         sampling: str,
         budget: int,
         how: Options | None = None,
+        encoding: Mapping[str, str] | None = None,
     ) -> None:
         from vlmdistill.pipelines.targets.loading import load
 
@@ -119,17 +119,23 @@ class Capturer:
         self.dtype = dtype
         self.budget = budget
         provenance = self.target.provenance(self.features, dtype, sampling)
-        self.store = Store.create(store, provenance, self.target.info, stored_head(self.target))
+        check_encoding(store, self.features, encoding or {})
+        kept = {name: way for name, way in (encoding or {}).items() if way != "raw"}
+        made = kept if stored_features(store) is None else None  # what is there keeps its own
+        self.store = Store.create(store, provenance, self.target.info, stored_head(self.target), made)
 
     def facts(self) -> dict[str, Any]:
         """What the driver plans with."""
-        width = self.target.info.hidden_size * (4 if self.dtype == "float32" else 2)
-        wheres = [feature.where for feature in self.features]
+        row_bytes = {"text": 0, "visual": 0, "span": 0}
+        for feature in self.features:
+            eight = self.store.layout.encoding.get(feature.name) == "int8"
+            number = 1 if eight else 4 if self.dtype == "float32" else 2
+            row_bytes[feature.where] += number * self.target.info.hidden_size
         return {
             "target": str(self.target.fingerprint),
             "features": tuple(sorted(feature.name for feature in self.features)),
-            "text_bytes": width * wheres.count("text"),
-            "visual_bytes": width * wheres.count("visual"),
+            "text_bytes": row_bytes["text"],
+            "visual_bytes": row_bytes["visual"],
         }
 
     def close(self) -> None:
@@ -209,49 +215,6 @@ def shown(prompt: Prompt, samplings: Sequence[Any]) -> dict[str, str | int]:
     }
 
 
-def drafters(names: str) -> tuple[str, ...] | None:
-    """Drafters as typed: `a,b`, or `all` (None). DataError on a name that is not known."""
-    from vlmdistill.drafters import catalogue
-
-    if names == "all":
-        return None
-    listed = tuple(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
-    for name in listed:
-        catalogue.load(name)
-    if not listed:
-        raise DataError("--for names no drafter: give names separated by commas, or all")
-    return listed
-
-
-def chosen(store: str, drafters: Sequence[str] | None, info: TargetInfo) -> frozenset[Feature]:
-    """What to capture: the union of the drafters' needs, or what the store that is there holds.
-
-    StoreError when that store lacks what a drafter asked for needs. `drafters` None: all known ones,
-    which an existing store need not serve.
-    """
-    from vlmdistill.drafters import catalogue
-
-    needs = {
-        name: catalogue.load(name).needs(catalogue.config(name), info)
-        for name in (drafters or catalogue.NAMES)
-    }
-    there = stored_features(store)
-    if there is None:
-        return frozenset().union(*needs.values())
-    for name, wanted in needs.items():
-        if drafters and wanted - there:
-            lacking = ", ".join(sorted(feature.name for feature in wanted - there))
-            raise StoreError(f"the store {store} lacks {lacking}, which {name} needs: give another --store")
-    return there
-
-
-def stored_features(store: str) -> frozenset[Feature] | None:
-    """The features of the store at that place; None when there is none."""
-    if place_of(store).size(STORE) is None:
-        return None
-    return frozenset(map(Feature.parse, Store.open(store).provenance.features))
-
-
 def stored_head(target: Any) -> Head:
     """The target's frozen tables as a store keeps them, in the dtype that the target runs in."""
     import torch
@@ -286,12 +249,14 @@ def capture(
     shard_bytes: int = 512 * MIB,
     report: Report = lambda done, total, remark: None,
     how: Options | None = None,
+    encoding: Mapping[str, str] | None = None,
 ) -> Summary:
     """Bring the features of all kept answers to `prompts` into `store`.
 
-    `drafters` None means all known ones; `how` says how the target is loaded. DataError when there are no
-    answers, or another target gave them; StoreError when the store is of another target. Interrupted, it
-    leaves what is done.
+    `drafters` None means all known ones; `how` says how the target is loaded; `encoding` maps field names to
+    `raw`, `zstd` or `int8`, those not named are kept raw, or as in the store that is there. DataError when
+    there are no answers, or another target gave them; StoreError when the store is of another target or keeps
+    a field in another way. Interrupted, it leaves what is done.
     """
     check_origin(model, folder, store)
     by_key = {prompt.key: prompt for prompt in prompts}
@@ -308,14 +273,14 @@ def capture(
         if stored_features(store) is not None:
             opened = Store.open(store)
             there = opened.keys()
-            chosen(store, drafters, opened.info)
+            check_encoding(store, chosen(store, drafters, opened.info), encoding or {})
         missing = [item for item in items if item.prompt.key not in there]
         start, done, tokens, failed = time.monotonic(), len(items) - len(missing), 0, dict[str, str]()
         if missing:
             report(done, len(items), "starting")
             told = str(answers.made_with(folder)[0])
             place = str(Path(store).absolute()) if local else store
-            worker = partial(Capturer, absolute(model), place, drafters, dtype, told, budget, how)
+            worker = partial(Capturer, absolute(model), place, drafters, dtype, told, budget, how, encoding)
             weights = weights_of(model, how)
             with session(workers, weights) as size, Crew[Unit, Result](worker, size, weights) as crew:
                 facts = crew.facts()

@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests import tiny
-from vlmdistill.pipelines import answers, features
+from vlmdistill.cli.main import main
+from vlmdistill.pipelines import answers, fields
 from vlmdistill.pipelines.answers import Sampling
 from vlmdistill.pipelines.features import Capturer, Item, Summary, Unit, capture
 from vlmdistill.pipelines.filters import Filters
@@ -27,6 +29,7 @@ from vlmdistill.pipelines.responses import respond
 from vlmdistill.stores.errors import DataError, StoreError
 from vlmdistill.stores.schema import Feature
 from vlmdistill.stores.store import Store
+from vlmdistill.stores.summary import info
 
 ANY = Filters(min_words=0)
 
@@ -131,6 +134,54 @@ def test_answers_or_a_store_of_another_target_are_refused_by_name(
     assert Store.open(stored).keys() == before
 
 
+def test_fields_are_kept_as_the_command_line_asks(
+    given: Given, stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = str(tmp_path / "store")
+    command = ["features", "-m", given.model, "--prompts", str(given.file), "--responses", str(given.answers)]
+    command += ["--store", place, "--for", "sparrow", "--dtype", "float32", "--workers", "1", "--json"]
+    ways = ["--encoding", "hidden.text=int8", "--encoding", "layer1.visual=zstd"]
+
+    assert main([*command, "--encoding", "layer0.visual=int8"]) == 1
+    said = "--encoding layer0.visual=int8: captured are only hidden.span, hidden.text, layer1.visual"
+    assert said in capsys.readouterr().err
+    assert main([*command, *ways]) == 0
+    held, raw = Store.open(place), Store.open(stored)
+    assert held.keys() == given.kept
+    told = info(held)["fields"]
+    assert {name: about.get("encoding") for name, about in told.items()} == {
+        "tokens": None,
+        "hidden.span": "raw",
+        "hidden.text": "int8",
+        "layer1.visual": "zstd",
+    }
+    assert 0 < told["hidden.text"]["relative_error"] < 0.02
+    assert told["hidden.text"]["bytes"] < info(raw)["fields"]["hidden.text"]["bytes"]
+    for key in given.kept:
+        mine, theirs = held.read(key).features, raw.read(key).features
+        for feature in map(Feature.parse, ("layer1.visual", "hidden.span")):
+            np.testing.assert_allclose(mine[feature], theirs[feature], atol=1e-5)
+
+    capsys.readouterr()
+    assert main([*command, *ways[:2]]) == main(command) == 0  # named again or not: the store is what it is
+    assert main([*command, "--encoding", "hidden.text=raw"]) == 1
+    assert f"the store {place} keeps hidden.text as int8, not raw" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("texts", "words"),
+    [
+        (["hidden.text"], r"--encoding hidden.text: write FIELD=raw\|zstd\|int8"),
+        (["hidden.text=zip"], "--encoding hidden.text=zip: write FIELD="),
+        (["hiden.text=zstd"], "'hiden.text' is not a feature"),
+        (["hidden.text=zstd", "hidden.text=int8"], "gives hidden.text as zstd and as int8"),
+    ],
+)
+def test_an_encoding_that_is_none_is_told_what_to_write(texts: list[str], words: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=words):
+        fields.encodings(texts, str(tmp_path))
+
+
 def test_a_store_without_what_a_drafter_needs_is_refused_by_name(given: Given, stored: Path) -> None:
     with pytest.raises(StoreError, match=r"lacks .*hidden\.visual.*, which eagle2 needs"):
         run(given, stored, ["eagle2"])
@@ -159,7 +210,7 @@ def test_without_answers_the_error_says_so(given: Given, tmp_path: Path) -> None
 )
 def test_unknown_drafters_are_named(names: str, words: str) -> None:
     with pytest.raises(DataError, match=words):
-        features.drafters(names)
+        fields.drafters(names)
 
 
 RUN = """

@@ -1,6 +1,7 @@
 """The format as documented: stock zarr, pyarrow, polars and safetensors read a store without this code."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import torch
 import zarr
 
 from tests.stores.samples import FEATURES, head, make, sample
+from vlmdistill.stores.filters import filter_store
 from vlmdistill.stores.layout import ENCODINGS
 from vlmdistill.stores.schema import Feature
+from vlmdistill.stores.store import Store
 from vlmdistill.stores.tensors import as_numpy, as_torch
 
 BIG = 3  # a sample of more rows than a chunk
@@ -67,6 +70,21 @@ def test_a_stock_reader_finds_the_frozen_head(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "store.json").read_text())
     tables = safetensors.torch.load_file(tmp_path / record["head"]["file"])
     assert torch.equal(tables["embed"], as_torch(head().embed_VD, "bfloat16"))
+
+
+def test_a_seal_is_checked_on_the_bytes_alone(tmp_path: Path) -> None:
+    fill(tmp_path, "int8")
+    store = Store.open(tmp_path)
+    store.write_stats("run", {"key": ["k0001"], "kept": [0.5]})
+    filter_store(store, "some", expressions=["words > 1e-06"])
+    records = [*tmp_path.glob("*.json"), *tmp_path.glob("[!s]*/*.json"), *tmp_path.glob("stats/*.json")]
+    assert len(records) == 4
+    for path in records:
+        sealed = path.read_bytes()
+        (member,) = re.findall(rb'"blake3":"[0-9a-f]{64}"', sealed)
+        left = sealed.replace(member + b",", b"")
+        assert blake3.blake3(left).hexdigest() == json.loads(sealed)["blake3"] == member[10:-1].decode()
+    assert b"1e-06" in (tmp_path / "store.json").read_bytes()  # a number that other languages write otherwise
 
 
 def test_hardly_a_row_is_padding(tmp_path: Path) -> None:
