@@ -5,8 +5,10 @@ many leaves the result in `cache/`. It only ever saves time: what it lacks is re
 shards, and a damaged or unwritable one is done without.
 """
 
+import contextlib
 import logging
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -15,8 +17,17 @@ import pyarrow as pa
 
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.manifest import CACHE, SHARDS, Record, commit_name, read_record
+from vlmdistill.stores.manifest import units as committed
 from vlmdistill.stores.place import Place
-from vlmdistill.stores.tables import INDEX, merge_index, read_arrow, read_table, write_table
+from vlmdistill.stores.tables import (
+    INDEX,
+    merge_index,
+    read_arrow,
+    read_table,
+    reserved,
+    unlike,
+    write_table,
+)
 
 if TYPE_CHECKING:
     import polars as pl
@@ -49,7 +60,9 @@ class Shards:
         self._place = place
         self._commits: dict[str, Record] = {}
         self._tables: dict[str, pa.Table] = {}
-        self._cache: tuple[frozenset[str], pa.Table] | None = None  # the units it covers
+        self._looked = False
+        self._kinds: dict[str, tuple[pa.DataType, str]] = {}  # meta column -> type, in which unit
+        self._cache: tuple[Mapping[str, str], pa.Table] | None = None  # the shards of units that it covers
 
     def commit(self, unit: str) -> Record:
         """The record of a unit; StoreError when it is damaged."""
@@ -62,8 +75,34 @@ class Shards:
         if unit not in self._tables:
             record = self.commit(unit)
             name = f"{SHARDS}/{record['shard']}/{INDEX}"
-            self._tables[unit] = read_arrow(self._place, name, record["files"][INDEX])
+            self._tables[unit] = table = read_arrow(self._place, name, record["files"][INDEX])
+            self.learn(unit, table.schema)
         return self._tables[unit]
+
+    def require_kinds(self, unit: str, schema: pa.Schema) -> None:
+        """StoreError when a meta column of a unit is of another type than in those seen so far, or in one.
+
+        Looks once, not at each commit: what others write at the same time may still differ. `merge_index`
+        tells of that.
+        """
+        if not self._kinds and not self._looked:
+            self._looked = True
+            with contextlib.suppress(StoreError, OSError):  # another's damage is not this unit's
+                for first in committed(self._place)[:1]:
+                    self.table(first)
+        for field in schema:
+            kind, other = self._kinds.get(field.name, (field.type, unit))
+            if kind != field.type and _differ(kind, field.type):
+                raise StoreError(
+                    f"the meta column '{field.name}' is {field.type} in unit {unit}, and {kind} in {other}, "
+                    "which is committed: give it that type, or another name"
+                )
+
+    def learn(self, unit: str, schema: pa.Schema) -> None:
+        """Note the types of a committed unit's meta columns."""
+        for field in schema:
+            if not (reserved(field.name) or pa.types.is_null(field.type)):
+                self._kinds.setdefault(field.name, (field.type, unit))
 
     def load(self, units: Iterable[str]) -> None:
         """Read the indexes of these units, many at a time where each is a request."""
@@ -94,31 +133,52 @@ class Shards:
             frames.append(_frame(self.table(unit)).with_columns(*names))
         merged = merge_index(frames, arrays)
         if len(fresh) >= WORTH:
-            self._keep(units, merged)
+            self._keep({**covered, **{unit: self.commit(unit)["shard"] for unit in fresh}}, merged)
         return merged
 
-    def _cached(self, units: Sequence[str]) -> tuple[frozenset[str], pa.Table | None]:
+    def _cached(self, units: Sequence[str]) -> tuple[Mapping[str, str], pa.Table | None]:
         if self._cache is None:
             try:
                 record, table = read_table(self._place, CACHE, NAME)
-                self._cache = frozenset(record["units"]), table
+                if not self._current(record.get("shards")):
+                    return {}, None
+                self._cache = record["shards"], table
             except (StoreError, OSError) as error:
                 if not isinstance(error, FileNotFoundError):
                     log.info("the cached index is not used: %s", error)
-                return frozenset(), None
+                return {}, None
         covered, table = self._cache
         # A unit that is gone was damaged and will be written anew: the cache speaks of the old one.
-        return (covered, table) if covered.issubset(units) else (frozenset(), None)
+        return (covered, table) if covered.keys() <= set(units) else ({}, None)
 
-    def _keep(self, units: Sequence[str], merged: "pl.DataFrame") -> None:
+    def _current(self, shards: Mapping[str, str] | None) -> bool:
+        """Whether units still have the shards that the cache was made from: a damaged one is made anew.
+
+        One listing tells of nearly all; where there are two shards of a unit, its record does.
+        """
+        if shards is None:  # another version's
+            return False
+        there = self._place.names(SHARDS)
+        of = Counter(shard.rpartition("-")[0] for shard in there)
+        doubtful = [unit for unit in shards if of[unit] > 1]
+        return set(there).issuperset(shards.values()) and all(
+            self.commit(unit)["shard"] == shards[unit] for unit in doubtful
+        )
+
+    def _keep(self, shards: Mapping[str, str], merged: "pl.DataFrame") -> None:
         import polars as pl
 
-        facts: Mapping[str, Any] = {"units": list(units)}
         try:
             table = merged.to_arrow(compat_level=pl.CompatLevel.oldest())
-            write_table(self._place, CACHE, NAME, table, dict(facts))
+            write_table(self._place, CACHE, NAME, table, {"shards": shards})
         except StoreError as error:  # a store one may read but not write, or a full disk
             log.debug("the index is not cached: %s", error)
+
+
+def _differ(kind: pa.DataType, other: pa.DataType) -> bool:
+    """Whether values of two types make no one column, as `merge_index` has it."""
+    frames = [_frame(pa.schema({"column": one}).empty_table()) for one in (kind, other)]
+    return unlike(frame.schema for frame in frames) is not None
 
 
 def _frame(table: pa.Table) -> "pl.DataFrame":

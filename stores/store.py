@@ -135,7 +135,7 @@ class Store:
     def writer(self, unit: str) -> Writer:
         """A context manager that commits the samples added to it all at once, or not at all."""
         origin = content_hash(self.provenance.to_dict())
-        return Writer(self.place, self.layout, unit, origin, self._unit_keys)
+        return Writer(self.place, self.layout, unit, origin, self._shards)
 
     def write_stats(self, run: str, table: "Mapping[str, Sequence[Any]] | pl.DataFrame") -> None:
         """Keep per-sample numbers of a training run beside the samples: `key` and further columns.
@@ -147,9 +147,6 @@ class Store:
         from vlmdistill.stores.sidecar import write_stats
 
         write_stats(self.place, run, table, self.meta)
-
-    def _unit_keys(self, unit: str) -> set[str]:
-        return set(self._shards.table(unit)["key"].to_pylist())
 
     # The index
 

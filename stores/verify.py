@@ -79,11 +79,14 @@ def verify(
 
     def check(item: tuple[str, tuple[int, str]]) -> tuple[int, Finding | None]:
         name, (size, checksum) = item
-        if name not in there:
-            return size, Finding("missing", name, f"{size} bytes are gone")
-        if there[name] != size:
-            return size, Finding("damaged", name, f"it has {there[name]} bytes, its record says {size}")
         try:
+            has = there.get(name)
+            if has != size:
+                has = place.size(name)  # it may have come since all was listed
+            if has is None:
+                return size, Finding("missing", name, f"{size} bytes are gone")
+            if has != size:
+                return size, Finding("damaged", name, f"it has {has} bytes, its record says {size}")
             found = _checksum(place, name, size)
         except (OSError, StoreError) as error:
             return size, Finding("damaged", name, f"it cannot be read: {error}")
@@ -100,7 +103,18 @@ def verify(
     bad = {finding.name for finding in findings}
     for commit in commits:
         if bad.isdisjoint(f"{SHARDS}/{commit['shard']}/{name}" for name in commit["files"]):
-            findings += _untiled(place, commit)
+            try:
+                findings += _untiled(place, commit)
+            except (OSError, StoreError) as error:
+                index = f"{SHARDS}/{commit['shard']}/{INDEX}"
+                findings.append(Finding("damaged", index, f"it cannot be read: {error}"))
+    if findings:  # what a collector removed meanwhile, with the record that named it, is not missing
+        still = dict(_promises(place, [], []))
+        findings = [
+            found
+            for found in findings
+            if found.name not in promised or still.get(found.name) == promised[found.name]
+        ]
     records = {STORE} | {name for name in there if _is_record(name)}
     for name in sorted(set(there) - set(promised) - records):
         if name.startswith((f"{STAGING}/", f"{DEAD}/")):
@@ -147,7 +161,8 @@ def _promises(
         try:
             return read_record(place, name)
         except FileNotFoundError:
-            findings.append(Finding("missing", name, "the record is gone"))
+            if name == STORE:  # others may go, and nothing is promised then
+                findings.append(Finding("missing", name, "the record is gone"))
         except (StoreError, OSError) as error:
             findings.append(Finding("damaged", name, str(error)))
         return None

@@ -6,7 +6,7 @@ its record appears in `commits/`. Writers share no file, so any number may work 
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from vlmdistill.stores.arrays import ArraySpec, ArrayWriter, Rows, write_file
 from vlmdistill.stores.commits import commit
 from vlmdistill.stores.errors import StoreError
+from vlmdistill.stores.indexing import Shards
 from vlmdistill.stores.layout import Layout, rows_of
 from vlmdistill.stores.manifest import SHARDS, check_name, commit_name, shard_name
 from vlmdistill.stores.place import Place, writing
@@ -27,12 +28,13 @@ class Writer:
     When the unit is already committed, samples are only compared by key: the first commit stands.
     """
 
-    def __init__(self, place: Place, layout: Layout, unit: str, origin: str, keys: Callable[[str], set[str]]):
+    def __init__(self, place: Place, layout: Layout, unit: str, origin: str, shards: Shards):
         self.unit = check_name(unit, "unit")
         self._place = place
         self._layout = layout
         self._origin = origin  # hash of the provenance, recorded in the commit
-        self._keys = keys  # the keys of a committed unit
+        self._shards = shards  # the committed units
+        self._torn: str | None = None  # the sample that was not written to its end
         self._added: set[str] = set()
         self._rows: list[dict[str, Any]] = []
         self._ends: dict[Rows, int] = {"text": 0, "visual": 0, "span": 0, "sample": 0}
@@ -53,7 +55,11 @@ class Writer:
         return self
 
     def add(self, sample: Sample) -> None:
-        """Append one sample; StoreError when it does not fit the store or its key is already here."""
+        """Append one sample; StoreError when it does not fit the store or its key is already here.
+
+        A sample that is refused leaves no trace. After one that could not be written to its end, as on a
+        full disk, the unit can only be written again.
+        """
         odd = sorted(name for name in sample.meta if reserved(name) and name != "dataset")
         if odd:
             raise StoreError(f"sample {sample.key}: the meta column '{odd[0]}' is the index's own, rename it")
@@ -81,15 +87,20 @@ class Writer:
         `losses`, complete once `arrays` is consumed: what its 8-bit features lost.
         """
         key = row["key"]
+        self._require_whole()
         if key in self._added:
             raise StoreError(f"sample {key} is given twice in unit {self.unit}")
-        self._added.add(key)
         if self._folder is None:
+            self._added.add(key)
             return
         line = {**row, **{f"{rows}_row": end for rows, end in self._ends.items()}}
+        held = list(arrays)  # what cannot be encoded or read is refused before anything is written
+        self._added.add(key)
+        self._torn = key
         with writing(self._place):
-            for spec, array in arrays:
+            for spec, array in held:
                 line[XXH3 + spec.name] = self._arrays[spec.name].append(array)
+        self._torn = None
         line |= {LOSS + name: list(sums) for name, sums in losses.items()}
         for rows in self._ends:
             self._ends[rows] += rows_of(rows, row)
@@ -111,14 +122,21 @@ class Writer:
         if self._folder is not None:
             self._place.release(self._folder)
 
+    def _require_whole(self) -> None:
+        if self._torn is not None:
+            what = f"unit {self.unit} cannot be finished: sample {self._torn} was not written to its end"
+            raise StoreError(f"{what}. Write the unit again, with a writer of its own")
+
     def _commit(self) -> None:
+        self._require_whole()
         if self._folder is None or not self._rows:
             self._compare()
             return
+        table = index_table(self._rows, list(self._arrays))
+        self._shards.require_kinds(self.unit, table.schema)
         files: dict[str, tuple[int, str]] = {}
         for array in self._arrays.values():
             files |= array.close()
-        table = index_table(self._rows, list(self._arrays))
         group = {"zarr_format": 3, "node_type": "group", "attributes": {"unit": self.unit}}
         files[INDEX] = write_file(self._folder / INDEX, to_arrow(table))
         files["zarr.json"] = write_file(self._folder / "zarr.json", json.dumps(group).encode())
@@ -134,7 +152,9 @@ class Writer:
             "losses": self._losses(),
         }
         self._place.publish(self._folder, f"{SHARDS}/{name}")
-        if not commit(self._place, record):
+        if commit(self._place, record):
+            self._shards.learn(self.unit, table.schema)
+        else:
             self._compare()
 
     def _losses(self) -> dict[str, list[float]]:
@@ -145,7 +165,7 @@ class Writer:
         }
 
     def _compare(self) -> None:
-        if self._added and self._added != (there := self._keys(self.unit)):
+        if self._added and self._added != (there := set(self._shards.table(self.unit)["key"].to_pylist())):
             odd = min(self._added ^ there)
             raise StoreError(
                 f"unit {self.unit} is already committed with other samples ({odd} is in only one of them): "

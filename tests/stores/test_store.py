@@ -8,12 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.stores.faults import WRITES, Calls, struck
 from tests.stores.samples import FEATURES, WIDTH, bf16, head, info, make, provenance, same, sample, write
 from vlmdistill.stores import indexing
 from vlmdistill.stores.collect import collect
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.layout import widen
-from vlmdistill.stores.schema import Feature, Sample, Span
+from vlmdistill.stores.local import Local
+from vlmdistill.stores.place import place_of
+from vlmdistill.stores.schema import Array, Feature, Sample, Span
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.verify import verify
 
@@ -113,6 +116,61 @@ def test_a_failing_unit_leaves_nothing_that_counts(store: Store) -> None:
     there = Store.open(store.path).keys()
     assert "k0050" not in there
     assert not any(Path(store.path, "staging").iterdir())
+
+
+def test_a_unit_with_a_sample_that_was_not_written_to_its_end_never_counts(store: Store) -> None:
+    def full_for_a_moment() -> None:
+        with store.writer("u9") as writer:
+            writer.add(sample(40))
+            with struck(Calls(WRITES, 3)), pytest.raises(StoreError, match="No space left"):
+                writer.add(sample(41))
+            with pytest.raises(StoreError, match="u9 cannot be finished: sample k0041 was not written"):
+                writer.add(sample(42))
+
+    with pytest.raises(StoreError, match="u9 cannot be finished: sample k0041 was not written"):
+        full_for_a_moment()
+    assert "k0040" not in Store.open(store.path).keys()  # noqa: SIM118
+    write(store, "u9", [40, 41, 42])
+    assert all(same(store.read(f"k{number:04}"), sample(number)) for number in (40, 41, 42))
+    assert not verify(store.path).findings
+
+
+def test_a_sample_that_eight_bits_cannot_keep_is_refused_and_leaves_no_trace(tmp_path: Path) -> None:
+    store = make(tmp_path, encoding={"layer2.visual": "int8"})
+    bad = dataclasses.replace(SEEN, key="bad")
+    rows = bad.features[Feature.parse("layer2.visual")].copy()
+    rows[0, 0] = 0x7FC0  # NaN
+    bad = dataclasses.replace(bad, features={**bad.features, Feature.parse("layer2.visual"): rows})
+    good = dataclasses.replace(SEEN, key="good")
+    with store.writer("u") as writer:
+        writer.add(SEEN)
+        with pytest.raises(StoreError, match="NaN"):
+            writer.add(bad)
+        writer.add(good)
+        writer.add(dataclasses.replace(SEEN, key="bad"))  # mended
+    assert not verify(store.path).findings
+    assert [store.read(key).key for key in ("bad", "good", SEEN.key)] == ["bad", "good", SEEN.key]
+
+
+def test_a_meta_column_of_another_type_is_refused_before_it_counts(store: Store) -> None:
+    def tagged(store: Store, unit: str, number: int, tag: object) -> None:
+        with store.writer(unit) as writer:
+            writer.add(sample(number, tag=tag))
+
+    tagged(store, "a", 20, 5)
+    for again in (store, Store.open(store.path)):
+        with pytest.raises(StoreError, match="'tag' is string in unit b, and int64 in a, which is committed"):
+            tagged(again, "b", 21, "five")
+    for number, tag in ((22, 0.5), (23, None)):  # numbers go together, and nothing with all
+        tagged(store, f"c{number}", number, tag)
+    assert store.index["tag"].drop_nulls().to_list() == [5, 0.5]
+
+
+@pytest.mark.parametrize("url", ["file://{path}", "file://localhost{path}"])
+def test_a_file_url_is_the_folder_that_it_names(tmp_path: Path, url: str) -> None:
+    assert place_of(url.format(path=f"{tmp_path}/a%20b")).url == str(tmp_path / "a b")
+    with pytest.raises(StoreError, match="another machine, 'elsewhere'"):
+        place_of("file://elsewhere/a")
 
 
 def test_a_second_writer_of_a_unit_changes_nothing(store: Store) -> None:
@@ -256,3 +314,45 @@ def test_a_cached_index_only_saves_time(store: Store, monkeypatch: pytest.Monkey
     assert not verify(store.path).damage  # it was made anew
     collect(store, grace=0)
     assert not verify(store.path).findings
+
+
+def test_a_cached_index_does_not_speak_for_a_unit_that_was_made_anew(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(indexing, "WORTH", 2)
+    assert len(store.index) == 12
+    for collected, numbers in ((False, range(1, 8)), (True, range(2, 9))):
+        Path(store.path, "commits", "u0.json").unlink()
+        if collected:
+            collect(store, grace=0)
+        write(Store.open(store.path), "u0", numbers)
+        again = Store.open(store.path)
+        assert again.keys() == {f"k{number:04}" for number in {*numbers, *range(5, 12)}}
+        assert all(same(again.read(f"k{number:04}"), sample(number)) for number in numbers)
+
+
+def test_what_is_committed_or_collected_while_verify_looks_is_no_damage(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed, extent = Local.files, Local.extent
+
+    def late(place: Local, folder: str) -> dict[str, int]:
+        found = listed(place, folder)
+        if not folder:
+            write(Store.open(store.path), "u9", [20])
+        return found
+
+    def gone(place: Local, name: str, start: int, length: int) -> Array:
+        record = Path(store.path, "commits", "u0.json")
+        if name.startswith("shards/u0-") and record.exists():
+            record.unlink()
+            collect(Store.open(store.path), grace=0)
+        return extent(place, name, start, length)
+
+    monkeypatch.setattr(Local, "files", late)
+    assert not verify(store.path).damage
+    assert "k0020" in Store.open(store.path).keys()  # noqa: SIM118
+    monkeypatch.setattr(Local, "files", listed)
+    monkeypatch.setattr(Local, "extent", gone)
+    assert not verify(store.path, threads=1).damage
+    assert Store.open(store.path).keys().isdisjoint({"k0000", "k0004"})
