@@ -29,9 +29,6 @@ def bring_tables(source: Store, target: Store, shared: pl.DataFrame, *, keep: bo
     for folder, name in _differing(source.place, target.place):
         record, theirs = _read(source.place, folder, name)
         theirs = theirs.join(shared, on="key", how="semi", maintain_order="left")
-        if folder == STATS and _clashes(target, name, theirs):
-            left.append(f"{folder}/{name}")
-            continue
         if name not in table_names(target.place, folder):
             _write(target.place, folder, name, theirs, record)
             continue
@@ -95,16 +92,6 @@ def _one_kind(folder: str, one: tuple[Record, pl.DataFrame], other: tuple[Record
     if folder == VIEWS:
         return all(one[0][fact] == other[0][fact] for fact in ("filters", "base"))
     return unlike([one[1].schema, other[1].schema]) is None
-
-
-def _clashes(target: Store, run: str, table: pl.DataFrame) -> bool:
-    """Whether a run's columns are named like others in the index, or of other types than other runs'."""
-    names, schemas = set(target.meta), [table.schema]
-    for other in table_names(target.place, STATS):
-        if other != run:
-            schemas.append(_read(target.place, STATS, other)[1].schema)
-            names |= {f"{other}.{column}" for column in schemas[-1]}
-    return any(f"{run}.{column}" in names for column in table.columns) or unlike(schemas) is not None
 
 
 def _says(rows: pl.DataFrame, part: pl.DataFrame) -> bool:

@@ -74,7 +74,7 @@ def _copy_shard(source: Store, target: Store, record: Record) -> None:
             unit = _free_unit(target, record["unit"], files)
             shard = shard_name(unit, files)
             target.place.publish(folder, f"{SHARDS}/{shard}")
-            if not (target.place.here and not folder.exists()):  # else what was compared was moved there
+            if not target.place.here:  # there it was moved, or what lies there compared with it
                 _arrived(target.place, shard, files)
             changed = {
                 "unit": unit,

@@ -20,9 +20,30 @@ from vlmdistill.stores.share import merge, send
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.verify import verify
 
+EXTENT = Local.extent
+
 
 def numbers(store: Store) -> list[int]:
     return [int(key[1:]) for key in store.index["key"]]
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[7] ^= 1
+    path.write_bytes(data)
+
+
+def breaking(store: Store, fetched: list[str], limit: int) -> Callable[[Local, str, int, int], Array]:
+    """Reads of parts of a store's arrays, told to `fetched`, over a line that dies at one of them."""
+
+    def read(place: Local, name: str, start: int, length: int) -> Array:
+        if place.url == store.path and "/c/0/0" in name:
+            fetched.append(name)
+            if len(fetched) == limit:
+                raise ConnectionError("the line is dead")
+        return EXTENT(place, name, start, length)
+
+    return read
 
 
 def test_merging_two_teams_keeps_each_sample_once(tmp_path: Path) -> None:
@@ -133,25 +154,13 @@ def test_an_interrupted_pull_is_continued(tmp_path: Path, monkeypatch: pytest.Mo
     store = make(tmp_path / "here", [range(9)])
     large = max((tmp_path / "here" / "shards").rglob("0"), key=lambda path: path.stat().st_size)
     fetched: list[str] = []
-    extent = Local.extent
-
-    def limited(limit: int) -> Callable[[Local, str, int, int], Array]:
-        def read(place: Local, name: str, start: int, length: int) -> Array:
-            if place.url == store.path and "/c/0/0" in name:
-                fetched.append(name)
-                if len(fetched) == limit:
-                    raise ConnectionError("the line is dead")
-            return extent(place, name, start, length)
-
-        return read
-
     monkeypatch.setattr(transfer, "BLOCK", large.stat().st_size // 8)
-    monkeypatch.setattr(Local, "extent", limited(9))
+    monkeypatch.setattr(Local, "extent", breaking(store, fetched, 9))
     with pytest.raises(StoreError, match="the line is dead"):
         send(store.path, tmp_path / "there")
     assert Store.open(tmp_path / "there").keys() == set()
     fetched.clear()
-    monkeypatch.setattr(Local, "extent", limited(-1))
+    monkeypatch.setattr(Local, "extent", breaking(store, fetched, -1))
     send(store.path, tmp_path / "again")
     whole = len(fetched)
     fetched.clear()
@@ -161,12 +170,46 @@ def test_an_interrupted_pull_is_continued(tmp_path: Path, monkeypatch: pytest.Mo
     assert not verify(tmp_path / "there").findings
 
 
+def test_what_was_damaged_in_an_interrupted_pull_is_fetched_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make(tmp_path / "here", [range(9)])
+    with monkeypatch.context() as patch:
+        patch.setattr(transfer, "BLOCK", 64)
+        patch.setattr(Local, "extent", breaking(store, [], 9))
+        with pytest.raises(StoreError, match="the line is dead"):
+            send(store.path, tmp_path / "there")
+    for part in (tmp_path / "there").glob("staging/copy-*/*/c/0/0"):
+        flip(part)
+    send(store.path, tmp_path / "there")
+    assert Store.open(tmp_path / "there").keys() == store.keys()
+    assert not verify(tmp_path / "there").findings
+
+
+def test_a_damaged_shard_that_lies_there_already_does_not_count_as_the_copy(tmp_path: Path) -> None:
+    store = make(tmp_path / "here", [range(4)])
+    send(store.path, tmp_path / "there")
+    flip(next((tmp_path / "there").glob("shards/u0-*/hidden.text/c/0/0")))
+    (tmp_path / "there" / "commits" / "u0.json").unlink()
+    assert send(store.path, tmp_path / "there").copied == 4
+    assert not verify(tmp_path / "there").findings
+    assert all(same(Store.open(tmp_path / "there").read(key), store.read(key)) for key in store.index["key"])
+
+
+def test_units_of_the_longest_names_are_copied_by_view_and_beside_others(tmp_path: Path) -> None:
+    name = "u" * 200
+    store, other = make(tmp_path / "here"), make(tmp_path / "other")
+    write(store, name, range(5))
+    write(other, name, range(5, 8))
+    filter_store(store, "long", expressions=["words > 3"])
+    assert send(store.path, tmp_path / "part", view="long").copied == 1
+    merge(tmp_path / "both", [store.path, other.path])
+    assert numbers(Store.open(tmp_path / "both")) == list(range(8))
+
+
 def test_damage_does_not_travel(tmp_path: Path) -> None:
     store = make(tmp_path / "here", [range(4)])
-    path = next((tmp_path / "here").glob("shards/*/hidden.text/c/0/0"))
-    data = bytearray(path.read_bytes())
-    data[7] ^= 1
-    path.write_bytes(data)
+    flip(next((tmp_path / "here").glob("shards/*/hidden.text/c/0/0")))
     with pytest.raises(StoreError, match=r"hidden\.text/c/0/0 is damaged"):
         send(store.path, tmp_path / "there")
     assert Store.open(tmp_path / "there").keys() == set()
