@@ -19,7 +19,8 @@ app = typer.Typer(
 BARS = " ▁▂▃▄▅▆▇█"
 LISTED = 20  # findings shown before the rest is only counted
 UNIT = (
-    "To make a unit anew, remove its record from commits/, `store gc --grace 0`, then `vlmdistill features`."
+    "To make a unit anew, remove its record from commits/ and run what made it again, `vlmdistill features` "
+    "or `store pull`."
 )
 ELSEWHERE = "Bring store.json and heads/ back from another copy of the store."
 REMEDIES = {  # what to do about damage in a folder
