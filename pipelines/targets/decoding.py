@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vlmdistill.pipelines.targets.folder import first_line
 from vlmdistill.pipelines.targets.layers import tapped
 from vlmdistill.stores.errors import TargetError
 
@@ -196,7 +197,6 @@ class FusedLayers:
         cos_1Pd, sin_1Pd = self.rotary(self.embed_VD[:1], place_3P if multi else place_3P[0])
         self.cos_P1d, self.sin_P1d = cos_1Pd[0][:, None], sin_1Pd[0][:, None].clone()
         self.sin_P1d[..., : self.width // 2].neg_()
-        _stays(self.cos_P1d, self.sin_P1d)
 
     def attend(
         self, cache: Prefix, count: int, mask_NS: Tensor | None, attention_S: Tensor | None = None
@@ -295,11 +295,13 @@ Step = Callable[[Tensor, Tensor, Tensor, Tensor, Sequence[Tensor], dict[int, lis
 
 def compile_step(layers: FusedLayers) -> Step:
     """A step of `layers` as one compiled program; on a GPU it is replayed as a CUDA graph."""
+    from torch._dynamo.exc import TorchDynamoException  # the compiler takes seconds to import
+
     for layer in layers.layers:
         _stays(
             *(weight for weight in map(partial(getattr, layer), layer.__slots__) if torch.is_tensor(weight))
         )
-    _stays(layers.embed_VD, layers.norm[0])
+    _stays(layers.embed_VD, layers.norm[0], layers.cos_P1d, layers.sin_P1d)
     on_gpu = layers.embed_VD.is_cuda
 
     def step(
@@ -312,7 +314,16 @@ def compile_step(layers: FusedLayers) -> Step:
     ) -> dict[str, Tensor]:
         return layers.run(ids_N, place_N, 0, layers.attend_all(cache, rows_N, mask_NC), taps)
 
-    return torch.compile(step, fullgraph=True, mode="reduce-overhead" if on_gpu else None)
+    compiled = torch.compile(step, fullgraph=True, mode="reduce-overhead" if on_gpu else None)
+
+    def run(*given: Any) -> dict[str, Tensor]:
+        try:
+            return compiled(*given)
+        except TorchDynamoException as error:
+            why = first_line(getattr(error, "inner_exception", error))
+            raise TargetError(f"the decoding steps do not compile ({why}): leave out --compile") from error
+
+    return run
 
 
 def _stays(*tensors: Tensor) -> None:

@@ -158,6 +158,17 @@ def test_a_compiled_step_does_not_copy_what_is_committed(checkpoint: Checkpoint)
     assert states["hidden"].isfinite().all()
 
 
+def test_without_a_compiler_it_is_said(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise OSError("no C++ compiler")
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=broken))
+    target = load(str(checkpoint("llava")), compiled=True)
+    target.prefill(target.encode(PROMPTS["none"]))
+    with pytest.raises(TargetError, match=r"do not compile \(.*no C\+\+ compiler.*leave out --compile"):
+        target.extend(torch.tensor([40]), torch.tensor([1]))
+
+
 def test_nothing_is_kept_unless_committed(target: VisionLanguageTarget) -> None:
     target.prefill(target.encode(PROMPTS["one"]))
     ids_N, depth_N, visible_NN = tree(0)
