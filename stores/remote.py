@@ -56,12 +56,13 @@ class Remote(Place):
     @contextmanager
     def _asked(self, name: str = "") -> Iterator[None]:
         """Turn whatever the library of a protocol raises into an OSError that says where."""
+        where = f"{self.url}/{name}" if name else self.url
         try:
             yield
-        except OSError:
+        except OSError as error:
+            error.filename = error.filename or where
             raise
         except Exception as error:
-            where = f"{self.url}/{name}" if name else self.url
             raise ConnectionError(f"{where}: {type(error).__name__}: {error}") from error
 
     def read(self, name: str) -> bytes:

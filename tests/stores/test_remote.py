@@ -104,6 +104,13 @@ def test_a_bucket_without_credentials_is_told_by_its_name(
     s3fs.S3FileSystem.clear_instance_cache()
 
 
+def test_a_server_that_does_not_answer_is_told_by_its_name() -> None:
+    pytest.importorskip("aiohttp", reason="fsspec speaks http by way of aiohttp")
+    with pytest.raises(OSError, match="Connect call failed") as caught:
+        Store.open("http://127.0.0.1:1/store")
+    assert caught.value.filename == "http://127.0.0.1:1/store/store.json"
+
+
 def test_what_a_dead_writer_left_on_its_own_disk_goes_and_what_a_living_one_holds_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
