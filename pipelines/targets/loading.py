@@ -56,9 +56,7 @@ def load(
     model.generation_config = generation or model.generation_config
     _check_together(folder, family, model, processor)
     kind = VisionLanguageTarget if len(set((layers or {}).values())) < 2 else SpreadTarget
-    return kind(
-        name=name, folder=folder, family=family, model=model, processor=processor, compiled=compiled
-    )
+    return kind(name=name, folder=folder, family=family, model=model, processor=processor, compiled=compiled)
 
 
 def _device(device: str) -> torch.device:
