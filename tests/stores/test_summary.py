@@ -149,6 +149,25 @@ def test_what_verify_advises_fits_what_is_damaged(store: Store, file: str, advic
     assert ("commits/" in str(raised.value)) == ("commits/" in advice)
 
 
+def test_what_a_merge_found_to_differ_is_named(store: Store, tmp_path: Path) -> None:
+    other = make(tmp_path / "other", encoding={"hidden.text": "int8"})
+    changed = sample(3)
+    changed.ids_T[0] ^= 1
+    with other.writer("u") as writer:
+        writer.add(changed)
+    for one, least in ((store, 2), (other, 1)):
+        filter_store(one, "long", expressions=[f"words > {least}"])
+    told = run("merge", store.path, other.path)[other.path]
+    assert (told["conflicts"], told["left"]) == (["k0003"], [])
+    words = text("merge", store.path, other.path)
+    assert f"conflicts of {other.path}: k0003" in words
+    with other.writer("v") as writer:
+        writer.add(sample(1))
+    filter_store(other, "long", expressions=["words > 0"])
+    assert f"left of {other.path}: views/long" in text("merge", store.path, other.path)
+    assert "conflicts  k0003" in text("push", other.path, store.path)
+
+
 def test_verify_fails_and_names_what_is_damaged(store: Store) -> None:
     path = next(Path(store.path).glob("shards/u0-*/tokens/c/0/0"))
     path.write_bytes(path.read_bytes()[:-1])
