@@ -60,7 +60,8 @@ class Remote(Place):
         try:
             yield
         except OSError as error:
-            error.filename = error.filename or where
+            if error.errno is not None:  # without a number, a name would take the place of its words
+                error.filename = error.filename or where
             raise
         except Exception as error:
             raise ConnectionError(f"{where}: {type(error).__name__}: {error}") from error
