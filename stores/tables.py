@@ -64,7 +64,7 @@ def to_arrow(table: pa.Table) -> bytes:
     """An Arrow IPC file of this table."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table)
+        writer.write_table(table.unify_dictionaries().combine_chunks())  # a file has one dictionary a column
     return bytes(sink.getvalue())
 
 

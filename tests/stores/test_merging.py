@@ -228,6 +228,13 @@ def test_a_merge_joins_what_the_teams_say_and_keeps_what_is_there(tmp_path: Path
     assert sorted((tmp_path / "both").rglob("*")) == before
 
 
+def test_views_whose_teams_dropped_some_for_reasons_are_joined(tmp_path: Path) -> None:
+    one, two = said(tmp_path / "one", [0], 1.0, least=2), said(tmp_path / "two", [0, 3], 1.0, least=2)
+    assert (kept(one, "long"), kept(two, "long")) == ([], ["k0003"])
+    merge(tmp_path / "both", [one.path, two.path])
+    assert kept(Store.open(tmp_path / "both"), "long") == ["k0003"]
+
+
 def test_views_of_other_filters_are_not_mixed_and_are_named(tmp_path: Path) -> None:
     one, two = said(tmp_path / "one", [1, 2], 1.0), said(tmp_path / "two", [3], 1.0, least=5)
     assert merge(tmp_path / "both", [one.path, two.path])[1].left == ("views/long",)
