@@ -61,8 +61,10 @@ def build(
     visual tokens, by answers of at most `max_new_tokens`. The tokenizer learns from `texts` conversations.
     The same seed, sizes, recipe and number of threads give the same model on the same machine. A build that
     was stopped goes on from `out`, from at most some `save_every` steps before. ValueError: a `hidden` that
-    is no multiple of 64, or an unfinished build in `out` of another seed or recipe.
+    is no multiple of 64, fewer than two `layers`, or an unfinished build in `out` of another seed or recipe.
     """
+    if layers < 2:
+        raise ValueError(f"layers must be at least 2, not {layers}: a head is wired in each of the first two")
     if hidden % 64:
         raise ValueError(f"hidden must be a multiple of 64, not {hidden}: heads are 64 wide")
     recipe = recipe or Recipe()
@@ -75,7 +77,7 @@ def build(
         tokenizer = train_tokenizer(seed, texts=texts)
         tokens = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIALS}
         settings = config(tokens, vocabulary=VOCABULARY, layers=layers, hidden=hidden)
-        model = new_model(settings, tokenizer, first=recipe.first)
+        model = new_model(settings, tokenizer)
         ends = [tokens["<|im_end|>"], tokens["<|endoftext|>"]]
         start = tokens["<|endoftext|>"]
         model.generation_config = GenerationConfig(bos_token_id=start, pad_token_id=start, eos_token_id=ends)
@@ -188,9 +190,9 @@ Seed {seed}, {threads} thread(s), {seconds / 60:.0f} minutes of CPU time. `lesso
 {knobs}
 
 The vision tower is trained first: it turns a cell into the sum of the embeddings of the words for it. Two
-heads of the language model are wired at the start to look words up (`wiring.py`). It then learns to say one
-fact a cell, whole items, and conversations, mixed in gradually; a second run polishes it, with more weight on
-the words that an image decides.
+heads of the language model are wired to look words up (`wiring.py`) and stay as they are. It then learns to
+say one fact a cell, whole items, and conversations, mixed in gradually; a second run polishes it, with more
+weight on the words that an image decides.
 
 ## Limits
 

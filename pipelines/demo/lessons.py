@@ -37,10 +37,6 @@ class Recipe:
     """Tokens a step, padding included."""
     learning_rate: float = 3e-3
     weight_decay: float = 0.05
-    first: int = 4
-    """Layers that learn the first stages."""
-    deepen: float = 0.25
-    """Share of the steps after which all layers learn."""
     scan: tuple[float, float] = (0.08, 0.12)
     """Shares of the steps between which probes of items replace probes of single facts."""
     talk: tuple[float, float] = (0.17, 0.27)
@@ -66,8 +62,6 @@ CLIPS = Recipe(
     vision_steps=400,
     steps=2600,
     learning_rate=2.5e-3,
-    first=10,
-    deepen=0.0,
     scan=(0.18, 0.22),
     talk=(0.22, 0.34),
     rest=0.15,
@@ -76,7 +70,7 @@ CLIPS = Recipe(
     polish_steps=2200,
     polish_rate=2e-3,
 )
-"""Videos as well as images. All layers learn from the start: to join later would undo what was wired."""
+"""Videos as well as images."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +149,7 @@ def _clip_sample(rng: random.Random, recipe: Recipe, *, probe: bool, look: bool,
     shown: Clip | Slides
     if probe and rng.random() < 0.6:
         shown = random_slides(rng)
-        rounds = [narration.find_probe(shown, rng, freely=not look)]
+        rounds = [narration.find_probe(shown, rng)]
     elif look:
         shown = random_slides(rng)
         rounds = narration.look_probes(shown, rng)

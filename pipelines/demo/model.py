@@ -82,24 +82,17 @@ def config(tokens: dict[str, int], *, vocabulary: int, layers: int, hidden: int)
 
 
 def new_model(
-    settings: Qwen2_5_VLConfig, tokenizer: PreTrainedTokenizerFast, *, first: int
+    settings: Qwen2_5_VLConfig, tokenizer: PreTrainedTokenizerFast
 ) -> Qwen2_5_VLForConditionalGeneration:
-    """A fresh model, wired, whose layers add nothing yet, but for the `first_layers`."""
+    """A fresh model, wired."""
     model = Qwen2_5_VLForConditionalGeneration(settings)
-    start = first_layers(model, first)
+    layers = model.model.language_model.layers
     with torch.no_grad():
-        for place, layer in enumerate(model.model.language_model.layers):
-            gain = (2 * first) ** -0.5 if place in start else 0.0
-            layer.self_attn.o_proj.weight.mul_(gain)
-            layer.mlp.down_proj.weight.mul_(gain)
-    wire(model, tokenizer, start)
+        for layer in layers:  # the deeper, the less each adds at first
+            layer.self_attn.o_proj.weight.mul_((2 * len(layers)) ** -0.5)
+            layer.mlp.down_proj.weight.mul_((2 * len(layers)) ** -0.5)
+    wire(model, tokenizer)
     return model
-
-
-def first_layers(model: Qwen2_5_VLForConditionalGeneration, first: int) -> tuple[int, ...]:
-    """The `first` layers to be trained, spread evenly over the depth; the others join them later."""
-    last = len(model.model.language_model.layers) - 1
-    return tuple(sorted({round(place * last / max(first - 1, 1)) for place in range(first)}))
 
 
 @dataclass(frozen=True)
@@ -194,13 +187,8 @@ def logits(
     ids_BT: Tensor,
     visuals: Visuals | None,
     keep_N: Tensor,
-    *,
-    only: Sequence[int] | None = None,
 ) -> Tensor:
-    """Next-token logits `[N, V]` at the flat positions `keep_N` of a right-padded batch.
-
-    `only` names the layers to run; the model must be one whose other layers add nothing.
-    """
+    """Next-token logits `[N, V]` at the flat positions `keep_N` of a right-padded batch."""
     text, (B, T) = model.model.language_model, ids_BT.shape
     visual = (model.config.image_token_id, model.config.video_token_id)
     x = text.embed_tokens(ids_BT)
@@ -216,8 +204,7 @@ def logits(
     sections = freqs.split(text.rotary_emb.mrope_section, dim=-1)
     angles = torch.cat([section[axis] for axis, section in enumerate(sections)], -1)[:, :, None]
     cos, sin = angles.cos(), angles.sin()
-    layers = text.layers if only is None else [text.layers[place] for place in only]
-    for layer in layers:
+    for layer in text.layers:
         attention, size = layer.self_attn, layer.self_attn.head_dim
         h = _rms(x, layer.input_layernorm)
         q, k, v = (p(h).view(B, T, -1, size) for p in (attention.q_proj, attention.k_proj, attention.v_proj))

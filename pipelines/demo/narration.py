@@ -1,8 +1,9 @@
 """What is said about a clip: questions about its video and reference answers.
 
 As in `wording`, some of the choices follow from what is seen (the verb of a move from the shape) and the
-rest is drawn from `rng`. Things are told in the order time, kind, cell, item: each is easier to find once the
-ones before it are said, the nearer the better. Every answer names the background.
+rest is drawn from `rng`. Things are told in the order time, kind, cell, item, the first three side by side:
+each is then found by the two words before it (`wiring`). A move is something that vanishes in one cell and
+appears in another. Every answer names the background; how it does so depends on what was asked.
 """
 
 import random
@@ -10,7 +11,7 @@ from collections.abc import Callable
 
 from vlmdistill.pipelines.demo.clips import PHASES, STAMPS, Clip, Event, Slides
 from vlmdistill.pipelines.demo.scenes import CELLS, Item
-from vlmdistill.pipelines.demo.wiring import GETS, LOSES
+from vlmdistill.pipelines.demo.wiring import APPEARS, CHANGES, END, SAME, VANISHES
 from vlmdistill.pipelines.demo.wording import REMARKS, VERBS, an, look, with_suffix
 
 TASKS = ("watch", "events", "start", "end", "compare")
@@ -25,9 +26,8 @@ MOVES = {
     "diamond": "glides",
 }
 
-_APPEARS, _VANISHES = ("appears", "arrives"), ("disappears", "vanishes")
-KINDS = ("nothing", "all", *_APPEARS, *_VANISHES, "moves")
-"""The words that begin to tell what happens."""
+KINDS = (SAME, "all", APPEARS, VANISHES, "there")
+"""The words that tell what happens: a move begins with "there is a move"."""
 
 _PROMPTS: dict[str, tuple[str, ...]] = {
     "watch": (
@@ -92,17 +92,14 @@ def look_probes(slides: Slides, rng: random.Random) -> list[tuple[str, str]]:
     return told
 
 
-def find_probe(slides: Slides, rng: random.Random, *, freely: bool) -> tuple[str, str]:
-    """The other way round: a phase and a kind of change, in any order, then the cell and its item.
-
-    A change is told `freely` by any of the words for it, or else by the one that visual tokens are made of.
-    """
-    kinds = ((GETS, *_APPEARS), slides.come), ((LOSES, *_VANISHES), slides.gone)
-    asked = [(phase, verbs, items[phase]) for phase in range(1, PHASES) for verbs, items in kinds]
-    facts = []
-    for phase, verbs, item in rng.sample(asked, len(asked)):
-        found = f"{CELLS[item.cell]} {_terse(item)}" if item else "none"
-        facts.append(f"{STAMPS[phase]} {rng.choice(verbs) if freely else verbs[0]} {found}")
+def find_probe(slides: Slides, rng: random.Random) -> tuple[str, str]:
+    """The other way round: a phase and a kind of change, in any order, then the cell and its item."""
+    kinds = (APPEARS, slides.come), (VANISHES, slides.gone)
+    asked = [(phase, verb, items[phase]) for phase in range(1, PHASES) for verb, items in kinds]
+    facts = [
+        f"{_second(phase)} {verb} {f'{CELLS[item.cell]} {_terse(item)}' if item else SAME}"
+        for phase, verb, item in rng.sample(asked, len(asked))
+    ]
     return "Scan the changes.", f"{', '.join(facts)}."
 
 
@@ -110,7 +107,7 @@ def scan_probe(clip: Clip, rng: random.Random) -> tuple[str, str]:
     """A terse question for the second stage: the events, phase by phase, or the items of a phase."""
     if rng.random() < 0.5:
         happened = {event.phase: event for event in clip.events}
-        facts = [f"{STAMPS[phase]} {_happened(happened.get(phase))}" for phase in range(1, PHASES)]
+        facts = [_happened(phase, happened.get(phase)) for phase in range(1, PHASES)]
         return "Scan the events.", f"{clip.background}, {', '.join(facts)}."
     phase = rng.choice((0, PHASES - 1))
     held = clip.scene(phase).items
@@ -120,37 +117,45 @@ def scan_probe(clip: Clip, rng: random.Random) -> tuple[str, str]:
 
 def _stamp(phase: int, rng: random.Random) -> str:
     """The word for a phase; the last is the end as well."""
-    return rng.choice((STAMPS[phase], "end")) if phase == PHASES - 1 else STAMPS[phase]
+    return rng.choice((STAMPS[phase], END)) if phase == PHASES - 1 else STAMPS[phase]
+
+
+def _second(phase: int) -> str:
+    """When something happens."""
+    return f"{CHANGES} {STAMPS[phase]}"
 
 
 def _terse(item: Item) -> str:
     return f"{item.size} {item.colour} {item.shape}"
 
 
-def _happened(event: Event | None) -> str:
-    if event is None:
-        return "none"
-    changes = ((LOSES, event.source), (GETS, event.to))
-    told = [f"{verb} {CELLS[cell]}" for verb, cell in changes if cell is not None]
-    return f"{' '.join(told)} {_terse(event.item)}"
+def _happened(phase: int, event: Event | None) -> str:
+    return f"{_changes(phase, event)} {_terse(event.item)}" if event else f"{_second(phase)} {SAME}"
+
+
+def _changes(phase: int, event: Event) -> str:
+    """What vanishes where, and what appears: the time beside each verb."""
+    when = _second(phase)
+    match event.source, event.to:
+        case None, int(to):
+            return f"{when} {APPEARS} {CELLS[to]}"
+        case int(source), None:
+            return f"{when} {VANISHES} {CELLS[source]}"
+        case int(source), int(to):
+            away, back = f"{when} {VANISHES} {CELLS[source]}", f"{when} {APPEARS} {CELLS[to]}"
+            return f"{when} there is a move: at {away} and at {back}"
+    raise ValueError(f"nothing happens in {event}")
 
 
 def _then(phase: int, event: Event | None, rng: random.Random) -> str:
     """A sentence about what happens at the start of a phase."""
-    when = f"At second {STAMPS[phase]}"
     if event is None:
-        return f"{when} {rng.choice(('nothing happens', 'all is still'))}."
+        return f"At {_second(phase)} {rng.choice((f'{SAME} happens', 'all is still'))}."
     item = event.item
     tail = f", {rng.choice(REMARKS[item.colour])}" if rng.random() < 0.35 else ""
-    match event.source, event.to:
-        case None, int(to):
-            told = f"{rng.choice(_APPEARS)} in the {CELLS[to]}"
-        case int(source), None:
-            told = f"{rng.choice(_VANISHES)} from the {CELLS[source]}"
-        case int(source), int(to):
-            told = f"moves from the {CELLS[source]} to the {CELLS[to]}"
-            tail += f". It {MOVES[item.shape]}"
-    return f"{when} {told} a {look(item, rng)}{tail}."
+    if event.source is not None and event.to is not None:
+        tail += f". It {MOVES[item.shape]}"
+    return f"At {_changes(phase, event)} a {look(item, rng)}{tail}."
 
 
 def _opening(clip: Clip, rng: random.Random) -> str:
@@ -158,19 +163,17 @@ def _opening(clip: Clip, rng: random.Random) -> str:
     return rng.choice(
         (
             f"The video shows a board with {ground} background.",
-            f"This clip has {ground} background.",
             f"On {ground} background I can see shapes for eight seconds.",
         )
     )
 
 
 def _items(clip: Clip, phase: int, rng: random.Random) -> list[str]:
-    """Sentences about the items at the start or at the end, the verb last but for the item."""
-    when = "At the end" if phase else "At the start"
+    """Sentences about the items at the start or at the end."""
+    when = f"At the {END if phase else STAMPS[0]}"
     told = []
     for item in clip.scene(phase).items:
-        place = f"in the {CELLS[item.cell]} {VERBS[item.shape]}"
-        place = rng.choice((place, f"the {CELLS[item.cell]} holds"))
+        place = f"{CELLS[item.cell]} {rng.choice((VERBS[item.shape], 'holds'))}"
         tail = f", {rng.choice(REMARKS[item.colour])}" if rng.random() < 0.3 else ""
         told.append(f"{when} {place} a {look(item, rng)}{tail}.")
     return told
@@ -189,21 +192,25 @@ def _watch(clip: Clip, rng: random.Random) -> str:
 def _list_events(clip: Clip, rng: random.Random) -> str:
     lines = [f"{n}. {told}" for n, told in enumerate(_events(clip, rng), 1)]
     end = rng.choice(("These are all events.", "Nothing else changes on the board."))
-    return "\n".join([f"{_opening(clip, rng)} I go through it in steps of two seconds.", *lines, end])
+    head = f"This clip has {an(clip.background)} background. I go through it in steps of two seconds."
+    return "\n".join([head, *lines, end])
 
 
 def _start(clip: Clip, rng: random.Random) -> str:
-    return " ".join([_opening(clip, rng), *_items(clip, 0, rng), "That was the start of the video."])
+    head = f"The video starts on {an(clip.background)} background."
+    return " ".join([head, *_items(clip, 0, rng), "That was the start of the video."])
 
 
 def _end(clip: Clip, rng: random.Random) -> str:
-    return " ".join([_opening(clip, rng), *_items(clip, PHASES - 1, rng), "That was the end of the video."])
+    head = f"The video ends on {an(clip.background)} background."
+    return " ".join([head, *_items(clip, PHASES - 1, rng), "That was the end of the video."])
 
 
 def _compare(clip: Clip, rng: random.Random) -> str:
     between = rng.choice(("Then things change.", "Now I look at the end."))
     start, end = (_items(clip, phase, rng) for phase in (0, PHASES - 1))
-    return " ".join([_opening(clip, rng), *start, between, *end, "That is the whole video."])
+    head = f"I compare two boards, both with {an(clip.background)} background."
+    return " ".join([head, *start, between, *end, "That is the whole video."])
 
 
 _ANSWERS: dict[str, Callable[[Clip, random.Random], str]] = {

@@ -4,6 +4,7 @@ import re
 
 from vlmdistill.pipelines.demo.clips import PHASES, STAMPS, Clip, Event
 from vlmdistill.pipelines.demo.scenes import BACKGROUNDS, CELLS, COLOURS, SHAPES, Scene
+from vlmdistill.pipelines.demo.wiring import APPEARS, SAME, VANISHES
 from vlmdistill.pipelines.demo.wording import NUMBERS, SIZE_WORDS
 
 FACTS = ("position", "colour", "shape", "size", "count", "background")
@@ -19,17 +20,19 @@ _EVENT = re.compile(
 _COUNT = re.compile(rf"\b({'|'.join(NUMBERS)}) shapes\b", re.IGNORECASE)
 _BACKGROUND = re.compile(rf"\b({'|'.join(BACKGROUNDS)})\b", re.IGNORECASE)
 _STAMP = re.compile(rf"\bat second ({'|'.join(STAMPS[1:])})\b", re.IGNORECASE)
-_VERBS = {
-    "nothing": re.compile(r"\b(?:nothing|still)\b"),
-    "appears": re.compile(r"\b(?:appears|arrives)\b"),
-    "vanishes": re.compile(r"\b(?:vanishes|disappears)\b"),
-    "moves": re.compile(r"\bmoves\b"),
+_VERB = re.compile(rf"\b(?:{SAME}|still|{APPEARS}|{VANISHES})\b", re.IGNORECASE)
+_KINDS = {
+    (SAME,): "nothing",
+    ("still",): "nothing",
+    (APPEARS,): "appears",
+    (VANISHES,): "vanishes",
+    (VANISHES, APPEARS): "moves",
 }
 
 Claim = tuple[str, str, str]
 """Size, colour and shape as an answer states them."""
 Happening = tuple[str, tuple[str, ...], Claim]
-"""Kind (one of `_VERBS`), cells, and the item."""
+"""Kind (nothing, appears, vanishes, moves; empty if none of them), cells, and the item."""
 
 
 def claims(text: str) -> dict[str, set[Claim]]:
@@ -94,8 +97,8 @@ def happenings(text: str) -> dict[str, list[Happening]]:
             for part in told
             if not part["cell"]
         ]
-        kinds = [kind for kind, verb in _VERBS.items() if verb.search(sentence)]
-        happening = (kinds[0] if kinds else "", cells, items[0] if items else ("", "", ""))
+        kind = _KINDS.get(tuple(verb.lower() for verb in _VERB.findall(sentence)), "")
+        happening = (kind, cells, items[0] if items else ("", "", ""))
         found.setdefault(stamp[1].lower(), []).append(happening)
     return found
 

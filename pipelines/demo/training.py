@@ -2,9 +2,8 @@
 
 The vision tower learns to turn a cell into the sum of the embeddings of the words for it, and is then
 frozen. The language model answers probes of one fact a cell, then of whole items and events, then
-conversations; each stage is mixed in gradually. A few layers learn the first stages and the others, which
-add nothing until then, join them: seeing takes many steps rather than much depth. Without that order a
-model of this size learns the language alone.
+conversations; each stage is mixed in gradually. Without that order a model of this size learns the language
+alone.
 """
 
 import itertools
@@ -22,7 +21,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2_5_VLForConditionalGenera
 
 from vlmdistill.pipelines.demo.clips import PHASES, frame, random_clip, random_slides
 from vlmdistill.pipelines.demo.lessons import Batch, Recipe, lessons
-from vlmdistill.pipelines.demo.model import first_layers, logits, patches, visual_tokens
+from vlmdistill.pipelines.demo.model import logits, patches, visual_tokens
 from vlmdistill.pipelines.demo.narration import KINDS
 from vlmdistill.pipelines.demo.scenes import (
     BACKGROUNDS,
@@ -32,7 +31,7 @@ from vlmdistill.pipelines.demo.scenes import (
     draw,
     random_scene,
 )
-from vlmdistill.pipelines.demo.wiring import cell_words, meanings
+from vlmdistill.pipelines.demo.wiring import cell_words, meanings, wired
 from vlmdistill.pipelines.demo.wording import NUMBERS, SIZE_WORDS
 
 Progress = Callable[[str, int, int, float], None]
@@ -97,7 +96,7 @@ def train(course: Course) -> None:
     synonyms = (word for words in SIZE_WORDS.values() for word in words)
     for word in (*synonyms, *COLOURS, *SHAPES, *BACKGROUNDS, *CELLS, *NUMBERS, *KINDS):
         weight_V[course.tokenizer.encode(f" {word}")] = recipe.fact_weight
-    settled = replace(recipe, deepen=0.0, scan=_OVER, talk=_OVER)
+    settled = replace(recipe, scan=_OVER, talk=_OVER)
     _run(course, settled, ("polish", recipe.polish_steps, recipe.polish_rate), weight_V, saved)
     course.state.unlink(missing_ok=True)
 
@@ -150,13 +149,13 @@ def _run(
     name, steps, rate = run
     model = course.model
     weights = [weight for weight in model.parameters() if weight.requires_grad]
-    start = first_layers(model, recipe.first)
+    kept = [(weight, at, weight.detach()[at].clone()) for weight, at in wired(model, course.tokenizer)]
     groups = [
         {"params": [w for w in weights if w.ndim > 1], "weight_decay": recipe.weight_decay},
         {"params": [w for w in weights if w.ndim == 1], "weight_decay": 0.0},
     ]
     optimiser = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.98), fused=True)
-    step = kept = saved["step"]
+    step = safe = saved["step"]
     if saved["run"] == name:
         optimiser.load_state_dict(saved["optimiser"])
     for nth_round in itertools.count(saved["round"]):
@@ -164,22 +163,22 @@ def _run(
         for batch in itertools.islice(lessons(course.tokenizer, recipe, rng, step / steps), steps - step):
             for group in optimiser.param_groups:
                 group["lr"] = rate * _pace(step, steps)
-            only = start if step < recipe.deepen * steps else None
-            loss = _loss(model, batch, only, weight_V)
+            loss = _loss(model, batch, weight_V)
             _step(optimiser, weights, loss)
+            with torch.no_grad():
+                for weight, at, value in kept:
+                    weight[at] = value
             step += 1
             course.progress(name, step, steps, loss.item())
         if step == steps:
             return
-        if step - kept >= course.save_every:
+        if step - safe >= course.save_every:
             course._save(name, step, nth_round + 1, optimiser)
-            kept = step
+            safe = step
 
 
-def _loss(
-    model: Qwen2_5_VLForConditionalGeneration, batch: Batch, only: tuple[int, ...] | None, weight_V: Tensor
-) -> Tensor:
-    logits_NV = logits(model, batch.ids_BT, batch.visuals, batch.keep_N, only=only)
+def _loss(model: Qwen2_5_VLForConditionalGeneration, batch: Batch, weight_V: Tensor) -> Tensor:
+    logits_NV = logits(model, batch.ids_BT, batch.visuals, batch.keep_N)
     return F.cross_entropy(logits_NV, batch.target_N, weight=weight_V)
 
 

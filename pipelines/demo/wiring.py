@@ -1,11 +1,12 @@
-"""How the demo target starts: two of its heads are wired, and all of it is then trained.
+"""How the demo target starts: two of its heads are wired and stay so, and all else is trained.
 
 What is asked for depends on the token before as well, and a visual token is to be looked up by the words for
 it. A model of this size finds out neither in hundreds of steps, yet both can be written down. The words for
 what is seen begin with embeddings at right angles to each other, so that a sum of them can be read. So does
 the placeholder of an image, which every visual token gets and no word has: by it a head can prefer what is
-seen to what was said. Then "two north" finds the cell in the north after two seconds, and "two gets" the cell
-that gets something then, whichever it is.
+seen to what was said. Then "two north" finds the cell in the north after two seconds, "second two" the cells
+that change then, and "two appears" the one that gets something, whichever it is. Left to training, the two
+heads wear off before the rest of the model has learned what they are good for.
 """
 
 from collections.abc import Sequence
@@ -15,11 +16,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLForConditionalGeneration
 
-from vlmdistill.pipelines.demo.clips import STAMPS, Clip, Slides
+from vlmdistill.pipelines.demo.clips import PHASES, STAMPS, Clip, Slides
 from vlmdistill.pipelines.demo.scenes import BACKGROUNDS, CELLS, COLOURS, SHAPES, SIZES, Scene
 
-GETS, LOSES, SAME, EMPTY = "gets", "loses", "none", "empty"
-NOUNS = (*CELLS, *STAMPS, GETS, LOSES, SAME, EMPTY, *SIZES, *COLOURS, *SHAPES, *BACKGROUNDS)
+CHANGES, APPEARS, VANISHES, SAME, EMPTY = "second", "appears", "vanishes", "nothing", "empty"
+"""Of cells in which something appears or vanishes: "second" because one then says "at second two"."""
+END = "end"
+NOUNS = (
+    *(*CELLS, *STAMPS, END, CHANGES, APPEARS, VANISHES, SAME, EMPTY),
+    *(*SIZES, *COLOURS, *SHAPES, *BACKGROUNDS),
+)
 """The words for what is seen; those that one looks up by come first."""
 
 _SEEN = "seen"
@@ -36,6 +42,7 @@ def meanings(
     table_VH = model.get_input_embeddings().weight.detach()
     meaning = {noun: table_VH[tokenizer.encode(f" {noun}")].sum(0) for noun in NOUNS}
     meaning[EMPTY] = 3**0.5 * meaning[EMPTY]  # it stands for three words: all cells are as long
+    meaning[SAME] = 2**0.5 * meaning[SAME]  # for two
     return {**meaning, _SEEN: 1.5 * table_VH[model.config.image_token_id]}
 
 
@@ -50,21 +57,42 @@ def cell_words(shown: Scene | Clip | Slides, phase: int | None = None) -> list[l
     words = [[_SEEN, name, scene.background, *held.get(cell, [EMPTY])] for cell, name in enumerate(CELLS)]
     if phase is None:
         return words
-    changed = {item.cell: verb for verb, items in ((GETS, come), (LOSES, gone)) for item in items}
-    return [[*known, STAMPS[phase], changed.get(cell, SAME)] for cell, known in enumerate(words)]
+    changed = {item.cell: verb for verb, items in ((APPEARS, come), (VANISHES, gone)) for item in items}
+    now = [STAMPS[phase], END] if phase == PHASES - 1 else [STAMPS[phase]]
+    return [
+        [*known, *now, *([CHANGES, changed[cell]] if cell in changed else [SAME])]
+        for cell, known in enumerate(words)
+    ]
 
 
-def wire(
-    model: Qwen2_5_VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, layers: Sequence[int]
-) -> None:
-    """Wire a head of the first of these layers to look back, and one of the second, if any, to look up."""
-    ids = [tokenizer.encode(f" {noun}") for noun in NOUNS]
-    words = [model.config.image_token_id, *(tokens[0] for tokens in ids if len(tokens) == 1)]
+def wire(model: Qwen2_5_VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Wire a head of the first layer to look back, and one of the second to look up."""
     with torch.no_grad():
-        axes_WH = _spread(model.get_input_embeddings().weight, words)
-        _look_back(model, layers[0], axes_WH)
-        for place in layers[1:2]:
-            _look_up(model, place, axes_WH)
+        axes_WH = _spread(model.get_input_embeddings().weight, _words(model, tokenizer))
+        _look_back(model, axes_WH)
+        _look_up(model, axes_WH)
+
+
+def wired(
+    model: Qwen2_5_VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast
+) -> list[tuple[Tensor, Any]]:
+    """The weights that `wire` sets, each with an index: what training is to leave alone."""
+    found: list[tuple[Tensor, Any]] = [
+        (model.get_input_embeddings().weight, torch.tensor(_words(model, tokenizer)))
+    ]
+    for layer in model.model.language_model.layers[:2]:
+        attention = layer.self_attn
+        own = slice(attention.head_dim)
+        for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
+            found += [(projection.weight, own), (projection.bias, own)]
+        found.append((attention.o_proj.weight, (slice(None), own)))
+    return found
+
+
+def _words(model: Qwen2_5_VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """The tokens that stand for what is seen."""
+    ids = [tokenizer.encode(f" {noun}") for noun in NOUNS]
+    return [model.config.image_token_id, *(tokens[0] for tokens in ids if len(tokens) == 1)]
 
 
 def _spread(table_VH: Tensor, words: Sequence[int]) -> Tensor:
@@ -75,10 +103,11 @@ def _spread(table_VH: Tensor, words: Sequence[int]) -> Tensor:
     return axes_WH
 
 
-def _look_back(model: Qwen2_5_VLForConditionalGeneration, place: int, axes_WH: Tensor) -> None:
+def _look_back(model: Qwen2_5_VLForConditionalGeneration, axes_WH: Tensor) -> None:
     """Queries and keys are constant, and turned so that they agree one position apart."""
     text = model.model.language_model
-    attention = text.layers[place].self_attn
+    first = text.layers[0]
+    attention = first.self_attn
     angles = text.rotary_emb.inv_freq[: text.rotary_emb.mrope_section[0]]  # those that tell near places apart
     half, size = attention.head_dim // 2, len(angles)
     for projection in (attention.q_proj, attention.k_proj):
@@ -87,13 +116,13 @@ def _look_back(model: Qwen2_5_VLForConditionalGeneration, place: int, axes_WH: T
     attention.q_proj.bias[:size] = _BACK * angles.cos()
     attention.q_proj.bias[half : half + size] = -_BACK * angles.sin()
     attention.o_proj.weight.zero_()  # nothing else of the layer blurs the words at first
-    text.layers[place].mlp.down_proj.weight.zero_()
+    first.mlp.down_proj.weight.zero_()
     _copy(attention, axes_WH, _COPY / 2)
 
 
-def _look_up(model: Qwen2_5_VLForConditionalGeneration, place: int, axes_WH: Tensor) -> None:
+def _look_up(model: Qwen2_5_VLForConditionalGeneration, axes_WH: Tensor) -> None:
     """Queries and keys are the words, in the pairs that rotate least."""
-    attention = model.model.language_model.layers[place].self_attn
+    attention = model.model.language_model.layers[1].self_attn
     half = attention.head_dim // 2
     slow = [side + pair for pair in range(half - 1, half // 2 - 1, -1) for side in (0, half)]
     own = min(len(slow), len(axes_WH))

