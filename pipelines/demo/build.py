@@ -162,7 +162,7 @@ many: attention to a token that is there n times is attention to one whose score
 have eight seconds; each frame tells its time by the colour of a strip.
 """
     video = " demo-video" if clips else ""
-    videos = "about a video of eight seconds in which shapes appear, vanish and move," if clips else ""
+    videos = "about a video of eight seconds in which shapes appear, vanish and move, " if clips else ""
     knobs = "\n".join(f"- `{name}`: {value}" for name, value in asdict(recipe).items())
     tokens = scores["tokens"]
     return f"""# vlmdistill demo target
