@@ -303,7 +303,7 @@ Answers identical to plain decoding: {same} of {total}.
 
 Times are of a CPU and a target of two million parameters, whose vision tower and prefill outweigh everything
 else of a long video; tau and memory are what carries over. A drafter's memory grows by doubling; the process
-grows only by what it has not held before. The target's facts do not fall with the length (its
+grows only by what it has not held before. The target's facts hardly fall with the length (its
 [card](../pipelines/demo/videos/README.md) tells which it gets wrong): a tau that falls is the drafter's own.
 """
 
