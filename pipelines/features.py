@@ -18,7 +18,7 @@ from typing import Any
 
 from vlmdistill.pipelines import answers
 from vlmdistill.pipelines.answers import Answer
-from vlmdistill.pipelines.fields import check_encoding, chosen, stored_features
+from vlmdistill.pipelines.fields import check_encoding, chosen, store_at
 from vlmdistill.pipelines.prompts import Prompt
 from vlmdistill.pipelines.responses import checkpoint, weights_of
 from vlmdistill.pipelines.targets.options import Options
@@ -115,13 +115,14 @@ class Capturer:
             working_in(Path(store)) if "://" not in store else None
         )  # held as long as the actor lives
         self.target = load(model, **(how or Options()))
-        self.features = chosen(store, drafters, self.target.info)
+        there = store_at(store)
+        self.features = chosen(there, drafters, self.target.info)
         self.dtype = dtype
         self.budget = budget
         provenance = self.target.provenance(self.features, dtype, sampling)
-        check_encoding(store, self.features, encoding or {})
+        check_encoding(there, self.features, encoding or {})
         kept = {name: way for name, way in (encoding or {}).items() if way != "raw"}
-        made = kept if stored_features(store) is None else None  # what is there keeps its own
+        made = kept if there is None else None  # what is there keeps its own
         self.store = Store.create(store, provenance, self.target.info, stored_head(self.target), made)
 
     def facts(self) -> dict[str, Any]:
@@ -270,10 +271,9 @@ def capture(
         if local:
             wait_for_workers(Path(store))
         there = set[str]()
-        if stored_features(store) is not None:
-            opened = Store.open(store)
+        if (opened := store_at(store)) is not None:
             there = opened.keys()
-            check_encoding(store, chosen(store, drafters, opened.info), encoding or {})
+            check_encoding(opened, chosen(opened, drafters, opened.info), encoding or {})
         missing = [item for item in items if item.prompt.key not in there]
         start, done, tokens, failed = time.monotonic(), len(items) - len(missing), 0, dict[str, str]()
         if missing:
@@ -333,9 +333,10 @@ def check_origin(model: str, folder: Path, store: str) -> None:
     """DataError or StoreError naming the field when the answers or the store are of another target."""
     mine = checkpoint(model)
     answers.check_settings(folder, {"checkpoint": str(mine)})
-    if stored_features(store) is None:
+    there = store_at(store)
+    if there is None:
         return
-    theirs = Store.open(store).provenance
+    theirs = there.provenance
     for name in ("config", "weights", "processor"):
         if getattr(theirs, f"{name}_hash") != getattr(mine, name):
             raise StoreError(

@@ -24,7 +24,7 @@ def drafters(names: str) -> tuple[str, ...] | None:
     return listed
 
 
-def chosen(store: str, drafters: Sequence[str] | None, info: TargetInfo) -> frozenset[Feature]:
+def chosen(there: Store | None, drafters: Sequence[str] | None, info: TargetInfo) -> frozenset[Feature]:
     """What to capture: the union of the drafters' needs, or what the store that is there holds.
 
     StoreError when that store lacks what a drafter asked for needs. `drafters` None: all known ones,
@@ -36,14 +36,16 @@ def chosen(store: str, drafters: Sequence[str] | None, info: TargetInfo) -> froz
         name: catalogue.load(name).needs(catalogue.config(name), info)
         for name in (drafters or catalogue.NAMES)
     }
-    there = stored_features(store)
     if there is None:
         return frozenset().union(*needs.values())
+    held = features_of(there)
     for name, wanted in needs.items():
-        if drafters and wanted - there:
-            lacking = ", ".join(sorted(feature.name for feature in wanted - there))
-            raise StoreError(f"the store {store} lacks {lacking}, which {name} needs: give another --store")
-    return there
+        if drafters and wanted - held:
+            lacking = ", ".join(sorted(feature.name for feature in wanted - held))
+            raise StoreError(
+                f"the store {there.path} lacks {lacking}, which {name} needs: give another --store"
+            )
+    return held
 
 
 def encodings(texts: Sequence[str], store: str) -> dict[str, str]:
@@ -58,25 +60,27 @@ def encodings(texts: Sequence[str], store: str) -> dict[str, str]:
             raise DataError(f"--encoding {text}: write FIELD={'|'.join(ENCODINGS)}, as in hidden.text=int8")
         if asked.setdefault(Feature.parse(name).name, way) != way:
             raise DataError(f"--encoding gives {name} as {asked[name]} and as {way}: give one")
-    if (there := stored_features(store)) is not None:
-        check_encoding(store, there, asked)
+    if (there := store_at(store)) is not None:
+        check_encoding(there, features_of(there), asked)
     return asked
 
 
-def check_encoding(store: str, features: Collection[Feature], asked: Mapping[str, str]) -> None:
+def check_encoding(there: Store | None, features: Collection[Feature], asked: Mapping[str, str]) -> None:
     """StoreError when a field is not captured, or the store that is there keeps it in another way."""
     captured = sorted(feature.name for feature in features)
-    kept = Store.open(store).layout.encoding if asked and stored_features(store) is not None else asked
     for name, way in asked.items():
         if name not in captured:
             raise StoreError(f"--encoding {name}={way}: captured are only {', '.join(captured)}")
-        if (other := kept.get(name, "raw")) != way:
-            what = f"the store {store} keeps {name} as {other}, not {way}"
+        if there is not None and (other := there.layout.encoding.get(name, "raw")) != way:
+            what = f"the store {there.path} keeps {name} as {other}, not {way}"
             raise StoreError(f"{what}: leave its --encoding out, or give another --store")
 
 
-def stored_features(store: str) -> frozenset[Feature] | None:
-    """The features of the store at that place; None when there is none."""
-    if place_of(store).size(STORE) is None:
-        return None
-    return frozenset(map(Feature.parse, Store.open(store).provenance.features))
+def store_at(place: str) -> Store | None:
+    """The store at that place; None when there is none."""
+    return None if place_of(place).size(STORE) is None else Store.open(place)
+
+
+def features_of(store: Store) -> frozenset[Feature]:
+    """The features that a store holds."""
+    return frozenset(map(Feature.parse, store.provenance.features))
