@@ -28,6 +28,7 @@ from vlmdistill.stores.errors import DataError, TargetError
 from vlmdistill.stores.schema import Feature, Provenance, Sample, TargetInfo
 
 HIDDEN_TEXT = Feature("hidden", "text")
+UNREADABLE = "the stock model cannot read these prompts in one batch"
 
 
 class VisionLanguageTarget:
@@ -149,7 +150,8 @@ class VisionLanguageTarget:
 
         None where the stock model cannot read the prompt.
         """
-        if self.family.stock(prompt.inputs) is None:
+        inputs = self._stock_inputs([prompt])
+        if inputs is None:
             return None
         config = transformers.GenerationConfig(
             max_new_tokens=max_new_tokens,
@@ -157,7 +159,7 @@ class VisionLanguageTarget:
             eos_token_id=list(self.info.eos_ids),
             pad_token_id=self._pad_id,
         )
-        out_1L = self.model.generate(**self._stock_inputs([prompt]), generation_config=config)
+        out_1L = self.model.generate(**inputs, generation_config=config)
         return self._response(out_1L[0, prompt.length :].tolist())
 
     def _response(self, ids: list[int]) -> Response:
@@ -165,17 +167,17 @@ class VisionLanguageTarget:
         stopped = ids[-1] in self.info.eos_ids
         return Response(ids=tuple(ids), finish="stop" if stopped else "length", text=text)
 
-    def _stock_inputs(self, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
-        """A left-padded batch as the stock model takes it."""
+    def _stock_inputs(self, prompts: Sequence[Prompt]) -> dict[str, Tensor] | None:
+        """A left-padded batch as the stock model takes it; None where it cannot read these in one."""
+        visual = self.family.stock(self.family.collate([prompt.inputs for prompt in prompts]))
+        if visual is None:
+            return None
         inputs = {
             "input_ids": pad([prompt.ids_L for prompt in prompts], self._pad_id, left=True),
             "attention_mask": pad([torch.ones_like(prompt.ids_L) for prompt in prompts], 0, left=True),
         }
         if self.family.grids:
             inputs["mm_token_type_ids"] = pad([prompt.kind_L for prompt in prompts], 0, left=True)
-        visual = self.family.stock(self.family.collate([prompt.inputs for prompt in prompts]))
-        if visual is None:
-            raise DataError("the stock model cannot read these prompts in one batch")
         return self._placed({**inputs, **visual})
 
     def _placed(self, inputs: Inputs) -> dict[str, Tensor]:
@@ -264,7 +266,10 @@ class VisionLanguageTarget:
 
         Raises TargetError when it does not; nothing trained from such states could draft.
         """
-        stock_V = self.model(**self._stock_inputs([prompt]), logits_to_keep=1).logits[0, -1].float()
+        inputs = self._stock_inputs([prompt])
+        if inputs is None:
+            raise DataError(UNREADABLE)
+        stock_V = self.model(**inputs, logits_to_keep=1).logits[0, -1].float()
         hidden_LD = self._states([prompt], [Transcript.of(prompt)], ())["hidden"][0]
         mine_V = self.logits(hidden_LD[-1:])[0]
         allowed = (1e-3 if self.dtype == torch.float32 else 5e-2) * float(stock_V.abs().max())

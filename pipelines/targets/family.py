@@ -61,7 +61,7 @@ class Family(abc.ABC):
 
     def watch(self, model: Any, inputs: Inputs) -> Visual:
         """Encode and project all videos of a batch, each once, some frames at a time."""
-        raise NotImplementedError(f"{self.name} has no video")
+        raise TargetError(f"{self.name} has no video")
 
     def unify(self, inputs: dict[str, Any]) -> Inputs:
         """What the processor gives for one prompt, as tensors that can be put side by side."""

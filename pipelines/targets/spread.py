@@ -10,9 +10,9 @@ from typing import Any, NoReturn
 import torch
 import transformers
 
-from vlmdistill.pipelines.targets.base import VisionLanguageTarget
+from vlmdistill.pipelines.targets.base import UNREADABLE, VisionLanguageTarget
 from vlmdistill.pipelines.targets.prompt import Prompt, Response
-from vlmdistill.stores.errors import TargetError
+from vlmdistill.stores.errors import DataError, TargetError
 from vlmdistill.stores.schema import Feature
 
 LAYERS = "model.language_model.layers"
@@ -42,10 +42,12 @@ class SpreadTarget(VisionLanguageTarget):
         )
 
         def run(part: Sequence[Prompt]) -> list[Response]:
-            if len(part) > 1 and self.family.stock(self.family.collate([one.inputs for one in part])) is None:
+            inputs = self._stock_inputs(part)
+            if inputs is None and len(part) == 1:
+                raise DataError(UNREADABLE)
+            if inputs is None:
                 middle = len(part) // 2  # of what they show, the stock model takes one shape at a time
                 return run(part[:middle]) + run(part[middle:])
-            inputs = self._stock_inputs(part)
             gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
             with torch.inference_mode(), torch.random.fork_rng(devices=gpus):
                 torch.manual_seed(seed)
