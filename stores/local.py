@@ -46,7 +46,7 @@ class Local(Place):
         self.root = root
         self.url = str(root)
         self._files = OpenFiles(root)
-        self._held: dict[Path, int] = {}
+        self._locks = Locks()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"root": self.root}
@@ -181,13 +181,9 @@ class Local(Place):
         while True:
             folder = self.root / STAGING / (name or secrets.token_hex(8))
             folder.mkdir(exist_ok=name is not None)
-            try:
-                handle = lock(folder)
-            except (FileNotFoundError, BlockingIOError):
+            if not self._locks.take(folder):
                 name = None  # another process has it: take one of our own; or a collector was faster
                 continue
-            if handle is not None:
-                self._held[folder] = handle
             if folder.exists():
                 return folder
             self.release(folder)
@@ -206,10 +202,7 @@ class Local(Place):
         if not _is(path, handle):
             os.close(handle)
             return False
-        mine = self._held.pop(folder, None)
-        self._held[folder] = handle
-        if mine is not None:
-            os.close(mine)
+        self._locks.exchange(folder, handle)
         return True
 
     def _mend(self, folder: Path, path: Path) -> None:
@@ -233,9 +226,7 @@ class Local(Place):
         """Remove the folder if it is still there, then let its lock go."""
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
-        handle = self._held.pop(folder, None)
-        if handle is not None:
-            os.close(handle)
+        self._locks.exchange(folder, None)
 
     @contextmanager
     def seized(self, name: str) -> Iterator[bool | None]:
@@ -269,6 +260,31 @@ class Local(Place):
             self.release(folder)
             if handle is not None:
                 os.close(handle)
+
+
+class Locks:
+    """The locks that this process holds for folders of its own, until they are released or it ends."""
+
+    def __init__(self) -> None:
+        self._handles: dict[Path, int] = {}
+
+    def take(self, folder: Path) -> bool:
+        """Lock a folder, where locks are known; false when another process has it, or it is gone."""
+        try:
+            handle = lock(folder)
+        except (FileNotFoundError, BlockingIOError):
+            return False
+        if handle is not None:
+            self._handles[folder] = handle
+        return True
+
+    def exchange(self, folder: Path, handle: int | None) -> None:
+        """Hold another lock for a folder, or none; the one held before goes last."""
+        before = self._handles.pop(folder, None)
+        if handle is not None:
+            self._handles[folder] = handle
+        if before is not None:
+            os.close(before)
 
 
 def _equal(file: Path, there: Path) -> bool:

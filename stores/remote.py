@@ -19,7 +19,7 @@ import numpy as np
 
 from vlmdistill.stores import multipart
 from vlmdistill.stores.errors import StoreError
-from vlmdistill.stores.local import lock
+from vlmdistill.stores.local import Locks, lock
 from vlmdistill.stores.place import STAGING, Place, cut
 from vlmdistill.stores.schema import Array
 
@@ -45,7 +45,7 @@ class Remote(Place):
         self._root = root.rstrip("/")
         self._is_s3 = "s3" in self._fs.protocol
         self._is_web = "http" in self._fs.protocol
-        self._held: dict[Path, int] = {}
+        self._locks = Locks()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Remote, (self.url,))
@@ -254,12 +254,8 @@ class Remote(Place):
             _sweep(left)
         while True:
             folder = Path(tempfile.mkdtemp(prefix=SCRATCH))
-            try:
-                handle = lock(folder)
-            except (FileNotFoundError, BlockingIOError):  # another process swept it away
-                continue
-            if handle is not None:
-                self._held[folder] = handle
+            if not self._locks.take(folder):
+                continue  # another process swept it away
             if folder.exists():
                 return folder
             self.release(folder)
@@ -268,9 +264,7 @@ class Remote(Place):
         """Remove the folder: what was sent already is not sent again, and the rest is near."""
         del keep
         shutil.rmtree(folder, ignore_errors=True)
-        handle = self._held.pop(folder, None)
-        if handle is not None:
-            os.close(handle)
+        self._locks.exchange(folder, None)
 
 
 def _sweep(folder: Path) -> None:
