@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmdistill.drafters import catalogue
-from vlmdistill.drafters.base import Batch, Drafter, Head
+from vlmdistill.drafters.base import Batch, Drafter, Head, Proposer
 from vlmdistill.drafters.config import override
 from vlmdistill.drafters.layers import DecoderLayer, turn
 from vlmdistill.drafters.training.trainer import Run
@@ -78,6 +78,12 @@ def build(name: str, **settings: Any) -> Drafter:
     torch.manual_seed(0)
     config = dataclasses.replace(catalogue.config(name), **settings)
     return catalogue.trained(name)(config, INFO, head())
+
+
+def untrained(name: str, target: Any, seed: int = 0) -> Proposer:
+    """A drafter with its paper's settings and fresh weights, for a loaded target."""
+    torch.manual_seed(seed)
+    return catalogue.load(name)(catalogue.config(name), target.info, target.head).eval()
 
 
 def head(seed: int = 0) -> Head:

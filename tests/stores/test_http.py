@@ -3,7 +3,6 @@
 import io
 import os
 import re
-import threading
 from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.stores.samples import make
+from tests.stores.web import serving
 from vlmdistill.stores import transfer
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.share import send
@@ -65,12 +65,8 @@ class Ranges(SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
-    with Server(tmp_path / "web") as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
+    with serving(Server(tmp_path / "web")) as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def test_an_interrupted_pull_over_http_fetches_only_the_ranges_that_did_not_arrive(

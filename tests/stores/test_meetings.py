@@ -150,6 +150,14 @@ def writer(built: tuple[Path, Record]) -> Callable[[Remote], object]:
     return work
 
 
+def cast(bare: Path, built: tuple[Path, Record], count: int) -> tuple[str, list[Actor], Actor]:
+    """A store without a sample, so many writers of one shard, and one who removes it."""
+    url = laid_out(bare)
+    shard = f"{SHARDS}/{built[1]['shard']}"
+    writers = [Actor(url, writer(built)) for _ in range(count)]
+    return url, writers, Actor(url, lambda place: remove(place, shard))
+
+
 def collector(place: Remote) -> None:
     collect(Store(place, Store.open(place.url).record), grace=0)
 
@@ -208,11 +216,9 @@ def test_a_writer_and_a_removal_that_meet_at_any_call(
     bare: Path, built: list[tuple[Path, Record]], dies: bool
 ) -> None:
     """All there is to two actors: each pause of either, and each death of the collector after it."""
-    shard = f"{SHARDS}/{built[0][1]['shard']}"
     for before, pause in itertools.product((1,) if dies else range(1, 6), range(14)):
         for more in range(14 - pause) if dies else (10**9,):
-            url = laid_out(bare)
-            one, other = Actor(url, writer(built[0])), Actor(url, lambda place: remove(place, shard))
+            url, (one,), other = cast(bare, built[0], 1)
             run(one, before)
             run(other, pause)
             run(one, 10**9)
@@ -225,11 +231,8 @@ def test_a_writer_and_a_removal_that_meet_at_any_call(
 def test_another_writer_that_passes_by_while_a_writer_and_a_removal_pause(
     bare: Path, built: list[tuple[Path, Record]]
 ) -> None:
-    shard = f"{SHARDS}/{built[0][1]['shard']}"
     for before, pause, writer_first in itertools.product(range(1, 6), range(14), (True, False)):
-        url = laid_out(bare)
-        writers = [Actor(url, writer(built[0])) for _ in range(2)]
-        other = Actor(url, lambda place: remove(place, shard))
+        url, writers, other = cast(bare, built[0], 2)
         run(writers[0], before)
         run(other, pause)
         run(writers[1], 10**9)
@@ -241,11 +244,8 @@ def test_another_writer_that_passes_by_while_a_writer_and_a_removal_pause(
 def test_files_that_a_dying_writer_brings_back_do_not_make_up_for_a_record(
     bare: Path, built: list[tuple[Path, Record]]
 ) -> None:
-    shard = f"{SHARDS}/{built[0][1]['shard']}"
     for pause, more in itertools.product(range(14), range(1, 5)):
-        url = laid_out(bare)
-        one, again = (Actor(url, writer(built[0])) for _ in range(2))
-        other = Actor(url, lambda place: remove(place, shard))
+        url, (one, again), other = cast(bare, built[0], 2)
         run(one, 1)
         run(other, pause)
         run(one, more)
@@ -260,11 +260,8 @@ def test_a_record_is_withdrawn_only_where_others_can_see_it_coming(
     bare: Path, built: list[tuple[Path, Record]]
 ) -> None:
     """A writer finds its files gone and pauses; another brings them back and believes in the record."""
-    shard = f"{SHARDS}/{built[0][1]['shard']}"
     for pause in range(12):
-        url = laid_out(bare)
-        one, again = (Actor(url, writer(built[0])) for _ in range(2))
-        other = Actor(url, lambda place: remove(place, shard))
+        url, (one, again), other = cast(bare, built[0], 2)
         run(one, 1)
         run(other, 10**9)
         run(one, pause)
@@ -276,11 +273,8 @@ def test_a_record_is_withdrawn_only_where_others_can_see_it_coming(
 def test_a_record_that_another_withdrew_is_not_believed_in_when_its_files_come_back(
     bare: Path, built: list[tuple[Path, Record]]
 ) -> None:
-    shard = f"{SHARDS}/{built[0][1]['shard']}"
     for pause in range(12):
-        url = laid_out(bare)
-        one, slow, again = (Actor(url, writer(built[0])) for _ in range(3))
-        other = Actor(url, lambda place: remove(place, shard))
+        url, (one, slow, again), other = cast(bare, built[0], 3)
         run(one, 1)
         run(slow, 1)
         run(other, 10**9)
@@ -297,9 +291,7 @@ def test_two_collectors_may_finish_what_a_dead_one_began(
 ) -> None:
     shard = f"{SHARDS}/{built[0][1]['shard']}"
     for pause in range(18):
-        url = laid_out(bare)
-        one, again = (Actor(url, writer(built[0])) for _ in range(2))
-        dead = Actor(url, lambda place: remove(place, shard))
+        url, (one, again), dead = cast(bare, built[0], 2)
         menders = [Actor(url, lambda place: mend(place, 0)) for _ in range(2)]
         run(one, 1)
         run(dead, 3)  # has left its mark and found no record

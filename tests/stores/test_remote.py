@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -16,6 +15,7 @@ import fsspec
 import pytest
 
 from tests.stores.samples import make, same, sample, write
+from tests.stores.web import serving
 from vlmdistill.stores import indexing
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.filters import filter_store
@@ -45,12 +45,8 @@ def web(tmp_path: Path) -> Iterator[str]:
     """The address of the folder `web`."""
     pytest.importorskip("aiohttp", reason="fsspec speaks http by way of aiohttp")
     handler = partial(Quiet, directory=str(tmp_path / "web"))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
+    with serving(ThreadingHTTPServer(("127.0.0.1", 0), handler)) as server:
         yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
 
 
 def test_a_store_of_many_units_behind_a_web_server_is_read_and_verified(

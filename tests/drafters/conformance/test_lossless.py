@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from tests import tiny
+from tests.drafters.synthetic import untrained
 from vlmdistill.drafters import catalogue
-from vlmdistill.drafters.base import DraftTree, Proposer, Tree
+from vlmdistill.drafters.base import DraftTree, Tree
 from vlmdistill.drafters.decoding import generate
 from vlmdistill.drafters.decoding import verify as verifying
 from vlmdistill.drafters.decoding.generate import plain, speculate
@@ -31,11 +32,6 @@ SHOWN: dict[str, list[Any]] = {
     "a video": [tiny.clip(6, 56, 56)],
 }
 WITHOUT_VIDEO = ("llava", "llava_next")
-
-
-def untrained(name: str, target: VisionLanguageTarget) -> Proposer:
-    torch.manual_seed(0)
-    return catalogue.load(name)(catalogue.config(name), target.info, target.head).eval()
 
 
 def said(cycles: Iterator[generate.Cycle]) -> list[int]:

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import tiny
+from tests.drafters.synthetic import untrained
 from vlmdistill.drafters import catalogue
-from vlmdistill.drafters.base import Proposer, Tree
+from vlmdistill.drafters.base import Tree
 from vlmdistill.drafters.decoding.generate import Cycle, plain, speculate
 from vlmdistill.pipelines.targets.base import VisionLanguageTarget
 from vlmdistill.pipelines.targets.loading import load
@@ -45,11 +46,6 @@ class Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @pytest.fixture(scope="module")
 def target(checkpoint: Callable[..., Path]) -> VisionLanguageTarget:
     return load(str(checkpoint("qwen2_5_vl")))
-
-
-def untrained(name: str, target: VisionLanguageTarget) -> Proposer:
-    torch.manual_seed(0)
-    return catalogue.load(name)(catalogue.config(name), target.info, target.head).eval()
 
 
 def found_in_cycles(cycles: Iterator[Cycle]) -> list[str]:

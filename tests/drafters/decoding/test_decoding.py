@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from tests import tiny
-from vlmdistill.drafters import catalogue
-from vlmdistill.drafters.base import Drafter, DraftTree, Proposer, Tree
+from tests.drafters.synthetic import untrained
+from vlmdistill.drafters.base import Drafter, DraftTree, Tree
 from vlmdistill.drafters.decoding import generate
 from vlmdistill.drafters.decoding import verify as verifying
 from vlmdistill.drafters.decoding.generate import plain, speculate
@@ -27,11 +27,6 @@ from vlmdistill.stores.schema import Feature
 @pytest.fixture(scope="module")
 def target(checkpoint: Callable[..., Path]) -> VisionLanguageTarget:
     return load(str(checkpoint("qwen2_5_vl")))
-
-
-def untrained(name: str, target: VisionLanguageTarget, seed: int = 0) -> Proposer:
-    torch.manual_seed(seed)
-    return catalogue.load(name)(catalogue.config(name), target.info, target.head).eval()
 
 
 def said(cycles: Iterator[generate.Cycle]) -> list[int]:
