@@ -2,11 +2,11 @@
 
     python -m benchmarks.store [--samples 300] [--width 3584] [--folder DIR] [--out FILE]
 
-Every number is a rate in GB/s. Readers take turns of a few samples each, so that whatever else the
-machine does slows them alike. A ratio is taken turn by turn, over the same samples, or, of cold reads, round
-by round; told are the median of all and, in brackets, the quartiles. Caches are dropped with posix_fadvise
-before a cold round. The samples are synthetic: the lengths of long answers, the values of hidden states
-with a few massive channels.
+Every number is a rate in GB/s. All take turns of a few samples each, so that whatever else the machine
+does slows them alike; of cold reads a turn is a whole round, since the disk goes on with what a turn has
+asked for when the next one begins. A ratio is taken turn by turn, over the same samples; told are the median
+of all and, in brackets, the quartiles. Caches are dropped with posix_fadvise before a cold turn. The samples
+are synthetic: the lengths of long answers, the values of hidden states with a few massive channels.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,9 +42,9 @@ from vlmdistill.stores.tensors import as_torch, packed
 
 FEATURE = Feature.parse("hidden.text")
 BUDGET = 8192  # tokens of a batch
-UNIT = 100  # samples
+UNIT = 100  # samples that are written in a turn, and then forced to the disk: a shard
 TURN = 25  # samples that a reader reads before the next has its turn: more than a processor's cache holds
-PART = 1 << 19  # bytes
+PART = 1 << 18  # bytes that are checked while they are in the processor's cache
 GOALS = {
     "read warm / memory map": 0.9,
     "read cold / memory map": 0.85,
@@ -109,10 +110,10 @@ class Raw:
         self.extents: dict[str, tuple[int, int]] = {}
 
     def write(self, given: Sequence[Sample]) -> None:
-        """Write all samples, durably."""
-        self.folder.mkdir(parents=True)
-        at = 0
-        with (self.folder / "all").open("wb", buffering=0) as file:
+        """Write these samples after those that are there, durably."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / "all").open("ab", buffering=0) as file:
+            at = file.tell()
             for sample in given:
                 rows = sample.features[FEATURE]
                 file.write(rows.data)
@@ -144,7 +145,7 @@ class Checked(Raw):
         self.folder, self.extents = raw.folder, raw.extents
 
     def reader(self) -> Read:
-        """Every byte of each sample through the checksum as well, while it is in the processor's cache."""
+        """Every byte of each sample through the checksum as well."""
         buffer, mapped = self._open()
 
         def read(keys: Sequence[str]) -> None:
@@ -160,6 +161,36 @@ class Checked(Raw):
         return read
 
 
+class Blocks(Raw):
+    """The floor of whoever makes checked batches: two threads, no look-up, no samples, memory used again."""
+
+    def __init__(self, raw: Raw, batch: int) -> None:
+        self.folder, self.extents, self.batch = raw.folder, raw.extents, batch
+        largest = batch * max(size for _, size in self.extents.values())
+        self.blocks = [
+            np.zeros(largest, np.uint8) for _ in range(4)
+        ]  # two for a thread, as if one were in use
+
+    def epoch(self, keys: Sequence[str]) -> None:
+        """All samples into batches; each thread makes every second one."""
+        batches = [keys[start : start + self.batch] for start in range(0, len(keys), self.batch)]
+        with (self.folder / "all").open("rb", buffering=0) as file, ThreadPoolExecutor(2) as pool:
+            list(pool.map(partial(self._fill, file.fileno(), batches), range(2)))
+
+    def _fill(self, handle: int, batches: Sequence[Sequence[str]], thread: int) -> None:
+        for number in range(thread, len(batches), 2):
+            block, end = self.blocks[number % 4].data, 0
+            for key in batches[number]:
+                at, size = self.extents[key]
+                state = xxhash.xxh3_64()
+                for start in range(0, size, PART):
+                    part = block[end + start : end + min(size, start + PART)]
+                    os.preadv(handle, [part], at + start)
+                    state.update(part)
+                state.intdigest()
+                end += size
+
+
 class PerFile:
     """One file per sample, as torch.save or safetensors writes it."""
 
@@ -167,28 +198,31 @@ class PerFile:
         self.folder, self.kind = folder, kind
 
     def write(self, given: Sequence[Sample]) -> None:
-        """Write all samples, durably."""
-        self.folder.mkdir(parents=True)
+        """Write these samples as well, durably."""
+        self.folder.mkdir(parents=True, exist_ok=True)
         for sample in given:
             hidden = as_torch(sample.features[FEATURE], "bfloat16")
             record = {"input_ids": as_torch(sample.ids_T, "int64"), "hidden_state": hidden}
-            path = self.folder / f"{sample.key}.{self.kind}"
+            path = self._path(sample.key)
             if self.kind == "pt":
                 torch.save(record, path)
             else:
                 safetensors.torch.save_file(record, path)
-        for path in self.folder.iterdir():  # as durable as the others
-            handle = os.open(path, os.O_RDONLY)
+        for sample in given:  # as durable as the others
+            handle = os.open(self._path(sample.key), os.O_RDONLY)
             os.fsync(handle)
             os.close(handle)
 
     def load(self, key: str) -> dict[str, torch.Tensor]:
         """One sample."""
-        path = self.folder / f"{key}.{self.kind}"
+        path = self._path(key)
         if self.kind == "pt":
             record: dict[str, torch.Tensor] = torch.load(path, weights_only=True)
             return record
         return safetensors.torch.load_file(path)
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{key}.{self.kind}"
 
     def reader(self) -> Read:
         """Every byte of each sample into memory."""
@@ -209,12 +243,12 @@ class Ours:
         self.folder, self.width = folder, width
 
     def write(self, given: Sequence[Sample]) -> None:
-        """Write all samples, durably."""
-        store = Store.create(self.folder, *origin(self.width))
-        for start in range(0, len(given), UNIT):
-            with store.writer(f"u{start:06}") as writer:
-                for sample in given[start : start + UNIT]:
-                    writer.add(sample)
+        """Write these samples as a shard, durably."""
+        if not self.folder.exists():
+            self._store = Store.create(self.folder, *origin(self.width))
+        with self._store.writer(given[0].key) as writer:
+            for sample in given:
+                writer.add(sample)
 
     def reader(self) -> Read:
         """Every byte of each sample through its checksum, mapped, not copied."""
@@ -278,7 +312,10 @@ def our_batches(store: Store, number: int) -> None:
         packed([sample.features[FEATURE] for sample in batch], "bfloat16")
 
 
-def in_turns(works: Mapping[str, Sequence[Callable[[], object]]]) -> dict[str, list[float]]:
+Work = Callable[[], object]
+
+
+def in_turns(works: Mapping[str, Sequence[Work]], before: Work = lambda: None) -> dict[str, list[float]]:
     """Seconds of each piece of the works: a piece of each in turn, another one first every time."""
     spent: dict[str, list[float]] = {name: [] for name in works}
     order = list(works)
@@ -286,6 +323,7 @@ def in_turns(works: Mapping[str, Sequence[Callable[[], object]]]) -> dict[str, l
         turn = dict(zip(works, pieces, strict=True))
         order.append(order.pop(0))
         for name in order:
+            before()
             spent[name].append(timed(turn[name]))
     return spent
 
@@ -300,6 +338,17 @@ def reading(kind: Any, keys: Sequence[str]) -> list[Callable[[], object]]:
         reads[0](part)
 
     return [partial(turn, keys[start : start + TURN]) for start in range(0, len(keys), TURN)]
+
+
+def at_once(kind: Any, keys: Sequence[str]) -> None:
+    """Reading these samples."""
+    for turn in reading(kind, keys):
+        turn()
+
+
+def writing(kind: Any, given: Sequence[Sample]) -> list[Callable[[], object]]:
+    """Writing these samples, many at a time."""
+    return [partial(kind.write, given[start : start + UNIT]) for start in range(0, len(given), UNIT)]
 
 
 def measure(count: int, width: int, rounds: int, folder: Path) -> dict[str, Any]:
@@ -318,31 +367,33 @@ def measure(count: int, width: int, rounds: int, folder: Path) -> dict[str, Any]
     rates: dict[str, dict[str, list[float]]] = {name: {} for name in readers}
     turns: dict[str, dict[str, list[float]]] = {name: {} for name in readers}
 
-    def note(what: str, spent: Mapping[str, Sequence[float]]) -> None:
+    def note(what: str, spent: Mapping[str, Sequence[float]], passes: int = 1) -> None:
         for name, seconds in spent.items():
-            rates[name].setdefault(what, []).append(size / sum(seconds) / 1e9)
+            rates[name].setdefault(what, []).append(passes * size / sum(seconds) / 1e9)
             turns[name].setdefault(what, []).extend(seconds)
 
-    for number in range(rounds):
-        for name in sorted(kinds, key=lambda name: (number + list(kinds).index(name)) % len(kinds)):
-            shutil.rmtree(kinds[name].folder, ignore_errors=True)
-            os.sync()
-            note("write", {name: [timed(partial(kinds[name].write, given))]})
+    for _ in range(rounds):
+        for kind in kinds.values():
+            shutil.rmtree(kind.folder, ignore_errors=True)
+        os.sync()
+        note("write", in_turns({name: writing(kind, given) for name, kind in kinds.items()}))
     mean_tokens = sum(len(sample.ids_T) for sample in given) / count
     given.clear()
     in_turns({name: reading(kind, keys) for name, kind in readers.items()})  # warms the cache
-    for _ in range(2 * rounds):
+    passes = 2 * rounds
+    for _ in range(passes):
         note("read warm", in_turns({name: reading(kind, keys) for name, kind in readers.items()}))
-    for _ in range(rounds):
-        drop(folder)
-        cold = in_turns({name: reading(kind, keys) for name, kind in kinds.items()})
-        note("read cold", {name: [sum(seconds)] for name, seconds in cold.items()})  # a turn reads ahead
+    cold = {name: [partial(at_once, kind, keys)] * passes for name, kind in kinds.items()}
+    note("read cold", in_turns(cold, partial(drop, folder)), passes)
     batch = max(1, int(BUDGET / mean_tokens))
     store = Store.open(ours.folder)
     our_batches(store, 0)  # takes the memory that it will use again
-    for number in range(2 * rounds):
-        habit = partial(habit_batches, kinds["torch.save"], keys, batch)
-        note("batches", in_turns({"store": [partial(our_batches, store, number)], "torch.save": [habit]}))
+    batches = {
+        "store": [partial(our_batches, store, number) for number in range(passes)],
+        "torch.save": [partial(habit_batches, kinds["torch.save"], keys, batch)] * passes,
+        "map, checked": [partial(Blocks(raw, batch).epoch, keys)] * passes,
+    }
+    note("batches", in_turns(batches), passes)
 
     def ratio(what: str, name: str, floor: str) -> list[float]:
         """The quartiles over all turns."""
@@ -355,6 +406,7 @@ def measure(count: int, width: int, rounds: int, folder: Path) -> dict[str, Any]
         "  its floor: any checked copy / memory map": ratio("read warm", "map, checked", "memory map"),
         "read cold / memory map": ratio("read cold", "store", "memory map"),
         "batches / torch.save habit": ratio("batches", "store", "torch.save"),
+        "  its floor: any checked batches / habit": ratio("batches", "map, checked", "torch.save"),
         "write / raw write": ratio("write", "store", "memory map"),
     }
     table = {
