@@ -48,7 +48,7 @@ ONEVISION_TEMPLATE = QWEN_TEMPLATE.replace("<|vision_start|><|image_pad|><|visio
 )
 
 FAMILIES = ("llava", "llava_next", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-OTHER_PARTS = ("llava_siglip", "llava_mistral", "llava_qwen3")  # in the layout of a family
+OTHER_PARTS = ("llava_siglip", "llava_mistral", "llava_qwen3", "llava_biased")  # in the layout of a family
 VIDEO = FAMILIES[2:]  # those that have video
 HIDDEN, HEADS, KV_HEADS, MLP = 32, 4, 2, 48
 TOWER, PATCH = 28, 14  # pixels
@@ -64,6 +64,7 @@ def checkpoint(
         "llava_siglip": partial(_llava, text="qwen2", siglip=True),  # as those for several images have
         "llava_mistral": partial(_llava, text="mistral"),
         "llava_qwen3": partial(_llava, text="qwen3"),
+        "llava_biased": partial(_llava, attention_bias=True, mlp_bias=True),
         "llava_next": _llava_next,
         "llava_onevision": _llava_onevision,
         "qwen2_vl": _qwen2_vl,
@@ -271,7 +272,13 @@ def _siglip() -> dict[str, Any]:
 
 
 def _llava(
-    folder: Path, vocabulary: int, layers: int, save: Save, text: str = "llama", siglip: bool = False
+    folder: Path,
+    vocabulary: int,
+    layers: int,
+    save: Save,
+    text: str = "llama",
+    siglip: bool = False,
+    **more: Any,
 ) -> None:
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
     _tokenizer(folder, LLAVA_SPECIALS, vocabulary, LLAVA_TEMPLATE, **special)
@@ -290,7 +297,7 @@ def _llava(
         vision_feature_select_strategy=strategy,
     )
     config = transformers.LlavaConfig(
-        text_config=_text(vocabulary, layers, model_type=text, head_dim=HIDDEN // HEADS),
+        text_config=_text(vocabulary, layers, model_type=text, head_dim=HIDDEN // HEADS, **more),
         vision_config=_siglip() if siglip else _clip(),
         image_token_id=4,
         vision_feature_layer=-2,

@@ -280,13 +280,18 @@ class FusedLayers:
             rolled_NHd = qk_NHd.roll(half, -1)
             qk_NHd.mul_(cos_N1d).addcmul_(rolled_NHd, sin_N1d)
             mixed_ND = attend(number, qkv_NHd)
-            hidden_ND = torch.addmm(hidden_ND, mixed_ND, layer.out_t)
+            hidden_ND = torch.addmm(_plus(hidden_ND, layer.out_bias), mixed_ND, layer.out_t)
             normed_ND = F.rms_norm(hidden_ND, layer.norm_mlp.shape, layer.norm_mlp, layer.eps)
-            gate_NM, up_NM = F.linear(normed_ND, layer.gate_up).chunk(2, -1)
-            hidden_ND = torch.addmm(hidden_ND, self.act(gate_NM).mul_(up_NM), layer.down_t)
+            gate_NM, up_NM = F.linear(normed_ND, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
+            held_ND = _plus(hidden_ND, layer.down_bias)
+            hidden_ND = torch.addmm(held_ND, self.act(gate_NM).mul_(up_NM), layer.down_t)
         weight_D, eps = self.norm
         states["hidden"] = F.rms_norm(hidden_ND, weight_D.shape, weight_D, eps)
         return states
+
+
+def _plus(states_ND: Tensor, bias_D: Tensor | None) -> Tensor:
+    return states_ND if bias_D is None else states_ND + bias_D
 
 
 Step = Callable[[Tensor, Tensor, Tensor, Tensor, Sequence[Tensor], dict[int, list[str]]], dict[str, Tensor]]
@@ -340,8 +345,11 @@ class _Layer:
     qkv_bias: Tensor | None
     norm_qk_Hd: Tensor | None  # Qwen3: queries and keys are normed, one weight for each head here
     out_t: Tensor
+    out_bias: Tensor | None
     gate_up: Tensor
+    gate_up_bias: Tensor | None
     down_t: Tensor
+    down_bias: Tensor | None
     norm_in: Tensor
     norm_mlp: Tensor
     eps: float
@@ -362,10 +370,8 @@ def _fuse(layer: Any, width: int) -> _Layer:
         if type(module) is not nn.Linear:
             kind = type(module).__name__
             raise TargetError(f"decoding needs plain weights, not {kind}: load the model unquantized")
-    if out.bias is not None or down.bias is not None or mlp.gate_proj.bias is not None:
-        raise TargetError("decoding is not served for text models with biased output or MLP projections")
     qkv, qkv_bias = _merge((attention.q_proj, attention.k_proj, attention.v_proj))
-    gate_up, _ = _merge((mlp.gate_proj, mlp.up_proj))
+    gate_up, gate_up_bias = _merge((mlp.gate_proj, mlp.up_proj))
     norm_qk_Hd = None
     if hasattr(attention, "q_norm"):
         heads = [attention.q_norm.weight] * (attention.q_proj.weight.shape[0] // width)
@@ -376,8 +382,11 @@ def _fuse(layer: Any, width: int) -> _Layer:
         qkv=qkv,
         qkv_bias=qkv_bias,
         out_t=out.weight.t(),
+        out_bias=out.bias,
         gate_up=gate_up,
+        gate_up_bias=gate_up_bias,
         down_t=down.weight.t(),
+        down_bias=down.bias,
         norm_in=layer.input_layernorm.weight,
         norm_mlp=layer.post_attention_layernorm.weight,
         norm_qk_Hd=norm_qk_Hd,

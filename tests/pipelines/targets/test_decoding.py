@@ -32,6 +32,7 @@ VIDEOS: dict[str, Messages] = {
 SHOWN = [
     *((family, name) for family in tiny.FAMILIES for name in PROMPTS),
     *((family, name) for family in tiny.VIDEO for name in VIDEOS),
+    *((family, "several") for family in tiny.OTHER_PARTS),
 ]
 PROMPTS |= VIDEOS
 SOURCES = ("hidden", "layer1", "layer2")
@@ -98,7 +99,7 @@ def greedy(target: Target, prompt: object, count: int) -> list[int]:
         target.commit(torch.zeros(1, dtype=torch.long))
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", [*tiny.FAMILIES, *tiny.OTHER_PARTS])
 def test_greedy_loop_equals_generate(checkpoint: Checkpoint, family: str) -> None:
     """Token by token, prompt after prompt: what one leaves behind does not reach the next."""
     folder = checkpoint(family)

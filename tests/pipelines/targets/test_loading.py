@@ -317,15 +317,6 @@ def test_other_text_models_are_refused(copy: Callable[[str], Path], family: str,
         survey(str(folder), 10, 10)
 
 
-@pytest.mark.parametrize("family", tiny.OTHER_PARTS)
-def test_served_text_models_decode_as_the_stock_model(checkpoint: Checkpoint, family: str) -> None:
-    target = load(str(checkpoint(family)))
-    prompt = target.encode(tiny.message("what is it?", tiny.picture(90, 64)))
-    assert target.generate([prompt], max_new_tokens=24, temperature=0) == [
-        target.reference(prompt, max_new_tokens=24)
-    ]
-
-
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
