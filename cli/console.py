@@ -31,6 +31,14 @@ class Attention(StrEnum):
     flash_attention_2 = "flash_attention_2"
 
 
+class Dtype(StrEnum):
+    """Number formats of what is written."""
+
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
 class TargetDtype(StrEnum):
     """Number formats that the target runs in."""
 

@@ -1,7 +1,6 @@
 """`vlmdistill features`: capture the target's hidden states into the store."""
 
 from contextlib import nullcontext
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -9,14 +8,6 @@ import typer
 
 from vlmdistill.cli import console
 from vlmdistill.cli.prompts import imported
-
-
-class Dtype(StrEnum):
-    """How features are stored."""
-
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    float32 = "float32"
 
 
 def features(
@@ -41,7 +32,9 @@ def features(
         ),
     ] = None,
     split: Annotated[console.Side, typer.Option(help="Which prompts to capture.")] = console.Side.train,
-    dtype: Annotated[Dtype, typer.Option(help="Number format of the stored features.")] = Dtype.bfloat16,
+    dtype: Annotated[
+        console.Dtype, typer.Option(help="Number format of the stored features.")
+    ] = console.Dtype.bfloat16,
     encoding: Annotated[
         list[str] | None,
         typer.Option(

@@ -15,6 +15,7 @@ import typer
 from vlmdistill.cli import (
     console,
     evaluate,
+    export,
     features,
     generate,
     prompts,
@@ -39,6 +40,7 @@ VERBS: dict[str, Callable[..., Any]] = {
     "eval": evaluate.evaluate,
     "report": report.report,
     "generate": generate.generate,
+    "export": export.export,
     "run": run.run,
 }
 

@@ -25,6 +25,8 @@ from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import Feature, TargetInfo
 
 Positions = Literal["expanded", "target", "compact"]
+Published = tuple[dict[str, Any], dict[str, Tensor]]
+"""A `config.json` and the tensors beside it."""
 
 
 @dataclass(frozen=True)
@@ -369,6 +371,10 @@ class Drafter(Proposer, ABC):
 
         What is made of it must be in the checkpoint: a resumed run does not call this again.
         """
+
+    def published(self) -> Published | None:
+        """How serving engines name its settings and weights; None: they do not have the method."""
+        return None
 
     def draft(self, prompt: Batch, target: Target) -> "Draft":
         """Grow trees from its own steps."""

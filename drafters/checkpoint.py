@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.base import Drafter, Head, Proposer
@@ -33,7 +35,6 @@ def save(drafter: Drafter, name: str, folder: Path, origin: Origin) -> None:
 
     TrainingError when it cannot be written; what was there before is still there then.
     """
-    aside, old = (folder.with_name(f".{folder.name}.{os.getpid()}{end}") for end in ("", ".old"))
     weights = {key: value.detach().cpu().contiguous() for key, value in drafter.state_dict().items()}
     description = {
         "format": FORMAT,
@@ -43,11 +44,17 @@ def save(drafter: Drafter, name: str, folder: Path, origin: Origin) -> None:
         "provenance": origin.provenance.to_dict(),
         "training": origin.training,
     }
+    put(folder, description, weights)
+
+
+def put(folder: Path, description: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+    """Make the folder hold this `config.json` and `model.safetensors`; see `save`."""
+    aside, old = (folder.with_name(f".{folder.name}.{os.getpid()}{end}") for end in ("", ".old"))
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         save_file(
-            weights, aside / "model.safetensors", metadata={"format": "pt"}
+            dict(weights), aside / "model.safetensors", metadata={"format": "pt"}
         )  # one: their order is random
         (aside / "config.json").write_text(json.dumps(description, indent=2) + "\n")
         if folder.exists():

@@ -18,21 +18,29 @@ not in the draft vocabulary costs nothing but counts in the mean; here it counts
 Where it is silent (no VLM, no small target): its 40 epochs are halved between text and images; rotary
 positions are 1-D, as those of its siblings; on fewer than seven layers the three depths move apart as far as
 they can, and on fewer than three the highest one is the last layer's input.
-Names in the format that serving engines read: `embed_norm` is input_layernorm, `layer` is midlayer (its
-projections fused here), and `hidden_norm`, `fc`, `norm`, `lm_head` and `d2t` are themselves.
 
 Shapes: E entries, R rows, U visual tokens, D hidden, V vocabulary, K draft vocabulary.
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from vlmdistill.drafters.base import Batch, Drafter, DrafterConfig, Entries, Head, Stage, at_least
+from vlmdistill.drafters.base import (
+    Batch,
+    Drafter,
+    DrafterConfig,
+    Entries,
+    Head,
+    Published,
+    Stage,
+    at_least,
+)
 from vlmdistill.drafters.layers import layer_like
 from vlmdistill.drafters.memory import Memory
+from vlmdistill.stores.errors import TrainingError
 from vlmdistill.stores.schema import Feature, TargetInfo
 
 
@@ -152,6 +160,65 @@ class Eagle3(Drafter):
         """Its own norm and head, over the draft vocabulary; what recurs is the state before them."""
         logits_NK: Tensor = self.lm_head(self.norm(state_ND)).float()
         return logits_NK
+
+    def published(self) -> Published:
+        """As SGLang and vLLM read it (their `llama_eagle3.py`); TrainingError if they feed it otherwise."""
+        for name, served in {"visual": "all", "positions": "expanded"}.items():
+            if (trained := getattr(self.config, name)) != served:
+                raise TrainingError(
+                    f"this drafter has {name}={trained}, which serving engines do not: they have "
+                    f"{name}={served}. Train one with --set {name}={served}"
+                )
+        info, layer, taps = self.info, self.layer, [int(name.removeprefix("layer")) for name in self.sources]
+        heads = [layer.heads, layer.kv_heads, layer.kv_heads]
+        query, key, value = torch.split(layer.qkv_proj.weight, [count * layer.head_dim for count in heads])
+        gate, up = layer.gate_up_proj.weight.chunk(2)
+        weights: dict[str, Tensor] = {
+            "fc.weight": self.fc.weight,
+            "midlayer.input_layernorm.weight": self.embed_norm.weight,
+            "midlayer.hidden_norm.weight": self.hidden_norm.weight,
+            "midlayer.self_attn.q_proj.weight": query,
+            "midlayer.self_attn.k_proj.weight": key,
+            "midlayer.self_attn.v_proj.weight": value,
+            "midlayer.self_attn.o_proj.weight": layer.o_proj.weight,
+            "midlayer.post_attention_layernorm.weight": layer.post_attention_norm.weight,
+            "midlayer.mlp.gate_proj.weight": gate,
+            "midlayer.mlp.up_proj.weight": up,
+            "midlayer.mlp.down_proj.weight": layer.down_proj.weight,
+            "norm.weight": self.norm.weight,
+            "lm_head.weight": self.lm_head.weight,
+        }
+        if (vocabulary_K := self.vocabulary_K) is not None:
+            spoken_V = torch.zeros(info.vocab_size, dtype=torch.bool)
+            spoken_V[vocabulary_K.cpu()] = True
+            weights |= {"d2t": self.d2t, "t2d": spoken_V}
+        settings: dict[str, Any] = {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "hidden_size": info.hidden_size,
+            "target_hidden_size": info.hidden_size,
+            "intermediate_size": info.intermediate_size,
+            "num_hidden_layers": 1,
+            "num_attention_heads": layer.heads,
+            "num_key_value_heads": layer.kv_heads,
+            "head_dim": layer.head_dim,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "rms_norm_eps": info.rms_norm_eps,
+            "rope_theta": info.rope_theta,
+            "max_position_embeddings": info.max_position,
+            "vocab_size": info.vocab_size,
+            "draft_vocab_size": len(self.d2t),
+            "tie_word_embeddings": False,
+            "norm_before_residual": False,
+            "num_aux_hidden_states": len(taps),
+            "eagle_aux_hidden_state_layer_ids": taps,  # vLLM: the layers that a state enters
+            "eagle_config": {  # SGLang: those that it leaves, one less
+                "use_aux_hidden_state": True,
+                "eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in taps],
+            },
+        }
+        return settings, weights
 
 
 def depths(layers: int) -> tuple[str, str, str]:

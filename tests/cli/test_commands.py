@@ -2,6 +2,7 @@
 
 import json
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,7 +13,9 @@ from typing import Any
 
 import pytest
 
+from tests.drafters import synthetic
 from vlmdistill.cli.main import GROUPS, VERBS, main
+from vlmdistill.drafters import checkpoint
 from vlmdistill.pipelines.prompts import read
 
 COMMAND = [sys.executable, "-m", "vlmdistill.cli.main"]
@@ -93,6 +96,7 @@ def test_wrong_usage_is_status_two(arguments: list[str], workplace: Path, capsys
         (["features", "--model", "no-such-model"], "there is no target 'no-such-model'"),
         (["features", "--model", "."], "has no config.json"),
         (["target", "show", "no-such-model"], "there is no target 'no-such-model'"),
+        (["export", "eagle3", "--out", "served"], "no drafter in"),
     ],
 )
 def test_a_mistake_is_one_line(arguments: list[str], words: str, workplace: Path, capsys: Any) -> None:
@@ -149,6 +153,21 @@ def test_json_is_for_programs(workplace: Path, capsys: pytest.CaptureFixture[str
     assert (facts["added"], facts["total"]) == (3, 3)
     assert main(["target", "list", "--json"]) == 0
     assert "qwen2.5-vl-7b" in json.loads(capsys.readouterr().out)["targets"]
+
+
+def test_an_exported_drafter_comes_with_the_commands_that_serve_it(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    origin = checkpoint.Origin(synthetic.provenance(), {})
+    checkpoint.save(synthetic.build("eagle3"), "eagle3", Path("runs/demo/drafters/eagle3"), origin)
+    assert main(["export", "eagle3", "--out", "served", "--dtype", "float16", "--json"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["parameters"] > 0
+    (command,) = [line for line in shown.err.splitlines() if line.startswith("vLLM: ")]
+    given = json.loads(shlex.split(command)[-1])
+    assert given["model"] == "served"
+    assert sorted(file.name for file in Path("served").iterdir()) == ["config.json", "model.safetensors"]
+    assert "is there already" in failing(capsys, "export", "eagle3", "--out", "served")
 
 
 def test_a_full_disk_loses_nothing(workplace: Path) -> None:

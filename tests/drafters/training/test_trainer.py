@@ -179,7 +179,17 @@ def test_a_drafter_folder_is_whole_or_refused(store: Path, tmp_path: Path) -> No
 
 
 def test_the_catalogue_is_the_folder() -> None:
-    machinery = {"__init__", "base", "layers", "losses", "memory", "catalogue", "config", "checkpoint"}
+    machinery = {
+        "__init__",
+        "base",
+        "layers",
+        "losses",
+        "memory",
+        "catalogue",
+        "config",
+        "checkpoint",
+        "export",
+    }
     modules = {file.stem for file in (ROOT / "drafters").glob("*.py")} - machinery
     assert modules == set(catalogue.DRAFTERS)
     for name in catalogue.DRAFTERS:
