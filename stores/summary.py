@@ -101,6 +101,7 @@ def stats(store: Store, view: str | None = None) -> dict[str, dict[str, Any]]:
 
     Token counts, numeric meta and the statistics of training runs, over a view or all samples. Infinities and
     NaN, as a diverged run leaves them, are only counted, as `not_finite`; None where there is nothing else.
+    Where all values are equal they are in the middle bin.
     """
     rows = store.view(view)
     told = {}
@@ -120,9 +121,15 @@ def _spread(values: Array) -> dict[str, Any]:
     names = ("min", "p10", "p50", "p90", "max")
     if not len(values):
         return dict.fromkeys(("mean", *names, "histogram"))
-    counts, edges = np.histogram(values, BINS)
+    # A power of two keeps every digit, and below 1 no sum or difference overflows.
+    exponent = np.frexp(np.abs(values).max())[1]
+    small = np.ldexp(values, -exponent)
+    mean, *quantiles = np.ldexp([small.mean(), *np.quantile(small, [0, 0.1, 0.5, 0.9, 1])], exponent).tolist()
+    least, width = small.min(), np.ptp(small)
+    places = (small - least) / width if width else np.full(len(small), 0.5)
+    counts, _ = np.histogram(places, BINS, range=(0, 1))
     return {
-        "mean": float(values.mean()),
-        **dict(zip(names, map(float, np.quantile(values, [0, 0.1, 0.5, 0.9, 1])), strict=True)),
-        "histogram": {"from": float(edges[0]), "to": float(edges[-1]), "counts": counts.tolist()},
+        "mean": mean,
+        **dict(zip(names, quantiles, strict=True)),
+        "histogram": {"from": quantiles[0], "to": quantiles[-1], "counts": counts.tolist()},
     }

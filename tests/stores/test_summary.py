@@ -1,6 +1,7 @@
 """The command line and the functions behind it tell the truth about a store."""
 
 import json
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,31 @@ def test_what_a_diverged_run_left_is_counted_beside_the_numbers(store: Store) ->
     assert (told["loss"]["count"], told["loss"]["not_finite"], told["loss"]["max"]) == (1, 3, 1.0)
     assert (told["gone"]["count"], told["gone"]["not_finite"], told["gone"]["mean"]) == (0, 2, None)
     assert "not finite" in text("stats", store.path)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [0.3, 0.1 + 0.2],
+        [10**17, 10**17 + 16, 10**17 + 64],
+        [1e308, -1e308],
+        [1e308, 1.2e308, 1.5e308],
+        [5e-324, 1e-323, 0.0],
+        [0.0, 0.0],
+        [-7.0],
+    ],
+)
+def test_numbers_close_together_or_huge_have_a_distribution(store: Store, values: list[float]) -> None:
+    store.write_stats("run", {"key": [f"k{at:04}" for at in range(len(values))], "loss": values})
+    told = run("stats", store.path)["loss"]
+    assert (told["min"], told["max"]) == (min(values), max(values))
+    assert told["mean"] == pytest.approx(float(sum(Fraction(value) for value in values) / len(values)))
+    assert sorted(values)[0] <= told["p10"] <= told["p50"] <= told["p90"] <= sorted(values)[-1]
+    histogram = told["histogram"]
+    assert (histogram["from"], histogram["to"]) == (min(values), max(values))
+    assert sum(histogram["counts"]) == len(values)
+    assert bool(histogram["counts"][0]) == bool(histogram["counts"][-1]) == (min(values) < max(values))
+    assert "loss" in text("stats", store.path)
 
 
 def test_each_verb_answers_in_json_and_in_words(store: Store, tmp_path: Path) -> None:
