@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image
 
+from vlmdistill.pipelines.pictures import BROKEN, upright
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import Array
 
-BROKEN = (OSError, SyntaxError, ValueError, TypeError, AttributeError, Image.DecompressionBombError)
 GIF_MILLISECONDS = 100  # of a frame that names none, as browsers show it
 
 
@@ -136,8 +136,7 @@ def _image(source: Any, what: str) -> Array:
 
 
 def _pixels(image: Image.Image) -> Array:
-    upright: Array = np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
-    return upright
+    return np.asarray(upright(image))
 
 
 def _animation(image: Image.Image, path: Path, choose: Choose) -> Clip:
@@ -171,7 +170,7 @@ def _film(path: Path, choose: Choose) -> Clip:
             footage = Footage(seen, footage.fps)
             indices = _chosen(footage, choose, f"video {path}")
             frames, seen = _decode(av, path, indices)
-    except (av.error.FFmpegError, OSError, ValueError) as error:
+    except (av.error.FFmpegError, *BROKEN) as error:
         raise DataError(f"video {path} cannot be read: {error}") from None
     return Clip(_stacked([frames[index] for index in indices], f"video {path}"), indices, footage)
 

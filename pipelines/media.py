@@ -10,6 +10,7 @@ from typing import Any
 
 from vlmdistill.pipelines import frames
 from vlmdistill.pipelines.importers import BadRowError, Media
+from vlmdistill.pipelines.pictures import BROKEN, upright
 from vlmdistill.pipelines.workspace import written_aside
 from vlmdistill.stores.errors import DataError
 
@@ -85,12 +86,12 @@ class Shelf:
 
 
 def _image_format(data: bytes) -> str | None:
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
     try:
         with Image.open(io.BytesIO(data)) as image:
             return (image.format or "").lower()
-    except (UnidentifiedImageError, OSError):
+    except BROKEN:
         return None
 
 
@@ -108,22 +109,19 @@ def _digest(kind: str, path: Path) -> str | BadRowError:
             hasher.update_mmap(file)
     except frames.NoDecoderError:  # no matter of one row
         raise
-    except (OSError, ValueError, SyntaxError, DataError) as error:
+    except (DataError, *BROKEN) as error:
         where = "" if isinstance(error, DataError) else f"{path}: "
         return BadRowError(f"unreadable {kind}", f"{where}{error}")
     return str(hasher.hexdigest()[:32])
 
 
 def _decode(path: Path) -> None:
-    """Read an image to its end; OSError, ValueError or SyntaxError where that fails."""
+    """Read an image to its end, as it will be shown; one of BROKEN where that fails."""
     from PIL import Image
 
     if path.stat().st_size == 0:
         raise OSError("the file is empty")
-    try:
-        with Image.open(path) as image:
-            # JPEG is read to its end, but an eighth of each side is decoded.
-            image.draft("RGB", (max(1, image.width // 8), max(1, image.height // 8)))
-            image.load()
-    except Image.DecompressionBombError as error:
-        raise OSError(str(error)) from None
+    with Image.open(path) as image:
+        # JPEG is read to its end, but an eighth of each side is decoded.
+        image.draft("RGB", (max(1, image.width // 8), max(1, image.height // 8)))
+        upright(image)

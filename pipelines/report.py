@@ -162,15 +162,17 @@ def _page(title: str, groups: Sequence[Group]) -> str:
 
 def _embedded(path: Path) -> dict[str, str]:
     """A file of a prompt: its name and kind, and of an image a small copy as a data URI."""
-    from PIL import Image, ImageOps
+    from PIL import Image
+
+    from vlmdistill.pipelines.pictures import BROKEN, upright
 
     if (mimetypes.guess_type(path.name)[0] or "").startswith("video/"):
         return {"name": path.name, "kind": "video"}
     try:
         with Image.open(path) as image:
             image.thumbnail((IMAGE_SIDE, IMAGE_SIDE))
-            small = ImageOps.exif_transpose(image).convert("RGBA")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+            small = upright(image, "RGBA")
+    except BROKEN:
         return {"name": path.name, "kind": "missing"}
     paper = Image.new("RGB", small.size, "white")
     paper.paste(small, mask=small.getchannel("A"))

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor
 
+from vlmdistill.pipelines.pictures import BROKEN, upright
 from vlmdistill.pipelines.targets.family import IMAGE, VIDEO, Family, Inputs
 from vlmdistill.pipelines.targets.folder import first_line
 from vlmdistill.pipelines.targets.video import FrameProcessor, Sampling
@@ -157,19 +158,12 @@ def read_image(source: str | Path | Image.Image) -> Image.Image:
     """Load an image upright and in RGB; DataError names a file that is missing or unreadable."""
     try:
         if isinstance(source, Image.Image):
-            return ImageOps.exif_transpose(source).convert("RGB")
+            return upright(source)
         with Image.open(source) as image:
-            return ImageOps.exif_transpose(image).convert("RGB")
+            return upright(image)
     except FileNotFoundError:
         raise DataError(f"image {source} does not exist") from None
-    except (
-        OSError,
-        SyntaxError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        Image.DecompressionBombError,
-    ) as error:
+    except BROKEN as error:
         raise DataError(f"image {source} cannot be read: {error}") from None
 
 

@@ -1,0 +1,48 @@
+"""Pictures: whatever Pillow opens, upright and in red, green and blue."""
+
+import struct
+
+from PIL import Image
+
+# What a decoder raises over a file that is damaged, or odd.
+BROKEN = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    EOFError,
+    NotImplementedError,
+    struct.error,
+    Image.DecompressionBombError,
+)
+ORIENTATION = 0x0112  # tag of EXIF 2.3, section 4.6.4: how the camera was held
+TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+def upright(image: Image.Image, mode: str = "RGB") -> Image.Image:
+    """A copy in `mode`, turned as its metadata says and without any; one of BROKEN where that fails."""
+    image.load()
+    turn = _turn(image)
+    picture = image.convert(mode)
+    picture.info = {}  # else whoever reads it next might turn it again
+    return picture if turn is None else picture.transpose(turn)
+
+
+def _turn(image: Image.Image) -> Image.Transpose | None:
+    """How to turn it. Metadata that cannot be read say nothing, as to any viewer."""
+    # Not by `ImageOps.exif_transpose`: it writes the metadata anew, which fails for tags of an odd kind.
+    try:
+        return TURNS.get(image.getexif().get(ORIENTATION, 1))
+    except BROKEN:
+        return None
