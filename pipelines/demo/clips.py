@@ -75,6 +75,11 @@ class Clip:
         come = [replace(event.item, cell=event.to) for event in now if event.to is not None]
         return come, [event.item for event in now if event.source is not None]
 
+    def moves(self, phase: int) -> bool:
+        """Whether what has come in a phase is what has gone."""
+        come, gone = self.changes(phase)
+        return bool(come and gone)
+
 
 @dataclass(frozen=True)
 class Slides:
@@ -98,6 +103,10 @@ class Slides:
         """The items that have just come in a phase, and those that have just gone, where they were."""
         come, gone = ([item] if item else [] for item in (self.come[phase], self.gone[phase]))
         return come, gone
+
+    def moves(self, phase: int) -> bool:
+        """Never: what comes has nothing to do with what goes."""
+        return False
 
 
 def random_slides(rng: random.Random) -> Slides:
@@ -161,7 +170,8 @@ def phases(frames: int) -> list[int]:
 
 def frame(clip: Clip | Slides, phase: int) -> Image.Image:
     """What a clip shows throughout a phase, as an 84 x 84 RGB image."""
-    return draw_moment(clip.scene(phase), _PHASE_INKS[phase], *clip.changes(phase))
+    come, gone = clip.changes(phase)
+    return draw_moment(clip.scene(phase), _PHASE_INKS[phase], come, gone, moved=clip.moves(phase))
 
 
 def frames(clip: Clip, count: int) -> Sequence[Image.Image]:

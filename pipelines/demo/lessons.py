@@ -59,7 +59,7 @@ class Recipe:
 
 
 CLIPS = Recipe(
-    vision_steps=400,
+    vision_steps=600,
     steps=2600,
     learning_rate=2.5e-3,
     scan=(0.18, 0.22),
@@ -67,7 +67,7 @@ CLIPS = Recipe(
     rest=0.15,
     clips=0.45,
     chats=0.2,
-    polish_steps=2200,
+    polish_steps=2600,
     polish_rate=2e-3,
 )
 """Videos as well as images."""

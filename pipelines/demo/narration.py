@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from vlmdistill.pipelines.demo.clips import PHASES, STAMPS, Clip, Event, Slides
 from vlmdistill.pipelines.demo.scenes import CELLS, Item
-from vlmdistill.pipelines.demo.wiring import APPEARS, CHANGES, END, SAME, VANISHES
+from vlmdistill.pipelines.demo.wiring import APPEARS, CHANGES, END, MOVE, SAME, VANISHES
 from vlmdistill.pipelines.demo.wording import REMARKS, VERBS, an, look, with_suffix
 
 TASKS = ("watch", "events", "start", "end", "compare")
@@ -143,7 +143,7 @@ def _changes(phase: int, event: Event) -> str:
             return f"{when} {VANISHES} {CELLS[source]}"
         case int(source), int(to):
             away, back = f"{when} {VANISHES} {CELLS[source]}", f"{when} {APPEARS} {CELLS[to]}"
-            return f"{when} there is a move: at {away} and at {back}"
+            return f"{when} there is a {MOVE}: at {away} and at {back}"
     raise ValueError(f"nothing happens in {event}")
 
 

@@ -37,7 +37,7 @@ SIDE_PIXELS = 3 * CELL_PIXELS
 _RULER = 2
 _ROW_INKS = ((255, 255, 255), (0, 200, 255), (255, 120, 0))
 _COLUMN_INKS = ((255, 0, 255), (0, 255, 0), (120, 120, 255))
-_COME_INK, _GONE_INK = (255, 255, 255), (255, 0, 0)
+_COME_INK, _GONE_INK, _MOVED_INK = (255, 255, 255), (255, 0, 0), (0, 255, 255)
 _RADIUS = {"large": 11, "small": 7}
 
 
@@ -86,22 +86,27 @@ def _any_scene(rng: random.Random) -> Scene:
 
 def draw(scene: Scene) -> Image.Image:
     """Render a scene as an 84 x 84 RGB image."""
-    return _draw(scene, None, (), ())
+    return _draw(scene, None, (), (), moved=False)
 
 
 def draw_moment(
-    scene: Scene, clock: tuple[int, int, int], come: Sequence[Item], gone: Sequence[Item]
+    scene: Scene, clock: tuple[int, int, int], come: Sequence[Item], gone: Sequence[Item], *, moved: bool
 ) -> Image.Image:
     """Render a moment of a video: `clock` inks a strip at the bottom of each cell.
 
-    Items that have just `come` have a white bar beside them, those that have just `gone` a red one, and are
-    hollow.
+    Items that have just `come` have a white bar on their right, those that have just `gone` a red one, and
+    are hollow. If they have `moved` from here to there, both have a bar on their left as well.
     """
-    return _draw(scene, clock, come, gone)
+    return _draw(scene, clock, come, gone, moved=moved)
 
 
 def _draw(
-    scene: Scene, clock: tuple[int, int, int] | None, come: Sequence[Item], gone: Sequence[Item]
+    scene: Scene,
+    clock: tuple[int, int, int] | None,
+    come: Sequence[Item],
+    gone: Sequence[Item],
+    *,
+    moved: bool,
 ) -> Image.Image:
     image = Image.new("RGB", (SIDE_PIXELS, SIDE_PIXELS), BACKGROUNDS[scene.background])
     pen = ImageDraw.Draw(image)
@@ -121,8 +126,11 @@ def _draw(
     for items, ink in ((come, _COME_INK), (gone, _GONE_INK)):
         for item in items:
             row, column = divmod(item.cell, 3)
-            x, y = (column + 1) * CELL_PIXELS, row * CELL_PIXELS
-            pen.rectangle((x - _RULER, y + _RULER, x - 1, y + CELL_PIXELS - _RULER - 1), fill=ink)
+            x, y = column * CELL_PIXELS, row * CELL_PIXELS
+            top, low, right = y + _RULER, y + CELL_PIXELS - _RULER - 1, x + CELL_PIXELS
+            pen.rectangle((right - _RULER, top, right - 1, low), fill=ink)
+            if moved:
+                pen.rectangle((x + _RULER, top, x + 2 * _RULER - 1, low), fill=_MOVED_INK)
     return image
 
 

@@ -22,9 +22,11 @@ from vlmdistill.pipelines.demo.scenes import BACKGROUNDS, CELLS, COLOURS, SHAPES
 CHANGES, APPEARS, VANISHES, SAME, EMPTY = "second", "appears", "vanishes", "nothing", "empty"
 """Of cells in which something appears or vanishes: "second" because one then says "at second two"."""
 END = "end"
+MOVE = "move"
+"""Of both cells of a move as well: one of the two is looked at more than the other, and tells half of it."""
 NOUNS = (
     *(*CELLS, *STAMPS, END, CHANGES, APPEARS, VANISHES, SAME, EMPTY),
-    *(*SIZES, *COLOURS, *SHAPES, *BACKGROUNDS),
+    *(*SIZES, *COLOURS, *SHAPES, *BACKGROUNDS, MOVE),
 )
 """The words for what is seen; those that one looks up by come first."""
 
@@ -59,8 +61,9 @@ def cell_words(shown: Scene | Clip | Slides, phase: int | None = None) -> list[l
         return words
     changed = {item.cell: verb for verb, items in ((APPEARS, come), (VANISHES, gone)) for item in items}
     now = [STAMPS[phase], END] if phase == PHASES - 1 else [STAMPS[phase]]
+    moved = [] if isinstance(shown, Scene) or not shown.moves(phase) else [MOVE]
     return [
-        [*known, *now, *([CHANGES, changed[cell]] if cell in changed else [SAME])]
+        [*known, *now, *([CHANGES, changed[cell], *moved] if cell in changed else [SAME])]
         for cell, known in enumerate(words)
     ]
 

@@ -19,8 +19,9 @@ from vlmdistill.pipelines.demo.clips import (
     random_slides,
     split_of,
 )
-from vlmdistill.pipelines.demo.scenes import CELLS, SIDE_PIXELS, SPLITS, Item
+from vlmdistill.pipelines.demo.scenes import CELL_PIXELS, CELLS, SIDE_PIXELS, SPLITS, Item, Scene
 from vlmdistill.pipelines.demo.scoring import CLIP_FACTS, happenings, score_clip
+from vlmdistill.pipelines.demo.wiring import MOVE, cell_words
 
 seeds = st.integers(0, 2**32)
 tasks = st.sampled_from(narration.TASKS)
@@ -76,6 +77,23 @@ def test_what_changes_is_told_by_the_frames_of_its_phase_alone() -> None:
     still = Clip("navy", CLIP.scene(1).items, ())
     assert frame(CLIP, 1).tobytes() != frame(still, 1).tobytes()
     assert frame(CLIP, 2).tobytes() == frame(still, 2).tobytes()
+
+
+def test_each_cell_of_a_move_tells_that_it_is_one() -> None:
+    held = CLIP.scene(1).items
+    come, gone = CLIP.changes(1)
+    kinds = [
+        frame(Slides((Scene("navy", held),) * PHASES, (None, came, None, None), (None, went, None, None)), 1)
+        for came, went in ((come[0], None), (None, gone[0]))
+    ]
+    moved = frame(CLIP, 1)
+    for kind, cell in zip(kinds, (1, 8), strict=True):
+        row, column = divmod(cell, 3)
+        x, y = CELL_PIXELS * column, CELL_PIXELS * row
+        box = (x, y, x + CELL_PIXELS, y + CELL_PIXELS)
+        assert moved.crop(box).tobytes() != kind.crop(box).tobytes()
+    assert {cell for cell, words in enumerate(cell_words(CLIP, 1)) if MOVE in words} == {1, 8}
+    assert not any(MOVE in words for phase in (0, 2, 3) for words in cell_words(CLIP, phase))
 
 
 def test_the_phase_can_be_seen_in_every_frame() -> None:
