@@ -6,6 +6,7 @@ import filecmp
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -136,7 +137,7 @@ class Local(Place):
 
     def files(self, folder: str) -> dict[str, int]:
         """Every file below a folder: name relative to the folder -> bytes."""
-        return {name: stat.st_size for name, stat in self._walk(folder)}
+        return {name: about.st_size for name, about in self._walk(folder)}
 
     def _walk(self, folder: str) -> Iterator[tuple[str, os.stat_result]]:
         base = self.root / folder
@@ -147,6 +148,14 @@ class Local(Place):
                     yield path.relative_to(base).as_posix(), path.stat()
                 except FileNotFoundError:  # another process removed it while we walked
                     continue
+
+    def size(self, name: str) -> int | None:
+        """Bytes of one file, or None when it is missing: no other file is looked at."""
+        try:
+            found = os.stat(self.root / name)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def names(self, folder: str) -> list[str]:
         """The sorted names directly inside a folder."""
@@ -172,7 +181,7 @@ class Local(Place):
         probe = self.workspace()
         now = probe.stat().st_mtime
         self.release(probe)
-        times = [stat.st_mtime for _, stat in self._walk(folder)]
+        times = [about.st_mtime for _, about in self._walk(folder)]
         return max(0.0, now - max([*times, path.stat().st_mtime])) if path.exists() else 0.0
 
     def workspace(self, name: str | None = None) -> Path:

@@ -59,6 +59,10 @@ class Place(ABC):
         """Every file below a folder: name relative to the folder -> bytes. Empty when missing."""
 
     @abstractmethod
+    def size(self, name: str) -> int | None:
+        """Bytes of one file, or None when it is missing."""
+
+    @abstractmethod
     def names(self, folder: str) -> list[str]:
         """The sorted names directly inside a folder. Empty when missing."""
 
@@ -97,11 +101,6 @@ class Place(ABC):
     def held(self, name: str) -> Iterator[None]:
         """An empty file that stands while its maker is at work; it stays behind when that dies or fails."""
         yield
-
-    def size(self, name: str) -> int | None:
-        """Bytes of one file, or None when it is missing."""
-        folder, _, leaf = name.rpartition("/")
-        return self.files(folder).get(leaf)
 
 
 def cut(where: str) -> StoreError:

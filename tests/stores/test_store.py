@@ -356,3 +356,11 @@ def test_what_is_committed_or_collected_while_verify_looks_is_no_damage(
     monkeypatch.setattr(Local, "extent", gone)
     assert not verify(store.path, threads=1).damage
     assert Store.open(store.path).keys().isdisjoint({"k0000", "k0004"})
+
+
+def test_asking_for_the_size_of_a_file_looks_at_no_other(store: Store) -> None:
+    """A writer asks whether its unit is there: that must not take longer the more units there are."""
+    with struck(Calls(frozenset({"scandir", "listdir"}), None)) as calls:
+        sizes = [store.place.size(name) for name in ("store.json", "commits", "nothing", "store.json/x")]
+    assert sizes == [Path(store.path, "store.json").stat().st_size, None, None, None]
+    assert calls.count == 0
