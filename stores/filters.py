@@ -281,11 +281,11 @@ def filter_store(
 
 def view_keys(store: Store, name: str) -> pl.DataFrame:
     """The keys that a view keeps; StoreError when there is no such view, with those there are."""
-    try:
-        _, table = read_table(store.place, VIEWS, name)
-    except FileNotFoundError:
-        there = ", ".join(table_names(store.place, VIEWS)) or "none yet: make one with `store filter`"
-        raise StoreError(f"{store.path} has no view '{name}'. Views: {there}") from None
+    views = table_names(store.place, VIEWS)
+    if name not in views:  # which may be a path, and no name at all
+        there = ", ".join(views) or "none yet: make one with `store filter`"
+        raise StoreError(f"{store.path} has no view '{name}'. Views: {there}")
+    _, table = read_table(store.place, VIEWS, name)
     frame = pl.from_arrow(table)
     assert isinstance(frame, pl.DataFrame)
     return frame.filter(pl.col("reason").is_null()).select("key")

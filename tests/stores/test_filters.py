@@ -1,6 +1,7 @@
 """Views drop samples for a reason, are counted, and touch no tensor."""
 
 import random
+import re
 from pathlib import Path
 
 import polars as pl
@@ -14,6 +15,7 @@ from vlmdistill.stores.filters import filter_store, named
 from vlmdistill.stores.manifest import STATS, VIEWS
 from vlmdistill.stores.measures import BAND, SKETCH, code_ratio, measures, repetition, sketch
 from vlmdistill.stores.reader import epoch
+from vlmdistill.stores.share import send
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.summary import info
 from vlmdistill.stores.tables import read_table, table_names
@@ -236,6 +238,20 @@ def test_a_mistaken_name_is_explained(many: Store) -> None:
         filter_store(many, "v", filters=["unique"])
     with pytest.raises(StoreError, match="Datasets left: a, b"):
         filter_store(many, "v", filters=["mix=a:0.5,zebra:0.5"])
+
+
+@pytest.mark.parametrize("name", ["../commits/u0", "../stats/r", "v/../v", "", "v" * 300])
+def test_only_the_name_of_a_view_is_one(tmp_path: Path, name: str) -> None:
+    store = make(tmp_path / "store", [range(3)])
+    store.write_stats("r", {"key": ["k0001"], "kept": [0.5]})
+    filter_store(store, "v", expressions=["words > 1"])
+    why = re.escape(f"{store.path} has no view '{name}'. Views: v")
+    with pytest.raises(StoreError, match=why):
+        store.view(name)
+    with pytest.raises(StoreError, match=why):
+        filter_store(store, "w", base=name)
+    with pytest.raises(StoreError, match=why):
+        send(store.path, tmp_path / "there", view=name)
 
 
 @pytest.mark.parametrize(
