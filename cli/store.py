@@ -182,6 +182,7 @@ def merge(
     """Bring stores of the same target together; what is there already is not copied again."""
     from vlmdistill.stores import share
 
+    sources = list(dict.fromkeys(sources))
     with console.progress("merge", "samples") as report:
         told = share.merge(target, sources, progress=report)
     facts = {source: asdict(one) for source, one in zip(sources, told, strict=True)}

@@ -194,6 +194,11 @@ def test_what_a_merge_found_to_differ_is_named(store: Store, tmp_path: Path) -> 
     assert "conflicts  k0003" in text("push", other.path, store.path)
 
 
+def test_a_store_named_twice_is_merged_once(store: Store, tmp_path: Path) -> None:
+    told = run("merge", str(tmp_path / "all"), store.path, store.path)[store.path]
+    assert (told["copied"], told["present"]) == (9, 0)
+
+
 def test_verify_fails_and_names_what_is_damaged(store: Store) -> None:
     path = next(Path(store.path).glob("shards/u0-*/tokens/c/0/0"))
     path.write_bytes(path.read_bytes()[:-1])
