@@ -116,6 +116,7 @@ class Capturer:
         )  # held as long as the actor lives
         self.target = load(model, **(how or Options()))
         there = store_at(store)
+        check_dtype(there, self.target.head.embed_VD.dtype)
         self.features = chosen(there, drafters, self.target.info)
         self.dtype = dtype
         self.budget = budget
@@ -327,6 +328,16 @@ def plan(items: Sequence[Item], facts: dict[str, Any], shard_bytes: int) -> list
 def unit_name(items: Iterable[Item]) -> str:
     """A name that follows from the samples: the same unit, captured twice, counts once."""
     return content_hash(sorted(item.prompt.key for item in items))
+
+
+def check_dtype(there: Store | None, mine: Any) -> None:
+    """StoreError when the states that are there come from a target that ran in another dtype."""
+    theirs = there.record["head"]["dtype"] if there else ""
+    if there and str(mine) != f"torch.{theirs}":
+        raise StoreError(
+            f"{there.path} holds states of a target that ran in {theirs}, and this one runs in "
+            f"{str(mine).removeprefix('torch.')}: give --target-dtype {theirs}, or another --store"
+        )
 
 
 def check_origin(model: str, folder: Path, store: str) -> None:

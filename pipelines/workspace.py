@@ -37,8 +37,8 @@ class Workspace:
         if not model:
             raise DataError("the model's name is empty: give a name, a hub id or a checkpoint folder")
         base = runs or Path(os.environ.get(RUNS_VARIABLE) or "runs")
-        path = Path(model).expanduser()
-        name = path.resolve().name if path.is_dir() else model.strip("/").replace("/", "--")
+        folder = checkpoint_folder(model)
+        name = folder.name if folder else model.strip("/").replace("/", "--")
         return cls(model, base / name)
 
     @property
@@ -87,8 +87,14 @@ def written_aside(path: Path) -> Iterator[Path]:
 
 def absolute(model: str) -> str:
     """A model as another process finds it: a local folder by its absolute path, else as it is."""
+    folder = checkpoint_folder(model)
+    return str(folder) if folder else model
+
+
+def checkpoint_folder(model: str) -> Path | None:
+    """The local folder that a model is; None for a name, even where a folder, its workspace, has it too."""
     path = Path(model).expanduser()
-    return str(path.resolve()) if path.is_dir() else model
+    return path.resolve() if (path / "config.json").is_file() else None
 
 
 def _lock_file(folder: Path, what: str) -> IO[str]:

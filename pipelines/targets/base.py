@@ -269,9 +269,9 @@ class VisionLanguageTarget:
         inputs = self._stock_inputs([prompt])
         if inputs is None:
             raise DataError(UNREADABLE)
-        stock_V = self.model(**inputs, logits_to_keep=1).logits[0, -1].float()
         hidden_LD = self._states([prompt], [Transcript.of(prompt)], ())["hidden"][0]
         mine_V = self.logits(hidden_LD[-1:])[0]
+        stock_V = self.model(**inputs, logits_to_keep=1).logits[0, -1].float()
         allowed = (1e-3 if self.dtype == torch.float32 else 5e-2) * float(stock_V.abs().max())
         worst = float((mine_V - stock_V).abs().max())
         if not worst <= allowed:

@@ -35,17 +35,21 @@ def target_info(name: str, family: Family, model: Any, tokenizer: Any) -> Target
 
 
 def _eos_ids(name: str, rows: int, config: Any, generation: Any, tokenizer: Any) -> tuple[int, ...]:
-    """All ids that end an answer: those of the generation config, and only without them another's.
+    """All ids that end an answer: those of the generation config, and only without them all others'.
 
-    A configuration that says nothing has its class's default, which may lie outside of the vocabulary.
+    A configuration that says nothing has its class's default, which may be another token or none.
     """
-    for source in (generation, config, tokenizer):
+
+    def named(source: Any) -> list[int]:
         given = getattr(source, "eos_token_id", None)
         ids = given if isinstance(given, list | tuple) else (given,)
         if not all(isinstance(i, int | None) for i in ids):
             raise TargetError(f"{name}: eos_token_id {given!r} is no token id and no list of them")
-        if known := tuple(int(i) for i in ids if i is not None and i < rows):
-            return known
-    if tokenizer is None:
-        return ()
-    raise TargetError(f"{name} names no end-of-sequence token: add eos_token_id to generation_config.json")
+        return [int(i) for i in ids if i is not None and i < rows]
+
+    known = named(generation) or [*named(config), *named(tokenizer)]
+    if not known and tokenizer is not None:
+        raise TargetError(
+            f"{name} names no end-of-sequence token: add eos_token_id to generation_config.json"
+        )
+    return tuple(dict.fromkeys(known))

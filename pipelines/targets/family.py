@@ -93,6 +93,26 @@ def disagreement(*facts: tuple[str, Any, Any]) -> str | None:
     return None
 
 
+def square(vision: Any, height: Any, width: Any) -> list[tuple[str, Any, Any]]:
+    """The facts on which a processor and a vision tower for images of one size have to agree."""
+    return [("the image height", height, vision.image_size), ("the image width", width, vision.image_size)]
+
+
+def classes(vision: Any, processor: Any) -> tuple[str, Any, Any]:
+    """The fact that says how many tokens of a vision tower are no patch."""
+    mine = processor.num_additional_image_tokens
+    theirs = {"clip_vision_model": 1, "siglip_vision_model": 0}.get(vision.model_type, mine)
+    return ("num_additional_image_tokens", mine, theirs)
+
+
+def grid_of(config: Any, processor: Any) -> tuple[str, Any, Any]:
+    """The fact that says into which tiles an image may be cut."""
+    mine, theirs = (
+        [list(size) for size in part.image_grid_pinpoints] for part in (processor.image_processor, config)
+    )
+    return ("image_grid_pinpoints", mine or "empty", theirs)
+
+
 def video_placeholder(config: Any, processor: Any) -> tuple[str, Any, Any]:
     """The fact on which a processor and a model have to agree before a video can be placed."""
     mine = processor.tokenizer.convert_tokens_to_ids(processor.video_token)
@@ -176,6 +196,9 @@ class GridFamily(Family):
     def mismatch(self, config: Any, processor: Any) -> str | None:
         """Patches have to be cut and merged as the vision tower expects them."""
         vision, parts = config.vision_config, (processor.image_processor, processor.video_processor)
+        size = dict(processor.image_processor.size or {})
+        if not {"shortest_edge", "longest_edge"} <= {*size}:
+            return f"the size of images is {size}, and has to have shortest_edge and longest_edge"
         facts = [
             fact
             for part, of in zip(parts, ("", " of videos"), strict=True)

@@ -27,12 +27,17 @@ def resolve(name: str) -> Path:
 
     Raises TargetError when there is none, when it is incomplete, or when the hub is out of reach.
     """
-    if name in EMBEDDED:
-        return complete(EMBEDDED[name])
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return complete(path)
+    if (folder := _local(name)) is not None:
+        return complete(folder)
     return complete(_from_hub(name, _repository(name)))
+
+
+def _local(name: str) -> Path | None:
+    """The folder that a name stands for, whatever is in it; None for what lies on the hub."""
+    path = EMBEDDED.get(name, Path(name).expanduser())
+    if name in HUB and not (path / "config.json").is_file():
+        return None  # a folder of that name, such as its workspace, is no checkpoint
+    return path if path.is_dir() else None
 
 
 @dataclass(frozen=True)
@@ -50,11 +55,8 @@ def locate(name: str) -> Place:
 
     Raises TargetError when the name is none, or nothing is known of it here.
     """
-    folder: Path | None = Path(name).expanduser()
-    if name in EMBEDDED:
-        folder, origin = EMBEDDED[name], "embedded in this package"
-    elif folder is not None and folder.is_dir():
-        origin = "a local folder"
+    if (folder := _local(name)) is not None:
+        origin = "embedded in this package" if name in EMBEDDED else "a local folder"
     else:
         origin = _repository(name)
         folder = cached(origin)
@@ -114,11 +116,13 @@ def complete(folder: Path) -> Path:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that hold the weights; TargetError when one is missing."""
-    if (folder / INDEX).is_file():
-        shards = sorted(set(read_json(folder, INDEX).get("weight_map", {}).values()))
-    else:
-        shards = [WHOLE]
+    """The safetensors files that the stock loading reads; TargetError when one is missing."""
+    shards = [WHOLE]
+    if (folder / INDEX).is_file() and not (folder / WHOLE).is_file():
+        places = read_json(folder, INDEX).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(shard, str) for shard in places.values()):
+            raise TargetError(f"{folder / INDEX} is corrupt (its weight_map is none): fetch it again")
+        shards = sorted(set(places.values()))
     missing = [shard for shard in shards if not (folder / shard).is_file()]
     if missing or not shards:
         pickled = sorted(path.name for path in folder.glob("pytorch_model*.bin"))

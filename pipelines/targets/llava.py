@@ -10,7 +10,16 @@ from typing import Any
 import torch
 import transformers
 
-from vlmdistill.pipelines.targets.family import LLAMA_LIKE, Family, Inputs, Visual, concatenate, disagreement
+from vlmdistill.pipelines.targets.family import (
+    LLAMA_LIKE,
+    Family,
+    Inputs,
+    Visual,
+    classes,
+    concatenate,
+    disagreement,
+    square,
+)
 
 
 class Llava(Family):
@@ -33,9 +42,9 @@ class Llava(Family):
         shape = image.crop_size if image.do_center_crop else image.size  # SigLIP's are resized to a square
         return disagreement(
             ("patch_size", processor.patch_size, vision.patch_size),
-            ("the image height", shape.get("height"), vision.image_size),
-            ("the image width", shape.get("width"), vision.image_size),
+            *square(vision, shape.get("height"), shape.get("width")),
             ("vision_feature_select_strategy", processor.vision_feature_select_strategy, strategy),
+            classes(vision, processor),
         )
 
     def collate(self, samples: Sequence[Inputs]) -> Inputs:

@@ -15,9 +15,12 @@ from vlmdistill.pipelines.targets.family import (
     Family,
     Inputs,
     Visual,
+    classes,
     concatenate,
     disagreement,
+    grid_of,
     pad_tiles,
+    square,
 )
 
 
@@ -37,11 +40,15 @@ class LlavaNext(Family):
     def mismatch(self, config: Any, processor: Any) -> str | None:
         """The same tiles, patches and selection of vision features."""
         vision, strategy = config.vision_config, config.vision_feature_select_strategy
-        pinpoints = [list(size) for size in processor.image_processor.image_grid_pinpoints]
+        tile = processor.image_processor.crop_size
+        if strategy == "full" and classes(vision, processor)[2]:
+            return "with vision_feature_select_strategy 'full' the stock model cannot put its tiles together"
         return disagreement(
             ("patch_size", processor.patch_size, vision.patch_size),
-            ("image_grid_pinpoints", pinpoints, [list(size) for size in config.image_grid_pinpoints]),
+            *square(vision, tile["height"], tile["width"]),
+            grid_of(config, processor),
             ("vision_feature_select_strategy", processor.vision_feature_select_strategy, strategy),
+            classes(vision, processor),
         )
 
     def collate(self, samples: Sequence[Inputs]) -> Inputs:

@@ -18,7 +18,9 @@ from vlmdistill.pipelines.targets.family import (
     Visual,
     concatenate,
     disagreement,
+    grid_of,
     pad_tiles,
+    square,
     video_placeholder,
 )
 from vlmdistill.pipelines.targets.processors import onevision_without_video
@@ -43,11 +45,13 @@ class LlavaOnevision(Family):
     def mismatch(self, config: Any, processor: Any) -> str | None:
         """The same tiles, tokens per tile and selection of vision features."""
         vision, strategy = config.vision_config, config.vision_feature_select_strategy
-        pinpoints = [list(size) for size in processor.image_processor.image_grid_pinpoints]
+        size = processor.image_processor.size
         tokens = (vision.image_size // vision.patch_size) ** 2
         return disagreement(
             ("num_image_tokens", processor.num_image_tokens, tokens),
-            ("image_grid_pinpoints", pinpoints, [list(size) for size in config.image_grid_pinpoints]),
+            *square(vision, size.get("height"), size.get("width")),
+            ("vision_aspect_ratio", processor.vision_aspect_ratio, config.vision_aspect_ratio),
+            grid_of(config, processor),
             ("vision_feature_select_strategy", processor.vision_feature_select_strategy, strategy),
             ("the height of frames", processor.video_processor.height, vision.image_size),
             ("the width of frames", processor.video_processor.width, vision.image_size),

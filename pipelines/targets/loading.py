@@ -18,6 +18,7 @@ from vlmdistill.stores.errors import TargetError
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ATTENTION = ("sdpa", "eager", "flash_attention_2")
+_PROBE = "probe"  # what a user says when a chat template is tried
 
 
 def load(
@@ -53,7 +54,7 @@ def load(
     if device == "auto" and place.type == "cuda" and layers is None:
         layers = _spread(folder, number)
     model = _model(folder, number, attention, place, layers)
-    model.generation_config = generation or model.generation_config
+    model.generation_config = generation or transformers.GenerationConfig()  # not one made of class defaults
     _check_together(folder, family, model, processor)
     kind = VisionLanguageTarget if len(set((layers or {}).values())) < 2 else SpreadTarget
     return kind(name=name, folder=folder, family=family, model=model, processor=processor, compiled=compiled)
@@ -101,6 +102,9 @@ def skeleton(config: Path) -> Any:
 def configuration(config: Path) -> Any:
     """Read a `config.json`; TargetError when it is none, or when its text model is not served."""
     family = family_of(config)
+    for part in ("text_config", "vision_config"):  # null: the class's default, of billions of parameters
+        if not isinstance(read_json(config.parent, config.name).get(part, {}), dict):
+            raise TargetError(f"{config}: its {part} is no object: fetch the checkpoint again")
     with _in_one_line(f"{config} makes no model"):
         read = transformers.AutoConfig.from_pretrained(config, local_files_only=True)
     text = read.get_text_config()
@@ -163,6 +167,13 @@ def processor_of(folder: Path, family: Family) -> Any:
         processor.chat_template = getattr(processor.tokenizer, "chat_template", None)
     if not processor.chat_template:
         raise TargetError(f"{folder} has no chat template: add chat_template.jinja of the published model")
+    with _in_one_line(f"{folder}: the chat template does not render"):
+        turn = {"role": "user", "content": [{"type": "text", "text": _PROBE}]}
+        shown = processor.apply_chat_template([turn], add_generation_prompt=True)
+    if _PROBE not in shown or "'type'" in shown:
+        raise TargetError(
+            f"{folder}: the chat template is for text alone: add chat_template.jinja of the published model"
+        )
     return processor
 
 

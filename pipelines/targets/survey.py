@@ -4,6 +4,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+import transformers
+
 from vlmdistill.drafters import catalogue as drafters
 from vlmdistill.pipelines.demo import EMBEDDED
 from vlmdistill.pipelines.targets.catalogue import FAMILIES, REGISTRY
@@ -44,10 +46,11 @@ def survey(name: str, text: int, visual: int, images: int = 1) -> dict[str, Any]
     model = skeleton(place.config)
     whole = place.folder if not place.lacking else None
     generation = generation_of(place.folder) if place.folder is not None else None
-    model.generation_config = generation or model.generation_config
-    info = target_info(name, family, model, None)
-    if whole is not None and not info.eos_ids:
-        info = target_info(name, family, model, processor_of(whole, family).tokenizer)
+    model.generation_config = generation or transformers.GenerationConfig()
+    asked = whole is not None and getattr(generation, "eos_token_id", None) is None  # of what ends an answer
+    info = target_info(
+        name, family, model, processor_of(whole, family).tokenizer if whole and asked else None
+    )
     total, language = (
         sum(w.numel() for w in part.parameters()) for part in (model, model.model.language_model)
     )

@@ -26,6 +26,7 @@ from vlmdistill.pipelines.filters import Filters
 from vlmdistill.pipelines.prompts import Prompt, read
 from vlmdistill.pipelines.responses import checkpoint as checkpoint_of
 from vlmdistill.pipelines.responses import respond
+from vlmdistill.pipelines.targets.options import Options
 from vlmdistill.stores.errors import DataError, StoreError
 from vlmdistill.stores.schema import Feature
 from vlmdistill.stores.store import Store
@@ -180,6 +181,17 @@ def test_fields_are_kept_as_the_command_line_asks(
 def test_an_encoding_that_is_none_is_told_what_to_write(texts: list[str], words: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=words):
         fields.encodings(texts, str(tmp_path))
+
+
+def test_states_of_a_target_in_another_dtype_are_not_mixed_in(given: Given, tmp_path: Path) -> None:
+    half, store = Options(dtype="bfloat16"), str(tmp_path / "store")
+    capture(given.prompts[:4], given.answers, store, given.model, ["sparrow"], workers=1)
+    with pytest.raises(StoreError, match="ran in float32, and this one runs in bfloat16: give --target-"):
+        run(given, tmp_path / "store", ["sparrow"], how=half)
+    theirs = shutil.copytree(given.answers, tmp_path / "theirs")
+    next(theirs.glob("part-*")).unlink()
+    with pytest.raises(DataError, match="was made with target_dtype float32, not bfloat16"):
+        respond(given.prompts, theirs, given.model, Sampling(max_new_tokens=10), ANY, workers=1, how=half)
 
 
 def test_a_store_without_what_a_drafter_needs_is_refused_by_name(given: Given, stored: Path) -> None:

@@ -12,6 +12,7 @@ import huggingface_hub
 import pytest
 import torch
 from huggingface_hub.hf_api import ModelInfo
+from safetensors.torch import load_file, save_file
 
 from tests import tiny
 from vlmdistill.pipelines.answers import Sampling
@@ -23,6 +24,7 @@ from vlmdistill.pipelines.targets.catalogue import FAMILIES, HUB
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.targets.options import Options
 from vlmdistill.pipelines.targets.survey import survey
+from vlmdistill.pipelines.workspace import Workspace, absolute
 from vlmdistill.stores.errors import TargetError
 from vlmdistill.stores.schema import Feature
 
@@ -160,6 +162,51 @@ def test_missing_shard(copy: Callable[[str], Path], family: str) -> None:
     assert "not whole" in message
 
 
+def test_what_is_loaded_is_what_the_fingerprint_is_of(copy: Callable[[str], Path]) -> None:
+    """Where weights lie in one file and in shards as well, the stock loading takes the one file."""
+    folder = copy("llava")
+    alone = load(str(folder))
+    index = folder / "model.safetensors.index.json"
+    shutil.copy(folder / "model.safetensors", folder / "model-00001-of-00001.safetensors")
+    index.write_text(json.dumps({"weight_map": {"a": "model-00001-of-00001.safetensors"}}))
+    assert load(str(folder)).fingerprint == alone.fingerprint
+    whole = load_file(folder / "model.safetensors")
+    name = next(name for name in whole if name.endswith("lm_head.weight"))
+    save_file({**whole, name: whole[name] + 1}, folder / "model.safetensors", metadata={"format": "pt"})
+    changed = load(str(folder))
+    assert changed.fingerprint != alone.fingerprint
+    torch.testing.assert_close(changed.head.lm_head_VD, alone.head.lm_head_VD + 1)
+    (folder / "model-00001-of-00001.safetensors").unlink()
+    assert load(str(folder)).fingerprint == changed.fingerprint, "an index that is left over says nothing"
+
+
+@pytest.mark.parametrize("places", [None, [], {"a": 3, "b": "model-1.safetensors"}])
+def test_a_broken_weight_index(copy: Callable[[str], Path], places: object) -> None:
+    folder = copy("llava")
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    assert "model.safetensors.index.json is corrupt" in refusal(folder)
+
+
+@pytest.mark.parametrize("part", ["text_config", "vision_config"])
+def test_a_part_of_the_configuration_that_is_null(copy: Callable[[str], Path], part: str) -> None:
+    folder = copy("llava")
+    edit(folder / "config.json", **{part: None})
+    assert f"its {part} is no object" in refusal(folder)
+
+
+def test_a_workspace_does_not_hide_the_model_of_its_name(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(checkpoint("llava")))
+    (tmp_path / "llava-1.5-7b" / "responses").mkdir(parents=True)
+    assert survey("llava-1.5-7b", 10, 10)["found"]
+    assert load("llava-1.5-7b").folder == checkpoint("llava")
+    assert Workspace.of("llava-1.5-7b", tmp_path).root == tmp_path / "llava-1.5-7b"
+    assert absolute("llava-1.5-7b") == "llava-1.5-7b"
+
+
 def test_weights_without_safetensors(copy: Callable[[str], Path]) -> None:
     """Only safetensors are fetched and read: another download would not help."""
     folder = copy("llava")
@@ -255,6 +302,58 @@ def test_image_size_of_another_model(copy: Callable[[str], Path], family: str) -
     assert "the image width is 56 in the processor and 28 in the model" in refusal(folder)
     edit(folder / "preprocessor_config.json", do_center_crop=False, size={"shortest_edge": 28})
     assert "the image height is None in the processor" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("family", "file", "values", "said"),
+    [
+        (
+            "llava",
+            "processor_config.json",
+            {"num_additional_image_tokens": 0},
+            "num_additional_image_tokens is 0",
+        ),
+        ("llava_next", "processor_config.json", {"num_additional_image_tokens": 0}, "image_tokens is 0 in"),
+        (
+            "llava_next",
+            "preprocessor_config.json",
+            {"crop_size": 56, "size": 56},
+            "the image height is 56 in",
+        ),
+        ("llava_next", "preprocessor_config.json", {"image_grid_pinpoints": []}, "pinpoints is empty in"),
+        (
+            "llava_onevision",
+            "preprocessor_config.json",
+            {"size": {"height": 56, "width": 28}},
+            "height is 56 in",
+        ),
+        (
+            "llava_onevision",
+            "processor_config.json",
+            {"vision_aspect_ratio": "square"},
+            "aspect_ratio is square in",
+        ),
+        (
+            "qwen2_vl",
+            "preprocessor_config.json",
+            {"size": {"min_pixels": 9, "max_pixels": 99}},
+            "shortest_edge",
+        ),
+    ],
+)
+def test_settings_that_would_fail_at_the_first_image(
+    copy: Callable[[str], Path], family: str, file: str, values: dict[str, Any], said: str
+) -> None:
+    folder = copy(family)
+    edit(folder / file, **values)
+    assert said in refusal(folder)
+
+
+def test_tiles_that_the_stock_model_cannot_put_together(copy: Callable[[str], Path]) -> None:
+    folder = copy("llava_next")
+    for name in ("config.json", "processor_config.json"):
+        edit(folder / name, vision_feature_select_strategy="full")
+    assert "the stock model cannot put its tiles together" in refusal(folder)
 
 
 @pytest.mark.parametrize("family", tiny.VIDEO)
@@ -360,6 +459,27 @@ def test_answers_that_could_never_end_are_refused(copy: Callable[[str], Path]) -
     (folder / "tokenizer.json").unlink()
     half = survey(str(folder), 10, 10)
     assert (half["found"], half["target"]["eos_ids"]) == (False, ()), "not known before it is whole"
+
+
+def test_without_a_generation_config_an_answer_ends_with_any_token_that_is_named(
+    copy: Callable[[str], Path],
+) -> None:
+    folder = copy("llava")
+    (folder / "generation_config.json").unlink()
+    theirs = json.loads((folder / "config.json").read_text())["text_config"]["eos_token_id"]
+    assert theirs == 2, "of the class, where the tokenizer's is 1"
+    assert set(load(str(folder)).info.eos_ids) == {1, 2}
+    assert set(survey(str(folder), 10, 10)["target"]["eos_ids"]) == {1, 2}
+
+
+def test_a_chat_template_for_text_alone_is_refused(copy: Callable[[str], Path]) -> None:
+    folder = copy("qwen2_5_vl")
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% endfor %}"
+    )
+    assert "the chat template is for text alone" in refusal(folder)
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
+    assert "the chat template does not render" in refusal(folder)
 
 
 @pytest.mark.parametrize(
