@@ -176,7 +176,7 @@ def filter_(
 @app.command()
 def merge(
     target: Annotated[str, typer.Argument(metavar="INTO", help="Store to merge into; made if missing.")],
-    sources: Annotated[list[str], typer.Argument(metavar="STORE...", help="Stores to take samples from.")],
+    sources: Annotated[list[str], typer.Argument(metavar="STORE", help="Stores to take samples from.")],
     as_json: console.Json = False,
 ) -> None:
     """Bring stores of the same target together; what is there already is not copied again."""
