@@ -43,7 +43,8 @@ def chosen(there: Store | None, drafters: Sequence[str] | None, info: TargetInfo
         if drafters and wanted - held:
             lacking = ", ".join(sorted(feature.name for feature in wanted - held))
             raise StoreError(
-                f"the store {there.path} lacks {lacking}, which {name} needs: give another --store"
+                f"the store {there.path} lacks {lacking}, which {name} needs: capture into another --store, "
+                "for all drafters at once, as in --for sparrow,eagle2"
             )
     return held
 
