@@ -51,7 +51,7 @@ class Remote(Place):
         return (Remote, (self.url,))
 
     def _path(self, name: str) -> str:
-        return f"{self._root}/{name}" if name else self._root
+        return "/".join(part for part in (self._root, name) if part)  # the root of an archive has no name
 
     @contextmanager
     def _asked(self, name: str = "") -> Iterator[None]:
@@ -165,8 +165,8 @@ class Remote(Place):
     def files(self, folder: str) -> dict[str, int]:
         """Every file below a folder: name relative to the folder -> bytes."""
         base = self._path(folder)
-        found = {self._name(path[len(base) + 1 :]): about for path, about in self._find(folder).items()}
-        sizes = {name: about["size"] for name, about in found.items()}
+        found = {path.removeprefix(base).lstrip("/"): about for path, about in self._find(folder).items()}
+        sizes = {self._name(name): about["size"] for name, about in found.items()}
         untold = [name for name, size in sizes.items() if size is None]  # web servers list names alone
         if untold:
             with ThreadPoolExecutor(REQUESTS) as pool:

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import zipfile
 from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -20,6 +21,7 @@ from vlmdistill.stores import indexing
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.filters import filter_store
 from vlmdistill.stores.remote import Remote
+from vlmdistill.stores.share import send
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.verify import verify
 
@@ -125,3 +127,25 @@ def test_what_a_dead_writer_left_on_its_own_disk_goes_and_what_a_living_one_hold
             assert mine in os.listdir(tmp_path)
     assert os.listdir(tmp_path) == []
     assert store.keys() == {"k0001", "k0002"}
+
+
+def zipped(store: Store, below: str = "") -> str:
+    """The path of an archive that holds a store, at its root or in a folder."""
+    archive = Path(f"{store.path}.zip")
+    with zipfile.ZipFile(archive, "w") as file:
+        for path in sorted(Path(store.path).rglob("*")):
+            file.write(path, Path(below, path.relative_to(store.path)))
+    return str(archive)
+
+
+@pytest.mark.parametrize("below", ["", "a/b"])
+def test_a_store_in_an_archive_is_read_verified_and_pulled(tmp_path: Path, below: str) -> None:
+    store = make(tmp_path / "here", [range(3), range(3, 6)])
+    url = f"zip://{below}::{zipped(store, below)}"
+    there = Store.open(url)
+    assert there.index.equals(store.index)
+    assert same(there.read("k0004"), sample(4))
+    told = verify(url)
+    assert not told.findings
+    assert (told.files, told.bytes) == (verify(store.path).files, verify(store.path).bytes)
+    assert send(url, tmp_path / "back").copied == 6
