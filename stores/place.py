@@ -4,6 +4,7 @@ A store needs little of a file system: whole-file exclusive creation, listing, a
 ranges. No locks, no appends, no renames of what is already visible.
 """
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -121,7 +122,9 @@ def writing(place: "Place") -> Iterator[None]:
 
 def place_of(path: str | Path) -> Place:
     """The place at a path or URL; `file://` URLs are local. StoreError where nothing speaks to a URL."""
-    text = str(path)
+    text = os.path.expanduser(path)
+    if not text:
+        raise StoreError("the name of a store is empty: give a folder or a URL")
     if "://" in text and not text.startswith("file://"):
         from vlmdistill.stores.remote import Remote
 
@@ -130,7 +133,7 @@ def place_of(path: str | Path) -> Place:
 
     if text.startswith("file://"):
         url = urlsplit(text)
-        if url.netloc not in ("", "localhost"):
+        if url.netloc not in ("", "localhost", "~"):
             raise StoreError(f"{text} names another machine, '{url.netloc}': write file:///absolute/path")
-        text = url2pathname(url.path)
+        text = os.path.expanduser(url.netloc.removeprefix("localhost") + url2pathname(url.path))
     return Local(Path(text))

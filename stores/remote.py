@@ -16,6 +16,7 @@ from urllib.parse import unquote
 
 import fsspec
 import numpy as np
+from fsspec.archive import AbstractArchiveFileSystem
 
 from vlmdistill.stores import multipart
 from vlmdistill.stores.errors import StoreError
@@ -25,6 +26,7 @@ from vlmdistill.stores.schema import Array
 
 BLOCK = 1 << 24
 REQUESTS = 16  # at once
+NESTED = {"dir": "store", "zip": "store.zip", "tar": "store.tar"}  # they lie in something
 SCRATCH = "vlmdistill-shard-"  # folders of this machine in which shards are built
 
 
@@ -35,6 +37,10 @@ class Remote(Place):
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
+        protocol = url.partition("://")[0]
+        if protocol in NESTED and "::" not in url:  # what fsspec says of it helps nobody
+            what = f"{url} cannot be opened: say after '::' what it lies in"
+            raise StoreError(f"{what}, as in {protocol}://folder::s3://bucket/{NESTED[protocol]}")
         # Listings must be true now: a cached one would hide what other writers commit.
         try:
             self._fs, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False)
@@ -45,6 +51,9 @@ class Remote(Place):
         self._root = root.rstrip("/")
         self._is_s3 = "s3" in self._fs.protocol
         self._is_web = "http" in self._fs.protocol
+        # Some would take what is written, but replace what is there, or only seem to.
+        archive = isinstance(self._fs, AbstractArchiveFileSystem)
+        self._read_only = "a web server" if self._is_web else "an archive" if archive else ""
         self._locks = Locks()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -153,8 +162,8 @@ class Remote(Place):
     @contextmanager
     def _changed(self, name: str) -> Iterator[None]:
         """As `_asked`, of a file that is written or removed."""
-        if self._is_web:  # some would take a PUT, but replace what is there
-            raise OSError(errno.EROFS, "a web server can only be read from")
+        if self._read_only:
+            raise OSError(errno.EROFS, f"{self._read_only} can only be read from")
         with self._asked(name):
             yield
 

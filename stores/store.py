@@ -109,7 +109,7 @@ class Store:
         place = place_of(path)
         try:
             record = read_record(place, STORE)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             what = f"there is no feature store at {path}"
             raise StoreError(f"{what}: make one with `vlmdistill features`") from None
         if record.get("format") != FORMAT:

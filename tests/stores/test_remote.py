@@ -149,3 +149,17 @@ def test_a_store_in_an_archive_is_read_verified_and_pulled(tmp_path: Path, below
     assert not told.findings
     assert (told.files, told.bytes) == (verify(store.path).files, verify(store.path).bytes)
     assert send(url, tmp_path / "back").copied == 6
+
+
+def test_writing_to_an_archive_is_refused_in_one_line(tmp_path: Path) -> None:
+    store = make(tmp_path / "here", [range(3)])
+    url = f"zip://::{zipped(store)}"
+    for act in (lambda: write(Store.open(url), "u9", [9]), lambda: make(f"zip://new::{store.path}.zip")):
+        with pytest.raises(StoreError, match=r"^cannot write to zip://.*: an archive can only be read from"):
+            act()
+
+
+@pytest.mark.parametrize("url", ["dir://a", "zip://a.zip", "zip:///tmp/a.zip"])
+def test_a_url_that_does_not_say_what_it_lies_in_is_told_how(url: str) -> None:
+    with pytest.raises(StoreError, match=f"^{url} cannot be opened: say after '::' what it lies in, as in "):
+        Store.open(url)

@@ -103,6 +103,10 @@ def test_opening_what_is_no_store_says_so(tmp_path: Path) -> None:
     (tmp_path / "store.json").write_text(json.dumps({"format": "another"}))
     with pytest.raises(StoreError, match="damaged"):
         Store.open(tmp_path)
+    with pytest.raises(StoreError, match=r"there is no feature store at .*store\.json"):
+        Store.open(tmp_path / "store.json")
+    with pytest.raises(StoreError, match="the name of a store is empty"):
+        Store.open("")
 
 
 def test_a_failing_unit_leaves_nothing_that_counts(store: Store) -> None:
@@ -171,6 +175,12 @@ def test_a_file_url_is_the_folder_that_it_names(tmp_path: Path, url: str) -> Non
     assert place_of(url.format(path=f"{tmp_path}/a%20b")).url == str(tmp_path / "a b")
     with pytest.raises(StoreError, match="another machine, 'elsewhere'"):
         place_of("file://elsewhere/a")
+
+
+@pytest.mark.parametrize("text", ["~/a b", "file://~/a%20b"])
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert place_of(text).url == str(tmp_path / "a b")
 
 
 def test_a_second_writer_of_a_unit_changes_nothing(store: Store) -> None:
