@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from vlmdistill.pipelines.pictures import BROKEN, upright
-from vlmdistill.stores.errors import DataError
+from vlmdistill.pipelines.pictures import BROKEN, MediaError, upright
 from vlmdistill.stores.schema import Array
 
 GIF_MILLISECONDS = 100  # of a frame that names none, as browsers show it
@@ -31,7 +30,7 @@ class Footage:
     fps: float | None  # frames per second, on average; None for images that come without a clock
 
 
-class NoDecoderError(DataError):
+class NoDecoderError(MediaError):
     """What decodes video files is not installed."""
 
 
@@ -50,7 +49,7 @@ class Clip:
 def read(source: Any, choose: Choose) -> Clip:
     """Decode the frames that `choose` names out of a path, an array [F, H, W, C] or a list of images.
 
-    DataError in one line: what is missing or unreadable, has no frames or frames of several sizes; and
+    MediaError in one line: what is missing or unreadable, has no frames or frames of several sizes; and
     which extra to install where a file needs PyAV.
     """
     if isinstance(source, str | Path):
@@ -60,9 +59,9 @@ def read(source: Any, choose: Choose) -> Clip:
     try:
         array = np.asarray(source)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"a video cannot be a {type(source).__name__}: {error}") from None
+        raise MediaError(f"a video cannot be a {type(source).__name__}: {error}") from None
     if array.ndim != 4 or array.shape[-1] != 3 or array.dtype != np.uint8:
-        raise DataError(
+        raise MediaError(
             f"a video as an array is uint8 [frames, height, width, 3], not {array.dtype} {list(array.shape)}"
         )
     indices = _chosen(Footage(len(array), None), choose, "a video as an array")
@@ -70,7 +69,7 @@ def read(source: Any, choose: Choose) -> Clip:
 
 
 def probe(path: Path) -> Footage:
-    """What a video holds, its first frame decoded; DataError as of `read`."""
+    """What a video holds, its first frame decoded; MediaError as of `read`."""
     return read(path, lambda footage: [0]).footage
 
 
@@ -90,22 +89,22 @@ def _path(path: Path, choose: Choose) -> Clip:
     if path.is_dir():
         return _images(files(path), str(path), choose)
     if not path.exists():
-        raise DataError(f"video {path} does not exist")
+        raise MediaError(f"video {path} does not exist")
     try:
         with Image.open(path) as image:
             if image.format != "MPEG":  # which Pillow knows by name alone
                 return _animation(image, path, choose)
-    except DataError:
+    except MediaError:
         raise
     except BROKEN as error:
         if (mimetypes.guess_type(path.name)[0] or "").startswith("image/"):
-            raise DataError(f"video {path} cannot be read: {error}") from None
+            raise MediaError(f"video {path} cannot be read: {error}") from None
     return _film(path, choose)
 
 
 def _chosen(footage: Footage, choose: Choose, what: str) -> tuple[int, ...]:
     if not footage.total:
-        raise DataError(f"{what} has no frames")
+        raise MediaError(f"{what} has no frames")
     return tuple(int(index) for index in choose(footage))
 
 
@@ -113,7 +112,7 @@ def _stacked(frames: Sequence[Array], what: str) -> Array:
     for number, frame in enumerate(frames):
         if frame.shape != frames[0].shape:
             (height, width), (h, w) = frames[0].shape[:2], frame.shape[:2]
-            raise DataError(f"{what}: frame {number} is {w}x{h}, the first {width}x{height}")
+            raise MediaError(f"{what}: frame {number} is {w}x{h}, the first {width}x{height}")
     return np.stack(frames)
 
 
@@ -132,7 +131,7 @@ def _image(source: Any, what: str) -> Array:
         return _pixels(source if isinstance(source, Image.Image) else Image.fromarray(np.asarray(source)))
     except BROKEN as error:
         name = source if isinstance(source, str | Path) else f"a {type(source).__name__}"
-        raise DataError(f"{what}: {name} cannot be read: {error}") from None
+        raise MediaError(f"{what}: {name} cannot be read: {error}") from None
 
 
 def _pixels(image: Image.Image) -> Array:
@@ -171,7 +170,7 @@ def _film(path: Path, choose: Choose) -> Clip:
             indices = _chosen(footage, choose, f"video {path}")
             frames, seen = _decode(av, path, indices)
     except (av.error.FFmpegError, *BROKEN) as error:
-        raise DataError(f"video {path} cannot be read: {error}") from None
+        raise MediaError(f"video {path} cannot be read: {error}") from None
     return Clip(_stacked([frames[index] for index in indices], f"video {path}"), indices, footage)
 
 
@@ -179,7 +178,7 @@ def _count(av: Any, path: Path) -> Footage:
     """How many frames a file announces: its packets, since headers may lie or say nothing."""
     with av.open(str(path)) as container:
         if not container.streams.video:
-            raise DataError(f"video {path} holds no video stream")
+            raise MediaError(f"video {path} holds no video stream")
         stream = container.streams.video[0]
         rate = stream.average_rate or stream.guessed_rate
         total = sum(packet.size > 0 for packet in container.demux(stream))

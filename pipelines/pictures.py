@@ -4,6 +4,8 @@ import struct
 
 from PIL import Image
 
+from vlmdistill.stores.errors import DataError
+
 # What a decoder raises over a file that is damaged, or odd.
 BROKEN = (
     OSError,
@@ -28,6 +30,10 @@ TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+
+
+class MediaError(DataError):
+    """An image or a video is missing or cannot be read, now and here: it may be mended."""
 
 
 def upright(image: Image.Image, mode: str = "RGB") -> Image.Image:

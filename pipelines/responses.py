@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from vlmdistill.pipelines import answers
 from vlmdistill.pipelines.answers import Sampling
 from vlmdistill.pipelines.filters import Filters, repetition
+from vlmdistill.pipelines.pictures import MediaError
 from vlmdistill.pipelines.prompts import Prompt
 from vlmdistill.pipelines.targets.options import Options
 from vlmdistill.pipelines.workers import Crew, session
@@ -110,12 +111,10 @@ class Responder:
         for prompt in unit.prompts:
             try:
                 encoded.append((prompt, self.target.encode(prompt.messages)))
+            except MediaError as error:  # what cannot be read now may be whole another time
+                result.failed[prompt.key] = _line(error)
             except DataError as error:
-                why = " ".join(str(error).split())
-                if all(Path(path).exists() for path in prompt.files):
-                    result.rows.append(self._row(prompt, reason="refused", detail=why))
-                else:  # what is missing now may be there again
-                    result.failed[prompt.key] = why
+                result.rows.append(self._row(prompt, reason="refused", detail=_line(error)))
             if sum(one.nbytes for _, one in encoded) > HELD_BYTES:
                 seed = self._answer_all(encoded, seed, result)
                 encoded = []
@@ -223,7 +222,7 @@ def respond(
                     report(done, len(prompts), f"{rate:.0f} tokens/s")
         seconds = time.monotonic() - start
         answers.write_failed(out, failed)
-        if failed and len(failed) == len(missing):
+        if failed and len(failed) == len(prompts):  # else there is something to go on with
             key, why = next(iter(failed.items()))
             raise TargetError(f"none of the {len(failed)} prompts could be asked; {key}: {why}")
         return _summary(out, prompts, len(missing) - len(failed), len(failed), tokens, seconds)
@@ -263,6 +262,10 @@ def plan(prompts: Sequence[Prompt], unit: int, seed: int) -> list[Unit]:
 
     ordered = sorted(prompts, key=lambda prompt: (-length(prompt), prompt.key))
     return [Unit.of(ordered[at : at + unit], seed) for at in range(0, len(ordered), unit)]
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _summary(

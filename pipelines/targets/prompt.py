@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vlmdistill.pipelines.pictures import BROKEN, upright
+from vlmdistill.pipelines.pictures import BROKEN, MediaError, upright
 from vlmdistill.pipelines.targets.family import IMAGE, VIDEO, Family, Inputs
 from vlmdistill.pipelines.targets.folder import first_line
 from vlmdistill.pipelines.targets.video import FrameProcessor, Sampling
@@ -70,7 +70,7 @@ def encode(messages: Messages, *, family: Family, model: Any, processor: Any, ma
     Content is a string or a list of parts: {"type": "text", "text"}, {"type": "image", "path" or "image": a
     path or a PIL image} or {"type": "video", "path" or "video": a file, a folder, an array or a list of
     images}; a video may say by how many "fps" or into how many "frames" it is sampled. Raises DataError
-    naming the file or the part that cannot be used.
+    naming the part that cannot be used; it is a MediaError where a file cannot be read.
     """
     showing = Showing(family.name, getattr(processor, "video_processor", None))
     conversation = [_turn(message, showing) for message in messages]
@@ -155,16 +155,16 @@ def _part(part: Mapping[str, Any], showing: Showing) -> dict[str, Any]:
 
 
 def read_image(source: str | Path | Image.Image) -> Image.Image:
-    """Load an image upright and in RGB; DataError names a file that is missing or unreadable."""
+    """Load an image upright and in RGB; MediaError names a file that is missing or unreadable."""
     try:
         if isinstance(source, Image.Image):
             return upright(source)
         with Image.open(source) as image:
             return upright(image)
     except FileNotFoundError:
-        raise DataError(f"image {source} does not exist") from None
+        raise MediaError(f"image {source} does not exist") from None
     except BROKEN as error:
-        raise DataError(f"image {source} cannot be read: {error}") from None
+        raise MediaError(f"image {source} cannot be read: {error}") from None
 
 
 def _spans(kind_L: Tensor, lengths: Mapping[int, Sequence[int]]) -> tuple[Span, ...]:
