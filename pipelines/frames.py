@@ -78,7 +78,7 @@ def files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     found = [p for p in path.iterdir() if (mimetypes.guess_type(p.name)[0] or "").startswith("image/")]
-    return sorted(found, key=lambda p: [(not s.isdigit(), int(s) if s.isdigit() else s) for s in _cut(p)])
+    return sorted(found, key=lambda p: [(not s.isdecimal(), int(s) if s.isdecimal() else s) for s in _cut(p)])
 
 
 def _cut(path: Path) -> list[str]:

@@ -54,6 +54,12 @@ def test_a_folder_in_the_order_of_its_numbers(tmp_path: Path) -> None:
     assert clip.footage == Footage(12, None)
 
 
+def test_digits_that_are_no_numbers_are_letters(tmp_path: Path) -> None:
+    for name in ("10.png", "²1.png", "9.png"):
+        tiny.picture(30, 20).save(tmp_path / name)
+    assert [file.name for file in frames.files(tmp_path)] == ["9.png", "10.png", "²1.png"]
+
+
 @pytest.mark.parametrize("suffix", ["webp", "png", "gif"])
 def test_an_animated_image(tmp_path: Path, suffix: str) -> None:
     first, *rest = [Image.fromarray(frame) for frame in MOVING]
