@@ -74,10 +74,14 @@ def probe(path: Path) -> Footage:
 
 
 def files(path: Path) -> list[Path]:
-    """The files of a video: itself, or the images of a folder, in the order of the numbers in their names."""
+    """The files of a video: itself, or the images of a folder, in the order of the numbers in their names.
+
+    Files whose name begins with a dot are no images: macOS and others keep notes in them.
+    """
     if not path.is_dir():
         return [path]
-    found = [p for p in path.iterdir() if (mimetypes.guess_type(p.name)[0] or "").startswith("image/")]
+    seen = [p for p in path.iterdir() if not p.name.startswith(".")]
+    found = [p for p in seen if (mimetypes.guess_type(p.name)[0] or "").startswith("image/")]
     return sorted(found, key=lambda p: [(not s.isdecimal(), int(s) if s.isdecimal() else s) for s in _cut(p)])
 
 

@@ -49,6 +49,7 @@ def test_a_folder_in_the_order_of_its_numbers(tmp_path: Path) -> None:
     for number, frame in enumerate(MOVING):
         Image.fromarray(frame).save(tmp_path / f"frame_{number}.png")
     (tmp_path / "notes.txt").write_text("not a frame")
+    (tmp_path / "._frame_0.png").write_bytes(b"\0\5\x16\7what macOS notes beside a file")
     clip = frames.read(tmp_path, every(1))
     np.testing.assert_array_equal(clip.frames_FHWC, MOVING)
     assert clip.footage == Footage(12, None)
