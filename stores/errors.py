@@ -9,6 +9,10 @@ class StoreError(VlmdistillError):
     """The feature store is missing, corrupt, or of another origin than what is asked of it."""
 
 
+class NewerError(StoreError):
+    """What a later version of this program has written: nothing is wrong with it."""
+
+
 class DataError(VlmdistillError):
     """Input files (prompts, responses, configurations) cannot be used as they are."""
 

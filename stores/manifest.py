@@ -12,7 +12,7 @@ from typing import Any
 
 import blake3
 
-from vlmdistill.stores.errors import StoreError
+from vlmdistill.stores.errors import NewerError, StoreError
 from vlmdistill.stores.place import Place
 from vlmdistill.stores.schema import SCHEMA_VERSION
 
@@ -65,10 +65,10 @@ def unseal(data: bytes, name: str) -> Record:
 
 
 def read_record(place: Place, name: str) -> Record:
-    """Read and check a record; StoreError when damaged or too new, FileNotFoundError when missing."""
+    """Read and check a record: StoreError if damaged, NewerError if too new, FileNotFoundError if missing."""
     content = unseal(place.read(name), f"{place.url}/{name}")
     if content.get("schema", 0) > SCHEMA_VERSION:
-        raise StoreError(
+        raise NewerError(
             f"{place.url}/{name} has schema {content['schema']}, this vlmdistill reads up to "
             f"{SCHEMA_VERSION}: update vlmdistill"
         )

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import blake3
 
 from vlmdistill.stores.arrays import CHUNK_FILE, read_rows
-from vlmdistill.stores.errors import StoreError
+from vlmdistill.stores.errors import NewerError, StoreError
 from vlmdistill.stores.layout import TOKENS, untiled
 from vlmdistill.stores.manifest import (
     CACHE,
@@ -66,7 +66,8 @@ def verify(
 ) -> Report:
     """Read everything once and compare it with its record.
 
-    `progress` is called with (bytes done, bytes in all). StoreError only when there is no store.
+    `progress` is called with (bytes done, bytes in all). StoreError only when there is no
+    store, or a record of it is newer than this code.
     """
     place = place_of(path)
     there = place.files("")
@@ -163,6 +164,8 @@ def _promises(
         except FileNotFoundError:
             if name == STORE:  # others may go, and nothing is promised then
                 findings.append(Finding("missing", name, "the record is gone"))
+        except NewerError:
+            raise
         except (StoreError, OSError) as error:
             findings.append(Finding("damaged", name, str(error)))
         return None

@@ -13,8 +13,10 @@ from tests.stores.samples import FEATURES, WIDTH, bf16, head, info, make, proven
 from vlmdistill.stores import indexing
 from vlmdistill.stores.collect import collect
 from vlmdistill.stores.errors import StoreError
+from vlmdistill.stores.filters import filter_store
 from vlmdistill.stores.layout import widen
 from vlmdistill.stores.local import Local
+from vlmdistill.stores.manifest import read_record, seal
 from vlmdistill.stores.place import place_of
 from vlmdistill.stores.schema import Array, Feature, Sample, Span
 from vlmdistill.stores.store import Store
@@ -374,3 +376,12 @@ def test_asking_for_the_size_of_a_file_looks_at_no_other(store: Store) -> None:
         sizes = [store.place.size(name) for name in ("store.json", "commits", "nothing", "store.json/x")]
     assert sizes == [Path(store.path, "store.json").stat().st_size, None, None, None]
     assert calls.count == 0
+
+
+@pytest.mark.parametrize("name", ["store.json", "commits/u1.json", "views/v.json"])
+def test_a_record_of_a_newer_version_is_no_damage(store: Store, name: str) -> None:
+    filter_store(store, "v", expressions=["words > 1"])
+    record = read_record(store.place, name)
+    store.place.replace(name, seal({**record, "schema": 2}))
+    with pytest.raises(StoreError, match=rf"{name} has schema 2, .* reads up to 1: update vlmdistill$"):
+        verify(store.path)
