@@ -57,7 +57,9 @@ def info(store: Path, as_json: console.Json = False) -> None:
             "size": f"{_size(told['bytes'])}, of which the frozen head {_size(told['head_bytes'])}",
             "dtype": origin["dtype"],
             "sampling": origin["sampling"] or "not told",
-            "views": told["views"],
+            "views": [
+                f"{name} {'unreadable' if kept is None else kept}" for name, kept in told["views"].items()
+            ],
             "runs": told["runs"],
         },
         False,

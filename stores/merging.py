@@ -6,16 +6,16 @@ follows; when stores are merged, what is there stays. A run of statistics is nev
 one. Views whose filters differ are not one view: they are never mixed.
 """
 
-from collections.abc import Iterator
-
 import polars as pl
 
+from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.manifest import STATS, VIEWS, Record, find_record, read_record
 from vlmdistill.stores.place import Place
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.tables import read_table, table_names, unlike, write_table
 
 Names = tuple[str, ...]
+Said = tuple[Record, pl.DataFrame]  # the facts of a table, and its rows
 
 
 def bring_tables(source: Store, target: Store, shared: pl.DataFrame, *, keep: bool) -> tuple[Names, Names]:
@@ -23,16 +23,24 @@ def bring_tables(source: Store, target: Store, shared: pl.DataFrame, *, keep: bo
 
     With `keep`, what the target says already stays. Returns the names, such as `views/long`, of those
     that were replaced, for some samples at least, and of those left as they are although the source
-    says something else.
+    says something else. StoreError, once all others are copied, when one is damaged.
     """
-    replaced, left = [], []
-    for folder, name in _differing(source.place, target.place):
-        record, theirs = _read(source.place, folder, name)
+    replaced, left, lost = [], [], list[StoreError]()
+    names = [(folder, name) for folder in (VIEWS, STATS) for name in table_names(source.place, folder)]
+    for folder, name in names:
+        try:
+            found = _differing(source.place, target.place, folder, name)
+        except StoreError as error:
+            lost.append(error)
+            continue
+        if found is None:
+            continue
+        (record, theirs), there = found
         theirs = theirs.join(shared, on="key", how="semi", maintain_order="left")
-        if name not in table_names(target.place, folder):
+        if there is None:
             _write(target.place, folder, name, theirs, record)
             continue
-        older, mine = _read(target.place, folder, name)
+        older, mine = there
         follows = not keep and record.get("order", 0) >= older.get("order", 0)
         own = mine.join(shared, on="key", how="anti", maintain_order="left")
         if _one_kind(folder, (older, mine), (record, theirs)):
@@ -49,19 +57,21 @@ def bring_tables(source: Store, target: Store, shared: pl.DataFrame, *, keep: bo
         if not rows.equals(mine):
             first, second = (record, older) if follows else (older, record)
             _write(target.place, folder, name, rows, _joined(first, second))
+    if lost:
+        raise StoreError(f"all else is copied, but {lost[0]}")
     return tuple(replaced), tuple(left)
 
 
-def _differing(source: Place, target: Place) -> Iterator[tuple[str, str]]:
-    """The views and runs of the source that are not in the target just so."""
-    for folder in (VIEWS, STATS):
-        for name in table_names(source, folder):
-            record = f"{folder}/{name}.json"
-            if find_record(target, record) != read_record(source, record):
-                yield folder, name
+def _differing(source: Place, target: Place, folder: str, name: str) -> tuple[Said, Said | None] | None:
+    """What both say under a name, of which the target may have none; None when it is the same."""
+    record = f"{folder}/{name}.json"
+    there = find_record(target, record)
+    if there == read_record(source, record):
+        return None
+    return _read(source, folder, name), None if there is None else _read(target, folder, name)
 
 
-def _read(place: Place, folder: str, name: str) -> tuple[Record, pl.DataFrame]:
+def _read(place: Place, folder: str, name: str) -> Said:
     record, table = read_table(place, folder, name)
     frame = pl.from_arrow(table)
     assert isinstance(frame, pl.DataFrame)
@@ -87,7 +97,7 @@ def _joined(first: Record, second: Record) -> Record:
     return facts
 
 
-def _one_kind(folder: str, one: tuple[Record, pl.DataFrame], other: tuple[Record, pl.DataFrame]) -> bool:
+def _one_kind(folder: str, one: Said, other: Said) -> bool:
     """Whether rows of two tables can stand in one: views of the same filters, columns of like types."""
     if folder == VIEWS:
         return all(one[0][fact] == other[0][fact] for fact in ("filters", "base"))

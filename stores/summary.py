@@ -1,5 +1,6 @@
 """What is in a store, told from its records and index alone: no tensor is touched."""
 
+import logging
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -7,14 +8,17 @@ import numpy as np
 import polars as pl
 
 from vlmdistill.stores.arrays import ArraySpec
+from vlmdistill.stores.errors import StoreError
+from vlmdistill.stores.filters import view_keys
 from vlmdistill.stores.layout import TOKENS
-from vlmdistill.stores.manifest import STATS, VIEWS, read_record, units
+from vlmdistill.stores.manifest import STATS, VIEWS, units
 from vlmdistill.stores.schema import Array, Feature
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.tables import ROW, reserved, table_names
 
 BINS = 24
 COUNTS = ("text_tokens", "visual_tokens", "response_tokens")
+log = logging.getLogger("vlmdistill.stores")
 
 
 def info(store: Store, needs: Mapping[str, Collection[Feature]] | None = None) -> dict[str, Any]:
@@ -49,6 +53,7 @@ def info(store: Store, needs: Mapping[str, Collection[Feature]] | None = None) -
             error, squares = losses[feature.name]
             about["relative_error"] = float(np.sqrt(error / squares)) if squares else 0.0
         fields[feature.name] = about
+    views = {name: _kept(store, name) for name in table_names(store.place, VIEWS)}
     told: dict[str, Any] = {
         "path": store.path,
         "samples": len(index),
@@ -60,7 +65,7 @@ def info(store: Store, needs: Mapping[str, Collection[Feature]] | None = None) -
         "target": store.info.to_dict(),
         "fields": fields,
         "datasets": _datasets(store, fields),
-        "views": {name: _kept(store, name) for name in table_names(store.place, VIEWS)},
+        "views": {name: len(keys) if keys is not None else None for name, keys in views.items()},
         "runs": table_names(store.place, STATS),
     }
     if needs is not None:
@@ -68,8 +73,14 @@ def info(store: Store, needs: Mapping[str, Collection[Feature]] | None = None) -
     return told
 
 
-def _kept(store: Store, view: str) -> int:
-    return int(read_record(store.place, f"{VIEWS}/{view}.json")["kept"])
+def _kept(store: Store, view: str) -> pl.DataFrame | None:
+    """The keys that a view keeps; None when it is damaged, which the log tells."""
+    try:
+        return view_keys(store, view)
+    except StoreError as error:
+        what = f"the view '{view}' cannot be read: {error}"
+        log.warning(f"{what}. To do without it, remove {store.path}/{VIEWS}/{view}.json")
+        return None
 
 
 def _cost(store: Store, wanted: Collection[Feature], fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The command line and the functions behind it tell the truth about a store."""
 
 import json
+import logging
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,28 @@ def test_info_counts_samples_bytes_and_datasets(store: Store) -> None:
     assert 0 < told["fields"]["hidden.text"]["relative_error"] < 0.02
     assert "relative_error" not in told["fields"]["layer2.visual"]
     assert told["provenance"]["features"] == store.provenance.features
+
+
+def test_a_damaged_view_is_told_and_stops_nothing_else(
+    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("aview", "bview"):
+        filter_store(store, name, expressions=["words > 5"])
+    store.write_stats("run", {"key": ["k0001"], "kept": [0.5]})
+    record = Path(store.path, "views", "aview.json")
+    record.write_bytes(record.read_bytes()[:-2] + b"!}")
+    assert run("info", store.path)["views"] == {"aview": None, "bview": 3}
+    assert "aview unreadable, bview 3" in text("info", store.path)
+    with caplog.at_level(logging.WARNING, "vlmdistill.stores"):
+        info(store)
+    assert f"To do without it, remove {record}" in caplog.text
+    there = str(tmp_path / "there")
+    for verb in (["push", store.path, there], ["merge", there, store.path]):
+        with pytest.raises(StoreError, match=r"^all else is copied, but .*views/aview\.json is damaged"):
+            text(*verb)
+    copy = Store.open(there)
+    assert (len(copy.index), copy.view("bview")["words"].to_list()) == (9, [6, 7, 8])
+    assert copy.index["run.kept"].drop_nulls().to_list() == [0.5]
 
 
 def test_info_says_what_each_drafter_would_cost_or_lack(store: Store) -> None:
