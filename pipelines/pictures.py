@@ -2,6 +2,7 @@
 
 import struct
 
+import numpy as np
 from PIL import Image
 
 from vlmdistill.stores.errors import DataError
@@ -37,12 +38,28 @@ class MediaError(DataError):
 
 
 def upright(image: Image.Image, mode: str = "RGB") -> Image.Image:
-    """A copy in `mode`, turned as its metadata says and without any; one of BROKEN where that fails."""
+    """A copy in `mode`, turned as its metadata says and without any; one of BROKEN where that fails.
+
+    16 bits are scaled to 8. Where it is transparent, RGB shows the colour that lies beneath, often black.
+    """
     image.load()
     turn = _turn(image)
-    picture = image.convert(mode)
+    picture = _eight_bits(image).convert(mode)
     picture.info = {}  # else whoever reads it next might turn it again
     return picture if turn is None else picture.transpose(turn)
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    # `convert` would cut off at 255 whatever is brighter.
+    if image.mode.startswith("I;16") or (image.mode, image.format) == ("I", "PPM"):  # scaled to 16 by Pillow
+        grey_HW = np.asarray(image).astype(np.uint32)
+        return Image.fromarray(((grey_HW + 128) // 257).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise ValueError(
+            f"its pixels are 32-bit numbers (mode {image.mode}) without a black and a white: "
+            "convert it to 8 or 16 bits"
+        )
+    return image
 
 
 def _turn(image: Image.Image) -> Image.Transpose | None:

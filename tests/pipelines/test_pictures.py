@@ -9,7 +9,8 @@ from PIL import Image
 
 from tests import tiny
 from vlmdistill.pipelines import frames
-from vlmdistill.pipelines.pictures import upright
+from vlmdistill.pipelines.pictures import MediaError, upright
+from vlmdistill.pipelines.targets.prompt import read_image
 
 TURNED = {1: 0, 3: 2, 6: 3, 8: 1}  # orientation -> quarter turns counter-clockwise that make it upright
 
@@ -54,3 +55,21 @@ def test_a_folder_of_frames_is_turned_like_its_pictures(tmp_path: Path) -> None:
         tiny.picture(40, 24, number).save(tmp_path / f"{number}.jpg", exif=held(6, ODD))
     clip = frames.read(tmp_path, lambda footage: range(footage.total))
     assert clip.frames_FHWC.shape == (3, 40, 24, 3)
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif", "jp2", "pgm"])
+def test_sixteen_bits_are_scaled_to_eight(tmp_path: Path, suffix: str) -> None:
+    grey_HW = np.linspace(0, 65535, 40 * 24).astype(np.uint16).reshape(24, 40)
+    Image.fromarray(grey_HW).save(tmp_path / f"a.{suffix}")
+    with Image.open(tmp_path / f"a.{suffix}") as image:
+        shown = np.asarray(upright(image))
+    np.testing.assert_array_equal(shown, np.round(grey_HW[..., None] / 257).repeat(3, -1))
+    np.testing.assert_array_equal(frames.read([grey_HW], lambda _: [0]).frames_FHWC[0], shown)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.float32])
+def test_numbers_without_a_black_and_a_white_are_refused(tmp_path: Path, dtype: type) -> None:
+    Image.fromarray(np.eye(8, dtype=dtype)).save(tmp_path / "a.tif")
+    for read in (frames.probe, read_image):
+        with pytest.raises(MediaError, match=r"a\.tif cannot be read: .* convert it to 8 or 16 bits"):
+            read(tmp_path / "a.tif")
