@@ -40,7 +40,7 @@ def collect(store: Store, *, grace: float = GRACE, dry_run: bool = False) -> lis
     removed = []
     for name in list(_garbage(place, store.record["head"]["file"])):
         with place.seized(name) as free:
-            if free is False or place.idle(name) < grace:
+            if free is False or place.idle(name, dry_run) < grace:
                 continue
             size = sum(place.files(name).values()) or place.size(name) or 0
             if dry_run or _remove(place, name):

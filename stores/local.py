@@ -175,14 +175,18 @@ class Local(Place):
         os.rename(path, doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
-    def idle(self, folder: str) -> float:
+    def idle(self, folder: str, dry_run: bool = False) -> float:
         """Compare modification times with that of a folder made now, on the same file system."""
-        path = self.root / folder
-        probe = self.workspace()
-        now = probe.stat().st_mtime
-        self.release(probe)
+        path, now = self.root / folder, self.clock(dry_run)
         times = [about.st_mtime for _, about in self._walk(folder)]
-        return max(0.0, now - max([*times, path.stat().st_mtime])) if path.exists() else 0.0
+        return max(0.0, now - max([*times, path.stat().st_mtime])) if now and path.exists() else 0.0
+
+    def _probe(self) -> float | None:
+        folder = self.workspace()
+        try:
+            return folder.stat().st_mtime
+        finally:
+            self.release(folder)
 
     def workspace(self, name: str | None = None) -> Path:
         """A locked folder in staging: the kernel drops the lock when the process ends, however it ends."""

@@ -5,6 +5,7 @@ ranges. No locks, no appends, no renames of what is already visible.
 """
 
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -72,8 +73,24 @@ class Place(ABC):
         """Remove a file or a folder with all it holds; quiet when missing."""
 
     @abstractmethod
-    def idle(self, folder: str) -> float:
-        """Seconds since anything below a folder was written, told by the place's own clock."""
+    def idle(self, folder: str, dry_run: bool = False) -> float:
+        """Seconds since anything below a folder was written, by its `clock`."""
+
+    def clock(self, dry_run: bool) -> float | None:
+        """The place's own clock; None when a collector took our probe for a dead writer's.
+
+        A dry run may look where nothing can be written: there it takes the clock of this machine.
+        """
+        try:
+            return self._probe()
+        except OSError:
+            if not dry_run:
+                raise
+            return time.time()
+
+    @abstractmethod
+    def _probe(self) -> float | None:
+        """When something that is written now was written; None when it is gone already."""
 
     def leftovers(self, grace: float, dry_run: bool) -> Iterator[tuple[str, int]]:
         """Remove what is no file and yet takes room, idle for `grace` seconds: what it was, and its bytes."""

@@ -225,14 +225,13 @@ class Remote(Place):
             with contextlib.suppress(FileNotFoundError), self._changed(name):
                 self._fs.rm_file(path)
 
-    def idle(self, folder: str) -> float:
+    def idle(self, folder: str, dry_run: bool = False) -> float:
         """Compare the store's own modification times with that of an object written now."""
         times = [_modified(about) for about in self._find(folder).values()]
-        now = self._now() if times else None
+        now = self.clock(dry_run) if times else None
         return 0.0 if now is None else now - max(times)
 
-    def _now(self) -> float | None:
-        """The clock of the place; None when a collector took our probe for a dead one's."""
+    def _probe(self) -> float | None:
         probe = f"{STAGING}/probe-{secrets.token_hex(8)}"
         self.replace(probe, b"")
         found = [_modified(about) for about in self._find(probe).values()]
@@ -243,7 +242,7 @@ class Remote(Place):
         """Parts of uploads to S3 that nobody continued."""
         for begun in multipart.pending(self._fs, f"{self._root}/") if self._is_s3 else ():
             size, last = multipart.held(self._fs, self._root, begun)
-            now = self._now()
+            now = self.clock(dry_run)
             if now is not None and now - last >= grace:
                 if not dry_run:
                     multipart.abort(self._fs, self._root, begun)

@@ -221,6 +221,16 @@ def test_a_dry_run_of_gc_removes_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "staging" / "left").exists()
 
 
+def test_a_dry_run_of_gc_needs_no_room_on_the_disk(tmp_path: Path) -> None:
+    store = with_an_orphan(tmp_path)
+    with struck(Calls(frozenset({"mkdir"}), 1)) as full:
+        (found,) = collect(store, grace=0, dry_run=True)
+    assert full.count == 1
+    assert found.name.startswith(f"{SHARDS}/dead-")
+    with struck(Calls(frozenset({"mkdir"}), 1)), pytest.raises(OSError, match="No space left"):
+        collect(store, grace=0)
+
+
 def test_gc_forgets_replaced_views_but_not_the_present_ones(tmp_path: Path) -> None:
     store = make(tmp_path, [range(6)])
     filter_store(store, "v", expressions=["words > 1"])

@@ -18,6 +18,7 @@ import pytest
 from tests.stores.samples import make, same, sample, write
 from tests.stores.web import serving
 from vlmdistill.stores import indexing
+from vlmdistill.stores.collect import collect
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.filters import filter_store
 from vlmdistill.stores.remote import Remote
@@ -74,6 +75,15 @@ def test_writing_to_a_web_server_is_refused_in_one_line(web: str, tmp_path: Path
         filter_store(Store.open(web), "v", expressions=["words > 1"])
     with pytest.raises(StoreError, match=f"^cannot write to {web}: a web server can only be read"):
         write(Store.open(web), "u9", [9])
+
+
+def test_a_dry_run_of_gc_looks_where_nothing_can_be_written(web: str, tmp_path: Path) -> None:
+    make(tmp_path / "web", [range(3)])
+    orphan = tmp_path / "web" / "shards" / "dead-0123456789abcdef"
+    orphan.mkdir()
+    (orphan / "index.arrow").write_bytes(b"left")
+    found = collect(Store.open(web), grace=3600, dry_run=True)
+    assert [(item.name, item.bytes) for item in found] == [(f"shards/{orphan.name}", 4)]
 
 
 def test_a_url_of_no_known_protocol_or_one_whose_package_is_missing_is_refused_in_one_line() -> None:
