@@ -81,7 +81,9 @@ def _read(place: Place, folder: str, name: str) -> Said:
 def _write(place: Place, folder: str, name: str, rows: pl.DataFrame, facts: Record) -> None:
     if folder == VIEWS:
         counts = dict(rows["reason"].drop_nulls().value_counts().iter_rows())
-        dropped = {reason: counts.get(reason, 0) for reason in facts["dropped"]}
+        # All filters are told, and of the values that were missing those that were.
+        reasons = [reason for reason in facts["dropped"] if reason in counts or reason in facts["filters"]]
+        dropped = {reason: counts.get(reason, 0) for reason in reasons}
         facts = {**facts, "rows": len(rows), "kept": rows["reason"].null_count(), "dropped": dropped}
         rows = rows.with_columns(pl.col("reason").cast(pl.Categorical))
     write_table(place, folder, name, rows.to_arrow(compat_level=pl.CompatLevel.oldest()), facts)

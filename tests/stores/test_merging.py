@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from tests.stores.samples import FEATURES, head, info, make, provenance, same, sample, write
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.filters import filter_store
+from vlmdistill.stores.manifest import VIEWS
 from vlmdistill.stores.schema import Feature, Sample
 from vlmdistill.stores.share import Copied, merge, send
 from vlmdistill.stores.store import Store
+from vlmdistill.stores.tables import read_table
 from vlmdistill.stores.verify import verify
 
 
@@ -226,6 +228,16 @@ def test_a_merge_joins_what_the_teams_say_and_keeps_what_is_there(tmp_path: Path
     before = sorted((tmp_path / "both").rglob("*"))
     merge(both.path, [one.path, two.path])
     assert sorted((tmp_path / "both").rglob("*")) == before
+
+
+def test_a_view_that_is_replaced_has_the_reasons_of_its_own_filters_alone(tmp_path: Path) -> None:
+    here = said(tmp_path / "here", [1, 2, 3], 1.0, least=2)
+    there = said(tmp_path / "there", [1, 2, 3], 1.0, least=1)
+    filter_store(there, "long", expressions=["loss > 2"])
+    assert send(here.path, there.path).replaced == ("views/long",)
+    mine, theirs = (read_table(store.place, VIEWS, "long")[0] for store in (here, there))
+    assert theirs == mine
+    assert theirs["dropped"] == {"words > 2": 2}
 
 
 def test_views_whose_teams_dropped_some_for_reasons_are_joined(tmp_path: Path) -> None:
