@@ -184,9 +184,28 @@ def _count(av: Any, path: Path) -> Footage:
         if not container.streams.video:
             raise MediaError(f"video {path} holds no video stream")
         stream = container.streams.video[0]
-        rate = stream.average_rate or stream.guessed_rate
-        total = sum(packet.size > 0 for packet in container.demux(stream))
-    return Footage(total, float(rate) if rate else None)
+        packets = [(p.pts, p.duration, p.dts) for p in container.demux(stream) if p.size]
+    told = stream.average_rate or stream.guessed_rate
+    return Footage(len(packets), _rate(packets, stream.time_base, float(told) if told else None))
+
+
+def _rate(packets: Sequence[tuple[int | None, ...]], tick: Any, told: float | None) -> float | None:
+    """Frames a second on average: as the header says, unless the times of the packets say otherwise.
+
+    Matroska's header holds one rate also where frames come now fast and now slowly. Packets are pts, duration
+    and dts in ticks.
+    """
+    times = [(pts, duration or 0) for pts, duration, _ in packets if pts is not None]
+    order = [dts for _, _, dts in packets if dts is not None]
+    if len(times) < max(2, len(packets)) or order != sorted(order):  # no clock, or one that starts again
+        return told
+    first, (last, shown) = min(times)[0], max(times)
+    shown = shown or (last - first) // (len(times) - 1)
+    seconds = float((last + shown - first) * tick)
+    rounding = max(2 * float(tick), 0.01 * seconds)
+    if seconds <= 0 or (told and abs(len(packets) / told - seconds) <= rounding):
+        return told
+    return len(packets) / seconds
 
 
 def _decode(av: Any, path: Path, indices: Sequence[int]) -> tuple[dict[int, Array], int]:

@@ -2,9 +2,11 @@
 
 import sys
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
 import pytest
 import torch
@@ -36,6 +38,28 @@ def test_a_file_gives_the_frames_that_are_chosen(tmp_path: Path, suffix: str) ->
         off = [np.abs(frame - other).mean() for other in MOVING.astype(int)]
         assert np.argmin(off) == index
         assert off[index] < 20
+
+
+@pytest.mark.parametrize("suffix", ["mkv", "mp4"])
+def test_the_rate_is_that_of_the_frames_and_not_of_the_header(tmp_path: Path, suffix: str) -> None:
+    """Ten frames in a second, then one a second; the header of the one file says 10 a second for all."""
+    path = tmp_path / f"a.{suffix}"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=10, width=48, height=32, pix_fmt="yuv420p")
+        stream.codec_context.time_base = Fraction(1, 1000)
+        for frame_HWC, time in zip(
+            tiny.clip(16, 48, 32), (*range(0, 1000, 100), *range(1900, 7000, 1000)), strict=True
+        ):
+            frame = av.VideoFrame.from_ndarray(frame_HWC, format="rgb24")
+            frame.pts, frame.time_base = time, stream.codec_context.time_base
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    assert frames.probe(path) == Footage(16, 16 / 7)
+
+
+def test_a_clock_that_ticks_coarsely_is_no_other_rate(tmp_path: Path) -> None:
+    """Matroska counts milliseconds: two frames of 1/60 s stand at 0 and 17."""
+    assert frames.probe(tiny.film(tmp_path / "a.mkv", MOVING[:2], fps=60)) == Footage(2, 60)
 
 
 def test_a_film_held_sideways_is_turned_upright(tmp_path: Path) -> None:
