@@ -49,17 +49,19 @@ def info(store: Path, as_json: console.Json = False) -> None:
         console.result(told, True)
         return
     origin, target = told["provenance"], told["target"]
+    more = f", and {told['shadowed']} more of the same keys" if told["shadowed"] else ""
+    sizes = {"fields": sum(field["bytes"] for field in told["fields"].values())}
+    sizes |= {of: told[f"{of}_bytes"] for of in ("index", "head", "records")}
+    parts = [f"{of} {_size(size)}" for of, size in sizes.items()]
     console.result(
         {
             "store": told["path"],
             "target": f"{origin['target']} ({target['family']}, width {target['hidden_size']})",
-            "samples": f"{told['samples']} in {told['units']} units",
-            "size": f"{_size(told['bytes'])}, of which the frozen head {_size(told['head_bytes'])}",
+            "samples": f"{told['samples']} in {told['units']} units{more}",
+            "size": f"{_size(told['bytes'])}: {', '.join(parts)}",
             "dtype": origin["dtype"],
             "sampling": origin["sampling"] or "not told",
-            "views": [
-                f"{name} {'unreadable' if kept is None else kept}" for name, kept in told["views"].items()
-            ],
+            "views": [_view(name, kept, told["views_there"][name]) for name, kept in told["views"].items()],
             "runs": told["runs"],
         },
         False,
@@ -272,6 +274,13 @@ def _needs(info: "TargetInfo") -> "Mapping[str, frozenset[Feature]]":
 
     names = [name for name in catalogue.NAMES if catalogue.is_trained(name)]
     return {name: catalogue.trained(name).needs(catalogue.config(name), info) for name in names}
+
+
+def _view(name: str, kept: int | None, there: int | None) -> str:
+    """How many samples a view keeps, and how many of them are there when some are not."""
+    if kept is None:
+        return f"{name} unreadable"
+    return f"{name} {kept}" + (f" ({there} still there)" if there != kept else "")
 
 
 def _error(field: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from vlmdistill.stores.arrays import ArraySpec
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.filters import view_keys
 from vlmdistill.stores.layout import TOKENS
-from vlmdistill.stores.manifest import STATS, VIEWS, units
+from vlmdistill.stores.manifest import CACHE, STATS, VIEWS, seal, units
 from vlmdistill.stores.schema import Array, Feature
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.tables import ROW, reserved, table_names
@@ -22,13 +22,16 @@ log = logging.getLogger("vlmdistill.stores")
 
 
 def info(store: Store, needs: Mapping[str, Collection[Feature]] | None = None) -> dict[str, Any]:
-    """What a store holds, from what, how big, per field and per dataset. Bytes are bytes on disk.
+    """What a store holds, from what, how big, per field and per dataset.
 
+    `bytes` on disk are those of the fields, `index_bytes`, `head_bytes` and `records_bytes` (the records, and
+    the tables of views, statistics and cache). Shards that no record names do not count. `shadowed` samples
+    have a key that an earlier unit has too. A view says what it keeps, and how much of that is there.
     `needs` maps drafters to the features they read: then also what each would read, or lacks.
     """
     records = [store.commit(unit) for unit in units(store.place)]
     index = store.index
-    disk: dict[str, int] = {}
+    disk: dict[str, int] = {}  # array, or file beside the arrays -> bytes in all shards
     rows = dict.fromkeys(("text", "visual", "span", "sample"), 0)
     losses: dict[str, list[float]] = {}
     for record in records:
@@ -53,19 +56,29 @@ def info(store: Store, needs: Mapping[str, Collection[Feature]] | None = None) -
             error, squares = losses[feature.name]
             about["relative_error"] = float(np.sqrt(error / squares)) if squares else 0.0
         fields[feature.name] = about
+    arrays = on_disk(store.layout.arrays)
+    beside = [store.place.files(folder) for folder in (VIEWS, STATS, CACHE)]
+    sizes = {
+        "index_bytes": sum(disk.values()) - arrays,
+        "head_bytes": store.record["head"]["entry"][0],
+        "records_bytes": sum(len(seal(record)) for record in (store.record, *records))
+        + sum(size for files in beside for size in files.values()),
+    }
     views = {name: _kept(store, name) for name in table_names(store.place, VIEWS)}
     told: dict[str, Any] = {
         "path": store.path,
         "samples": len(index),
+        "shadowed": rows["sample"] - len(index),
         "units": len(records),
-        "bytes": sum(disk.values()) + store.record["head"]["entry"][0],
-        "head_bytes": store.record["head"]["entry"][0],
+        "bytes": arrays + sum(sizes.values()),
+        **sizes,
         "schema": store.record["schema"],
         "provenance": store.provenance.to_dict(),
         "target": store.info.to_dict(),
         "fields": fields,
         "datasets": _datasets(store, fields),
-        "views": {name: len(keys) if keys is not None else None for name, keys in views.items()},
+        "views": {name: counts[0] for name, counts in views.items()},
+        "views_there": {name: counts[1] for name, counts in views.items()},
         "runs": table_names(store.place, STATS),
     }
     if needs is not None:
@@ -73,14 +86,15 @@ def info(store: Store, needs: Mapping[str, Collection[Feature]] | None = None) -
     return told
 
 
-def _kept(store: Store, view: str) -> pl.DataFrame | None:
-    """The keys that a view keeps; None when it is damaged, which the log tells."""
+def _kept(store: Store, view: str) -> tuple[int, int] | tuple[None, None]:
+    """How many samples a view keeps, and how many of them are there; None when that cannot be read."""
     try:
-        return view_keys(store, view)
+        keys = view_keys(store, view)
     except StoreError as error:
         what = f"the view '{view}' cannot be read: {error}"
         log.warning(f"{what}. To do without it, remove {store.path}/{VIEWS}/{view}.json")
-        return None
+        return None, None
+    return len(keys), len(store.index.join(keys, on="key", how="semi"))
 
 
 def _cost(store: Store, wanted: Collection[Feature], fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tests.stores.samples import make, sample
+from tests.stores.samples import make, sample, write
 from vlmdistill.cli.store import app
 from vlmdistill.drafters import catalogue
 from vlmdistill.stores.errors import DataError, StoreError
@@ -39,16 +39,44 @@ def test_info_counts_samples_bytes_and_datasets(store: Store) -> None:
     told = info(store)
     samples = [sample(number) for number in range(9)]
     assert (told["samples"], told["units"]) == (9, 2)
-    assert told["bytes"] == sum(
-        path.stat().st_size
-        for path in Path(store.path).rglob("*")
-        if path.is_file() and path.parent.name != "commits" and path.name != "store.json"
-    )
     assert told["datasets"]["a"]["samples"] == 5
     assert told["datasets"]["b"]["text_tokens"] == sum(len(item.ids_T) for item in samples[1::2])
     assert 0 < told["fields"]["hidden.text"]["relative_error"] < 0.02
     assert "relative_error" not in told["fields"]["layer2.visual"]
     assert told["provenance"]["features"] == store.provenance.features
+
+
+def test_what_info_says_of_sizes_adds_up_to_what_lies_there(store: Store) -> None:
+    filter_store(store, "long", expressions=["words > 5"])
+    store.write_stats("run", {"key": ["k0001"], "kept": [0.5]})
+    write(store, "u2", [3, 8, 9])  # 3 and 8 are there already
+    for number in range(64):  # as many as are worth a cache
+        write(store, f"v{number}", [number])
+    assert len(store.index) == 64
+    told = run("info", store.path)
+    assert (told["samples"], told["units"], told["shadowed"]) == (64, 67, 12)
+    parts = [told["head_bytes"], told["index_bytes"], told["records_bytes"]]
+    parts += [field["bytes"] for field in told["fields"].values()]
+    files = [path for path in Path(store.path).rglob("*") if path.is_file()]
+    assert told["bytes"] == sum(parts) == sum(path.stat().st_size for path in files)
+    assert any(path.parent.name == "cache" for path in files)
+    assert told["index_bytes"] == sum(path.stat().st_size for path in files if path.match("shards/*/*"))
+    assert "64 in 67 units, and 12 more of the same keys" in text("info", store.path)
+
+
+def test_samples_that_only_one_unit_has_need_no_word(store: Store) -> None:
+    assert "samples   9 in 2 units\n" in text("info", store.path)
+
+
+def test_a_view_of_samples_that_are_gone_says_how_many_are_there(store: Store) -> None:
+    filter_store(store, "late", expressions=["words > 3"])
+    filter_store(store, "early", expressions=["words < 3"])
+    assert "early 3, late 5\n" in text("info", store.path)
+    Path(store.path, "commits", "u1.json").unlink()
+    told = run("info", store.path)
+    assert told["views"] == {"early": 3, "late": 5}
+    assert told["views_there"] == {"early": 3, "late": 1}
+    assert "early 3, late 5 (1 still there)\n" in text("info", store.path)
 
 
 def test_a_damaged_view_is_told_and_stops_nothing_else(
@@ -60,6 +88,7 @@ def test_a_damaged_view_is_told_and_stops_nothing_else(
     record = Path(store.path, "views", "aview.json")
     record.write_bytes(record.read_bytes()[:-2] + b"!}")
     assert run("info", store.path)["views"] == {"aview": None, "bview": 3}
+    assert run("info", store.path)["views_there"] == {"aview": None, "bview": 3}
     assert "aview unreadable, bview 3" in text("info", store.path)
     with caplog.at_level(logging.WARNING, "vlmdistill.stores"):
         info(store)
@@ -165,9 +194,10 @@ def test_each_verb_answers_in_json_and_in_words(store: Store, tmp_path: Path) ->
     assert "copied" in text("merge", str(tmp_path / "merged"), path)
     assert "copied" in text("push", path, there, "--fields", "hidden.text")
     assert "findings" in text("verify", path)
-    (Path(path) / "staging" / "left").mkdir()
-    assert run("gc", path, "--grace", "0", "--dry-run")["removed"] == [{"name": "staging/left", "bytes": 0}]
-    assert "staging/left" in text("gc", path, "--grace", "0")
+    left = "staging/0123456789abcdef"
+    (Path(path) / left).mkdir()
+    assert run("gc", path, "--grace", "0", "--dry-run")["removed"] == [{"name": left, "bytes": 0}]
+    assert left in text("gc", path, "--grace", "0")
 
 
 def test_fields_that_name_nothing_are_refused_before_anything_is_copied(store: Store, tmp_path: Path) -> None:
