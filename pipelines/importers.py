@@ -61,6 +61,8 @@ class Row:
 def detect(source: str, wanted: Format = "auto") -> Format:
     """The format of a source; DataError when it does not exist or is of no known form."""
     path = Path(source).expanduser()
+    if half_character(str(path.absolute())):
+        raise DataError(f"{source}: its name is not UTF-8: rename it")
     if path.is_dir() or not path.exists():
         if path.is_dir() or (wanted == "hf" and not path.is_absolute()):
             return "hf"
@@ -282,6 +284,8 @@ def _parts(
             return []
         if not isinstance(text, str):
             raise BadRowError("text is not a string", type(text).__name__)
+        if place := half_character(text):
+            raise BadRowError("text is not Unicode", f"half a character (surrogate) at {place}")
         made: list[dict[str, Any]] = []
         for index, piece in enumerate(TAG.split(text) if tagged else [text]):
             if index % 2:
@@ -314,6 +318,15 @@ def _sampling(part: Mapping[str, Any]) -> dict[str, float | int]:
     if not sampling or not 0 < min(sampling.values()) < math.inf:
         raise BadRowError("video sampling", f"fps {fps}, frames {count}: give a number above 0")
     return sampling
+
+
+def half_character(text: str) -> int | None:
+    """Where a surrogate without its other half stands, from 1: JSON can hold one, no file in UTF-8 can."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return error.start + 1
+    return None
 
 
 def _next(what: str, files: Mapping[str, list[Media]], placed: dict[str, int]) -> Media:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmdistill.pipelines import frames
-from vlmdistill.pipelines.importers import BadRowError, Media
+from vlmdistill.pipelines.importers import BadRowError, Media, half_character
 from vlmdistill.pipelines.pictures import BROKEN, upright
 from vlmdistill.pipelines.workspace import written_aside
 from vlmdistill.stores.errors import DataError
@@ -67,6 +67,8 @@ class Shelf:
         places = [folder / media for folder in (self.images, beside) if folder]
         try:
             for place in places:
+                if half_character(str(place)):
+                    return BadRowError("name not UTF-8", f"{kind} {place}")
                 if place.is_file() or (kind == "video" and place.is_dir()):
                     return place.resolve()
         except OSError as error:  # a name too long to be one

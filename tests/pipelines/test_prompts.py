@@ -3,6 +3,7 @@
 import base64
 import json
 import math
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -192,6 +193,15 @@ def test_datasets_from_a_folder(tmp_path: Path, out: Path) -> None:
     assert (second.files, second.reference) == ([], "This")
 
 
+def test_a_file_whose_name_is_not_utf8_is_skipped(tmp_path: Path, out: Path) -> None:
+    os.rename(picture(tmp_path / "1.png"), os.fsencode(tmp_path) + b"/\xff.png")
+    rows = [talk("<image>\nWhat?", "x", image="\udcff.png"), talk("fine", "yes")]
+    assert import_prompts([write(tmp_path / "mix.json", rows)], out, "llava").skipped == {"name not UTF-8": 1}
+    os.rename(tmp_path / "mix.json", os.fsencode(tmp_path) + b"/\xff.json")
+    with pytest.raises(DataError, match="name is not UTF-8: rename it"):
+        import_prompts([str(tmp_path / "\udcff.json")], out)
+
+
 BROKEN: dict[str, Any] = {
     "missing image": talk("<image>\nWhat?", "x", image="nowhere.png"),
     "unreadable image": talk("<image>\nWhat?", "x", image="broken.png"),
@@ -208,6 +218,7 @@ BROKEN: dict[str, Any] = {
     "no conversation": {"text": "a book"},
     "not an object": 7,
     "text is not a string": said(("human", 5)),
+    "text is not Unicode": talk("half \ud83d of an emoji", "x"),
     "unknown part": {"messages": [{"role": "user", "content": [{"type": "audio", "audio": "a.wav"}]}]},
     "duplicate": talk("fine", "yes"),
 }
