@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from vlmdistill.pipelines.importers import half_character
 from vlmdistill.pipelines.pictures import BROKEN, MediaError, upright
 from vlmdistill.pipelines.targets.family import IMAGE, VIDEO, Family, Inputs
 from vlmdistill.pipelines.targets.folder import first_line
@@ -77,6 +78,8 @@ def encode(messages: Messages, *, family: Family, model: Any, processor: Any, ma
     if not conversation:
         raise DataError("a prompt needs at least one message")
     for text in (part.get("text", "") for turn in conversation for part in turn["content"]):
+        if place := half_character(text):
+            raise DataError(f"a prompt's text is not Unicode: half a character at {place} (a surrogate)")
         for placeholder in (processor.image_token, getattr(processor, "video_token", None)):
             if placeholder and placeholder in text:
                 raise DataError(f"a prompt's text contains '{placeholder}', the target's own placeholder")

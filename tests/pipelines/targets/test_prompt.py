@@ -64,6 +64,7 @@ def test_other_modes_and_orientations_are_read(target: VisionLanguageTarget, tmp
         ([{"type": "text", "text": 5}], "a message part is a text, an image or a video"),
         (None, "a role and a content"),
         ("look: <|image_pad|>", "placeholder"),
+        ("half \ud83d of an emoji", "is not Unicode: half a character at 6"),
         ("x" * 1100, "tokens and the target reads at most 1024"),
     ],
     ids=str,
