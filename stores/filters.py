@@ -7,6 +7,7 @@ for those made from text) and the statistics of training runs.
 
 import difflib
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -24,6 +25,13 @@ from vlmdistill.stores.store import Store
 from vlmdistill.stores.tables import LOSS, ROW, XXH3, read_table, table_names, write_table
 
 NEAREST, LISTED = 5, 20  # columns named in an error: like the one that is missing, and of the others
+LINE = 120  # characters of what polars says of a mistake
+Operators = Sequence[Callable[..., pl.Expr]]
+COMPARISONS: Operators = (operator.gt, operator.ge, operator.lt, operator.le, operator.eq, operator.ne)
+CONNECTIVES: Mapping[int, Operators] = {  # by how many they connect
+    1: (operator.invert, operator.methodcaller("cast", pl.Boolean)),  # SQL casts what it negates
+    2: (operator.and_, operator.or_),
+}
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,7 @@ def where(text: str, columns: Sequence[str], lost: Mapping[str, str] = MappingPr
         expression = pl.sql_expr(text)
         names = set(expression.meta.root_names())
         renamed = expression.meta.output_name(raise_if_undetermined=False)
-        plain = expression.meta.undo_aliases().meta.eq(expression)
+        alias = any(expression.meta.eq(part.alias(str(renamed))) for part in expression.meta.pop())
     except (pl.exceptions.PolarsError, ValueError) as error:
         raise StoreError(f'cannot read the expression "{text}" ({_line(error)}). {_some(known)}') from error
     missing = sorted(names - set(columns))
@@ -68,21 +76,39 @@ def where(text: str, columns: Sequence[str], lost: Mapping[str, str] = MappingPr
             raise StoreError(f'"{text}" may need what cannot be read: {why}')
     if missing:
         raise StoreError(f"there is no column '{missing[0]}' (in \"{text}\"){_instead(missing, text, known)}")
-    if not plain:  # SQL takes a word at the end for a new name
+    if alias:  # SQL takes a word at the end for a new name
         raise StoreError(f"cannot read the expression \"{text}\": '{renamed}' at its end belongs to nothing")
 
     def keep(rows: pl.DataFrame) -> pl.Series:
+        several = rows if len(rows) != 1 else pl.concat([rows, rows])  # of one, a sum is as long as a column
         try:
-            kept = rows.select(expression.alias("keep"))["keep"]
+            kept = several.select(_told(expression, rows).alias("keep"))["keep"]
         except pl.exceptions.PolarsError as error:
             raise StoreError(f'"{text}" cannot be computed: {_line(error)}') from error
-        if kept.dtype != pl.Boolean or len(kept) != len(rows):
+        if kept.dtype != pl.Boolean or len(kept) != len(several):
             raise StoreError(
                 f'"{text}" is not a yes or no for each sample: compare something, as in words > 5'
             )
-        return kept
+        return kept.head(len(rows))
 
     return Filter(text, keep)
+
+
+def _told(expression: pl.Expr, rows: pl.DataFrame) -> pl.Expr:
+    """The same, with NaN in a comparison unknown: polars has it greater than all numbers.
+
+    Columns have no NaN any more: it comes of a computation, such as 0 / 0.
+    """
+    parts = expression.meta.pop()[::-1]
+    for connect in CONNECTIVES.get(len(parts), ()):
+        if expression.meta.eq(connect(*parts)):
+            return connect(*(_told(part, rows) for part in parts))
+    for compare in COMPARISONS if len(parts) == 2 else ():
+        if expression.meta.eq(compare(*parts)):
+            kinds = rows.head(0).select(part.alias(str(at)) for at, part in enumerate(parts)).dtypes
+            sides = zip(parts, kinds, strict=True)
+            return compare(*(part.fill_nan(None) if kind.is_float() else part for part, kind in sides))
+    return expression
 
 
 def _latest(name: str, columns: Sequence[str]) -> bool:
@@ -91,7 +117,8 @@ def _latest(name: str, columns: Sequence[str]) -> bool:
 
 
 def _line(error: Exception) -> str:
-    return str(error).splitlines()[0]
+    line = str(error).splitlines()[0]
+    return line if len(line) <= LINE else f"{line[:LINE]}..."
 
 
 def _instead(missing: Sequence[str], text: str, known: Sequence[str]) -> str:
@@ -248,7 +275,9 @@ def filter_store(
     tell is missing, the reason says so.
     """
     check_name(name, "view")
-    rows = store.view(base)
+    if name == base:
+        raise StoreError(f"the view '{name}' would be made from itself: give the new view another name")
+    rows = store.view(base).with_columns(pl.selectors.float().fill_nan(None))
     steps = [item if isinstance(item, Filter) else named(item) for item in filters]
     lost = unread(store.place, rows.columns) if expressions else {}
     steps += [where(text, rows.columns, lost) for text in expressions]

@@ -1,5 +1,6 @@
 """Views drop samples for a reason, are counted, and touch no tensor."""
 
+import math
 import random
 import re
 from pathlib import Path
@@ -238,6 +239,78 @@ def test_a_mistaken_name_is_explained(many: Store) -> None:
         filter_store(many, "v", filters=["unique"])
     with pytest.raises(StoreError, match="Datasets left: a, b"):
         filter_store(many, "v", filters=["mix=a:0.5,zebra:0.5"])
+
+
+def test_a_view_made_from_another_takes_a_name_of_its_own(many: Store) -> None:
+    filter_store(many, "own", expressions=["words > 5"])
+    with pytest.raises(StoreError, match="made from itself: give the new view another name"):
+        filter_store(many, "own", base="own", expressions=["words > 9"])
+    assert len(many.view("own")) == 24
+
+
+@pytest.fixture(scope="module")
+def diverged(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """Samples of 0 to 4 words, with losses of a run that diverged and a share of code that is no number."""
+    store = make(tmp_path_factory.mktemp("diverged"))
+    with store.writer("u") as writer:
+        for number in range(5):
+            writer.add(sample(number, code_ratio=math.nan if number == 2 else 0.0, part=float(number)))
+    losses = [1.0, 2.0, math.nan, math.inf, -math.inf]
+    store.write_stats("run", {"key": [f"k{number:04}" for number in range(5)], "l": losses})
+    return store
+
+
+@pytest.mark.parametrize(
+    ("text", "kept", "unknown"),
+    [
+        ("l > 1.5", [1, 3], 1),
+        ("l <= 1.5", [0, 4], 1),
+        ("not l > 1.5", [0, 4], 1),
+        ("l != 1", [1, 3, 4], 1),
+        ("l not in (1, 2)", [3, 4], 1),
+        ("l between 0 and 9", [0, 1], 1),
+        ("l is null", [2], 0),
+        ('"run.l" > 1.5', [1, 3], 1),
+        ("l > 1.5 or words >= 2", [1, 2, 3, 4], 0),
+        ("words / 0 > 1", [1, 2, 3, 4], 1),
+        ("not words / 0 < 1", [1, 2, 3, 4], 1),
+        ("part / words >= 0 and words < 3", [1, 2], 1),
+        ("l - l < 1", [0, 1], 3),
+        ("sqrt(part - 2) >= 0", [2, 3, 4], 2),
+        ("part / words between 0 and 1", [1, 2, 3, 4], 1),
+        ("words = 0 or part / words > 0", [0, 1, 2, 3, 4], 0),
+        ("dataset = 'a' or words > 9", [0, 2, 4], 0),
+    ],
+)
+def test_what_is_no_number_is_unknown_and_infinities_are_numbers(
+    diverged: Store, text: str, kept: list[int], unknown: int
+) -> None:
+    view = filter_store(diverged, "v", expressions=[text])
+    assert diverged.view("v")["words"].to_list() == kept
+    assert view.dropped.get(f"unknown: {text}", 0) == unknown
+
+
+def test_a_measure_that_is_no_number_is_unknown_to_a_named_filter(diverged: Store) -> None:
+    dropped = filter_store(diverged, "v", filters=["max_code"]).dropped
+    assert dict(dropped) == {"more than 0.05 code": 0, "unknown: more than 0.05 code": 1}
+
+
+@pytest.mark.parametrize("text", ["sum(words) >= 0", "1 = 1", "count(*) > 0"])
+def test_what_is_said_of_all_samples_at_once_is_no_filter_of_one(tmp_path: Path, text: str) -> None:
+    with pytest.raises(StoreError, match="not a yes or no for each sample"):
+        filter_store(make(tmp_path, [[1]]), "v", expressions=[text])
+
+
+def test_any_of_a_list_is_a_filter(many: Store) -> None:
+    filter_store(many, "v", expressions=["words = any(array[1, 2])"])
+    assert many.view("v")["words"].to_list() == [1, 2]
+
+
+def test_what_a_parser_says_is_cut(many: Store) -> None:
+    text = "words > 5 and " * 50
+    with pytest.raises(StoreError, match="cannot read the expression") as raised:
+        filter_store(many, "v", expressions=[text])
+    assert len(str(raised.value).replace(text, "")) < 300
 
 
 @pytest.mark.parametrize("name", ["../commits/u0", "../stats/r", "v/../v", "", "v" * 300])
