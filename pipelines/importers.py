@@ -5,7 +5,6 @@ silently, and nothing is repaired by guessing.
 """
 
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ ROLES = {
 TURNS = ("messages", "conversations", "conversation", "items")
 QUESTIONS = ("question", "query", "prompt", "instruction", "problem")
 COUNTS = ("frames", "nframes", "num_frames")  # names that rows give the number of frames of a video
+MOST = 2**31 - 1  # frames of a video, or frames a second, that a prompt can ask for
 ANSWERS = ("answer", "answers", "response", "output", "caption", "captions", "label")
 TAG = re.compile(r"\s*<(image|video)>\s*")
 
@@ -258,15 +258,15 @@ def _message(turn: Any, files: Mapping[str, list[Media]], placed: dict[str, int]
     """One turn of either style: from/value or role/content."""
     if not isinstance(turn, Mapping):
         raise BadRowError("not an object", f"a turn is {type(turn).__name__}")
-    said = turn.get("role", turn.get("from"))
+    said = str(turn.get("role", turn.get("from")))
     if said not in ROLES:
-        raise BadRowError("unknown role", str(said))
+        raise BadRowError("unknown role", said)
     content = turn.get("content", turn.get("value", turn.get("text")))
     parts: list[dict[str, Any]] = []
     for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
         parts += _parts(part, files, placed, tagged)
     if not parts or (ROLES[said] != "user" and not any(part["type"] == "text" for part in parts)):
-        raise BadRowError("empty turn", str(said))
+        raise BadRowError("empty turn", said)
     return {"role": ROLES[said], "content": parts}
 
 
@@ -315,8 +315,9 @@ def _sampling(part: Mapping[str, Any]) -> dict[str, float | int]:
         sampling: dict[str, float | int] = {"frames": int(count)} if fps is None else {"fps": float(fps)}
     except (TypeError, ValueError, OverflowError):
         sampling = {}
-    if not sampling or not 0 < min(sampling.values()) < math.inf:
-        raise BadRowError("video sampling", f"fps {fps}, frames {count}: give a number above 0")
+    if not sampling or not 0 < min(sampling.values()) <= MOST:
+        problem = f"fps {fps}, frames {count}: give a number above 0, at most {MOST}"
+        raise BadRowError("video sampling", problem)
     return sampling
 
 

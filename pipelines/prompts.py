@@ -11,7 +11,6 @@ an image is never on both sides, whatever is imported when.
 
 import dataclasses
 import json
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from typing import Any, Literal
 
 from vlmdistill.pipelines import augment, importers
 from vlmdistill.pipelines.augment import Message
-from vlmdistill.pipelines.importers import BadRowError, Conversation, Format, Row
+from vlmdistill.pipelines.importers import MOST, BadRowError, Conversation, Format, Row
 from vlmdistill.pipelines.media import Shelf
 from vlmdistill.pipelines.workspace import written_aside
 from vlmdistill.stores.errors import DataError
@@ -77,8 +76,8 @@ class Choices:
         if self.fps is not None and self.frames is not None:
             raise DataError(f"--fps {self.fps} --frames {self.frames}: give one of them")
         for name, value in (("--fps", self.fps), ("--frames", self.frames)):
-            if value is not None and not 0 < value < math.inf:
-                raise DataError(f"{name} {value}: give a number above 0")
+            if value is not None and not 0 < value <= MOST:
+                raise DataError(f"{name} {value}: give a number above 0, at most {MOST}")
         if self.images and not self.images.is_dir():
             raise DataError(f"--images {self.images}: there is no such folder")
         for name in (*self.augment, *self.augment_text):

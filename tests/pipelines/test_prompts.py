@@ -162,7 +162,10 @@ def test_how_a_video_is_sampled_is_part_of_the_prompt(tmp_path: Path, out: Path)
         assert part == {"type": "video", "path": str(tmp_path / "clip.mp4"), **sampling}
 
 
-@pytest.mark.parametrize("way", [{"fps": math.inf}, {"frames": math.inf}, {"fps": -1}, {"frames": "many"}])
+@pytest.mark.parametrize(
+    "way",
+    [{"fps": math.inf}, {"frames": math.inf}, {"fps": -1}, {"frames": "many"}, {"nframes": 5_000_000_000}],
+)
 def test_a_video_sampled_by_nonsense_is_skipped(tmp_path: Path, out: Path, way: dict[str, Any]) -> None:
     rows = [shows(video="clip.mp4", **way), talk("fine", "yes")]
     sources = [write(tmp_path / "chat.jsonl", rows[:1]), write(tmp_path / "mix.json", rows[1:])]
@@ -211,7 +214,7 @@ BROKEN: dict[str, Any] = {
     "image is a URL": talk("<image>\nWhat?", "x", image="https://example.org/1.png"),
     "image count": talk("<image>\n<image>\nWhat?", "x", image="1.png"),
     "empty turn": talk("Hello", "  "),
-    "unknown role": said(("human", "a"), ("alien", "b")),
+    "unknown role": {"messages": [{"role": ["user"], "content": "a"}]},
     "no user turn": said(("gpt", "a")),
     "roles do not alternate": said(("human", "a"), ("user", "b")),
     "late system turn": said(("human", "a"), ("system", "b")),
@@ -281,6 +284,7 @@ def test_a_missing_source_stops_before_anything_is_written(tmp_path: Path, out: 
         (Choices(fps=0), "--fps 0: give a number above 0"),
         (Choices(fps=math.inf), "--fps inf: give a number above 0"),
         (Choices(frames=-1), "--frames -1"),
+        (Choices(frames=3_000_000_000), "--frames 3000000000: give a number above 0, at most 2147483647"),
         (Choices(fps=1, frames=8), "--fps 1 --frames 8: give one of them"),
         (Choices(augment=["loud"]), "no augmentation 'loud': choose from none, long"),
         (Choices(images=Path("/nowhere")), "--images /nowhere"),
