@@ -173,7 +173,7 @@ class GridFrames(FrameProcessor):
         step, total = self.temporal_patch_size, footage.total
         if frames is not None:
             return min(round(frames / step), total // step) * step or min(step, total)
-        wanted = total / (footage.fps or 1.0) * (fps or 1.0)
+        wanted = at_rate(footage, fps)
         most = min(self.max_frames, total) // step * step
         return math.floor(min(max(wanted, self.min_frames), most) / step) * step
 
@@ -246,7 +246,7 @@ class TimedGridFrames(GridFrames):
         """Within the limits of frames where it follows from `fps`."""
         if frames is not None:
             return frames
-        wanted = int(footage.total / (footage.fps or 1.0) * (fps or 1.0))
+        wanted = int(at_rate(footage, fps))
         return min(max(wanted, self.min_frames), self.max_frames)
 
     def spread(self, total: int, count: int) -> list[int]:
@@ -307,7 +307,7 @@ class SquareFrames(FrameProcessor):
         """No limit but that of the video."""
         if frames is not None:
             return frames
-        return int(footage.total / (footage.fps or 1.0) * (fps or 1.0))
+        return int(at_rate(footage, fps))
 
     def spread(self, total: int, count: int) -> list[int]:
         """From the first on, at equal steps, rounded down."""
@@ -327,6 +327,11 @@ class SquareFrames(FrameProcessor):
             "pixel_values_videos": side_by_side([video[None] for video in shown]) if equal else shown,
             "video_metadata": list(video_metadata),
         }
+
+
+def at_rate(footage: Footage, fps: float | None) -> float:
+    """How many frames `fps` a second are, of those that there are."""
+    return min(footage.total, footage.total / (footage.fps or 1.0) * (fps or 1.0))
 
 
 def side_by_side(rows: Sequence[Tensor]) -> Tensor:

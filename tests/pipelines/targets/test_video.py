@@ -118,6 +118,12 @@ def test_short_videos_and_images_without_a_clock_are_taken_whole(processor: Fram
     assert processor.sample(tiny.clip(3, 28, 28), fps=4)[1].seconds == (0, 0.25, 0.5)
 
 
+@pytest.mark.parametrize("processor", [GridFrames({}), TimedGridFrames({}), SquareFrames({})])
+def test_more_a_second_than_there_are_is_all_of_them(processor: FrameProcessor) -> None:
+    for fps in (1000, 1e308):
+        assert processor.choose(Footage(60, 15.0), fps) == list(range(60))
+
+
 def test_sampling_twice_or_by_nothing_is_refused() -> None:
     with pytest.raises(DataError, match="by fps or by frames, not by both"):
         GridFrames({}).sample(tiny.clip(3, 28, 28), fps=1, frames=2)
