@@ -59,7 +59,7 @@ def where(text: str, columns: Sequence[str], lost: Mapping[str, str] = MappingPr
     """A filter from an expression such as `words > 5 and code_ratio < 0.05`.
 
     It is SQL as polars reads it; a name with a dot is quoted: `"sparrow.kept" > 0.2`. Rows where
-    it is unknown (a value is missing) are dropped. StoreError on a mistake, with columns there are.
+    it is unknown (a value is missing or NaN) are dropped. StoreError on a mistake, with columns there are.
     `lost` are runs whose statistics could not be read, and why: whoever needs them is told.
     """
     known = [name for name in columns if not name.startswith((XXH3, LOSS)) and not name.endswith(ROW)]

@@ -171,7 +171,7 @@ class Shards:
         try:
             table = merged.to_arrow(compat_level=pl.CompatLevel.oldest())
             write_table(self._place, CACHE, NAME, table, {"shards": shards})
-        except StoreError as error:  # a store one may read but not write, or a full disk
+        except (StoreError, pa.ArrowInvalid) as error:  # cannot be written to, or numbers of 128 bits
             log.debug("the index is not cached: %s", error)
 
 

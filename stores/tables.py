@@ -3,6 +3,7 @@
 Writing uses pyarrow alone: its plain paths start no threads, so a process may fork around it.
 """
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,8 @@ CORE: Mapping[str, pa.DataType] = {
     "span_row": pa.int64(),
     "sample_row": pa.int64(),
 }
+WHOLE = 2**53  # up to here floats have all whole numbers
+log = logging.getLogger("vlmdistill.stores")
 ADDED = ("unit", "shard")  # columns that only the merged index has
 
 
@@ -44,7 +47,7 @@ def reserved(column: str) -> bool:
 
 
 def index_table(rows: Sequence[Mapping[str, Any]], arrays: Sequence[str]) -> pa.Table:
-    """The index of a shard, one row per sample; StoreError when a meta column mixes types."""
+    """The index of a shard, one row per sample; StoreError when one cannot hold the meta of all."""
     columns: dict[str, pa.Array] = {}
     for name, kind in CORE.items():
         columns[name] = pa.array([row[name] for row in rows], kind)
@@ -56,6 +59,11 @@ def index_table(rows: Sequence[Mapping[str, Any]], arrays: Sequence[str]) -> pa.
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
             raise StoreError(
                 f"the meta column '{name}' mixes types among samples: give it one type ({error})"
+            ) from error
+        except (OverflowError, UnicodeError) as error:
+            raise StoreError(
+                f"the meta column '{name}' cannot hold all values of the samples ({error}): whole numbers "
+                "have 64 bits with their sign, text is Unicode without surrogates"
             ) from error
     return pa.table(columns)
 
@@ -121,6 +129,11 @@ def merge_index(frames: "Sequence[pl.DataFrame]", arrays: Sequence[str]) -> "pl.
             "and write that unit again, with the type of the other"
         )
     merged = pl.concat(frames, how="diagonal_relaxed")
+    for name in [name for name, kind in merged.schema.items() if kind.is_float()]:
+        for frame in [frame for frame in frames if frame.schema.get(name, pl.Null()).is_integer()]:
+            if len(odd := frame.filter(~pl.col(name).is_between(-WHOLE, WHOLE))):
+                what = f"the meta column '{name}' has whole numbers beyond 2^53 in unit {odd['unit'][0]}"
+                log.warning(f"{what}, and fractions in others: their last digits are lost")
     return merged.sort("key", "unit").unique("key", keep="first", maintain_order=True)
 
 

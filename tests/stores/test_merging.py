@@ -1,12 +1,14 @@
 """What does not go together is refused before anything is copied; what stores say of samples is joined."""
 
 import dataclasses
+import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -93,6 +95,37 @@ def test_a_column_of_two_types_within_a_store_says_which_unit_to_write_anew(tmp_
     (tmp_path / "one" / "commits" / "u2.json").unlink()
     write_samples(store, "u2", [sample(2, id=7)])
     assert Store.open(store.path).index["id"].to_list() == [None, 5, 7]
+
+
+@pytest.mark.parametrize("value", [2**70, 2**63 + 1, "\ud800", {"text": "\ud800"}])
+def test_meta_that_no_column_can_hold_is_refused_by_name(tmp_path: Path, value: Any) -> None:
+    store = make(tmp_path, [[1]])
+    with pytest.raises(StoreError, match=r"^the meta column 'id' cannot hold .*64 bits"):
+        write_samples(store, "u1", [sample(2), sample(3, id=value)])
+    assert list(Store.open(tmp_path).index["key"]) == ["k0001"]
+
+
+def test_whole_numbers_that_lose_digits_beside_fractions_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = make(tmp_path)
+    write_samples(store, "u0", [sample(0, id=2**53, other=2**53 + 1), sample(1)])
+    write_samples(store, "u1", [sample(2, id=0.5, other=5)])
+    with caplog.at_level(logging.WARNING, "vlmdistill.stores"):
+        assert Store.open(tmp_path).index["other"].to_list() == [2**53 + 1, None, 5]
+        assert caplog.messages == []
+        write_samples(store, "u2", [sample(3), sample(4, id=-(2**53) - 1)])
+        assert Store.open(tmp_path).index["id"].to_list() == [2**53, None, 0.5, None, -(2**53)]
+    (line,) = caplog.messages
+    assert line.startswith("the meta column 'id' has whole numbers beyond 2^53 in unit u2, and fractions")
+
+
+def test_whole_numbers_of_more_than_64_bits_in_all_are_kept(tmp_path: Path) -> None:
+    store = make(tmp_path)
+    for number in range(64):  # as many as are worth a cache
+        value: Any = np.uint64(2**63 + 1) if number else -1
+        write_samples(store, f"u{number}", [sample(number, id=value)])
+    assert store.index["id"].to_list() == [-1, *[2**63 + 1] * 63]
 
 
 def test_an_empty_list_has_the_type_of_the_lists_of_others(tmp_path: Path) -> None:
