@@ -118,7 +118,7 @@ class VisionLanguageTarget:
         The same prompts, settings and seed give the same answers. When the GPU's memory runs out the
         batch is halved.
         """
-        if max_new_tokens < 1 or temperature < 0 or not 0 < top_p <= 1:
+        if max_new_tokens < 1 or not 0 <= temperature < float("inf") or not 0 < top_p <= 1:
             raise DataError(
                 f"cannot answer with max_new_tokens {max_new_tokens} (at least 1), "
                 f"temperature {temperature} (at least 0), top_p {top_p} (above 0, up to 1)"

@@ -155,7 +155,16 @@ def test_no_memory_halves_the_batch(checkpoint: Checkpoint, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"max_new_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}], ids=str
+    "wrong",
+    [
+        {"max_new_tokens": 0},
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+    ],
+    ids=str,
 )
 def test_settings_out_of_range_are_refused(checkpoint: Checkpoint, wrong: dict[str, Any]) -> None:
     target = load(str(checkpoint("llava")))
