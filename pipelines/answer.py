@@ -10,6 +10,7 @@ import torch
 from vlmdistill.drafters import checkpoint
 from vlmdistill.drafters.base import Tree
 from vlmdistill.drafters.decoding.generate import Cycle, plain, speculate
+from vlmdistill.pipelines.answers import Sampling
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.targets.options import Options
 from vlmdistill.pipelines.workspace import Workspace
@@ -84,6 +85,7 @@ def answer(
     `sampling` holds "fps" or "frames" for all videos; without it they are sampled as the target does.
     DataError when an image or video cannot be read, TrainingError when the drafter cannot be used.
     """
+    Sampling(temperature=temperature, max_new_tokens=max_new_tokens).check()
     folder = None
     if drafter is not None:
         folder = Path(drafter) if Path(drafter).is_dir() else workspace.drafter(drafter)

@@ -9,6 +9,7 @@ Answers that a filter dropped stay here with their reason, so that they are not 
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,8 +37,10 @@ class Sampling:
 
     def check(self) -> None:
         """DataError on a value that makes no sense."""
-        if self.temperature < 0:
-            raise DataError(f"--temperature {self.temperature}: give 0 (greedy) or more")
+        if not 0 <= self.temperature < math.inf:
+            raise DataError(
+                f"--temperature {self.temperature}: give 0 for greedy decoding, or a number above it"
+            )
         if not 0 < self.top_p <= 1:
             raise DataError(f"--top-p {self.top_p}: give a share above 0, at most 1")
         if self.max_new_tokens < 1:

@@ -95,6 +95,7 @@ def test_wrong_usage_is_status_two(arguments: list[str], workplace: Path, capsys
         (["responses", "--model", "no-such-model"], "there is no target 'no-such-model'"),
         (["features", "--model", "no-such-model"], "there is no target 'no-such-model'"),
         (["features", "--model", "."], "has no config.json"),
+        (["generate", "hi", "--temperature", "inf"], "--temperature inf: give 0 for greedy decoding"),
         (["target", "show", "no-such-model"], "there is no target 'no-such-model'"),
         (["export", "eagle3", "--out", "served"], "no drafter in"),
     ],

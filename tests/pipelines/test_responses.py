@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import random
 import shutil
@@ -77,6 +78,8 @@ def test_filters_say_why(text: str, ids: Any, verdict: str) -> None:
     ("settings", "words"),
     [
         (Sampling(temperature=-1), "--temperature -1"),
+        (Sampling(temperature=math.nan), "--temperature nan"),
+        (Sampling(temperature=math.inf), "--temperature inf"),
         (Sampling(top_p=0), "--top-p 0"),
         (Sampling(max_new_tokens=0), "--max-new-tokens 0"),
         (Filters(min_words=-1), "--min-words -1"),
