@@ -7,6 +7,7 @@ Neither is needed for safety: see `commits` for what happens when a writer and a
 collectors meet.
 """
 
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,6 +20,11 @@ from vlmdistill.stores.tables import table_names
 
 GRACE = 3600.0  # seconds
 REQUESTS = 16  # at once, to a place far away
+HASH = "[0-9a-f]{16}"
+MADE = re.compile(  # names that writers give: whatever else lies in a store is not ours to remove
+    rf"shards/.+-{HASH}|heads/{HASH}|(views|stats)/.+-{HASH}\.arrow|cache/index(\.json|-{HASH}\.arrow)"
+    rf"|staging/((copy|probe|removed)-)?{HASH}"
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,11 @@ def collect(store: Store, *, grace: float = GRACE, dry_run: bool = False) -> lis
 
 
 def _garbage(place: Place, head: str) -> Iterator[str]:
-    """What no record names, as of now."""
+    """What writers made and no record names, as of now."""
+    yield from filter(MADE.fullmatch, _unnamed(place, head))
+
+
+def _unnamed(place: Place, head: str) -> Iterator[str]:
     shards = _committed(place)
     for shard in place.names(SHARDS):
         if shard not in shards:

@@ -82,7 +82,8 @@ def mend(place: Place, grace: float) -> None:
 
 def marks(place: Place) -> list[tuple[str, str]]:
     """What is being removed, and the mark that says so."""
-    return [(mark.rpartition("~")[0].replace("~", "/"), f"{DEAD}/{mark}") for mark in place.names(DEAD)]
+    named = [(mark.rpartition("~")[0].replace("~", "/"), f"{DEAD}/{mark}") for mark in place.names(DEAD)]
+    return [(name, mark) for name, mark in named if _record_of(name)]  # other files are no marks
 
 
 @contextmanager

@@ -217,7 +217,10 @@ class Remote(Place):
                 found = self._fs.ls(self._path(folder), detail=False)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return sorted(self._name(path.rstrip("/").rpartition("/")[2]) for path in found)
+        # Object stores may list a folder, where an object stands for it, among what it holds.
+        base = self._path(folder).strip("/")
+        paths = [path.rstrip("/") for path in found if path.strip("/") != base]
+        return sorted(self._name(path.rpartition("/")[2]) for path in paths)
 
     def remove(self, name: str) -> None:
         """DELETE a file or everything below a folder."""

@@ -24,6 +24,8 @@ from vlmdistill.stores.heads import read_head, write_head
 from vlmdistill.stores.indexing import Lines, Shards
 from vlmdistill.stores.layout import TOKENS, Layout, rows_of
 from vlmdistill.stores.manifest import (
+    DEAD,
+    HEADS,
     SHARDS,
     STATS,
     STORE,
@@ -34,7 +36,7 @@ from vlmdistill.stores.manifest import (
     units,
 )
 from vlmdistill.stores.memory import Pool
-from vlmdistill.stores.place import Place, place_of, writing
+from vlmdistill.stores.place import STAGING, Place, place_of, writing
 from vlmdistill.stores.schema import (
     SCHEMA_VERSION,
     Array,
@@ -82,7 +84,7 @@ class Store:
         """Make a store, or open the one that is there if it is of the same origin.
 
         `encoding` maps feature names to `raw` (default), `zstd` or `int8`. StoreError names the
-        field in which an existing store differs.
+        field in which an existing store differs, or what else the folder holds.
         """
         place = place_of(path)
         Layout.of(provenance, info, encoding or {})
@@ -95,6 +97,7 @@ class Store:
                 "encoding": dict(encoding or {}),
             }
             with writing(place):
+                _require_room(place)
                 place.create(STORE, seal({**record, "head": write_head(place, head)}))
         store = cls.open(path)
         store.require(provenance, info)
@@ -300,3 +303,11 @@ class Store:
 
     def _where(self, shard: str, spec: ArraySpec, row: Mapping[str, Any]) -> str:
         return f"{self.path}/{shard}: {spec.name} of sample {row['key']}"
+
+
+def _require_room(place: Place) -> None:
+    """StoreError when a place holds more than an interrupted creation leaves: it is somebody else's."""
+    others = [name for name in place.names("") if name not in (HEADS, STAGING, DEAD)]
+    if others and place.size(STORE) is None:  # unless another process made the store since we looked
+        what = f"{place.url} holds other things, such as {others[0]}, and no {STORE}"
+        raise StoreError(f"{what}: name a new folder")

@@ -39,7 +39,8 @@ class Finding:
     """One file that is not as it should be.
 
     `damaged` and `missing` files are named by a record; `orphan` files are named by none and
-    `unfinished` ones belong to a writer, perhaps a dead one: neither is ever read, gc removes them.
+    `unfinished` ones belong to a writer, perhaps a dead one: neither is ever read, and gc removes what
+    a writer made of them.
     """
 
     kind: Kind

@@ -25,6 +25,7 @@ from vlmdistill.stores.verify import verify
 
 KILLS = 200
 FLIPS = 1000
+LEFT = "0123456789abcdef"  # as writers name their folders
 ROOT = Path(__file__).parents[2]
 
 
@@ -175,15 +176,39 @@ def test_gc_removes_what_the_dead_left_and_spares_the_living(tmp_path: Path) -> 
     orphan = tmp_path / SHARDS / "dead-0123456789abcdef"
     orphan.mkdir()
     (orphan / "index.arrow").write_bytes(b"left")
-    (tmp_path / "staging" / "left").mkdir()
+    (tmp_path / "staging" / LEFT).mkdir()
     with store.writer("living") as writer:
         writer.add(sample(7))
         for path in (tmp_path / "staging").iterdir():
             os.utime(path, (0, 0))  # a clock that jumped years ahead: old is not dead
-        assert [item.name for item in collect(store, grace=3600)] == ["staging/left"]
+        assert [item.name for item in collect(store, grace=3600)] == [f"staging/{LEFT}"]
         assert [item.name for item in collect(store, grace=0)] == [f"{SHARDS}/{orphan.name}"]
     assert same(store.read("k0007"), sample(7))
     assert not verify(tmp_path).findings
+
+
+FOREIGN = [
+    "cache/data.bin",
+    "commits/log.txt",
+    "dead/letters.txt",
+    "heads/mine/weights.bin",
+    "notes.txt",
+    "shards/x/y",
+    "staging/p.txt",
+    "stats/table.csv",
+    "views/index.html",
+]
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_gc_never_removes_what_no_writer_can_have_made(tmp_path: Path, name: str) -> None:
+    store = make(tmp_path, [range(3)])
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text("mine")
+    os.utime(tmp_path / name, (0, 0))
+    assert collect(store, grace=0) == []
+    assert (tmp_path / name).read_text() == "mine"
+    assert not verify(tmp_path).damage
 
 
 def with_an_orphan(path: Path) -> Store:
@@ -216,9 +241,9 @@ def test_a_collector_that_dies_anywhere_harms_nothing(tmp_path: Path) -> None:
 
 def test_a_dry_run_of_gc_removes_nothing(tmp_path: Path) -> None:
     store = make(tmp_path)
-    (tmp_path / "staging" / "left").mkdir()
-    assert [item.name for item in collect(store, grace=0, dry_run=True)] == ["staging/left"]
-    assert (tmp_path / "staging" / "left").exists()
+    (tmp_path / "staging" / LEFT).mkdir()
+    assert [item.name for item in collect(store, grace=0, dry_run=True)] == [f"staging/{LEFT}"]
+    assert (tmp_path / "staging" / LEFT).exists()
 
 
 def test_a_dry_run_of_gc_needs_no_room_on_the_disk(tmp_path: Path) -> None:

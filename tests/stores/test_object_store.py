@@ -97,6 +97,16 @@ def test_a_round_trip_over_s3_changes_no_bit(bucket: str, tmp_path: Path) -> Non
     assert all(same(back.read(f"k{number:04}"), sample(number)) for number in range(8))
 
 
+def test_a_prefix_that_an_object_stands_for_is_empty_and_one_with_other_objects_is_not(bucket: str) -> None:
+    fs = S3FileSystem()
+    fs.call_s3("put_object", Bucket=bucket.removeprefix("s3://"), Key="new/store/", Body=b"")
+    make(f"{bucket}/new/store", [range(3)])
+    assert not verify(f"{bucket}/new/store").damage
+    fs.pipe_file(f"{bucket}/full/cache/data.bin", b"mine")
+    with pytest.raises(StoreError, match="full holds other things, such as cache"):
+        make(f"{bucket}/full")
+
+
 def test_the_first_of_two_records_stands(bucket: str) -> None:
     place = Remote(f"{bucket}/p")
     assert place.create("commits/u.json", b"first")

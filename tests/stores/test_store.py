@@ -19,6 +19,7 @@ from vlmdistill.stores.local import Local
 from vlmdistill.stores.manifest import read_record, seal
 from vlmdistill.stores.place import place_of
 from vlmdistill.stores.schema import Array, Feature, Sample, Span
+from vlmdistill.stores.share import send
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.verify import verify
 
@@ -385,3 +386,40 @@ def test_a_record_of_a_newer_version_is_no_damage(store: Store, name: str) -> No
     store.place.replace(name, seal({**record, "schema": 2}))
     with pytest.raises(StoreError, match=rf"{name} has schema 2, .* reads up to 1: update vlmdistill$"):
         verify(store.path)
+
+
+@pytest.mark.parametrize("url", ["{tmp}", "memory://{tmp}"])
+def test_a_store_is_not_made_where_other_things_lie(tmp_path: Path, url: str) -> None:
+    path = url.format(tmp=tmp_path / "full")
+    place = place_of(path)
+    place.create("cache/data.bin", b"mine")
+    what = r"full holds other things, such as cache, and no store\.json: name a new folder"
+    with pytest.raises(StoreError, match=what):
+        make(path)
+    with pytest.raises(StoreError, match=what):
+        send(make(tmp_path / "here", [range(3)]).path, path)
+    assert set(place.files("")) == {"cache/data.bin"}
+
+
+def test_a_store_is_made_in_an_empty_folder_and_where_making_one_was_interrupted(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert make(tmp_path / "empty", [range(3)]).keys() == {"k0000", "k0001", "k0002"}
+    for folder in ("heads", "staging", "dead"):
+        (tmp_path / "begun" / folder).mkdir(parents=True)
+    assert make(tmp_path / "begun", [range(3)]).keys() == {"k0000", "k0001", "k0002"}
+    with pytest.raises(StoreError, match=r"^cannot write to .*store\.json: Not a directory"):
+        make(tmp_path / "begun" / "store.json")
+
+
+def test_a_store_that_another_process_makes_at_the_same_time_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = Local.names
+
+    def late(place: Local, folder: str) -> list[str]:
+        monkeypatch.setattr(Local, "names", listed)
+        make(tmp_path, [range(3)])
+        return listed(place, folder)
+
+    monkeypatch.setattr(Local, "names", late)
+    assert make(tmp_path).keys() == {"k0000", "k0001", "k0002"}
