@@ -83,7 +83,7 @@ def _like(path: str | Path, sources: Sequence[Store], features: tuple[str, ...])
             held, wanted = ", ".join(first.provenance.features), ", ".join(features)
             raise StoreError(
                 f"{path} was made for the features {held}, not {wanted}, and takes no others: copy these "
-                f"to a new store, or to this one only its own, --fields {held.replace(' ', '')}"
+                f"to a new store, or to this one only its own: store push --fields {held.replace(' ', '')}"
             )
         for store in sources:
             first.require(replace(store.provenance, features=features), store.info)

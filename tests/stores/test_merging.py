@@ -140,8 +140,10 @@ def test_a_store_of_some_features_says_what_it_can_take(tmp_path: Path) -> None:
     part = tmp_path / "part"
     send(tmp_path / "here", part, features=[Feature.parse("hidden.text")])
     for wanted in (None, [Feature.parse("layer2.visual")]):
-        with pytest.raises(StoreError, match=r"for the features hidden\.text, not .*--fields hidden\.text$"):
+        with pytest.raises(StoreError, match=r"features hidden\.text, not .*: store push .* hidden\.text$"):
             send(tmp_path / "here", part, features=wanted)
+    with pytest.raises(StoreError, match=r"store push --fields hidden\.text$"):
+        merge(part, [tmp_path / "here"])
 
 
 def test_a_view_that_is_not_there_leaves_no_store_behind(tmp_path: Path) -> None:
