@@ -26,6 +26,7 @@ from vlmdistill.cli import (
     target,
     train,
 )
+from vlmdistill.cli.entry import INTERRUPTED
 from vlmdistill.stores.errors import VlmdistillError
 
 GROUPS = {
@@ -94,7 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
         app(given, prog_name="vlmdistill")
     except SystemExit as stop:
         if stop.code == 130:
-            console.note("interrupted: nothing is lost, the same command goes on from here")
+            console.note(INTERRUPTED)
         return stop.code if isinstance(stop.code, int) else 0
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever read us has left

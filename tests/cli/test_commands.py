@@ -60,6 +60,22 @@ def test_heavy_packages_wait_for_the_command_that_needs_them() -> None:
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
 
+def test_an_interrupt_while_the_command_still_loads_is_told_in_one_line() -> None:
+    code = """if True:
+        import os, signal, sys
+        from vlmdistill.cli.entry import main
+        class Impatient:
+            def find_spec(name, *more):
+                if name == "typer":
+                    os.kill(os.getpid(), signal.SIGINT)
+        sys.meta_path.insert(0, Impatient)
+        sys.exit(main())
+    """
+    run = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (130, "")
+    assert run.stderr == "interrupted: nothing is lost, the same command goes on from here\n"
+
+
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("vlmdistill ")
@@ -76,6 +92,11 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
         ["responses", "--workers", "0"],
         ["features", "--dtype", "int8"],
         ["features", "--limit", "-5"],
+        ["generate", "hi", "--seed", "18446744073709551616"],
+        ["eval", "sparrow", "--seed", "4294967296"],
+        ["train", "sparrow", "--seed", "-1"],
+        ["responses", "--seed", "4294967296"],
+        ["run", "--seed", "4294967296"],
     ],
 )
 def test_wrong_usage_is_status_two(arguments: list[str], workplace: Path, capsys: Any) -> None:
