@@ -87,7 +87,7 @@ def check_name(name: str, what: str) -> str:
     """Refuse names that cannot be file names everywhere."""
     if not NAME.fullmatch(name):
         raise StoreError(
-            f"'{name}' cannot name a {what}: use letters, digits and . _ = + - after a first letter or digit"
+            f"'{name}' cannot name a {what}: use at most 200 letters, digits and . _ = + -, the first no sign"
         )
     return name
 

@@ -233,6 +233,8 @@ def test_a_mistaken_name_is_explained(many: Store) -> None:
             filter_store(many, "v", filters=[f"mix={mistaken}"])
     with pytest.raises(StoreError, match="unique takes no value"):
         filter_store(many, "v", filters=["unique=3"])
+    with pytest.raises(StoreError, match="cannot name a view: use at most 200 letters"):
+        filter_store(many, "v" * 201)
     with pytest.raises(StoreError, match="has no view 'nope'"):
         many.view("nope")
     with pytest.raises(StoreError, match="needs the column 'sketch'"):
