@@ -17,7 +17,7 @@ from vlmdistill.drafters.hivis import HiViS
 from vlmdistill.drafters.losses import Rows, Score
 from vlmdistill.drafters.training.unroll import unroll
 from vlmdistill.stores.errors import DataError
-from vlmdistill.stores.filters import where
+from vlmdistill.stores.expressions import where
 from vlmdistill.stores.schema import Feature
 
 HIDDEN = Feature("hidden", "text")

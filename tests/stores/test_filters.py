@@ -303,6 +303,10 @@ def test_what_is_said_of_all_samples_at_once_is_no_filter_of_one(tmp_path: Path,
         filter_store(make(tmp_path, [[1]]), "v", expressions=[text])
 
 
+def test_one_sample_is_compared_with_all_there_are(tmp_path: Path) -> None:
+    assert filter_store(make(tmp_path, [[5]]), "v", expressions=["words >= sum(words)"]).kept == 1
+
+
 def test_any_of_a_list_is_a_filter(many: Store) -> None:
     filter_store(many, "v", expressions=["words = any(array[1, 2])"])
     assert many.view("v")["words"].to_list() == [1, 2]
