@@ -14,6 +14,7 @@ import typer
 if TYPE_CHECKING:
     from vlmdistill.pipelines.targets.options import Options
 
+LAST_SEED = 2**32 - 1  # that every generator of random numbers takes
 QUIET_SECONDS = 30  # between two lines of progress where no bar can be drawn
 
 Model = Annotated[str, typer.Option("--model", "-m", help="Target: a name, a hub id or a checkpoint folder.")]

@@ -25,7 +25,7 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 512,
     tree: Annotated[str | None, typer.Option(help="total-depth-k such as 30-3-8, or chain-5.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=console.LAST_SEED, help="Seed of sampling.")] = 0,
     attention: console.Kernels = console.Attention.sdpa,
     target_dtype: console.Precision = console.TargetDtype.auto,
     compiled: console.Compiled = False,

@@ -20,7 +20,7 @@ def responses(
     ] = 1.0,
     top_p: Annotated[float, typer.Option(help="Nucleus sampling; 1 is off.")] = 1.0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 1024,
-    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=console.LAST_SEED, help="Of the sampling.")] = 0,
     min_words: Annotated[int, typer.Option(help="Drop answers of fewer words.")] = 6,
     max_repetition: Annotated[
         float, typer.Option(help="Drop answers with a larger share of 8-grams that they repeat.")

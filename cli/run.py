@@ -28,7 +28,7 @@ def run(
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Drafters trained at once; one a GPU, or a few on a CPU.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of everything.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=console.LAST_SEED, help="Seed of everything.")] = 0,
     runs: console.Runs = None,
 ) -> None:
     """Prompts, responses, features, training, evaluation and report: whatever of it is missing."""

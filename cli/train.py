@@ -22,7 +22,9 @@ def train(
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="One setting; may be repeated.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of weights, order and noise.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=console.LAST_SEED, help="Seed of weights, order and noise.")
+    ] = 0,
     ranks: Annotated[int, typer.Option(min=1, help="Processes on this machine.")] = 1,
     zero: Annotated[
         int, typer.Option(min=0, max=2, help="ZeRO stage; a drafter is one layer, too small to part.")
