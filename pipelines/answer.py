@@ -14,6 +14,7 @@ from vlmdistill.pipelines.answers import Sampling
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.targets.options import Options
 from vlmdistill.pipelines.workspace import Workspace
+from vlmdistill.stores.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,9 @@ def answer(
     DataError when an image or video cannot be read, TrainingError when the drafter cannot be used.
     """
     Sampling(temperature=temperature, max_new_tokens=max_new_tokens).check()
+    for name, value in (sampling or {}).items():
+        if not videos:
+            raise DataError(f"--{name} {value}: there is no --video to sample")
     folder = None
     if drafter is not None:
         folder = Path(drafter) if Path(drafter).is_dir() else workspace.drafter(drafter)

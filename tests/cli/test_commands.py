@@ -117,6 +117,8 @@ def test_wrong_usage_is_status_two(arguments: list[str], workplace: Path, capsys
         (["features", "--model", "no-such-model"], "there is no target 'no-such-model'"),
         (["features", "--model", "."], "has no config.json"),
         (["generate", "hi", "--temperature", "inf"], "--temperature inf: give 0 for greedy decoding"),
+        (["generate", "hi", "--fps", "3"], "--fps 3.0: there is no --video to sample"),
+        (["generate", "hi", "--frames", "3"], "--frames 3: there is no --video to sample"),
         (["target", "show", "no-such-model"], "there is no target 'no-such-model'"),
         (["export", "eagle3", "--out", "served"], "no drafter in"),
     ],
