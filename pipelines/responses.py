@@ -101,8 +101,9 @@ class Responder:
         self.limit = min(self.filters.max_length or 2**31, self.target.info.max_position)
 
     def facts(self) -> dict[str, Any]:
-        """What identifies the target."""
-        return {"target": str(self.target.fingerprint)}
+        """What identifies the target, and what it runs in."""
+        dtype = str(self.target.dtype).removeprefix("torch.")
+        return {"target": str(self.target.fingerprint), "target_dtype": dtype}
 
     def work(self, unit: Unit) -> Result:
         """Answer every prompt of a unit, those of similar length together."""

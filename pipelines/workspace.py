@@ -92,9 +92,10 @@ def absolute(model: str) -> str:
 
 
 def checkpoint_folder(model: str) -> Path | None:
-    """The local folder that a model is; None for a name, even where a folder, its workspace, has it too."""
+    """The local folder that a model is; None for a name, even where its workspace lies here."""
     path = Path(model).expanduser()
-    return path.resolve() if (path / "config.json").is_file() else None
+    named = path.name == model and not (path / "config.json").is_file()
+    return path.resolve() if path.is_dir() and not named else None
 
 
 def _lock_file(folder: Path, what: str) -> IO[str]:
