@@ -138,17 +138,17 @@ def writing(place: "Place") -> Iterator[None]:
 
 
 def place_of(path: str | Path) -> Place:
-    """The place at a path or URL; `file://` URLs are local. StoreError where nothing speaks to a URL."""
+    """The place at a path or URL; StoreError where nothing speaks to a URL. `file://`, `local://`: here."""
     text = os.path.expanduser(path)
     if not text:
         raise StoreError("the name of a store is empty: give a folder or a URL")
-    if "://" in text and not text.startswith("file://"):
+    if "://" in text and not text.startswith(("file://", "local://")):
         from vlmdistill.stores.remote import Remote
 
         return Remote(text)
     from vlmdistill.stores.local import Local
 
-    if text.startswith("file://"):
+    if "://" in text:
         url = urlsplit(text)
         if url.netloc not in ("", "localhost", "~"):
             raise StoreError(f"{text} names another machine, '{url.netloc}': write file:///absolute/path")

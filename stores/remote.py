@@ -1,4 +1,4 @@
-"""Places behind fsspec: object stores that need know no more than PUT, GET, LIST and DELETE."""
+"""Places behind fsspec: file systems, and object stores that know no more than PUT, GET, LIST, DELETE."""
 
 import contextlib
 import errno
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -18,7 +19,7 @@ import fsspec
 import numpy as np
 from fsspec.archive import AbstractArchiveFileSystem
 
-from vlmdistill.stores import multipart
+from vlmdistill.stores import aside, multipart
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.local import Locks, lock
 from vlmdistill.stores.place import STAGING, Place, cut
@@ -31,7 +32,10 @@ SCRATCH = "vlmdistill-shard-"  # folders of this machine in which shards are bui
 
 
 class Remote(Place):
-    """A prefix of an object store, such as `s3://bucket/store`. A PUT is whole or nothing there."""
+    """A prefix of an object store, such as `s3://bucket/store`. A PUT is whole or nothing there.
+
+    So it is on file systems behind fsspec, such as `sftp://host/store`: what is sent there is renamed.
+    """
 
     here = False
 
@@ -41,9 +45,10 @@ class Remote(Place):
         if protocol in NESTED and "::" not in url:  # what fsspec says of it helps nobody
             what = f"{url} cannot be opened: say after '::' what it lies in"
             raise StoreError(f"{what}, as in {protocol}://folder::s3://bucket/{NESTED[protocol]}")
-        # Listings must be true now: a cached one would hide what other writers commit.
+        # Listings must be true now: a cached one would hide what other writers commit. These keep none.
+        options = {} if protocol in aside.RENAMING else {"use_listings_cache": False}
         try:
-            self._fs, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False)
+            self._fs, root = fsspec.core.url_to_fs(self.url, **options)
         except OSError:
             raise
         except Exception as error:  # no such protocol, or its package is not installed
@@ -51,6 +56,7 @@ class Remote(Place):
         self._root = root.rstrip("/")
         self._is_s3 = "s3" in self._fs.protocol
         self._is_web = "http" in self._fs.protocol
+        self._is_seen_early = aside.needed(self._fs)
         # Some would take what is written, but replace what is there, or only seem to.
         archive = isinstance(self._fs, AbstractArchiveFileSystem)
         self._read_only = "a web server" if self._is_web else "an archive" if archive else ""
@@ -114,6 +120,8 @@ class Remote(Place):
         path = self._path(name)
         with self._changed(name):
             self._make_parent(path)
+            if self._is_seen_early:
+                return aside.create(self._fs, self._path(STAGING), path, partial(self._pipe, data))
             try:
                 self._fs.pipe_file(path, data, mode="create")
             except FileExistsError:
@@ -127,8 +135,17 @@ class Remote(Place):
     def replace(self, name: str, data: bytes) -> None:
         """A PUT."""
         with self._changed(name):
-            self._make_parent(self._path(name))
-            self._fs.pipe_file(self._path(name), data)
+            self._write(self._path(name), partial(self._pipe, data))
+
+    def _pipe(self, data: bytes, path: str) -> None:
+        self._fs.pipe_file(path, data)
+
+    def _write(self, path: str, send: Callable[[str], None]) -> None:
+        self._make_parent(path)
+        if self._is_seen_early:
+            aside.replace(self._fs, self._path(STAGING), path, send)
+        else:
+            send(path)
 
     def publish(self, folder: Path, name: str) -> None:
         """PUT the files that are not there, or not the same."""
@@ -153,11 +170,10 @@ class Remote(Place):
         return True
 
     def _put(self, file: Path, path: str) -> None:
-        self._make_parent(path)
         if self._is_s3 and file.stat().st_size > multipart.PART:
             multipart.upload(self._fs, file, path)
         else:
-            self._fs.put_file(str(file), path)
+            self._write(path, partial(self._fs.put_file, str(file)))
 
     @contextmanager
     def _changed(self, name: str) -> Iterator[None]:
