@@ -6,6 +6,7 @@ import os
 import secrets
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from vlmdistill.stores.schema import Array
 BLOCK = 1 << 24
 REQUESTS = 16  # at once
 NESTED = {"dir": "store", "zip": "store.zip", "tar": "store.tar"}  # they lie in something
+ONE_BY_ONE = threading.RLock()  # for the client of sftp, in which requests of several threads never end
 SCRATCH = "vlmdistill-shard-"  # folders of this machine in which shards are built
 
 
@@ -57,6 +59,7 @@ class Remote(Place):
         self._is_s3 = "s3" in self._fs.protocol
         self._is_web = "http" in self._fs.protocol
         self._is_seen_early = aside.needed(self._fs)
+        self._turn = ONE_BY_ONE if "sftp" in self._fs.protocol else contextlib.nullcontext()
         # Some would take what is written, but replace what is there, or only seem to.
         archive = isinstance(self._fs, AbstractArchiveFileSystem)
         self._read_only = "a web server" if self._is_web else "an archive" if archive else ""
@@ -73,7 +76,8 @@ class Remote(Place):
         """Turn whatever the library of a protocol raises into an OSError that says where."""
         where = f"{self.url}/{name}" if name else self.url
         try:
-            yield
+            with self._turn:
+                yield
         except OSError as error:
             if error.errno is not None:  # without a number, a name would take the place of its words
                 error.filename = error.filename or where
@@ -206,7 +210,9 @@ class Remote(Place):
         try:
             with self._asked(folder):
                 self._fs.invalidate_cache()
-                found = self._fs.find(self._path(folder), detail=True)
+                told = self._fs.find(self._path(folder), detail=True)
+                # Of a path that is a file itself some tell nothing.
+                found = {path: about or self._fs.info(path) for path, about in told.items()}
         except FileNotFoundError:
             return {}
         # Web servers put links among the names that sort them.
