@@ -387,12 +387,13 @@ def measure(count: int, width: int, rounds: int, folder: Path) -> dict[str, Any]
     note("read cold", in_turns(cold, partial(drop, folder)), passes)
     batch = max(1, int(BUDGET / mean_tokens))
     store = Store.open(ours.folder)
-    our_batches(store, 0)  # takes the memory that it will use again
     batches = {
         "store": [partial(our_batches, store, number) for number in range(passes)],
         "torch.save": [partial(habit_batches, kinds["torch.save"], keys, batch)] * passes,
         "map, checked": [partial(Blocks(raw, batch).epoch, keys)] * passes,
     }
+    for work in batches.values():
+        work[0]()  # into the cache, and into memory that is used again
     note("batches", in_turns(batches), passes)
 
     def ratio(what: str, name: str, floor: str) -> list[float]:
