@@ -445,6 +445,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where to write; the disk of it is what is measured")
     parser.add_argument("--out", type=Path, default=Path("build/bench-store.json"))
     given = parser.parse_args()
+    if given.rounds < 2 or given.samples < 1:
+        parser.error("quartiles need --rounds 2 or more, of --samples 1 or more")
     torch.set_num_threads(1)
     folder = Path(tempfile.mkdtemp(prefix="bench-store-", dir=given.folder))
     try:
