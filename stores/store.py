@@ -306,8 +306,9 @@ class Store:
 
 
 def _require_room(place: Place) -> None:
-    """StoreError when a place holds more than an interrupted creation leaves: it is somebody else's."""
-    others = [name for name in place.names("") if name not in (HEADS, STAGING, DEAD)]
+    """StoreError when a place holds more than hidden files and what an interrupted creation leaves."""
+    ours = (HEADS, STAGING, DEAD)
+    others = [name for name in place.names("") if name not in ours and not name.startswith(".")]
     if others and place.size(STORE) is None:  # unless another process made the store since we looked
         what = f"{place.url} holds other things, such as {others[0]}, and no {STORE}"
         raise StoreError(f"{what}: name a new folder")

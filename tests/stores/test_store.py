@@ -406,6 +406,7 @@ def test_a_store_is_made_in_an_empty_folder_and_where_making_one_was_interrupted
     assert make(tmp_path / "empty", [range(3)]).keys() == {"k0000", "k0001", "k0002"}
     for folder in ("heads", "staging", "dead"):
         (tmp_path / "begun" / folder).mkdir(parents=True)
+    (tmp_path / "begun" / ".DS_Store").touch()  # nobody put it there
     assert make(tmp_path / "begun", [range(3)]).keys() == {"k0000", "k0001", "k0002"}
     with pytest.raises(StoreError, match=r"^cannot write to .*store\.json: Not a directory"):
         make(tmp_path / "begun" / "store.json")
