@@ -8,6 +8,7 @@ one pass. A rerun captures the missing samples only.
 import dataclasses
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -260,6 +261,7 @@ def capture(
     there are no answers, or another target gave them; StoreError when the store is of another target or keeps
     a field in another way. Interrupted, it leaves what is done.
     """
+    store = os.path.expanduser(store)
     check_origin(model, folder, store)
     by_key = {prompt.key: prompt for prompt in prompts}
     items = [Item(by_key[answer.key], answer) for answer in answers.read(folder) if answer.key in by_key]

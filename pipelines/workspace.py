@@ -36,7 +36,7 @@ class Workspace:
         """
         if not model:
             raise DataError("the model's name is empty: give a name, a hub id or a checkpoint folder")
-        base = runs or Path(os.environ.get(RUNS_VARIABLE) or "runs")
+        base = (runs or Path(os.environ.get(RUNS_VARIABLE) or "runs")).expanduser()
         folder = checkpoint_folder(model)
         name = folder.name if folder else model.strip("/").replace("/", "--")
         return cls(model, base / name)

@@ -169,6 +169,9 @@ def test_prompts_go_to_the_workspace_of_the_model(
     monkeypatch.setenv("VLMDISTILL_RUNS", "moved")
     assert main(["prompts", "talks.json", "-m", "org/name"]) == 0
     assert len(read(Path("moved/org--name/prompts.parquet"))) == 3
+    monkeypatch.setenv("HOME", str(workplace / "home"))
+    assert main(["prompts", "talks.json", "-m", "org/name", "--runs", "~/runs"]) == 0
+    assert len(read(Path("home/runs/org--name/prompts.parquet"))) == 3
 
 
 def test_json_is_for_programs(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
