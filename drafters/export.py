@@ -14,7 +14,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 def exportable() -> list[str]:
-    """The drafters that serving engines have."""
+    """The drafters that serving engines load for targets with images."""
     trained = (name for name in catalogue.NAMES if catalogue.is_trained(name))
     return [name for name in trained if catalogue.trained(name).published is not Drafter.published]
 
@@ -28,7 +28,10 @@ def export(folder: Path, out: Path, dtype: str = "bfloat16") -> dict[str, Any]:
     description = checkpoint.describe(folder)
     name = description["drafter"]
     if name not in exportable():
-        raise TrainingError(f"no serving engine has {name}: export one of {', '.join(exportable())}")
+        served = ", ".join(exportable())
+        raise TrainingError(
+            f"{name} cannot be exported: for targets with images, serving engines load {served}"
+        )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise TrainingError(f"{out} is there already: name a new folder")
     info = TargetInfo.from_dict(description["target"])
