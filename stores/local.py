@@ -215,7 +215,7 @@ class Local(Place):
         if not _is(path, handle):
             os.close(handle)
             return False
-        self._locks.exchange(folder, handle)
+        self._locks.add(folder, handle)  # beside its own: it may have to be mended from there
         return True
 
     def _mend(self, folder: Path, path: Path) -> None:
@@ -239,7 +239,7 @@ class Local(Place):
         """Remove the folder if it is still there, then let its lock go."""
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
-        self._locks.exchange(folder, None)
+        self._locks.release(folder)
 
     @contextmanager
     def seized(self, name: str) -> Iterator[bool | None]:
@@ -279,7 +279,7 @@ class Locks:
     """The locks that this process holds for folders of its own, until they are released or it ends."""
 
     def __init__(self) -> None:
-        self._handles: dict[Path, int] = {}
+        self._handles: dict[Path, list[int]] = {}
 
     def take(self, folder: Path) -> bool:
         """Lock a folder, where locks are known; false when another process has it, or it is gone."""
@@ -288,16 +288,17 @@ class Locks:
         except (FileNotFoundError, BlockingIOError):
             return False
         if handle is not None:
-            self._handles[folder] = handle
+            self.add(folder, handle)
         return True
 
-    def exchange(self, folder: Path, handle: int | None) -> None:
-        """Hold another lock for a folder, or none; the one held before goes last."""
-        before = self._handles.pop(folder, None)
-        if handle is not None:
-            self._handles[folder] = handle
-        if before is not None:
-            os.close(before)
+    def add(self, folder: Path, handle: int) -> None:
+        """Hold a lock on something else as long as the folder's."""
+        self._handles.setdefault(folder, []).append(handle)
+
+    def release(self, folder: Path) -> None:
+        """Let go whatever is held for a folder."""
+        for handle in self._handles.pop(folder, []):
+            os.close(handle)
 
 
 def _equal(file: Path, there: Path) -> bool:

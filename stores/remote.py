@@ -297,7 +297,7 @@ class Remote(Place):
         """Remove the folder: what was sent already is not sent again, and the rest is near."""
         del keep
         shutil.rmtree(folder, ignore_errors=True)
-        self._locks.exchange(folder, None)
+        self._locks.release(folder)
 
 
 def _sweep(folder: Path) -> None:

@@ -52,9 +52,11 @@ def spawn(path: Path, rng: random.Random) -> int:
         code = 0
     except StoreError as error:
         code = COLLECTED if "store gc" in str(error) else 1
-    finally:
         if code == 1:
             traceback.print_exc()
+    except BaseException:
+        traceback.print_exc()
+    finally:
         os._exit(code)
 
 

@@ -1,5 +1,6 @@
 """Whatever is killed, full or flipped: a sample is there once and whole, or not at all."""
 
+import filecmp
 import json
 import os
 import platform
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,7 @@ from tests.stores.campaign import UNITS
 from tests.stores.faults import CALLS, WRITES, Calls, struck
 from tests.stores.samples import make, same, sample, write
 from tests.stores.syscalls import CHANGES, REFUSED, UNIT
-from vlmdistill.stores.collect import collect
+from vlmdistill.stores.collect import Removed, collect
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.filters import filter_store, view_keys
 from vlmdistill.stores.manifest import DEAD, SHARDS
@@ -311,6 +313,26 @@ def test_a_shard_that_lies_there_damaged_is_written_anew_before_it_counts(
     write(store, "u0", range(3))
     assert not verify(store.path).findings
     assert all(same(store.read(f"k{number:04}"), sample(number)) for number in range(6))
+
+
+def test_a_collector_leaves_alone_what_a_shard_is_mended_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make(tmp_path, [range(3)])
+    with pytest.raises(StoreError, match="damaged"):
+        spoilt_unit(store, "u0", "a flipped byte")
+    store.place.remove("commits/u0.json")
+    compare, removed = filecmp.cmp, list[Removed]()
+
+    def meet(*files: Any, **options: Any) -> bool:
+        removed.extend(collect(Store.open(tmp_path), grace=0))
+        return compare(*files, **options)
+
+    monkeypatch.setattr(filecmp, "cmp", meet)
+    write(store, "u0", range(3))
+    assert not any(one.name.startswith(("staging", "shards")) for one in removed)
+    assert not verify(store.path).findings
+    assert all(same(store.read(f"k{number:04}"), sample(number)) for number in range(3))
 
 
 def spoilt_unit(store: Store, unit: str, spoil: str) -> None:
