@@ -54,7 +54,7 @@ def spawn(path: Path, rng: random.Random) -> int:
         code = COLLECTED if "store gc" in str(error) else 1
         if code == 1:
             traceback.print_exc()
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - whatever it was, the actor ends here
         traceback.print_exc()
     finally:
         os._exit(code)
