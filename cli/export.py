@@ -23,8 +23,7 @@ def export(
     from vlmdistill.pipelines.workspace import Workspace
 
     workspace = Workspace.of(model, Path(runs) if runs else None)
-    folder = Path(drafter) if Path(drafter).is_dir() else workspace.drafter(drafter)
-    facts = write(folder, out, dtype.value)
+    facts = write(workspace.trained(drafter), out, dtype.value)
     console.result(facts, as_json)
     target = facts["target"]
     console.note(

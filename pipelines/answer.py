@@ -92,7 +92,7 @@ def answer(
             raise DataError(f"--{name} {value}: there is no --video to sample")
     folder = None
     if drafter is not None:
-        folder = Path(drafter) if Path(drafter).is_dir() else workspace.drafter(drafter)
+        folder = workspace.trained(drafter)
         checkpoint.describe(folder)
     target = load(workspace.model, **(how or Options()))
     content: list[dict[str, Any]] = [{"type": "image", "path": str(image)} for image in images]

@@ -65,6 +65,10 @@ class Workspace:
         """The folder of one trained drafter."""
         return self.root / "drafters" / name
 
+    def trained(self, drafter: str) -> Path:
+        """The folder of a drafter given by its name here, or by a folder anywhere."""
+        return Path(drafter) if Path(drafter).is_dir() else self.drafter(drafter)
+
 
 @contextlib.contextmanager
 def written_aside(path: Path) -> Iterator[Path]:
