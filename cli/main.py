@@ -27,7 +27,7 @@ from vlmdistill.cli import (
     train,
 )
 from vlmdistill.cli.entry import INTERRUPTED
-from vlmdistill.stores.errors import VlmdistillError
+from vlmdistill.stores.errors import VlmdistillError, one_line
 
 GROUPS = {
     "target": target.app,
@@ -113,7 +113,7 @@ def _line(error: VlmdistillError | OSError) -> str:
     if isinstance(error, OSError) and error.strerror:
         where = f": {error.filename}" if error.filename else ""
         return f"{error.strerror}{where}"
-    return " ".join(str(error).split()) or type(error).__name__
+    return one_line(error) or type(error).__name__
 
 
 if __name__ == "__main__":

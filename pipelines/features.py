@@ -25,7 +25,7 @@ from vlmdistill.pipelines.responses import checkpoint, weights_of
 from vlmdistill.pipelines.targets.options import Options
 from vlmdistill.pipelines.workers import MIB, Crew, session
 from vlmdistill.pipelines.workspace import absolute, only_writer, wait_for_workers, working_in
-from vlmdistill.stores.errors import DataError, StoreError, TargetError
+from vlmdistill.stores.errors import DataError, StoreError, TargetError, one_line
 from vlmdistill.stores.measures import measures
 from vlmdistill.stores.schema import Array, Head, content_hash
 from vlmdistill.stores.store import Store
@@ -195,7 +195,7 @@ class Capturer:
         try:
             self._read(item)
         except DataError as error:
-            return " ".join(str(error).split())
+            return one_line(error)
         return ""
 
 

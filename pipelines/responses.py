@@ -22,7 +22,7 @@ from vlmdistill.pipelines.prompts import Prompt
 from vlmdistill.pipelines.targets.options import Options
 from vlmdistill.pipelines.workers import Crew, session
 from vlmdistill.pipelines.workspace import absolute, only_writer
-from vlmdistill.stores.errors import DataError, TargetError
+from vlmdistill.stores.errors import DataError, TargetError, one_line
 from vlmdistill.stores.schema import content_hash
 
 if TYPE_CHECKING:
@@ -113,9 +113,9 @@ class Responder:
             try:
                 encoded.append((prompt, self.target.encode(prompt.messages)))
             except MediaError as error:  # what cannot be read now may be whole another time
-                result.failed[prompt.key] = _line(error)
+                result.failed[prompt.key] = one_line(error)
             except DataError as error:
-                result.rows.append(self._row(prompt, reason="refused", detail=_line(error)))
+                result.rows.append(self._row(prompt, reason="refused", detail=one_line(error)))
             if sum(one.nbytes for _, one in encoded) > HELD_BYTES:
                 seed = self._answer_all(encoded, seed, result)
                 encoded = []
@@ -263,10 +263,6 @@ def plan(prompts: Sequence[Prompt], unit: int, seed: int) -> list[Unit]:
 
     ordered = sorted(prompts, key=lambda prompt: (-length(prompt), prompt.key))
     return [Unit.of(ordered[at : at + unit], seed) for at in range(0, len(ordered), unit)]
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 def _summary(

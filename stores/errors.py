@@ -23,3 +23,8 @@ class TargetError(VlmdistillError):
 
 class TrainingError(VlmdistillError):
     """A drafter cannot be trained, resumed or loaded with what was given."""
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, whatever breaks of lines it has."""
+    return " ".join(str(error).split())
