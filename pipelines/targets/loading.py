@@ -102,8 +102,9 @@ def skeleton(config: Path) -> Any:
 def configuration(config: Path) -> Any:
     """Read a `config.json`; TargetError when it is none, or when its text model is not served."""
     family = family_of(config)
+    written = read_json(config.parent, config.name)
     for part in ("text_config", "vision_config"):  # null: the class's default, of billions of parameters
-        if not isinstance(read_json(config.parent, config.name).get(part, {}), dict):
+        if not isinstance(written.get(part, {}), dict):
             raise TargetError(f"{config}: its {part} is no object: fetch the checkpoint again")
     with _in_one_line(f"{config} makes no model"):
         read = transformers.AutoConfig.from_pretrained(config, local_files_only=True)
