@@ -10,8 +10,6 @@ from vlmdistill.drafters.base import Drafter, Head
 from vlmdistill.stores.errors import TrainingError
 from vlmdistill.stores.schema import TargetInfo
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
 
 def exportable() -> list[str]:
     """The drafters that serving engines load for targets with images."""
@@ -41,11 +39,9 @@ def export(folder: Path, out: Path, dtype: str = "bfloat16") -> dict[str, Any]:
     published = drafter.published()
     assert published is not None
     settings, weights = published
-    held = {
-        key: value.detach()
-        .to(DTYPES[dtype] if value.is_floating_point() else value.dtype)
-        .contiguous()
-        .clone()
+    number = getattr(torch, dtype)
+    held = {  # copies: parts of one matrix share its memory, which a file cannot
+        key: value.detach().to(number if value.is_floating_point() else value.dtype, copy=True)
         for key, value in weights.items()
     }
     checkpoint.put(out, {**settings, "torch_dtype": dtype}, held)
