@@ -102,7 +102,7 @@ def evaluate(
         "format": FORMAT,
         "target": {**target.info.to_dict(), "fingerprint": str(target.fingerprint)},
         "hardware": _hardware(target),
-        "dtype": str(target.head.embed_VD.dtype).removeprefix("torch."),
+        "dtype": target.dtype_name,
         "threads": threads,
         "prompts": {"count": len(chosen), "hash": content_hash([prompt.key for prompt in chosen])},
         "max_new_tokens": settings.max_new_tokens,

@@ -27,8 +27,9 @@ from vlmdistill.pipelines.workers import MIB, Crew, session
 from vlmdistill.pipelines.workspace import absolute, only_writer, wait_for_workers, working_in
 from vlmdistill.stores.errors import DataError, StoreError, TargetError, one_line
 from vlmdistill.stores.measures import measures
-from vlmdistill.stores.schema import Array, Head, content_hash
+from vlmdistill.stores.schema import Head, content_hash
 from vlmdistill.stores.store import Store
+from vlmdistill.stores.tensors import as_numpy
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +118,7 @@ class Capturer:
         )  # held as long as the actor lives
         self.target = load(model, **(how or Options()))
         there = store_at(store)
-        check_dtype(there, self.target.head.embed_VD.dtype)
+        check_dtype(there, self.target.dtype_name)
         self.features = chosen(there, drafters, self.target.info)
         self.dtype = dtype
         self.budget = budget
@@ -220,21 +221,13 @@ def shown(prompt: Prompt, samplings: Sequence[Any]) -> dict[str, str | int]:
 
 def stored_head(target: Any) -> Head:
     """The target's frozen tables as a store keeps them, in the dtype that the target runs in."""
-    import torch
-
-    def bits(table: torch.Tensor) -> Array:
-        table = table.detach().cpu().contiguous()
-        return (
-            table.view(torch.int16).numpy().view("uint16") if table.dtype == torch.bfloat16 else table.numpy()
-        )
-
-    embed = bits(target.head.embed_VD)
+    embed = as_numpy(target.head.embed_VD)
     tied = target.head.lm_head_VD is target.head.embed_VD
     config = target.folder / "generation_config.json"
     return Head(
         embed_VD=embed,
-        lm_head_VD=embed if tied else bits(target.head.lm_head_VD),
-        dtype=str(target.head.embed_VD.dtype).removeprefix("torch."),
+        lm_head_VD=embed if tied else as_numpy(target.head.lm_head_VD),
+        dtype=target.dtype_name,
         generation=json.loads(config.read_text()) if config.is_file() else {},
     )
 
@@ -332,13 +325,12 @@ def unit_name(items: Iterable[Item]) -> str:
     return content_hash(sorted(item.prompt.key for item in items))
 
 
-def check_dtype(there: Store | None, mine: Any) -> None:
+def check_dtype(there: Store | None, mine: str) -> None:
     """StoreError when the states that are there come from a target that ran in another dtype."""
-    theirs = there.record["head"]["dtype"] if there else ""
-    if there and str(mine) != f"torch.{theirs}":
+    if there is not None and (theirs := there.record["head"]["dtype"]) != mine:
         raise StoreError(
-            f"{there.path} holds states of a target that ran in {theirs}, and this one runs in "
-            f"{str(mine).removeprefix('torch.')}: give --target-dtype {theirs}, or another --store"
+            f"{there.path} holds states of a target that ran in {theirs}, and this one runs in {mine}: "
+            f"give --target-dtype {theirs}, or another --store"
         )
 
 

@@ -102,8 +102,7 @@ class Responder:
 
     def facts(self) -> dict[str, Any]:
         """What identifies the target, and what it runs in."""
-        dtype = str(self.target.dtype).removeprefix("torch.")
-        return {"target": str(self.target.fingerprint), "target_dtype": dtype}
+        return {"target": str(self.target.fingerprint), "target_dtype": self.target.dtype_name}
 
     def work(self, unit: Unit) -> Result:
         """Answer every prompt of a unit, those of similar length together."""

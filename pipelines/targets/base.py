@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vlmdistill.drafters.base import Batch, Head
 from vlmdistill.pipelines.targets.batching import Halving, pad
-from vlmdistill.pipelines.targets.capture import STORED, Transcript, samples
+from vlmdistill.pipelines.targets.capture import DTYPES, Transcript, samples
 from vlmdistill.pipelines.targets.decoding import Decoder
 from vlmdistill.pipelines.targets.facts import target_info
 from vlmdistill.pipelines.targets.family import Family, Inputs, Visual, perceive
@@ -75,6 +75,11 @@ class VisionLanguageTarget:
     def fingerprint(self) -> Fingerprint:
         """Hashes of configuration, weights, processor and template; `str()` of it is one word."""
         return fingerprint(self.folder, self.processor.chat_template)
+
+    @property
+    def dtype_name(self) -> str:
+        """What it runs in, such as bfloat16."""
+        return str(self.dtype).removeprefix("torch.")
 
     def provenance(self, features: Collection[Feature], dtype: str, sampling: str = "") -> Provenance:
         """What a store of these features has to remember."""
@@ -203,8 +208,8 @@ class VisionLanguageTarget:
         Raises TargetError for a layer that the target does not have, and when its LM head does not turn
         the captured states into its own logits.
         """
-        if dtype not in STORED:
-            raise DataError(f"features are stored as {', '.join(STORED)}, not as {dtype}")
+        if dtype not in DTYPES:
+            raise DataError(f"features are stored as {', '.join(DTYPES)}, not as {dtype}")
         readable = [p for p in prompts if self.family.stock(p.inputs) is not None]
         if readable and not self._checked:
             self.check(min(readable, key=lambda prompt: prompt.length))

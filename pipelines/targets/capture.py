@@ -14,8 +14,9 @@ from torch import Tensor
 from vlmdistill.drafters.base import Batch
 from vlmdistill.pipelines.targets.prompt import Prompt
 from vlmdistill.stores.schema import Array, Feature, Sample, Span, Where
+from vlmdistill.stores.tensors import as_numpy
 
-STORED = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -103,19 +104,11 @@ def samples(
         places = [sequence.places(feature.where) for sequence in sequences]
         flat = torch.cat([place + i * state_BLD.shape[1] for i, place in enumerate(places)])
         chosen_ND = state_BLD.flatten(0, 1).index_select(0, flat.to(state_BLD.device))
-        stored_ND = _numpy(chosen_ND.to(STORED[dtype]).cpu())
+        stored_ND = as_numpy(chosen_ND.to(DTYPES[dtype]))
         ends = np.cumsum([len(place) for place in places])
         for row, part in zip(rows, np.split(stored_ND, ends[:-1]), strict=True):
             row[feature] = part
     return [s.sample(key, row) for s, key, row in zip(sequences, keys, rows, strict=True)]
-
-
-def _numpy(value: Tensor) -> Array:
-    if value.dtype == torch.bfloat16:
-        bits: Array = value.view(torch.int16).numpy().view(np.uint16)
-        return bits
-    plain: Array = value.numpy()
-    return plain
 
 
 def _int32(value: Tensor) -> Any:

@@ -11,12 +11,12 @@ import torch
 import transformers
 
 from vlmdistill.pipelines.targets.base import VisionLanguageTarget
+from vlmdistill.pipelines.targets.capture import DTYPES
 from vlmdistill.pipelines.targets.family import Family
 from vlmdistill.pipelines.targets.folder import family_of, first_line, parameters_in, read_json, resolve
 from vlmdistill.pipelines.targets.spread import ROOM, DeviceMap, SpreadTarget, device_map
 from vlmdistill.stores.errors import TargetError
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ATTENTION = ("sdpa", "eager", "flash_attention_2")
 _PROBE = "probe"  # what a user says when a chat template is tried
 
