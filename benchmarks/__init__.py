@@ -1,1 +1,1 @@
-"""Performance ratios with their floors."""
+"""Benchmarks of the store, of decoding and of all methods."""

@@ -1,11 +1,10 @@
-"""Decoding against its floors: the stock model's step, the bare forward pass, and what a cycle costs.
+"""Times a plain decoding step and each part of a speculative cycle, relative to the stock model's step.
 
     python -m benchmarks.decode [--model demo] [--tree chain-5 ...] [--compile] [--out FILE]
 
-Rounds run every piece one after the other; a figure is the median over rounds of milliseconds, a ratio the
-median of the ratios within a round, so that a machine whose speed drifts is fair to all. The drafter is
-untrained: the cost of a cycle does not depend on what it proposes, and the speedup that a tau would give is
-told instead of measured (`vlmdistill eval` measures it).
+Each round runs every part once. Times are medians over rounds, ratios are medians of the ratios within a
+round, so that a machine whose speed drifts affects all parts alike. The drafter is untrained: the time of a
+cycle does not depend on what it drafts. `vlmdistill eval` measures tau and speedup.
 """
 
 import argparse
@@ -22,12 +21,13 @@ from PIL import Image
 from torch import Tensor
 from transformers import DynamicCache
 
-from vlmdistill.drafters import catalogue
-from vlmdistill.drafters.base import DraftTree, Tree
-from vlmdistill.drafters.decoding.tree import Growth
-from vlmdistill.drafters.decoding.verify import verify
-from vlmdistill.pipelines.targets.base import VisionLanguageTarget
-from vlmdistill.pipelines.targets.loading import load
+from vlmdistill.drafters.core import catalogue
+from vlmdistill.drafters.core.tree import DraftTree, Tree
+from vlmdistill.drafters.core.tree_drafter import TreeDrafter
+from vlmdistill.drafters.decoding.acceptance import verify
+from vlmdistill.drafters.decoding.clock import wait
+from vlmdistill.pipelines.targets.checkpoints.loading import load
+from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 
 TREES = ("chain-3", "chain-5", "chain-8", "8-3-2", "12-4-3", "16-4-4", "30-3-8", "60-5-10")
 PREFIX = 100  # tokens after the prompt
@@ -36,27 +36,27 @@ PREFIX = 100  # tokens after the prompt
 def measure(
     model: str, drafter: str, trees: Sequence[str], rounds: int, threads: int, *, compiled: bool = False
 ) -> dict[str, Any]:
-    """Milliseconds and ratios of one target and one drafter, untrained."""
+    """Milliseconds and ratios of one target and one untrained drafter."""
     torch.set_num_threads(threads)
     target = load(model)
     kind = catalogue.load(drafter)
-    guess = kind(kind.Config(), target.info, target.head).to(target.device, target.dtype).eval()
+    untrained = kind(kind.Config(), target.info, target.head).to(target.device, target.dtype).eval()
     picture = Image.new("RGB", (84, 84), (20, 40, 60))
     content = [{"type": "image", "image": picture}, {"type": "text", "text": "Describe the scene."}]
     prompt = target.encode([{"role": "user", "content": content}])
     with torch.inference_mode():
-        pieces = _pieces(target, guess, prompt, trees)
+        parts = _parts(target, untrained, prompt, trees)
         if compiled:
-            pieces["compiled step"] = _plain_step(load(model, compiled=True), prompt)
-        for run in pieces.values():
-            run()  # pays for what is made once
-        times: dict[str, list[float]] = {name: [] for name in pieces}
+            parts["compiled step"] = _plain_step(load(model, compiled=True), prompt)
+        for run in parts.values():
+            run()  # warm-up
+        times: dict[str, list[float]] = {name: [] for name in parts}
         for _ in range(rounds):
-            for name, run in pieces.items():
-                _wait(target.device)
+            for name, run in parts.items():
+                wait(target.device)
                 start = time.perf_counter()
                 run()
-                _wait(target.device)
+                wait(target.device)
                 times[name].append(1e3 * (time.perf_counter() - start))
     plain = times["plain step"]
     figures: dict[str, Any] = {
@@ -67,60 +67,54 @@ def measure(
     if compiled:
         figures["compiled step / plain step"] = _ratio(times["compiled step"], plain)
     for tree in trees:
-        parts = [times[f"{tree} {part}"] for part in ("grow", "extend", "verify", "commit")]
-        cycle = [sum(row) for row in zip(*parts, strict=True)]
+        steps = [times[f"{tree} {part}"] for part in ("grow", "extend", "verify", "commit")]
+        cycle = [sum(row) for row in zip(*steps, strict=True)]
         figures[f"{tree}: tokens per cycle to break even"] = _ratio(cycle, plain)
-        figures[f"{tree}: verification / plain step"] = _ratio(parts[1], plain)
+        figures[f"{tree}: verification / plain step"] = _ratio(steps[1], plain)
     if target.device.type == "cuda":
         figures["peak memory, GiB"] = torch.cuda.max_memory_allocated(target.device) / 2**30
     figures |= {"model": model, "drafter": drafter, "threads": threads, "prefix": PREFIX + prompt.length}
     return figures
 
 
-def _wait(device: torch.device) -> None:
-    """A GPU returns before it is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def _ratio(above: Sequence[float], below: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
-def _pieces(
-    target: VisionLanguageTarget, guess: Any, prompt: Any, trees: Sequence[str]
+def _parts(
+    target: VisionLanguageTarget, drafter: Any, prompt: Any, trees: Sequence[str]
 ) -> dict[str, Callable[[], object]]:
-    """Every timed piece by name, on one prefix; none of them changes it."""
-    needs = guess.needs(guess.config, target.info, decoding=True)
+    """Every timed part by name, on one prefix that none of them changes."""
+    needs = drafter.config.needs(target.info, decoding=True)
     prefix = target.prefill(prompt, needs)
     one = torch.ones(1, dtype=torch.long, device=target.device)
-    before_1D = torch.cat([prefix.feature("hidden", "text")[-1:]] * len(guess.sources), dim=-1)
+    before_1D = torch.cat([prefix.feature("hidden", "text")[-1:]] * len(drafter.sources), dim=-1)
     plain_step = _plain_step(target, prompt)
     step = _stock_step(target, prompt.length + PREFIX)
     weights = list(target.model.model.language_model.parameters())
-    pieces: dict[str, Callable[[], object]] = {
+    parts: dict[str, Callable[[], object]] = {
         "plain step": plain_step,
         "stock step": step,
         "weights read once": lambda: [weight.sum() for weight in weights],
     }
     for name in trees:
         shape = Tree.parse(name)
-        draft = Growth(guess, prefix)
+        draft, other = TreeDrafter(drafter, prefix), TreeDrafter(drafter, prefix)
         draft.commit(one, before_1D)
         nodes = draft.grow(shape)
         states = target.extend(nodes.ids_N, nodes.depth_N, nodes.visible_NN, ("hidden",))["hidden"]
         nodes_again = (nodes.ids_N, nodes.depth_N, nodes.visible_NN, ("hidden",))
-        pieces |= {
+        parts |= {
             f"{name} grow": partial(draft.grow, shape),
             f"{name} extend": partial(target.extend, *nodes_again),
-            f"{name} verify": partial(_judge, target, nodes, states),
-            f"{name} commit": partial(Growth(guess, prefix).commit, one.repeat(3), before_1D.repeat(3, 1)),
+            f"{name} verify": partial(_verify, target, nodes, states),
+            f"{name} commit": partial(other.commit, one.repeat(3), before_1D.repeat(3, 1)),
         }
-    return pieces
+    return parts
 
 
 def _plain_step(target: VisionLanguageTarget, prompt: Any) -> Callable[[], object]:
-    """One token more after the prompt and `PREFIX` tokens, none of which it keeps."""
+    """One more token after the prompt and `PREFIX` tokens; it is not committed."""
     target.prefill(prompt)
     one = torch.ones(1, dtype=torch.long, device=target.device)
     for _ in range(PREFIX):
@@ -129,25 +123,25 @@ def _plain_step(target: VisionLanguageTarget, prompt: Any) -> Callable[[], objec
     return lambda: target.logits(target.extend(one, one, None, ("hidden",))["hidden"]).argmax(-1)
 
 
-def _judge(target: VisionLanguageTarget, nodes: DraftTree, states_ND: Tensor) -> list[int]:
+def _verify(target: VisionLanguageTarget, nodes: DraftTree, states_ND: Tensor) -> list[int]:
     path: list[int] = verify(nodes, target.logits(states_ND), 0.0).path_N.tolist()
     return path
 
 
 def _stock_step(target: VisionLanguageTarget, length: int) -> Callable[[], object]:
-    """One token through the stock modules with their own cache: what `generate` spends at the least."""
+    """One token through the stock modules with their own cache: the least that `generate` takes."""
     cache = DynamicCache()
     shape = (1, target.info.num_kv_heads, length, target.info.head_dim)
     rows = torch.zeros(shape, device=target.device, dtype=target.dtype)
     for layer in range(target.info.num_layers):
         cache.update(rows, rows, layer)
     one = torch.ones(1, 1, dtype=torch.long, device=target.device)
-    place = one * length
-    place = place.expand(3, 1, 1) if target.family.grids else place
+    position = one * length
+    position = position.expand(3, 1, 1) if target.family.mrope else position
 
     def step() -> object:
         text = target.model.model.language_model
-        state = text(input_ids=one, position_ids=place, past_key_values=cache, use_cache=True)
+        state = text(input_ids=one, position_ids=position, past_key_values=cache, use_cache=True)
         token = target.model.lm_head(state.last_hidden_state).argmax(-1)
         cache.crop(-1)
         return token

@@ -1,38 +1,43 @@
-"""All methods side by side on the demo target, over several seeds: `docs/results.md` and its numbers.
+"""Trains and evaluates all methods on the demo target over several seeds, and writes `docs/results.md`.
 
     python -m benchmarks.methods [--seeds 3] [--jobs 2] [--limit 50] [--runs DIR] [--out docs/results.md]
 
-One store, one recipe, the same steps, tree and prompts for all. Another seed gives other weights, order and
-noise; the prompts, responses and features are those of one run of the target. Whatever is done already is not
-done again. Untrained selves are decoded on a few prompts: what a method gains, it has learnt.
+All methods share one store, recipe, number of steps, tree and set of prompts. The seed changes weights, order
+and noise, not the prompts, responses and features. Finished work is not repeated. Each method is also
+decoded untrained on a few prompts: its gain must come from training.
 """
 
 import argparse
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from vlmdistill.drafters import catalogue, checkpoint
-from vlmdistill.drafters.base import Proposer
-from vlmdistill.drafters.decoding.generate import speculate
-from vlmdistill.pipelines import evaluate, flow, train
-from vlmdistill.pipelines.targets.loading import load
+from vlmdistill.drafters.core import catalogue
+from vlmdistill.drafters.core.drafter import Proposer
+from vlmdistill.drafters.decoding.decoders import speculate
+from vlmdistill.pipelines import flow, train
+from vlmdistill.pipelines.evaluation import evaluate
+from vlmdistill.pipelines.evaluation.comparison import rank
+from vlmdistill.pipelines.evaluation.records import Evaluation
+from vlmdistill.pipelines.evaluation.statistics import figures
+from vlmdistill.pipelines.runtime.processes import FunctionDone
+from vlmdistill.pipelines.targets.checkpoints.loading import load
 from vlmdistill.pipelines.workspace import Workspace
 
-UNTRAINED = 4  # prompts that the untrained selves are decoded on
+UNTRAINED = 4  # prompts for the untrained drafters
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train what is missing, evaluate everything in one process, write the page."""
+    """Train missing drafters, evaluate all in one process, write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=2, help="drafters trained side by side")
+    parser.add_argument("--jobs", type=int, default=2, help="drafters trained in parallel")
     parser.add_argument("--limit", type=int, default=50, help="held-out prompts")
     parser.add_argument("--drafters", default="all")
     parser.add_argument("--runs", type=Path, default=Path("runs"))
@@ -47,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     jobs = [train.Job(name, _folder(name, seed), seed) for name, seed in pairs]
     missing = [job for job in jobs if not workspace.drafter(job.name).exists()]
 
-    def keep(job: train.Job, cost: train.Cost) -> None:
+    def keep(job: train.Job, cost: FunctionDone) -> None:
         _cost(workspace, job.name).write_text(json.dumps(asdict(cost)))
         _say(f"trained {job.name}, {cost.cpu_seconds:.0f} CPU-seconds")
 
@@ -56,16 +61,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     folders = [_folder(name, seed) for name, seed in pairs] + [n for n in names if n not in trained]
     tree = train.resolve("eagle2", "demo", ()).tree
     settings = evaluate.Settings(temperatures=(0.0, 1.0), limit=options.limit, max_new_tokens=512, tree=tree)
-    reports = _measured(workspace, folders, settings)
+    reports = evaluate.kept(workspace, folders, settings)
     reports = reports or evaluate.evaluate(workspace, folders, settings, on_prompt=_progress)
+    for warning in (text for ranking in rank(reports) for one in ranking.results for text in one.warnings):
+        _say(f"warning: {warning}")
+    first, of_folder = reports[0], {one.name: one for one in reports}
     results = {
         "conditions": {
-            key: reports[0][key] for key in ("hardware", "threads", "dtype", "prompts", "max_new_tokens")
+            "hardware": first.hardware,
+            "threads": first.threads,
+            "dtype": first.dtype,
+            "prompts": {"count": len(first.keys), "hash": first.prompt_set},
+            "max_new_tokens": first.max_new_tokens,
         },
         "seeds": options.seeds,
-        "methods": [
-            _method(workspace, name, options.seeds, {one["name"]: one for one in reports}) for name in names
-        ],
+        "methods": [_method(workspace, name, options.seeds, of_folder) for name in names],
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
@@ -82,27 +92,6 @@ def _progress(done: int, total: int, remark: str) -> None:
         _say(f"decoded {done} of {total} {remark}")
 
 
-def _measured(
-    workspace: Workspace, folders: Sequence[str], settings: evaluate.Settings
-) -> list[dict[str, Any]]:
-    """The evaluations of all folders, if they are there, of these very drafters, and made in one run."""
-    reports = []
-    for name in folders:
-        file = workspace.reports / f"{name}.json"
-        if not file.exists():
-            return []
-        report = json.loads(file.read_text())
-        now = checkpoint.describe(workspace.drafter(name))["training"].get("signature")
-        count = len(evaluate.held_out(workspace.prompts, settings.limit))
-        asked = (now, settings.max_new_tokens, count, list(settings.temperatures))
-        temperatures = [one["temperature"] for one in report["temperatures"]]
-        limits = report["max_new_tokens"], report["prompts"]["count"]
-        if (report["training"].get("signature"), *limits, temperatures) != asked:
-            return []
-        reports.append(report)
-    return reports if len({report["measured"] for report in reports}) == 1 else []
-
-
 def _folder(name: str, seed: int) -> str:
     return name if seed == 0 else f"{name}-seed{seed}"
 
@@ -111,34 +100,44 @@ def _cost(workspace: Workspace, name: str) -> Path:
     return workspace.drafter(f"{name}.training") / "cost.json"
 
 
-def _method(workspace: Workspace, name: str, seeds: int, reports: dict[str, Any]) -> dict[str, Any]:
-    """All that is told of one method."""
+def _method(workspace: Workspace, name: str, seeds: int, reports: Mapping[str, Evaluation]) -> dict[str, Any]:
+    """The results of one method; a list over seeds for each metric and temperature."""
     of_seeds = [reports[_folder(name, seed)] for seed in range(seeds) if _folder(name, seed) in reports]
-    told: dict[str, Any] = {
+    result: dict[str, Any] = {
         "name": name,
-        "tree": of_seeds[0]["tree"],
-        "parameters": of_seeds[0]["parameters"],
-        "steps": of_seeds[0]["training"].get("steps", 0),
+        "tree": of_seeds[0].tree,
+        "parameters": of_seeds[0].parameters,
+        "steps": of_seeds[0].training.steps,
     }
-    for place, temperature in enumerate((0, 1)):
-        measured = [report["temperatures"][place] for report in of_seeds]
-        for key in ("tau", "accepted", "speedup", "decode_speedup"):
-            told[f"{key}@{temperature}"] = [one[key] for one in measured]
-        told[f"alpha@{temperature}"] = measured[0]["alpha"]
-        told[f"lossless@{temperature}"] = [one["lossless"] for one in measured]
+    for temperature in (0, 1):
+        measured = [
+            figures(at) for one in of_seeds for at in one.temperatures if at.temperature == temperature
+        ]
+        result[f"tau@{temperature}"] = [one.tau for one in measured]
+        result[f"accepted@{temperature}"] = [one.accepted for one in measured]
+        result[f"speedup@{temperature}"] = [one.speedup for one in measured]
+        result[f"decode_speedup@{temperature}"] = [one.decode_speedup for one in measured]
+        result[f"intervals@{temperature}"] = [
+            {rate: [between.low, between.high] for rate, between in one.intervals.items()} for one in measured
+        ]
+        result[f"accounted@{temperature}"] = [min(one.accounted, one.plain_accounted) for one in measured]
+        result[f"alpha@{temperature}"] = measured[0].alpha
+        result[f"lossless@{temperature}"] = [asdict(one.lossless) for one in measured]
     if catalogue.is_trained(name):
         costs = [_cost(workspace, _folder(name, seed)) for seed in range(seeds)]
-        told["cpu_seconds"] = [json.loads(file.read_text())["cpu_seconds"] for file in costs if file.exists()]
-        told["untrained_tau"] = _untrained(workspace, name)
-    return told
+        result["cpu_seconds"] = [
+            json.loads(file.read_text())["cpu_seconds"] for file in costs if file.exists()
+        ]
+        result["untrained_tau"] = _untrained(workspace, name)
+    return result
 
 
 def _untrained(workspace: Workspace, name: str) -> float:
-    """Tau at temperature 0 of the method as it is before training, on a few prompts."""
+    """Tau at temperature 0 of the untrained method, on a few prompts."""
     target = load(workspace.model)
     torch.manual_seed(0)
     config = train.resolve(name, "demo", ())
-    drafter: Proposer = catalogue.load(name)(config, target.info, target.head).eval()
+    drafter: Proposer = catalogue.load(name)(config.model, target.info, target.head).eval()
     gained = calls = 0
     for prompt in evaluate.held_out(workspace.prompts, UNTRAINED):
         encoded = target.encode(prompt.messages)
@@ -149,7 +148,7 @@ def _untrained(workspace: Workspace, name: str) -> float:
 
 
 def page(results: dict[str, Any]) -> str:
-    """The results as Markdown: one row a method, best first."""
+    """The results as Markdown: one row per method, the best first."""
     where = results["conditions"]
     rows = sorted(results["methods"], key=lambda one: -statistics.mean(one["tau@0"]))
     titles = "method, tau at T=0, accepted, speedup, tau at T=1, speedup, untrained tau, parameters, CPU-s"
@@ -157,19 +156,20 @@ def page(results: dict[str, Any]) -> str:
     for one in rows:
         cells = [
             f"`{one['name']}`",
-            _spread(one["tau@0"]),
-            _spread(one["accepted@0"]),
-            _spread(one["speedup@0"]),
-            _spread(one["tau@1"]),
-            _spread(one["speedup@1"]),
+            _rate(one, "tau@0"),
+            _rate(one, "accepted@0"),
+            _rate(one, "speedup@0"),
+            _rate(one, "tau@1"),
+            _rate(one, "speedup@1"),
             f"{one['untrained_tau']:.2f}" if "untrained_tau" in one else "-",
             f"{one['parameters']:,}" if one["parameters"] else "-",
             _spread(one["cpu_seconds"], 0) if one.get("cpu_seconds") else "-",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     table = "\n".join(lines)
-    places = max(len(one["alpha@0"]) for one in rows)
-    header = f"| method | {' | '.join(str(place + 1) for place in range(places))} |\n{'|---' * (places + 1)}|"
+    positions = max(len(one["alpha@0"]) for one in rows)
+    numbers = " | ".join(str(position + 1) for position in range(positions))
+    header = f"| method | {numbers} |\n{'|---' * (positions + 1)}|"
     alphas = "\n".join(
         f"| `{one['name']}` | {' | '.join(f'{value:.2f}' for value in one['alpha@0'])} |" for one in rows
     )
@@ -177,33 +177,44 @@ def page(results: dict[str, Any]) -> str:
     total = sum(sum(one.values()) for one in counts)
     same = sum(one["identical"] for one in counts)
     ties = sum(one["near_tie"] for one in counts)
-    more = f"; of the others, {ties} part where two tokens score alike to rounding" if ties else ""
-    seeds = "One seed a method: no spread is known"
+    least = min(share for one in rows for temperature in (0, 1) for share in one[f"accounted@{temperature}"])
+    more = f" ({ties} of the others differ only from a near-tie on)" if ties else ""
+    seeds = "One seed per method, with 95% intervals over prompts in parentheses"
     if results["seeds"] > 1:
-        seeds = f"{results['seeds']} seeds a method: the mean, and the least and the most in brackets"
+        seeds = f"{results['seeds']} seeds per method: the mean, with minimum and maximum in parentheses"
     return f"""# Results on the demo target
 
-Made by `python -m benchmarks.methods`, in one process for all decoding; raw numbers in
-[results.json](results.json). {seeds};
+`python -m benchmarks.methods` writes this page; the raw numbers are in [results.json](results.json).
+{seeds};
 {where["prompts"]["count"]} held-out prompts, {where["dtype"]}, {where["threads"]} thread(s),
-{where["hardware"]}.
-Recipe `demo`: the same number of optimizer steps, tokens a step, learning rate, data and tree for all, but
-for `lookahead`, whose tree is its own window. `tau` counts the bonus token, `accepted` does not
-([methods.md](methods.md) says which of them each paper prints). CPU-s is what one training took, its start
-included; other work on the machine makes it more.
+{where["hardware"]}. One process decoded everything.
+Recipe `demo`: the same number of optimizer steps, tokens per step, learning rate, data and tree for all
+methods, except `lookahead`, whose tree is its own window. `tau` counts the bonus token, `accepted` does not
+([methods.md](methods.md) says which of them each paper prints). CPU-s: CPU seconds of one training, start-up
+included; other load on the machine increases it.
 
 {table}
 
-Greedy answers identical to those of `model.generate`: {same} of {total}{more}.
+Greedy responses identical to those of `model.generate`: {same} of {total}{more}. Times are from a clock
+outside the decoders; the decoders' cycles account for at least {least:.2%} of them.
 
-Acceptance of the n-th token of the best-guess chain, given the ones before it (seed 0, T=0):
+Acceptance rate of the n-th token of the most likely chain, given the tokens before it (seed 0, T=0):
 
 {header}
 {alphas}
 
-The target is small, its pictures simple and its images nine visual tokens each: the order of the methods here
-says how they learn under equal means, not how they rank on a large model or on long video.
+The target is small, and its images are simple, with nine visual tokens each. The ranking shows how the
+methods learn under equal conditions, not how they rank on a large model or on long videos.
 """
+
+
+def _rate(method: dict[str, Any], key: str) -> str:
+    """A rate with its spread over seeds, or for a single seed with its interval over prompts."""
+    if len(method[key]) > 1:
+        return _spread(method[key])
+    rate, temperature = key.split("@")
+    low, high = method[f"intervals@{temperature}"][0][rate]
+    return f"{method[key][0]:.2f} ({low:.2f}-{high:.2f})"
 
 
 def _spread(values: Sequence[float], digits: int = 2) -> str:

@@ -32,13 +32,13 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader, Dataset
 
-from vlmdistill.stores.filters import filter_store
-from vlmdistill.stores.manifest import CACHE
-from vlmdistill.stores.reader import epoch
-from vlmdistill.stores.schema import Array, Feature, Head, Provenance, Sample, TargetInfo
+from vlmdistill.stores.index.tables import write_table
+from vlmdistill.stores.loader.epoch import Epoch
+from vlmdistill.stores.loader.tensors import as_torch
+from vlmdistill.stores.manifest import CacheRecord
+from vlmdistill.stores.schema import Array, Feature, FrozenTables, Provenance, Sample, TargetInfo
 from vlmdistill.stores.store import Store
-from vlmdistill.stores.tables import write_table
-from vlmdistill.stores.tensors import as_torch, packed
+from vlmdistill.stores.views.filters import filter_store
 
 FEATURE = Feature.parse("hidden.text")
 BUDGET = 8192  # tokens of a batch
@@ -66,7 +66,7 @@ def samples(count: int, width: int) -> Iterator[Sample]:
         yield Sample(f"s{number:06}", at, at > tokens // 4, at, at, (), {FEATURE: rows}, {"words": tokens})
 
 
-def origin(width: int) -> tuple[Provenance, TargetInfo, Head]:
+def origin(width: int) -> tuple[Provenance, TargetInfo, FrozenTables]:
     """What a store wants to know, made up."""
     provenance = Provenance(
         target="made up", config_hash="0", weights_hash="0", processor_hash="0", template_hash="0",
@@ -78,7 +78,7 @@ def origin(width: int) -> tuple[Provenance, TargetInfo, Head]:
         attention_bias=False, max_position=4096, eos_ids=(1,), visual_ids=(2,),
     )  # fmt: skip
     table = np.zeros((8, width), np.uint16)
-    return provenance, info, Head(table, table, "bfloat16")
+    return provenance, info, FrozenTables(table, table, "bfloat16")
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -308,8 +308,8 @@ def habit_batches(files: PerFile, keys: Sequence[str], batch: int) -> None:
 
 def our_batches(store: Store, number: int) -> None:
     """An epoch from the store to packed bfloat16 tensors."""
-    for batch in epoch(store, [FEATURE], token_budget=BUDGET, epoch=number):
-        packed([sample.features[FEATURE] for sample in batch], "bfloat16")
+    for samples in Epoch(store, [FEATURE], token_budget=BUDGET, epoch=number):
+        as_torch(samples.features[FEATURE], "bfloat16")
 
 
 Work = Callable[[], object]
@@ -431,7 +431,7 @@ def view_of_a_million(folder: Path) -> float:
         key=pl.format("s{}", pl.int_range(count) + count), words=pl.int_range(count) % 500
     )
     table = rows.to_arrow(compat_level=pl.CompatLevel.oldest())
-    write_table(store.place, CACHE, "index", table, {"shards": {"one": store.commit("one")["shard"]}})
+    write_table(store.backend, CacheRecord(schema=1, shards={"one": store.commit("one").shard}), table)
     text = "words > 5 and code_ratio < 0.05"
     return timed(lambda: filter_store(Store.open(folder), "view", expressions=[text]))
 

@@ -1,82 +1,129 @@
-"""What every verb shares: results on stdout, progress and logs on stderr."""
+"""What all commands share: common options, results on stdout, progress and logs on stderr."""
 
 import json
 import logging
+import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import typer
 
 if TYPE_CHECKING:
-    from vlmdistill.pipelines.targets.options import Options
+    from vlmdistill.pipelines.engines.environment import EngineName
+    from vlmdistill.pipelines.runtime.workers import WorkerOptions
+    from vlmdistill.pipelines.targets.checkpoints.registry import Options
+    from vlmdistill.pipelines.workspace import Workspace
 
-LAST_SEED = 2**32 - 1  # that every generator of random numbers takes
-QUIET_SECONDS = 30  # between two lines of progress where no bar can be drawn
+LAST_SEED = 2**32 - 1  # all random generators accept it
+SIGINT_STATUS, SIGTERM_STATUS = 128 + signal.SIGINT, 128 + signal.SIGTERM
+QUIET_SECONDS = 30  # between two lines of progress if stderr is not a terminal
 
-Model = Annotated[str, typer.Option("--model", "-m", help="Target: a name, a hub id or a checkpoint folder.")]
+Model = Annotated[
+    str, typer.Option("--model", "-m", help="Target model: a name, a hub id or a checkpoint folder.")
+]
 Runs = Annotated[
-    str | None, typer.Option("--runs", help="Folder of all workspaces.", envvar="VLMDISTILL_RUNS")
+    str | None,
+    typer.Option(
+        "--runs", metavar="DIR", help="Folder of the workspaces; default: runs.", envvar="VLMDISTILL_RUNS"
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-
-
-class Attention(StrEnum):
-    """Kernels of the target's attention."""
-
-    sdpa = "sdpa"
-    eager = "eager"
-    flash_attention_2 = "flash_attention_2"
-
-
-class Dtype(StrEnum):
-    """Number formats of what is written."""
-
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    float32 = "float32"
-
-
-class TargetDtype(StrEnum):
-    """Number formats that the target runs in."""
-
-    auto = "auto"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    float32 = "float32"
-
-
-Kernels = Annotated[Attention, typer.Option("--attention", help="Attention kernels of the target.")]
-Precision = Annotated[
-    TargetDtype,
-    typer.Option("--target-dtype", help="What the target runs in; auto: bfloat16 on a GPU, else float32."),
+PromptsFile = Annotated[
+    Path | None, typer.Option("--prompts", help="Prompts file; default: the workspace's prompts.parquet.")
 ]
-
-
+Limit = Annotated[int | None, typer.Option("--limit", min=1, help="Use only the first N prompts.")]
+SplitName = Annotated[
+    Literal["train", "eval", "all"], typer.Option("--split", help="Split of the prompts to use.")
+]
+Seed = Annotated[int, typer.Option("--seed", min=0, max=LAST_SEED, help="Random seed.")]
+MaxNewTokens = Annotated[
+    int, typer.Option("--max-new-tokens", min=1, help="Maximum length of a response, in tokens.")
+]
+BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Prompts per batch of generation.")]
+TreeShape = Annotated[
+    str | None,
+    typer.Option(
+        "--tree",
+        metavar="SHAPE",
+        help="Draft tree: tokens-depth-k, such as 30-3-8, or chain-5; default: the drafter's own.",
+    ),
+]
+Recipe = Annotated[
+    str | None,
+    typer.Option(
+        "--recipe",
+        metavar="paper|fair|demo",
+        help="Training settings; default: demo for the demo targets, else paper.",
+    ),
+]
+AllowFailed = Annotated[
+    float,
+    typer.Option(
+        "--allow-failed", metavar="SHARE", min=0, max=1, help="Exit 0 if at most this share of prompts fails."
+    ),
+]
+Workers = Annotated[
+    int | None,
+    typer.Option("--workers", min=1, help="Ray workers; default: as many as the GPUs, or cores, can hold."),
+]
+Wait = Annotated[
+    float | None,
+    typer.Option(
+        "--wait", metavar="SECONDS", min=0, help="Fail after this time without any live worker; default: 300."
+    ),
+]
+Dtype = Literal["bfloat16", "float16", "float32"]
+Attention = Annotated[
+    Literal["sdpa", "eager", "flash_attention_2"],
+    typer.Option("--attention", help="Attention implementation of the target."),
+]
+TargetDtype = Annotated[
+    Literal["auto", "bfloat16", "float16", "float32"],
+    typer.Option("--target-dtype", help="Dtype of the target; auto: bfloat16 on a GPU, else float32."),
+]
+Engine = Annotated[
+    Literal["transformers", "vllm"],
+    typer.Option("--engine", help="What runs the target; vllm: fast on GPUs, needs `make engine` once."),
+]
 Compiled = Annotated[
     bool,
-    typer.Option("--compile", help="Compile the target's decoding steps: slow to start; for GPUs."),
+    typer.Option("--compile", help="Compile the target's decoding steps: a slow start, faster on a GPU."),
 ]
 
 
-def loading(attention: Attention, dtype: TargetDtype, *, compiled: bool = False) -> "Options":
-    """How the target is to be loaded."""
-    return {"attention": attention.value, "dtype": dtype.value, "compiled": compiled}
+def workspace(model: str, runs: str | None) -> "Workspace":
+    """The workspace of a target."""
+    from vlmdistill.pipelines.workspace import Workspace
+
+    return Workspace.of(model, Path(runs) if runs else None)
 
 
-class Side(StrEnum):
-    """Which prompts a verb works on."""
+def loading(attention: str, dtype: str, *, compiled: bool = False) -> "Options":
+    """How the target is loaded."""
+    return {"attention": attention, "dtype": dtype, "compiled": compiled}
 
-    train = "train"
-    eval = "eval"
-    all = "all"
+
+def worker_options(
+    workers: int | None,
+    wait: float | None,
+    attention: str = "sdpa",
+    dtype: str = "auto",
+    engine: "EngineName" = "transformers",
+) -> "WorkerOptions":
+    """How many workers a stage uses, how each loads the target, and what runs it."""
+    from vlmdistill.pipelines.runtime.workers import WorkerOptions
+
+    options = WorkerOptions(workers=workers, load=loading(attention, dtype), engine=engine)
+    return options if wait is None else replace(options, wait=wait)
 
 
 def result(facts: Mapping[str, Any], as_json: bool) -> None:
-    """Print facts on stdout: JSON for programs, else one `name  value` line each."""
+    """Print facts on stdout: as JSON, or as one `name  value` line each."""
     if as_json:
         typer.echo(json.dumps(facts, default=str))
         return
@@ -98,45 +145,80 @@ def rows(header: Sequence[str], lines: Sequence[Sequence[Any]]) -> None:
 
 
 def note(text: str) -> None:
-    """Tell the user something on stderr."""
+    """Print a line on stderr."""
     typer.echo(text, err=True)
 
 
-class Report(Protocol):
-    """Hears how far something is."""
+class ProgressCallback(Protocol):
+    """Shows how much is done."""
 
     def __call__(self, done: int, total: int, remark: str = "") -> None:
         """`total` 0 means unknown."""
 
 
-@contextmanager
-def progress(what: str, unit: str) -> Iterator[Report]:
-    """A bar with rate and time left on stderr; a line now and then where stderr is not a terminal.
+class CommandStopped(SystemExit):
+    """The command was interrupted or terminated; `message` says which work is kept."""
 
-    Yields `report(done, total, remark)`, to be called as often as one likes.
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(code)
+        self.message = message
+
+
+@contextmanager
+def progress(what: str, unit: str, kept_in: str = "") -> Iterator[ProgressCallback]:
+    """Show progress on stderr: a bar on a terminal, else a line every `QUIET_SECONDS`.
+
+    If results are kept in `kept_in`
+    as they come, an interrupt raises CommandStopped with that path.
     """
-    if sys.stderr.isatty():
-        with _bar(what, unit) as bar:
-            yield bar
-        return
-    last = start = time.monotonic()
-    first: int | None = None
+    kept = "no work was started"
 
     def report(done: int, total: int, remark: str = "") -> None:
-        nonlocal last, first
-        now = time.monotonic()
-        first = done if first is None else first  # what an earlier run did is no measure of speed
-        if now - last < QUIET_SECONDS:
-            return
-        last, rate = now, (done - first) / (now - start)
-        left = f", {_clock((total - done) / rate)} left" if rate and total else ""
-        note(f"{what}: {done}/{total or '?'} {unit}, {rate:.1f}/s{left}{', ' if remark else ''}{remark}")
+        nonlocal kept
+        kept = f"{done} of {total} {unit} are done and kept in {kept_in}"
+        show(done, total, remark)
 
-    yield report
+    try:
+        with _bar(what, unit) if sys.stderr.isatty() else nullcontext(_Lines(what, unit)) as show:
+            yield report
+    except (KeyboardInterrupt, SystemExit) as stop:
+        if not kept_in:
+            raise
+        code = stop.code if isinstance(stop, SystemExit) and isinstance(stop.code, int) else SIGINT_STATUS
+        raise CommandStopped(code, f"stopped: {kept}; run the same command to continue") from None
+
+
+class _Lines:
+    """Prints a line of progress now and then."""
+
+    def __init__(self, what: str, unit: str) -> None:
+        self.what, self.unit, self.speed, self.last = what, unit, _Speed(), time.monotonic()
+
+    def __call__(self, done: int, total: int, remark: str = "") -> None:
+        rate, left = self.speed(done, total)
+        if time.monotonic() - self.last >= QUIET_SECONDS:
+            self.last = time.monotonic()
+            parts = [f"{self.what}: {done}/{total or '?'} {self.unit}", rate, left, remark]
+            note(", ".join(part for part in parts if part))
+
+
+class _Speed:
+    """The rate and the time left; work of an earlier run does not count."""
+
+    def __init__(self) -> None:
+        self.start, self.first = time.monotonic(), -1
+
+    def __call__(self, done: int, total: int) -> tuple[str, str]:
+        self.first = done if self.first < 0 else self.first
+        rate = (done - self.first) / max(1e-9, time.monotonic() - self.start)
+        if not rate:
+            return "", ""
+        shown = f"{rate:.1f}/s" if rate >= 1 else f"{1 / rate:.1f} s each"
+        return shown, f"{_clock((total - done) / rate)} left" if total else ""
 
 
 @contextmanager
-def _bar(what: str, unit: str) -> Iterator[Report]:
+def _bar(what: str, unit: str) -> Iterator[ProgressCallback]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -149,22 +231,28 @@ def _bar(what: str, unit: str) -> Iterator[Report]:
         TextColumn("{task.fields[left]}"),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=None, remark="", left="")
-        start, first = time.monotonic(), -1
+        task, speed = bar.add_task(what, total=None, remark="", left=""), _Speed()
 
-        def report(done: int, total: int, remark: str = "") -> None:
-            nonlocal first
-            first = done if first < 0 else first
-            rate = (done - first) / max(1e-9, time.monotonic() - start)
-            left = f"{_clock((total - done) / rate)} left" if rate and total else ""
-            shown = f"{rate:.1f}/s {remark}" if rate else remark
-            bar.update(task, completed=done, total=total or None, remark=shown, left=left)
+        def show(done: int, total: int, remark: str = "") -> None:
+            rate, left = speed(done, total)
+            bar.update(
+                task, completed=done, total=total or None, remark=f"{rate} {remark}".strip(), left=left
+            )
 
-        yield report
+        yield show
+
+
+def waiting(what: str) -> AbstractContextManager[object]:
+    """On a terminal, show what the command waits for."""
+    if not sys.stderr.isatty():
+        return nullcontext()
+    from rich.console import Console
+
+    return Console(stderr=True).status(what)
 
 
 def log_to_stderr(debug: bool) -> None:
-    """Send the project's own log lines to stderr."""
+    """Send the project's log lines to stderr."""
     logger = logging.getLogger("vlmdistill")
     if not logger.handlers:
         handler = logging.StreamHandler()
@@ -172,6 +260,20 @@ def log_to_stderr(debug: bool) -> None:
         logger.addHandler(handler)
     logger.setLevel(logging.DEBUG if debug else logging.INFO)
     logger.propagate = False
+
+
+def scaled(count: float, units: Sequence[str], space: str = " ") -> str:
+    """A number with three digits and its unit; each of `units` is 1000 of the one before it."""
+    for unit in units[:-1]:
+        if count < 1000:
+            return f"{count:.3g}{space}{unit}"
+        count /= 1000
+    return f"{count:.3g}{space}{units[-1]}"
+
+
+def size(count: float) -> str:
+    """A number of bytes."""
+    return scaled(count, ("B", "kB", "MB", "GB", "TB"))
 
 
 def _short(value: Any) -> str:

@@ -1,16 +1,14 @@
-"""Where the `vlmdistill` command begins: whoever interrupts it while it loads is told so in one line."""
+"""The entry point of the `vlmdistill` command, which handles an interrupt while the command loads."""
 
 import sys
 
-INTERRUPTED = "interrupted: nothing is lost, the same command goes on from here"
-
 
 def main() -> int:
-    """Run the command line; the exit status, see `cli.main`."""
+    """Run the command line; see `cli.main` for the exit status."""
     try:
         from vlmdistill.cli import main as command
 
         return command.main()
     except KeyboardInterrupt:
-        sys.stderr.write(f"{INTERRUPTED}\n")
+        sys.stderr.write("interrupted: no work was started\n")
         return 130

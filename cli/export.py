@@ -1,36 +1,96 @@
-"""`vlmdistill export`: a trained drafter for serving engines."""
+"""`vlmdistill export`: write a trained drafter for serving engines."""
 
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from vlmdistill.cli import console
 
+if TYPE_CHECKING:
+    from vlmdistill.drafters.checkpoints.export import Exported
+    from vlmdistill.pipelines.engines.parity import Parity
+    from vlmdistill.pipelines.prompts.importing import Prompt
+    from vlmdistill.pipelines.workspace import Workspace
+
 
 def export(
     drafter: Annotated[str, typer.Argument(help="Name or folder of a trained drafter.")],
-    out: Annotated[Path, typer.Option(help="Folder to write, not there yet.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write; it must not exist.")],
     model: console.Model = "demo",
-    dtype: Annotated[
-        console.Dtype, typer.Option(help="Number format of the weights.")
-    ] = console.Dtype.bfloat16,
+    dtype: Annotated[console.Dtype, typer.Option(help="Dtype of the weights.")] = "bfloat16",
+    check: Annotated[
+        bool, typer.Option("--check", help="Serve it with vLLM and compare with our own decoder.")
+    ] = False,
+    limit: Annotated[int, typer.Option(min=1, help="Check on at most N held-out prompts.")] = 49,
     runs: console.Runs = None,
     as_json: console.Json = False,
 ) -> None:
-    """Write a drafter as SGLang and vLLM load it: eagle3, the one method that both serve with images."""
-    from vlmdistill.drafters.export import export as write
-    from vlmdistill.pipelines.workspace import Workspace
+    """Write a trained drafter in the format of serving engines.
 
-    workspace = Workspace.of(model, Path(runs) if runs else None)
-    facts = write(workspace.trained(drafter), out, dtype.value)
+    vLLM serves it with the plugin of vlmdistill, SGLang serves eagle3 only. With --check, the exit
+    status is 1 when the drafter changes a response of vLLM, or when the drafted tokens
+    that vLLM accepts per draft differ from those of our decoder by more than 1%.
+    """
+    from vlmdistill.drafters.checkpoints.export import export as write
+    from vlmdistill.pipelines.engines.environment import check_environment
+    from vlmdistill.pipelines.evaluation.evaluate import held_out
+
+    workspace = console.workspace(model, runs)
+    if check:  # before anything is written
+        check_environment("vllm")
+        prompts = held_out(workspace.prompts, limit, workspace.model)
+    written = write(workspace.trained(drafter), out, dtype)
+    parity = compare(workspace, drafter, written, prompts) if check else None
+    facts = asdict(written)
+    if parity:
+        facts |= {
+            "prompts": parity.prompts,
+            "identical": parity.identical,
+            "accepted_per_draft": parity.engine.per_draft,
+            "accepted_per_draft_by_eval": parity.ours.per_draft,
+            "versions": parity.versions,
+        }
     console.result(facts, as_json)
-    target = facts["target"]
-    console.note(
-        f"SGLang: python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE3 "
-        f"--speculative-draft-model-path {out}"
+    for line in commands(written):
+        console.note(line)
+    if parity and not parity.holds:
+        console.note("vLLM does not serve this drafter as it was trained: see the numbers above")
+        raise typer.Exit(1)
+
+
+def compare(
+    workspace: "Workspace", drafter: str, written: "Exported", prompts: "Sequence[Prompt]"
+) -> "Parity":
+    """Check an exported drafter; see `parity.check`."""
+    from vlmdistill.pipelines.engines import parity
+    from vlmdistill.pipelines.engines.messages import EngineJob
+    from vlmdistill.pipelines.targets.checkpoints.loading import load
+
+    target = load(workspace.model, dtype=written.dtype)
+    job = EngineJob(
+        target=str(target.folder.absolute()), questions=parity.questions(target, prompts), dtype=written.dtype
     )
-    console.note(
-        f"vLLM:   vllm serve {target} --speculative-config "
-        f'\'{{"method": "eagle3", "model": "{out}", "num_speculative_tokens": 3}}\''
-    )
+    with console.progress("comparing", "prompts") as report:
+        return parity.check(target, workspace.trained(drafter), written, prompts, job, on_prompt=report)
+
+
+def commands(written: "Exported") -> list[str]:
+    """How each engine is started with what was written."""
+    from vlmdistill.pipelines.targets.checkpoints.registry import HUB
+    from vlmdistill.pipelines.targets.embedded import EMBEDDED
+
+    target = EMBEDDED.get(written.target) or HUB.get(written.target, written.target)
+    caching = " --no-enable-prefix-caching" if written.drops_visual else ""
+    lines = [
+        f"vLLM:   VLLM_USE_V2_MODEL_RUNNER=0 vllm serve {target}{caching} --speculative-config "
+        f'\'{{"method": "{written.method}", "model": "{written.out}", "num_speculative_tokens": 4}}\''
+    ]
+    if "sglang" in written.engines:
+        lines.append(
+            f"SGLang: python -m sglang.launch_server --model-path {target} --speculative-algorithm "
+            f"{written.method.upper()} --speculative-draft-model-path {written.out}"
+        )
+    return lines

@@ -1,105 +1,97 @@
-"""`vlmdistill features`: capture the target's hidden states into the store."""
+"""`vlmdistill features`: capture the target's hidden states into the feature store."""
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from vlmdistill.cli import console
-from vlmdistill.cli.prompts import imported
 
 
 def features(
     model: console.Model = "demo",
-    prompts: Annotated[Path | None, typer.Option(help="Prompts file; default: the workspace's.")] = None,
+    prompts: console.PromptsFile = None,
     responses: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of answers; default: the workspace's, where missing answers are made first."
+            metavar="DIR",
+            help="Folder of responses; default: the workspace's, where missing ones are generated first.",
         ),
     ] = None,
     store: Annotated[
-        str | None, typer.Option(help="Store (folder or URL); default: the workspace's.")
+        str | None,
+        typer.Option(
+            metavar="STORE", help="Feature store, a folder or URL; default: the workspace's features/."
+        ),
     ] = None,
     drafters: Annotated[
-        str, typer.Option("--for", help="Drafters to capture for, separated by commas, or all.")
+        str,
+        typer.Option("--for", metavar="NAMES", help="Drafters to capture for, separated by commas, or all."),
     ] = "all",
     import_: Annotated[
         str | None,
         typer.Option(
-            "--import", metavar="SRC", help="Import this first when there are no prompts: a file, or demo."
+            "--import", metavar="SRC", help="Import this first if there are no prompts: a file, or demo."
         ),
     ] = None,
-    split: Annotated[console.Side, typer.Option(help="Which prompts to capture.")] = console.Side.train,
-    dtype: Annotated[
-        console.Dtype, typer.Option(help="Number format of the stored features.")
-    ] = console.Dtype.bfloat16,
+    split: console.SplitName = "train",
+    limit: console.Limit = None,
+    dtype: Annotated[console.Dtype, typer.Option(help="Dtype of the stored features.")] = "bfloat16",
     encoding: Annotated[
         list[str] | None,
         typer.Option(
-            "--encoding",
-            metavar="FIELD=HOW",
-            help="How a field such as hidden.text is kept: raw (default), zstd (the same bits in 0.8 of the "
-            "bytes, slower) or int8 (half the bytes, not the same bits); may be repeated.",
+            metavar="FEATURE=ENCODING",
+            help="Encoding of a feature such as hidden.text: raw (default) or int8 (lossy, half of the "
+            "bytes); may be repeated.",
         ),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="The first N prompts only.")] = None,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Ray actors; default: the GPUs, else the cores.")
-    ] = None,
     batch_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens in one forward pass, padding included.")
+        int, typer.Option(min=1, help="Maximum tokens in one forward pass, padding included.")
     ] = 8192,
-    attention: console.Kernels = console.Attention.sdpa,
-    target_dtype: console.Precision = console.TargetDtype.auto,
+    workers: console.Workers = None,
+    wait: console.Wait = None,
+    allow_failed: console.AllowFailed = 0.0,
+    engine: console.Engine = "transformers",
+    attention: console.Attention = "sdpa",
+    target_dtype: console.TargetDtype = "auto",
     runs: console.Runs = None,
     as_json: console.Json = False,
 ) -> None:
-    """Capture what the drafters need of the target's hidden states, in one pass, into the store.
+    """Capture the features that drafters need.
 
-    Prompts that are not answered yet are answered first. Does what is missing.
+    One pass captures the hidden states for all drafters of --for. Missing responses are generated first, and
+    only missing samples are captured. The exit status is 1 if any prompt fails on all machines.
     """
-    from vlmdistill.pipelines import answers as parts
-    from vlmdistill.pipelines import features as capturing
-    from vlmdistill.pipelines import fields
-    from vlmdistill.pipelines import prompts as prompting
-    from vlmdistill.pipelines import responses as answering
-    from vlmdistill.pipelines.workers import session
-    from vlmdistill.pipelines.workspace import Workspace
+    from vlmdistill.pipelines import flow
+    from vlmdistill.pipelines.features import selection
+    from vlmdistill.pipelines.features.capturer import CaptureSettings
+    from vlmdistill.pipelines.prompts import importing
+    from vlmdistill.pipelines.prompts.imports import import_sources
+    from vlmdistill.pipelines.runtime.reporting import check_failed
+    from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
 
-    workspace = Workspace.of(model, Path(runs) if runs else None)
-    how = console.loading(attention, target_dtype)
-    answering.checkpoint(model)  # a wrong model is the first thing to say
-    names = fields.drafters(drafters)
-    place = store or str(workspace.features)
-    kept = fields.encodings(encoding or (), place)
-    if import_ and not (prompts or workspace.prompts).exists():
-        console.note(f"no prompts yet: importing {import_}")
-        imported([import_], workspace, prompts or workspace.prompts, prompting.Choices())
-    asked = prompting.select(prompting.read(prompts or workspace.prompts, model), split.value, limit)
-    answers = responses or workspace.responses
-    # Ray starts once for both, and not at all when nothing is missing.
-    answer = responses is None and bool(parts.unanswered(asked, answers))
-    with session(workers) if answer else nullcontext():
-        if answer:
-            sampling, filters = parts.made_with(answers)
-            with console.progress("answering", "prompts") as report:
-                answering.respond(
-                    asked, answers, model, sampling, filters, workers=workers, report=report, how=how
-                )
-        with console.progress("capturing", "samples") as report:
-            summary = capturing.capture(
-                asked,
-                answers,
-                place,
-                model,
-                names,
-                dtype=dtype.value,
-                workers=workers,
-                budget=batch_tokens,
-                report=report,
-                how=how,
-                encoding=kept,
-            )
-    console.result(summary.to_dict(), as_json)
+    workspace = console.workspace(model, runs)
+    checkpoint(model)  # report a wrong model first
+    path, file = store or str(workspace.features), prompts or workspace.prompts
+    settings = CaptureSettings(
+        drafters=selection.drafters(drafters),
+        dtype=dtype,
+        encoding=selection.encodings(encoding or (), path),
+        batch_tokens=batch_tokens,
+    )
+    if import_ and not file.exists():
+        with console.progress("importing", "rows") as report:
+            import_sources(workspace, [import_], file, progress=lambda rows: report(rows, 0))
+    chosen = importing.select(importing.read(file, model), split, limit)
+    done = flow.capture_features(
+        model,
+        chosen,
+        responses or workspace.responses,
+        path,
+        settings,
+        console.worker_options(workers, wait, attention, target_dtype, engine),
+        generate=responses is None,
+        bar=console.progress,
+    )
+    console.result(vars(done.features), as_json)
+    check_failed(done.failed, len(chosen), allow_failed)

@@ -1,4 +1,4 @@
-"""`vlmdistill generate`: one answer, streamed, with the drafted tokens marked."""
+"""`vlmdistill generate`: generate one response, streamed, with the drafted tokens marked."""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,49 +9,59 @@ from vlmdistill.cli import console
 
 
 def generate(
-    text: Annotated[str, typer.Argument(help="What to ask.")],
+    text: Annotated[str, typer.Argument(help="The question.")],
     model: console.Model = "demo",
-    image: Annotated[list[Path] | None, typer.Option(help="An image; may be repeated.")] = None,
+    image: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="An image; may be repeated.")
+    ] = None,
     video: Annotated[
-        list[Path] | None, typer.Option(help="A video file, or a folder of frames; may be repeated.")
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="A video file, or a folder of frames; may be repeated."),
     ] = None,
     fps: Annotated[
-        float | None, typer.Option(help="Frames a second of the videos; default: the target's.")
+        float | None,
+        typer.Option(help="Frames per second to sample from each video; default: the target's setting."),
     ] = None,
-    frames: Annotated[int | None, typer.Option(help="The same by a number of frames.")] = None,
+    frames: Annotated[
+        int | None, typer.Option(help="Number of frames to sample from each video, instead of --fps.")
+    ] = None,
     drafter: Annotated[
-        str | None, typer.Option(help="Name or folder of a trained drafter; plain decoding without.")
+        str | None, typer.Option(help="Name or folder of a trained drafter; default: plain decoding.")
     ] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 512,
-    tree: Annotated[str | None, typer.Option(help="total-depth-k such as 30-3-8, or chain-5.")] = None,
-    seed: Annotated[int, typer.Option(min=0, max=console.LAST_SEED, help="Seed of sampling.")] = 0,
-    attention: console.Kernels = console.Attention.sdpa,
-    target_dtype: console.Precision = console.TargetDtype.auto,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.0,
+    max_new_tokens: console.MaxNewTokens = 512,
+    tree: console.TreeShape = None,
+    seed: console.Seed = 0,
+    attention: console.Attention = "sdpa",
+    target_dtype: console.TargetDtype = "auto",
     compiled: console.Compiled = False,
     runs: console.Runs = None,
 ) -> None:
-    """Answer one prompt. Drafted tokens that were accepted are green and underlined on a terminal."""
+    """Generate one response.
+
+    On a terminal, the tokens that the drafter drafted are green and underlined.
+    """
     import sys
 
-    from vlmdistill.drafters.base import Tree
-    from vlmdistill.pipelines.answer import answer
-    from vlmdistill.pipelines.workspace import Workspace
+    workspace = console.workspace(model, runs)
+    sampling = {name: value for name, value in {"fps": fps, "frames": frames}.items() if value is not None}
+    with console.waiting(f"loading {model}"):
+        from vlmdistill.drafters.core.tree import Tree
+        from vlmdistill.pipelines.responses import generate as streaming
 
-    workspace = Workspace.of(model, Path(runs) if runs else None)
-    stream = answer(
-        workspace,
-        text,
-        images=image or [],
-        videos=video or [],
-        sampling={name: value for name, value in {"fps": fps, "frames": frames}.items() if value is not None},
-        drafter=drafter,
-        temperature=temperature,
-        max_new_tokens=max_new_tokens,
-        tree=Tree.parse(tree) if tree else None,
-        seed=seed,
-        how=console.loading(attention, target_dtype, compiled=compiled),
-    )
+        stream = streaming.generate(
+            workspace,
+            text,
+            images=image or [],
+            videos=video or [],
+            sampling=sampling,
+            drafter=drafter,
+            temperature=temperature,
+            max_new_tokens=max_new_tokens,
+            tree=Tree.parse(tree) if tree else None,
+            seed=seed,
+            load_options=console.loading(attention, target_dtype, compiled=compiled),
+        )
     marked = sys.stdout.isatty()
     for piece in stream.pieces():
         green = marked and piece.drafted

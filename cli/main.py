@@ -1,7 +1,6 @@
-"""The `vlmdistill` command: one table of verbs, and how errors reach the user.
+"""The `vlmdistill` command: its subcommands, and how errors reach the user.
 
-A verb's file holds only a typer function or group; whatever is heavy it imports inside, so that
-`vlmdistill --help` stays quick.
+The file of a command imports heavy packages inside its function, so that `vlmdistill --help` is fast.
 """
 
 import os
@@ -22,12 +21,12 @@ from vlmdistill.cli import (
     report,
     responses,
     run,
+    serve,
     store,
     target,
     train,
 )
-from vlmdistill.cli.entry import INTERRUPTED
-from vlmdistill.stores.errors import VlmdistillError, one_line
+from vlmdistill.stores.errors import StoppedError, VlmdistillError, one_line
 
 GROUPS = {
     "target": target.app,
@@ -41,15 +40,29 @@ VERBS: dict[str, Callable[..., Any]] = {
     "eval": evaluate.evaluate,
     "report": report.report,
     "generate": generate.generate,
+    "serve": serve.serve,
     "export": export.export,
     "run": run.run,
 }
 
+KEPT = "finished work is kept; run the same command to continue"
+LEFT = {
+    "prompts": "nothing was imported",
+    "responses": KEPT,
+    "features": KEPT,
+    "merge": KEPT,
+    "push": KEPT,
+    "pull": KEPT,
+    "train": "no step was done",
+    "eval": "no evaluation was written; run the same command to start again",
+    "run": KEPT,
+}
+"""What an interrupted command leaves, if it does not report that itself."""
+
 app = typer.Typer(
     name="vlmdistill",
     no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,  # square brackets and long choices stay as written
+    rich_markup_mode=None,  # print square brackets as they are
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -69,13 +82,13 @@ def vlmdistill(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
     debug: Annotated[
-        bool, typer.Option("--debug", help="Show the traceback of an error (anywhere on the line).")
+        bool, typer.Option("--debug", help="Show the traceback of an error; may follow the subcommand.")
     ] = False,
 ) -> None:
-    """Train, prove lossless and compare drafters for vision-language models.
+    """Train, verify and compare drafters for speculative decoding of vision-language models.
 
-    The flow: prompts -> responses -> features -> train -> eval -> report. Each step finds what it
-    needs in runs/<model>/ and does only what is missing.
+    The flow: prompts -> responses -> features -> train -> eval -> report. Each command reads and writes the
+    workspace runs/<model>/ and does only what is missing. `vlmdistill run` runs all of them.
     """
     console.log_to_stderr(debug)
 
@@ -87,19 +100,25 @@ for _name, _verb in VERBS.items():
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; the exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    """Run the command line; the exit status: 0 done, 1 failed, 2 usage, 130 interrupted, 143 terminated."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     debug = "--debug" in given
     given = (["--debug"] if debug else []) + [argument for argument in given if argument != "--debug"]
     try:
         app(given, prog_name="vlmdistill")
     except SystemExit as stop:
-        if stop.code == 130:
-            console.note(INTERRUPTED)
+        if isinstance(stop, console.CommandStopped):
+            console.note(stop.message)
+        elif stop.code in (console.SIGINT_STATUS, console.SIGTERM_STATUS):
+            left = [LEFT[word] for word in given[:3] if word in LEFT]
+            console.note(": ".join(["interrupted", *left[:1]]))
         return stop.code if isinstance(stop.code, int) else 0
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever read us has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader of our output has ended
         return 1
+    except StoppedError as stop:
+        console.note(f"interrupted: {one_line(stop)}")
+        return 128 + stop.signal
     except (VlmdistillError, OSError) as error:
         if debug:
             traceback.print_exc()

@@ -1,129 +1,134 @@
-"""`vlmdistill prompts`: import conversations into the workspace."""
+"""`vlmdistill prompts`: import prompts into the workspace."""
 
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from vlmdistill.cli import console
 
-if TYPE_CHECKING:
-    from vlmdistill.pipelines.importers import Format as AnyFormat
-    from vlmdistill.pipelines.prompts import Choices, Summary
-    from vlmdistill.pipelines.workspace import Workspace
-
-
-class Format(StrEnum):
-    """Formats of a source."""
-
-    auto = "auto"
-    llava = "llava"
-    sharegpt = "sharegpt"
-    chat = "chat"
-    hf = "hf"
-
-
-class Turns(StrEnum):
-    """Which assistant turns become prompts."""
-
-    first = "first"
-    all = "all"
-
-
-class Split(StrEnum):
-    """The side that all prompts of an import are put on."""
-
-    train = "train"
-    eval = "eval"
+FEW = 20  # held-out prompts, below which results are noise
 
 
 def prompts(
-    given: Annotated[
+    sources: Annotated[
         list[str],
         typer.Argument(
             metavar="SRC...",
-            help="JSON or JSONL files, Hugging Face datasets (name[:subset][@split] or folder; a name needs "
-            "--format hf), or 'demo': the scenes and dialogues of the embedded target.",
+            help="JSON, JSONL or Parquet files, plain or compressed with gzip, bzip2 or xz; Hugging Face "
+            "datasets (a folder, or name[:subset][@split] with --format hf); or 'demo': generated scenes and "
+            "dialogues for the demo targets.",
         ),
     ],
     model: console.Model = "demo",
-    kind: Annotated[Format, typer.Option("--format", help="Form of the sources.")] = Format.auto,
+    kind: Annotated[
+        Literal["auto", "llava", "sharegpt", "chat", "hf"],
+        typer.Option("--format", help="Format of the rows; auto: detect it from the columns."),
+    ] = "auto",
     images: Annotated[
-        Path | None, typer.Option(help="Folder that paths of images and videos are relative to.")
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Folder of the images and videos, if it is not the folder of the source.",
+        ),
     ] = None,
     fps: Annotated[
         float | None,
-        typer.Option(help="Frames a second of every video; default: the row's, or the target's."),
+        typer.Option(
+            help="Frames per second to sample from each video; default: the row's, else the target's."
+        ),
     ] = None,
-    frames: Annotated[int | None, typer.Option(help="The same by a number of frames, evenly spread.")] = None,
+    frames: Annotated[
+        int | None, typer.Option(help="Number of frames to sample from each video, instead of --fps.")
+    ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Import at most N prompts.")] = None,
     turns: Annotated[
-        Turns, typer.Option(help="Ask for the first assistant turn of a conversation, or for each.")
-    ] = Turns.first,
+        Literal["first", "all"],
+        typer.Option(help="Make a prompt for the first user turn of a conversation, or for all of them."),
+    ] = "first",
     augment: Annotated[
         list[str] | None,
-        typer.Option(help="none|long|explain|ocr|describe|reason, for prompts with images; may be repeated."),
+        typer.Option(
+            metavar="NAME",
+            help="Text added to prompts with images or videos: none (default), long, explain, ocr, "
+            "describe or reason; may be repeated.",
+        ),
     ] = None,
     augment_text: Annotated[
-        list[str] | None, typer.Option(help="The same for prompts of text alone.")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Text added to text-only prompts; same choices as --augment."),
     ] = None,
-    eval_share: Annotated[float, typer.Option(help="Share of prompts held out for eval.")] = 0.05,
+    eval_share: Annotated[
+        float, typer.Option(metavar="SHARE", help="Share of the prompts to hold out for evaluation.")
+    ] = 0.05,
     split: Annotated[
-        Split | None, typer.Option(help="Put all prompts on one side, instead of by share.")
+        Literal["train", "eval"] | None,
+        typer.Option(help="Put all prompts into this split, instead of --eval-share."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Parquet file; default: the model's workspace.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Parquet file to write; default: the workspace's prompts.parquet."),
+    ] = None,
     runs: console.Runs = None,
     as_json: console.Json = False,
 ) -> None:
-    """Import prompts: LLaVA JSON, ShareGPT JSON, chat JSONL or a Hugging Face dataset.
+    """Import prompts from files and datasets into the workspace.
 
-    Rows that cannot be used are listed, with the reason, in prompts.skipped.jsonl. Importing again
-    adds what is new; the same prompt is kept once.
+    Importing again adds new prompts; a prompt that exists is not added twice. Rows that cannot be used are
+    listed with the reason in prompts.skipped.jsonl. One example row of each format (docs/inputs.md has more):
+
+    \b
+    LLaVA, with images or videos
+    {"image": "1.jpg", "conversations": [
+      {"from": "human", "value": "<image>\\nWhat is on the table?"},
+      {"from": "gpt", "value": "A red apple."}]}
+    {"video": "1.mp4", "fps": 2, "conversations": [
+      {"from": "human", "value": "<video>\\nWhat happens?"}]}
+
+    \b
+    ShareGPT, text only
+    {"conversations": [{"from": "human", "value": "Hello"}]}
+
+    \b
+    Chat (OpenAI messages)
+    {"messages": [{"role": "user", "content": [
+      {"type": "image_url", "image_url": {"url": "1.jpg"}},
+      {"type": "text", "text": "What is this?"}]}]}
+
+    \b
+    Question columns
+    {"image": "1.jpg", "question": "Which?", "choices": ["one", "two"]}
+    {"instruction": "Summarise the text.", "input": "Once ...", "output": "..."}
     """
-    from vlmdistill.pipelines import prompts as importing
-    from vlmdistill.pipelines.workspace import Workspace
+    from vlmdistill.pipelines.prompts.importing import Choices
+    from vlmdistill.pipelines.prompts.imports import import_sources
 
-    workspace = Workspace.of(model, Path(runs) if runs else None)
-    out = out or workspace.prompts
-    choices = importing.Choices(
+    choices = Choices(
         images=images,
         fps=fps,
         frames=frames,
         limit=limit,
-        turns=turns.value,
+        turns=turns,
         augment=tuple(augment or ["none"]),
         augment_text=tuple(augment_text or ["none"]),
         eval_share=eval_share,
-        split=split.value if split else None,
+        split=split,
     )
-    summary = imported(given, workspace, out, choices, kind.value)
-    console.result(_facts(summary.to_dict()), as_json)
-
-
-def imported(
-    given: list[str],
-    workspace: "Workspace",
-    out: Path,
-    choices: "Choices",
-    kind: "AnyFormat" = "auto",
-) -> "Summary":
-    """Import the sources as typed; `demo` alone means the files that the demo writes into the workspace.
-
-    These have videos where the model is the embedded target that knows them.
-    """
-    from vlmdistill.pipelines import prompts as importing
-    from vlmdistill.pipelines.demo_prompts import AMOUNTS, import_demo
-
     with console.progress("importing", "rows") as report:
-        if given == ["demo"] and not Path("demo").exists():
-            amount = AMOUNTS.get(workspace.model, AMOUNTS["demo"])
-            folder = workspace.root / "demo-data"
-            return import_demo(folder, out, amount, choices, progress=lambda rows: report(rows, 0))
-        return importing.import_prompts(given, out, kind, choices, lambda rows: report(rows, 0))
+        workspace = console.workspace(model, runs)
+        summary = import_sources(workspace, sources, out, kind, choices, lambda rows: report(rows, 0))
+    facts = summary.to_dict()
+    console.result(facts if as_json else _without_empty(facts), as_json)
+    if split is None and eval_share and summary.eval < FEW:
+        console.note(
+            f"warning: only {summary.eval} of {summary.total} prompts are held out for `eval`, too few to "
+            f"measure drafters: import more with --split eval, or remove {summary.out} and import again with "
+            "a larger --eval-share"
+        )
 
 
-def _facts(summary: dict[str, Any]) -> dict[str, Any]:
-    """The summary without what is nothing to tell."""
-    always = ("out", "added", "present", "total", "train", "eval", "datasets")
-    return {name: value for name, value in summary.items() if name in always or summary["skipped"] or value}
+def _without_empty(summary: dict[str, Any]) -> dict[str, Any]:
+    """The summary without counts that are zero."""
+    always = {"out", "added", "present", "total", "train", "eval", "datasets"}
+    never = set() if summary["skipped"] else {"skipped_file"}
+    return {name: value for name, value in summary.items() if name in always or (value and name not in never)}

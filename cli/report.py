@@ -1,12 +1,16 @@
-"""`vlmdistill report`: all evaluations of a workspace as one page and a table."""
+"""`vlmdistill report`: all evaluations of a workspace as one HTML page and a table."""
 
-from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from vlmdistill.cli import console
+from vlmdistill.cli.evaluate import rate, responses
+
+if TYPE_CHECKING:
+    from vlmdistill.pipelines.evaluation.comparison import DrafterResult
 
 HEADER = (
     "drafter",
@@ -18,7 +22,7 @@ HEADER = (
     "prefill",
     "tokens/s",
     "plain tokens/s",
-    "answers at T=0",
+    "responses at T=0",
     "tree",
     "parameters",
     "calls",
@@ -28,47 +32,64 @@ HEADER = (
 def report(
     model: console.Model = "demo",
     runs: console.Runs = None,
-    out: Annotated[Path | None, typer.Option(help="HTML file; default: reports/index.html.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="HTML file; default: the workspace's reports/index.html."),
+    ] = None,
     as_json: console.Json = False,
 ) -> None:
-    """Make one page of all evaluations, and print their table.
+    """Write an HTML page of all evaluations and print their table.
 
-    Evaluations that were measured on other prompts, settings or hardware stand in groups of their own.
+    Evaluations with different prompts, settings or hardware do not compare; each such group has its own
+    table.
     """
-    from vlmdistill.pipelines import report as pipeline
-    from vlmdistill.pipelines.evaluations import differing
-    from vlmdistill.pipelines.workspace import Workspace
+    from vlmdistill.pipelines.evaluation import report as pipeline
+    from vlmdistill.pipelines.evaluation.comparison import differing
 
-    made = pipeline.make(Workspace.of(model, Path(runs) if runs else None), out)
+    made = pipeline.make(console.workspace(model, runs), out)
     apart = differing(made.groups)
     if as_json:
-        console.result({"page": str(made.page), "differing": apart, "rows": made.rows}, as_json=True)
+        rows = [
+            {"group": group.number, **_facts(one), "conditions": group.conditions}
+            for group in made.groups
+            for one in group.results
+        ]
+        console.result({"page": str(made.page), "differing": apart, "rows": rows}, as_json=True)
         return
     if apart:
         typer.echo(f"{len(made.groups)} groups that do not compare; they differ in {', '.join(apart)}")
     for group in made.groups:
-        told = ", ".join(f"{name} {value}" for name, value in group.conditions.items())
-        typer.echo(f"\ngroup {group.number}: {told}" if apart else told)
-        console.rows(HEADER, [_line(row) for row in group.rows])
-        typer.echo(group.verdict.text)
+        conditions = ", ".join(f"{name} {value}" for name, value in group.conditions.items())
+        typer.echo(f"\ngroup {group.number}: {conditions}" if apart else conditions)
+        console.rows(HEADER, [_line(one) for one in group.results])
+        for text in (*(ranking.text for ranking in group.rankings), group.verdict.text):
+            typer.echo(text)
+        for warning in group.warnings:
+            console.note(f"warning: {warning}")
     typer.echo(f"{chr(10) if apart else ''}page  {made.page}")
 
 
-def _line(row: Mapping[str, Any]) -> list[str]:
-    count = row["lossless"]
-    checked = sum(count.values())
-    answers = f"{count['identical']:g}/{checked:g} identical" if checked else "-"
-    answers += f", {count['near_tie']:g} near-tie" if count["near_tie"] else ""
-    answers += f", {count['different']:g} DIFFERENT" if count["different"] else ""
+def _facts(result: "DrafterResult") -> dict[str, Any]:
+    """A row as JSON."""
+    one = result.evaluation
+    facts = {"name": one.name, "drafter": one.drafter, "tree": one.tree, "parameters": one.parameters}
+    return {**facts, "measured": one.measured, "temperature": result.temperature, **asdict(result.figures)}
+
+
+def _line(result: "DrafterResult") -> list[str]:
+    one, figures = result.evaluation, result.figures
     return [
-        row["name"],
-        f"{row['temperature']:g}",
-        *(f"{row[name]:.2f}" for name in ("tau", "accepted", "speedup", "decode_speedup")),
-        f"{row['prefill_share']:.0%}",
-        f"{row['tokens_per_second']:.0f}",
-        f"{row['plain_tokens_per_second']:.0f}",
-        answers,
-        row["tree"],
-        f"{row['parameters']:g}" if row["parameters"] < 1e6 else f"{row['parameters'] / 1e6:.2f}M",
-        f"{row['calls']:g}",
+        one.name,
+        f"{result.temperature:g}",
+        rate(figures, "tau"),
+        rate(figures, "accepted"),
+        rate(figures, "speedup"),
+        rate(figures, "decode_speedup"),
+        f"{figures.prefill_share:.0%}",
+        f"{figures.tokens_per_second:.0f}",
+        f"{figures.plain_tokens_per_second:.0f}",
+        responses(figures.lossless),
+        one.tree,
+        f"{one.parameters}" if one.parameters < 1e6 else f"{one.parameters / 1e6:.2f}M",
+        f"{figures.calls}",
     ]

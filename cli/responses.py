@@ -1,4 +1,4 @@
-"""`vlmdistill responses`: let the target answer the prompts."""
+"""`vlmdistill responses`: generate the target's responses to the prompts."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,59 +10,67 @@ from vlmdistill.cli import console
 
 def responses(
     model: console.Model = "demo",
-    prompts: Annotated[Path | None, typer.Option(help="Prompts file; default: the workspace's.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of answers; default: the workspace's.")] = None,
-    split: Annotated[
-        console.Side, typer.Option(help="Which prompts to answer; eval decodes its own.")
-    ] = console.Side.train,
+    prompts: console.PromptsFile = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder of responses; default: the workspace's.")
+    ] = None,
+    split: console.SplitName = "train",
+    limit: console.Limit = None,
     temperature: Annotated[
-        float, typer.Option(help="1 samples the target's own distribution, 0 is greedy.")
+        float, typer.Option(help="Sampling temperature; 1 is the target's own distribution, 0 is greedy.")
     ] = 1.0,
-    top_p: Annotated[float, typer.Option(help="Nucleus sampling; 1 is off.")] = 1.0,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 1024,
-    seed: Annotated[int, typer.Option(min=0, max=console.LAST_SEED, help="Of the sampling.")] = 0,
-    min_words: Annotated[int, typer.Option(help="Drop answers of fewer words.")] = 6,
+    top_p: Annotated[
+        float, typer.Option(help="Nucleus sampling: share of probability kept; 1 is off.")
+    ] = 1.0,
+    max_new_tokens: console.MaxNewTokens = 1024,
+    seed: console.Seed = 0,
+    min_words: Annotated[int, typer.Option(help="Drop responses with fewer words.")] = 6,
     max_repetition: Annotated[
-        float, typer.Option(help="Drop answers with a larger share of 8-grams that they repeat.")
+        float, typer.Option(help="Drop responses in which a larger share of the 8-grams is repeated.")
     ] = 0.5,
     max_length: Annotated[
         int | None,
-        typer.Option(min=1, help="Drop what is longer, prompt included; default: the target's limit."),
+        typer.Option(
+            min=1, help="Drop prompt and response with more tokens together; default: the target's limit."
+        ),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="The first N prompts only.")] = None,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Ray actors; default: the GPUs, else the cores.")
-    ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered together.")] = 32,
-    attention: console.Kernels = console.Attention.sdpa,
-    target_dtype: console.Precision = console.TargetDtype.auto,
+    batch_size: console.BatchSize = 32,
+    workers: console.Workers = None,
+    wait: console.Wait = None,
+    allow_failed: console.AllowFailed = 0.0,
+    engine: console.Engine = "transformers",
+    attention: console.Attention = "sdpa",
+    target_dtype: console.TargetDtype = "auto",
     runs: console.Runs = None,
     as_json: console.Json = False,
 ) -> None:
-    """Let the target answer the prompts, sampled, into Parquet parts.
+    """Generate the target's responses to the prompts.
 
-    Does what is missing; whatever is killed, each prompt ends with one answer. Answers that a filter
-    drops are kept aside with their reason.
+    Only missing responses are generated. Responses that a filter drops are kept in the folder, with the
+    reason, but not used. A prompt that fails, such as one with an unreadable image, is retried on another
+    machine; the exit status is 1 if any prompt fails in the end.
     """
-    from vlmdistill.pipelines import prompts as prompting
-    from vlmdistill.pipelines import responses as answering
-    from vlmdistill.pipelines.answers import Sampling
-    from vlmdistill.pipelines.filters import Filters
-    from vlmdistill.pipelines.workspace import Workspace
+    from vlmdistill.pipelines.prompts import importing
+    from vlmdistill.pipelines.responses import responder
+    from vlmdistill.pipelines.responses.dataset import SamplingSettings
+    from vlmdistill.pipelines.responses.quality import Filters
+    from vlmdistill.pipelines.runtime.reporting import check_failed
+    from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
 
-    workspace = Workspace.of(model, Path(runs) if runs else None)
-    answering.checkpoint(model)  # a wrong model is the first thing to say
-    asked = prompting.select(prompting.read(prompts or workspace.prompts, model), split.value, limit)
-    with console.progress("answering", "prompts") as report:
-        summary = answering.respond(
-            asked,
-            out or workspace.responses,
+    workspace = console.workspace(model, runs)
+    checkpoint(model)  # report a wrong model first
+    chosen = importing.select(importing.read(prompts or workspace.prompts, model), split, limit)
+    folder = out or workspace.responses
+    with console.progress("generating", "responses", str(folder)) as report:
+        summary = responder.respond(
+            chosen,
+            folder,
             model,
-            Sampling(temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens, seed=seed),
+            SamplingSettings(temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens, seed=seed),
             Filters(min_words=min_words, max_repetition=max_repetition, max_length=max_length),
-            workers=workers,
+            console.worker_options(workers, wait, attention, target_dtype, engine),
             batch=batch_size,
             report=report,
-            how=console.loading(attention, target_dtype),
         )
     console.result(summary.to_dict(), as_json)
+    check_failed(summary.failed, summary.prompts, allow_failed)

@@ -1,6 +1,5 @@
 """`vlmdistill run`: the whole flow."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,44 +10,55 @@ from vlmdistill.cli.report import report
 
 def run(
     model: console.Model = "demo",
-    drafters: Annotated[str, typer.Option(help="Names separated by commas, or all.")] = "all",
-    recipe: Annotated[
-        str | None, typer.Option(help="paper | fair | demo; demo for the demo target, else paper.")
-    ] = None,
+    drafters: Annotated[
+        str, typer.Option(metavar="NAMES", help="Drafters, separated by commas, or all.")
+    ] = "all",
+    recipe: console.Recipe = None,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="One setting of all drafters.")
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="A training setting of all drafters; may be repeated."
+        ),
     ] = None,
     temperature: Annotated[
-        list[float] | None, typer.Option(help="Of the evaluation; may be repeated.")
+        list[float] | None,
+        typer.Option(help="Temperature of the evaluation; may be repeated; default: 0 and 1."),
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Evaluate on at most N prompts.")] = 100,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer to learn from.")] = 1024,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered together.")] = 32,
-    workers: Annotated[int | None, typer.Option(min=1, help="Ray actors.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Evaluate on at most N held-out prompts.")] = 100,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Maximum length of a response to train on, in tokens.")
+    ] = 1024,
+    batch_size: console.BatchSize = 32,
+    workers: console.Workers = None,
+    wait: console.Wait = None,
+    allow_failed: console.AllowFailed = 0.0,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Drafters trained at once; one a GPU, or a few on a CPU.")
+        int | None,
+        typer.Option(min=1, help="Drafters to train at once; default: one per GPU, or per core up to 4."),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, max=console.LAST_SEED, help="Seed of everything.")] = 0,
+    seed: console.Seed = 0,
     runs: console.Runs = None,
 ) -> None:
-    """Prompts, responses, features, training, evaluation and report: whatever of it is missing."""
-    from vlmdistill.drafters.catalogue import NAMES
-    from vlmdistill.pipelines import flow, train
-    from vlmdistill.pipelines.workspace import Workspace
+    """Run the whole flow, from prompts to the report.
 
-    names = list(NAMES) if drafters == "all" else [name.strip() for name in drafters.split(",")]
+    Each stage does only what is missing. If more prompts fail than --allow-failed permits, the run ends
+    before training.
+    """
+    from vlmdistill.drafters.core.catalogue import NAMES
+    from vlmdistill.pipelines import flow, train
+
     plan = flow.Plan(
-        drafters=names,
+        drafters=list(NAMES) if drafters == "all" else [name.strip() for name in drafters.split(",")],
         recipe=recipe or train.default_recipe(model),
         settings=settings or (),
         temperatures=tuple(temperature or (0.0, 1.0)),
         max_new_tokens=max_new_tokens,
         eval_limit=limit,
         batch=batch_size,
-        workers=workers,
+        workers=console.worker_options(workers, wait),
+        allow_failed=allow_failed,
         jobs=jobs,
         seed=seed,
     )
-    workspace = Workspace.of(model, Path(runs) if runs else None)
-    flow.run(workspace, plan, console.note, console.progress)
+    flow.run(console.workspace(model, runs), plan, console.note, console.progress)
     report(model=model, runs=runs)

@@ -1,4 +1,4 @@
-"""`vlmdistill store`: look into a feature store, check it, cut views, share it."""
+"""`vlmdistill store`: inspect, check, filter and share feature stores."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -10,98 +10,105 @@ from vlmdistill.cli import console
 from vlmdistill.stores.errors import StoreError
 
 if TYPE_CHECKING:
+    from vlmdistill.stores.integrity.verify import Verification
     from vlmdistill.stores.schema import Feature, TargetInfo
 
-app = typer.Typer(
-    help="Look into a feature store, check it, cut views of it, share it.", no_args_is_help=True
-)
+app = typer.Typer(help="Inspect, check, filter and share feature stores.", no_args_is_help=True)
 
 BARS = " ▁▂▃▄▅▆▇█"
-LISTED = 20  # findings shown before the rest is only counted
-UNIT = (
-    "To make a unit anew, remove its record from commits/ and run what made it again, `vlmdistill features` "
-    "or `store pull`."
-)
-ELSEWHERE = "Bring store.json and heads/ back from another copy of the store."
-REMEDIES = {  # what to do about damage in a folder
-    "shards": UNIT,
-    "commits": UNIT,
-    "views": "Remove the .json of a view from views/ and make it again with `store filter`.",
-    "stats": "Remove the .json of a run from stats/: its statistics are lost, until it is trained again.",
-    "cache": "Remove cache/: it is made again by itself.",
+LISTED = 20  # names to print; the rest is counted
+RESTORE_RECORD = "Copy each lost or damaged record back from ledger/, such as {0} from ledger/{0}."
+UNREADABLE = "Check the permissions, the disk and the connection, and run `store verify` again."
+RESTORE = "Copy store.json and heads/ from another copy of the store."
+REMEDIES = {  # folder -> how to repair damage in it
+    "shards": "To replace a damaged shard, remove its record from ledger/commits/, then from commits/, "
+    "and run the command that made it again: `vlmdistill features` or `store pull`.",
+    "views": "To replace a damaged view, remove its .json from ledger/views/, then from views/, and run "
+    "`store filter` again.",
+    "stats": "To drop the statistics of a run, remove its .json from ledger/stats/, then from stats/.",
+    "cache": "Remove cache/; it is rebuilt when needed.",
+    "ledger": "Remove the damaged files in ledger/, and run `store gc` to write them again.",
 }
 Path = Annotated[str, typer.Argument(metavar="STORE", help="A folder, or a URL such as s3://bucket/store.")]
-View = Annotated[str | None, typer.Option("--view", help="Only the samples of this view.")]
-Fields = Annotated[
-    str | None, typer.Option("--fields", help="Only these features, such as hidden.text,embed.span.")
+ViewOption = Annotated[str | None, typer.Option("--view", help="Only the samples of this view.")]
+FeaturesOption = Annotated[
+    str | None,
+    typer.Option("--features", metavar="NAMES", help="Only these features, such as hidden.text,embed.span."),
 ]
 
 
 @app.command()
 def info(store: Path, as_json: console.Json = False) -> None:
-    """What is in it, from what, how big; what each drafter would read of it."""
+    """Show what a store holds, where it comes from, its size, and what each drafter would read."""
     from vlmdistill.stores import summary
     from vlmdistill.stores.store import Store
 
     opened = Store.open(store)
-    told = summary.info(opened, _needs(opened.info))
+    facts = summary.info(opened, _needs(opened.info))
     if as_json:
-        console.result(told, True)
+        console.result(facts, True)
         return
-    origin, target = told["provenance"], told["target"]
-    more = f", and {told['shadowed']} more of the same keys" if told["shadowed"] else ""
-    sizes = {"fields": sum(field["bytes"] for field in told["fields"].values())}
-    sizes |= {of: told[f"{of}_bytes"] for of in ("index", "head", "records")}
-    parts = [f"{of} {_size(size)}" for of, size in sizes.items()]
+    origin, target = facts["provenance"], facts["target"]
+    more = f", and {facts['shadowed']} duplicates" if facts["shadowed"] else ""
+    sizes = {"features": sum(one["bytes"] for one in facts["fields"].values())}
+    sizes |= {of: facts[f"{of}_bytes"] for of in ("index", "head", "records")}
+    parts = [f"{of} {console.size(size)}" for of, size in sizes.items()]
     console.result(
         {
-            "store": told["path"],
+            "store": facts["path"],
             "target": f"{origin['target']} ({target['family']}, width {target['hidden_size']})",
-            "samples": f"{told['samples']} in {told['units']} units{more}",
-            "size": f"{_size(told['bytes'])}: {', '.join(parts)}",
+            "samples": f"{facts['samples']} in {facts['units']} shards{more}",
+            "size": f"{console.size(facts['bytes'])}: {', '.join(parts)}",
             "dtype": origin["dtype"],
-            "sampling": origin["sampling"] or "not told",
-            "views": [_view(name, kept, told["views_there"][name]) for name, kept in told["views"].items()],
-            "runs": told["runs"],
+            "engine": origin["engine"],
+            "sampling": origin["sampling"] or "not recorded",
+            "views": [_view(name, kept, facts["views_there"][name]) for name, kept in facts["views"].items()],
+            "runs": facts["runs"],
         },
         False,
     )
     typer.echo()
-    fields = [
-        (name, f["rows"], _size(f["bytes"]), f.get("encoding", "raw"), _error(f))
-        for name, f in told["fields"].items()
+    features = [
+        (name, f["rows"], console.size(f["bytes"]), f.get("encoding", "raw"), _error(f))
+        for name, f in facts["fields"].items()
     ]
-    console.rows(("field", "rows", "size", "encoding", "error"), fields)
+    console.rows(("feature", "rows", "size", "encoding", "error"), features)
     typer.echo()
     datasets = [
-        (name or "-", *list(d.values())[:-1], _size(d["bytes"])) for name, d in told["datasets"].items()
+        (name or "-", *list(d.values())[:-1], console.size(d["bytes"]))
+        for name, d in facts["datasets"].items()
     ]
     console.rows(("dataset", "samples", "text", "visual", "response", "size"), datasets)
-    if told.get("drafters"):
+    if facts.get("drafters"):
         typer.echo()
         drafters = [
-            (name, _size(d["bytes"]), _size(d["bytes_per_sample"]), ", ".join(d["missing"]) or "none")
-            for name, d in told["drafters"].items()
+            (
+                name,
+                console.size(d["bytes"]),
+                console.size(d["bytes_per_sample"]),
+                ", ".join(d["missing"]) or "none",
+            )
+            for name, d in facts["drafters"].items()
         ]
         console.rows(("drafter", "reads", "per sample", "missing"), drafters)
 
 
 @app.command()
-def stats(store: Path, view: View = None, as_json: console.Json = False) -> None:
-    """How lengths, measures and training statistics are distributed, with small plots."""
+def stats(store: Path, view: ViewOption = None, as_json: console.Json = False) -> None:
+    """Show the distribution of each column of the index: lengths, text and training statistics."""
     from vlmdistill.stores import summary
     from vlmdistill.stores.store import Store
 
-    told = summary.stats(Store.open(store), view)
+    columns = summary.stats(Store.open(store), view)
     if as_json:
-        console.result(told, True)
+        console.result(columns, True)
         return
     shown = ["count", "mean", "min", "p50", "p90", "max"]
-    if any(c["not_finite"] for c in told.values()):
+    if any(c["not_finite"] for c in columns.values()):
         shown.insert(1, "not_finite")
     lines = [
         (name, *("-" if c[what] is None else c[what] for what in shown), _plot(c["histogram"]))
-        for name, c in told.items()
+        for name, c in columns.items()
     ]
     console.rows(("column", *(what.replace("_", " ") for what in shown), "distribution"), lines)
 
@@ -109,14 +116,16 @@ def stats(store: Path, view: View = None, as_json: console.Json = False) -> None
 @app.command()
 def verify(
     store: Path,
-    threads: Annotated[int | None, typer.Option(min=1, help="Files read at once; default: up to 4.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Files to read at once; default: one per core, up to 4.")
+    ] = None,
     as_json: console.Json = False,
 ) -> None:
-    """Read everything once: finds every flipped byte, missing file and orphan. Fails on damage."""
-    from vlmdistill.stores import verify as checking
+    """Read the whole store and report damaged, missing and orphaned files. Fails on damage."""
+    from vlmdistill.stores.integrity import verify as integrity
 
     with console.progress("verify", "bytes") as report:
-        found = checking.verify(store, threads=threads, progress=report)
+        found = integrity.verify(store, threads=threads, progress=report)
     kinds: dict[str, int] = {}
     for finding in found.findings:
         kinds[finding.kind] = kinds.get(finding.kind, 0) + 1
@@ -126,46 +135,62 @@ def verify(
             {"files": found.files, "bytes": found.bytes, "counts": kinds, "findings": listed}, True
         )
     else:
-        console.result({"files": found.files, "bytes": _size(found.bytes), "findings": kinds}, False)
+        console.result({"files": found.files, "bytes": console.size(found.bytes), "findings": kinds}, False)
         if listed:
             console.rows(("kind", "file", "what"), [tuple(f.values()) for f in listed[:LISTED]])
         if len(listed) > LISTED:
             typer.echo(f"and {len(listed) - LISTED} more: --json lists all")
     if found.damage:
-        first = found.damage[0]
-        kinds_of = dict.fromkeys(finding.name.split("/")[0] for finding in found.damage)
-        advice = dict.fromkeys(REMEDIES.get(kind, ELSEWHERE) for kind in kinds_of)
-        raise StoreError(
-            f"{len(found.damage)} files are damaged or missing, the first {first.name}. {' '.join(advice)}"
-        )
+        hidden = sum(finding.kind == "unreadable" for finding in found.damage)
+        counts = ((len(found.damage) - hidden, "files are damaged or missing"), (hidden, "cannot be read"))
+        what = " and ".join(f"{count} {how}" for count, how in counts if count)
+        raise StoreError(f"{what}, the first {found.damage[0].name}. {_advice(found)}")
+
+
+def _advice(found: "Verification") -> str:
+    """How to repair all damage, each step once."""
+    advice = dict[str, str]()
+    for finding in found.damage:
+        folder, _, leaf = finding.name.partition("/")
+        if finding.kind == "unreadable":
+            advice["unreadable"] = UNREADABLE
+        elif folder in ("commits", "views", "stats") and leaf.endswith(".json"):
+            advice.setdefault("record", RESTORE_RECORD.format(finding.name))
+        else:
+            advice[folder] = REMEDIES.get(folder, RESTORE)
+    return " ".join(dict.fromkeys(advice.values()))
 
 
 @app.command("filter")
 def filter_(
     store: Path,
-    name: Annotated[str, typer.Option("--name", help="Name of the view to make.")],
+    name: Annotated[str, typer.Option("--name", help="Name of the new view.")],
     where: Annotated[
         list[str] | None,
         typer.Option(
             "--where",
-            help="Keep samples for which this holds: 'words > 5 and code_ratio < 0.05', or of one training "
-            "run '\"sparrow.kept\" > 0.2'; may be repeated.",
+            metavar="EXPRESSION",
+            help="Keep the samples for which this holds, such as 'words > 5 and code_ratio < 0.05', or "
+            "'\"sparrow.kept\" > 0.2' for a statistic of a training run; may be repeated.",
         ),
     ] = None,
     named: Annotated[
         list[str] | None,
         typer.Option(
             "--filter",
-            help="min_words[=6], max_code[=0.05], max_repetition[=0.3], max_tokens[=2048], unique, "
-            "mix=llava:0.5,sharegpt:0.5; may be repeated.",
+            metavar="NAME[=VALUE]",
+            help="A named filter: min_words[=6], max_code[=0.05], max_repetition[=0.3], max_tokens[=2048], "
+            "unique, mix=llava:0.5,sharegpt:0.5; may be repeated.",
         ),
     ] = None,
-    base: Annotated[str | None, typer.Option("--from", help="Start from this view.")] = None,
+    base: Annotated[
+        str | None, typer.Option("--from", help="Start from this view, not from all samples.")
+    ] = None,
     as_json: console.Json = False,
 ) -> None:
-    """Make a view: the samples that pass named filters, then expressions over the index."""
-    from vlmdistill.stores.filters import filter_store
+    """Make a view of the samples that pass all filters and expressions. No tensor is copied or removed."""
     from vlmdistill.stores.store import Store
+    from vlmdistill.stores.views.filters import filter_store
 
     view = filter_store(Store.open(store), name, expressions=where or (), filters=named or (), base=base)
     facts = {"view": view.name, "rows": view.rows, "kept": view.kept, "dropped": dict(view.dropped)}
@@ -179,21 +204,21 @@ def filter_(
 
 @app.command()
 def merge(
-    target: Annotated[str, typer.Argument(metavar="INTO", help="Store to merge into; made if missing.")],
-    sources: Annotated[list[str], typer.Argument(metavar="STORE", help="Stores to take samples from.")],
+    target: Annotated[str, typer.Argument(metavar="INTO", help="Store to merge into; created if missing.")],
+    sources: Annotated[list[str], typer.Argument(metavar="STORE", help="Stores to copy samples from.")],
     as_json: console.Json = False,
 ) -> None:
-    """Bring stores of the same target together; what is there already is not copied again."""
-    from vlmdistill.stores import share
+    """Copy the samples of stores of the same target into one store. Samples that exist are not copied."""
+    from vlmdistill.stores.sharing.merge import merge as merge_stores
 
     sources = list(dict.fromkeys(sources))
     with console.progress("merge", "samples") as report:
-        told = share.merge(target, sources, progress=report)
-    facts = {source: asdict(one) for source, one in zip(sources, told, strict=True)}
+        reports = merge_stores(target, sources, progress=report)
+    facts = {source: asdict(one) for source, one in zip(sources, reports, strict=True)}
     if as_json:
         console.result(facts, True)
         return
-    counts = ("copied", "present", "twins")
+    counts = ("copied", "present", "duplicates")
     lines = [(source, *map(one.get, counts), len(one["conflicts"])) for source, one in facts.items()]
     console.rows(("store", *counts, "conflicts"), lines)
     for source, one in facts.items():
@@ -205,38 +230,45 @@ def merge(
 @app.command()
 def push(
     store: Path,
-    url: Annotated[str, typer.Argument(metavar="URL", help="Where to: a folder or any fsspec URL.")],
-    view: View = None,
-    fields: Fields = None,
+    url: Annotated[
+        str,
+        typer.Argument(metavar="URL", help="Destination: a folder, or a URL: s3://, gs:// or az://."),
+    ],
+    view: ViewOption = None,
+    features: FeaturesOption = None,
     as_json: console.Json = False,
 ) -> None:
-    """Copy what is missing to another place, checked on arrival; run again to continue."""
-    _send(store, url, view, fields, as_json)
+    """Copy missing samples to URL and check them on arrival. Run again to continue."""
+    _send(store, url, view, features, as_json)
 
 
 @app.command()
 def pull(
-    url: Annotated[str, typer.Argument(metavar="URL", help="Where from: a folder or any fsspec URL.")],
+    url: Annotated[
+        str,
+        typer.Argument(metavar="URL", help="Source: a folder, or a URL: s3://, gs://, az:// or http(s)://."),
+    ],
     store: Path,
-    view: View = None,
-    fields: Fields = None,
+    view: ViewOption = None,
+    features: FeaturesOption = None,
     as_json: console.Json = False,
 ) -> None:
-    """Copy what is missing from another place, checked on arrival; run again to continue."""
-    _send(url, store, view, fields, as_json)
+    """Copy missing samples from URL and check them on arrival. Run again to continue."""
+    _send(url, store, view, features, as_json)
 
 
 @app.command()
 def gc(
     store: Path,
     grace: Annotated[
-        float, typer.Option(min=0, help="Leave what was written to in the last SECONDS.", metavar="SECONDS")
-    ] = 3600,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would go.")] = False,
+        float,
+        typer.Option(min=0, help="Keep files that were written in the last SECONDS.", metavar="SECONDS"),
+    ] = 24 * 3600,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the files, but remove nothing.")] = False,
     as_json: console.Json = False,
 ) -> None:
-    """Remove what killed writers left and nothing refers to; never a living writer's work."""
-    from vlmdistill.stores.collect import collect
+    """Remove files that no record refers to, as killed writers leave them; never those of a live writer."""
+    from vlmdistill.stores.gc import collect
     from vlmdistill.stores.store import Store
 
     removed = collect(Store.open(store), grace=grace, dry_run=dry_run)
@@ -247,52 +279,46 @@ def gc(
         return
     for item in removed:
         typer.echo(item.name)
-    console.result({"would remove" if dry_run else "removed": f"{len(removed)}, {_size(total)}"}, False)
+    console.result(
+        {"would remove" if dry_run else "removed": f"{len(removed)}, {console.size(total)}"}, False
+    )
 
 
-def _send(source: str, target: str, view: str | None, fields: str | None, as_json: bool) -> None:
-    from vlmdistill.stores import share
+def _send(source: str, target: str, view: str | None, features: str | None, as_json: bool) -> None:
     from vlmdistill.stores.schema import Feature
+    from vlmdistill.stores.sharing.merge import send
 
-    given = None if fields is None else [Feature.parse(name.strip()) for name in fields.split(",")]
+    chosen = [Feature.parse(name.strip()) for name in features.split(",")] if features is not None else None
     with console.progress("copy", "samples") as report:
-        told = share.send(source, target, view=view, features=given, progress=report)
-    facts = asdict(told)
+        copied = send(source, target, view=view, features=chosen, progress=report)
+    facts = asdict(copied)
     named = {what: _some(facts[what]) for what in ("conflicts", "replaced", "left")}
     console.result(facts if as_json else {**facts, **named}, as_json)
 
 
 def _some(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
+    """The first names, and the number of the others."""
     more = f" and {len(names) - LISTED} more: --json lists all" if len(names) > LISTED else ""
     return (", ".join(names[:LISTED]) or "none") + more
 
 
 def _needs(info: "TargetInfo") -> "Mapping[str, frozenset[Feature]]":
-    """What each drafter that is trained reads for it, as the paper has it."""
-    from vlmdistill.drafters import catalogue
+    """The features that each trained drafter reads, with the settings of its paper."""
+    from vlmdistill.drafters.core import catalogue
 
     names = [name for name in catalogue.NAMES if catalogue.is_trained(name)]
-    return {name: catalogue.trained(name).needs(catalogue.config(name), info) for name in names}
+    return {name: catalogue.config(name).model.needs(info) for name in names}
 
 
-def _view(name: str, kept: int | None, there: int | None) -> str:
-    """How many samples a view keeps, and how many of them are there when some are not."""
+def _view(name: str, kept: int | None, present: int | None) -> str:
+    """The samples of a view, and how many of them are still in the store if some are not."""
     if kept is None:
         return f"{name} unreadable"
-    return f"{name} {kept}" + (f" ({there} still there)" if there != kept else "")
+    return f"{name} {kept}" + (f" ({present} present)" if present != kept else "")
 
 
-def _error(field: Mapping[str, Any]) -> str:
-    return f"{field['relative_error']:.2%}" if "relative_error" in field else "none"
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
+def _error(feature: Mapping[str, Any]) -> str:
+    return f"{feature['relative_error']:.2%}" if "relative_error" in feature else "none"
 
 
 def _plot(histogram: Mapping[str, Any] | None) -> str:

@@ -1,1 +1,1 @@
-"""Think: one file per drafter, and the machinery that trains them and decodes with them."""
+"""Drafters: one file per method; what they share, their training and decoding are in subfolders."""

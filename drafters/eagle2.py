@@ -1,25 +1,23 @@
 """EAGLE-2 -- EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees, EMNLP 2024.
 
-Idea: one decoder layer continues the target's last-layer states instead of its tokens, each entry seeing
-the token that was sampled; a tree grows where the drafter is confident. The baseline of four of the papers.
-Differs from EAGLE by: nothing in the drafter; the dynamic tree of section 4 takes the place of a fixed one.
-Adapted to images as they do: visual tokens are entries like any others, with the projected
-visual vector in the place of the token embedding.
-Departs from the official code in: supervision starts at the first drafted token (the code's unshifted mask
-leaves out the first one); gradients are clipped by norm; the schedule is the one under which the ViSpec paper
-trains it, the tree its own; samples may have 4096 tokens, not 2048, for the sake of larger images.
+Idea: one decoder layer predicts the target's next last-layer state from the states so far and the token that
+was sampled; the draft tree grows where the drafter is confident. The baseline of four of the papers.
+Differs from EAGLE by: the dynamic tree (section 4); the drafter is the same.
+On images: visual tokens are entries like text tokens, with the projected visual vector as embedding.
 
-Shapes: E entries, R rows, U visual tokens, D hidden.
+Shapes: N entries, R rows, U visual tokens, D hidden.
 """
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from vlmdistill.drafters.base import Batch, Drafter, DrafterConfig, Entries, Head, Stage
-from vlmdistill.drafters.layers import layer_like
-from vlmdistill.drafters.memory import Memory
+from vlmdistill.drafters.checkpoints.serving import ServedDrafter, served_block
+from vlmdistill.drafters.core.batch import Batch, Entries, Head
+from vlmdistill.drafters.core.config import ModelConfig, Stage, TrainConfig, features
+from vlmdistill.drafters.core.drafter import Drafter
+from vlmdistill.drafters.core.kv_cache import KVCache
+from vlmdistill.drafters.core.layers import EagleBlock
 from vlmdistill.stores.schema import Feature, TargetInfo
 
 
@@ -27,8 +25,16 @@ class Eagle2(Drafter):
     """One decoder layer over [embedding ; state] of every position, visual ones included."""
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(DrafterConfig):
-        """Defaults: EAGLE's losses, and the schedule under which the ViSpec paper trains it."""
+    class Config(ModelConfig):
+        """EAGLE's layer has no switches."""
+
+        def needs(self, info: TargetInfo, *, decoding: bool = False) -> frozenset[Feature]:
+            """States everywhere, and the visual embeddings."""
+            return features("hidden.text", "hidden.visual", "embed.visual")
+
+    @dataclass(frozen=True, kw_only=True)
+    class Training(TrainConfig):
+        """EAGLE's losses, and the schedule with which the ViSpec paper trains it."""
 
         stages: tuple[Stage, ...] = (
             Stage(name="text", epochs=20, visual=(0, 0), learning_rate=3e-5),
@@ -37,28 +43,18 @@ class Eagle2(Drafter):
 
     config: Config
 
-    @classmethod
-    def needs(cls, config: DrafterConfig, info: TargetInfo, *, decoding: bool = False) -> frozenset[Feature]:
-        """States everywhere, and the visual embeddings."""
-        return frozenset({Feature("hidden", "text"), Feature("hidden", "visual"), Feature("embed", "visual")})
-
     def __init__(self, config: Config, info: TargetInfo, head: Head) -> None:
         super().__init__(config, info, head)
-        self.fc = nn.Linear(2 * info.hidden_size, info.hidden_size)
-        self.layer = layer_like(info, kv_heads=config.kv_heads)
+        self.block = EagleBlock(info, kv_heads=config.kv_heads)
 
-    def condition(self, batch: Batch, memory: Memory) -> None:
+    def condition(self, batch: Batch, cache: KVCache) -> None:
         """Visual tokens enter as [visual embedding ; state before it], at their expanded positions."""
-        hidden_ND, found_N = batch.before("hidden")
-        text = len(batch.ids_T)
-        x_UD = self.fc(torch.cat([batch.feature("embed", "visual"), hidden_ND[text:]], dim=-1))
-        places = batch.visual_places
-        seen_U = found_N[text:]
-        self.layer.remember(x_UD[seen_U], places.order_N[seen_U] - 1, places.only(seen_U), memory)
+        self.block.write_visual(batch.feature("embed", "visual"), batch, cache)
 
-    def step(self, entries: Entries, memory: Memory) -> Tensor:
+    def step(self, entries: Entries, cache: KVCache) -> Tensor:
         """Eq. of EAGLE section 3: layer(fc([e_{t+1} ; h_t])) -> g_{t+1}."""
-        embed_ND = nn.functional.embedding(entries.ids_N, self.embed_VD)
-        x_ND = self.fc(torch.cat([embed_ND, entries.hidden_ND], dim=-1))
-        state_RD: Tensor = self.layer(x_ND, entries.position_N, entries.places, memory, entries.hop)
-        return state_RD
+        return self.block(self.embed(entries.ids_N), entries.hidden_ND, entries, cache)
+
+    def published(self) -> ServedDrafter:
+        """As vLLM runs it: visual tokens are entries like any others."""
+        return served_block(self, self.block, visual="fused")

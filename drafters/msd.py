@@ -1,31 +1,24 @@
 """MSD -- Speculative Decoding Reimagined for Multimodal Large Language Models, 2025.
 
-Idea: visual tokens have no order in which one predicts the next, so EAGLE's pairing of a state with the
-embedding that follows only blurs them: text entries keep it, and visual tokens enter as the embeddings that
-the vision tower made (section 4.1, eqs. 8-9). Language first, then images: after a text-only stage, the
-share of samples with images rises epoch by epoch (section 4.2, eq. 10).
-Differs from EAGLE by: raw visual embeddings at visual positions, and the ramp.
-Where paper and code differ: 20 epochs in each of the two stages and a share of 1/20, 2/20, ... 1 in the
-second one, as in the code; its learning rate falls linearly here, neither by the paper's cosine nor by the
-code's 800,000 steps, which is hardly at all. The code lets a timing choose the tree's total among 40 to 60,
-which makes acceptance depend on the machine: fixed at 60 here, the most that it can choose.
-The code for Qwen2-VL has an input norm and the target's key heads, that for LLaVA neither: they are
-`input_norm=true` and `kv_heads=target`.
-Departs from the code in: several images and videos are right, where it counts on a single image of 576
-tokens; the first drafted token is supervised; samples may have 4096 tokens, not 2048, for the sake of
-targets with larger images.
+Idea: text tokens follow from one another; visual tokens are all related to all. So text enters as in EAGLE,
+and visual tokens as raw embeddings (section 4.1, eqs. 8-10). A stage of text alone comes first; then the
+share of samples with images rises epoch by epoch (section 4.2).
+Differs from EAGLE by: the input at visual positions, and the two stages.
 
-Shapes: E entries, R rows, U visual tokens, D hidden.
+Shapes: N entries, R rows, U visual tokens, D hidden.
 """
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from vlmdistill.drafters.base import Batch, Drafter, DrafterConfig, Entries, Head, Stage, Tree
-from vlmdistill.drafters.layers import layer_like
-from vlmdistill.drafters.memory import Memory
+from vlmdistill.drafters.checkpoints.serving import ServedDrafter, served_block
+from vlmdistill.drafters.core.batch import Batch, Entries, Head
+from vlmdistill.drafters.core.config import ModelConfig, Stage, TrainConfig, features
+from vlmdistill.drafters.core.drafter import Drafter
+from vlmdistill.drafters.core.kv_cache import KVCache
+from vlmdistill.drafters.core.layers import EagleBlock
+from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.stores.schema import Feature, TargetInfo
 
 
@@ -33,45 +26,48 @@ class MSD(Drafter):
     """One decoder layer over text entries [embedding ; state] and raw visual embeddings."""
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(DrafterConfig):
-        """Defaults: section 5.1, and the epochs, mix and losses of the official code."""
+    class Config(ModelConfig):
+        """What the papers and the official code vary."""
 
         vata: bool = False
         """Drop visual positions when drafting: MSD+VATA of the Sparrow paper (its table 4)."""
         input_norm: bool = False
         """Norm the layer's input, as the official code does for Qwen2-VL alone."""
-        tree: Tree = Tree(60, 5, 10)
+
+        def needs(self, info: TargetInfo, *, decoding: bool = False) -> frozenset[Feature]:
+            """Text states, the last visual state of each span, and the visual embeddings."""
+            always = features("hidden.text", "hidden.span")
+            if decoding and self.vata:
+                return always
+            return always | features("embed.visual")
+
+    @dataclass(frozen=True, kw_only=True)
+    class Training(TrainConfig):
+        """Section 5.1, and the epochs, mix and losses of the official code."""
+
         stages: tuple[Stage, ...] = (
             Stage(name="text", epochs=20, visual=(0, 0), learning_rate=5e-5),
             Stage(name="multimodal", epochs=20, visual=(0.05, 1), learning_rate=5e-5),
         )
 
+    tree = Tree(60, 5, 10)
     config: Config
-
-    @classmethod
-    def needs(cls, config: DrafterConfig, info: TargetInfo, *, decoding: bool = False) -> frozenset[Feature]:
-        """Text states, the last visual state of each span, and the visual embeddings."""
-        assert isinstance(config, cls.Config)
-        always = frozenset({Feature("hidden", "text"), Feature("hidden", "span")})
-        if decoding and config.vata:
-            return always
-        return always | {Feature("embed", "visual")}
 
     def __init__(self, config: Config, info: TargetInfo, head: Head) -> None:
         super().__init__(config, info, head)
-        self.fc = nn.Linear(2 * info.hidden_size, info.hidden_size)
-        self.layer = layer_like(info, kv_heads=config.kv_heads, input_norm=config.input_norm)
+        self.block = EagleBlock(info, kv_heads=config.kv_heads, input_norm=config.input_norm)
 
-    def condition(self, batch: Batch, memory: Memory) -> None:
+    def condition(self, batch: Batch, cache: KVCache) -> None:
         """Visual tokens enter as their embeddings, unfused (eq. 9); under `vata`, in training alone."""
         if self.config.vata and not self.training:
             return
-        places = batch.visual_places
-        self.layer.remember(batch.feature("embed", "visual"), places.order_N - 1, places, memory)
+        tokens = batch.visual_tokens
+        self.block.layer.write_kv(batch.feature("embed", "visual"), tokens.position_N - 1, tokens, cache)
 
-    def step(self, entries: Entries, memory: Memory) -> Tensor:
+    def step(self, entries: Entries, cache: KVCache) -> Tensor:
         """Eqs. 8-9 for text: layer(fc([e_{t+1} ; h_t])) -> g_{t+1}, as EAGLE."""
-        embed_ND = nn.functional.embedding(entries.ids_N, self.embed_VD)
-        x_ND = self.fc(torch.cat([embed_ND, entries.hidden_ND], dim=-1))
-        state_RD: Tensor = self.layer(x_ND, entries.position_N, entries.places, memory, entries.hop)
-        return state_RD
+        return self.block(self.embed(entries.ids_N), entries.hidden_ND, entries, cache)
+
+    def published(self) -> ServedDrafter:
+        """As vLLM runs it: visual tokens are bare embeddings, or dropped."""
+        return served_block(self, self.block, visual="dropped" if self.config.vata else "raw")

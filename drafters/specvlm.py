@@ -1,65 +1,80 @@
 """SpecVLM -- SpecVLM: Enhancing Speculative Decoding of Video LLMs via Verifier-Guided Token Pruning,
 EMNLP 2025.
 
-Idea: no drafter is trained: the target drafts for itself, having read the prompt without most of its visual
-tokens; which ones matter is told by the attention of the text after them. The tokens that hold the first
-`share` of that attention stay, and of the others as many, evenly spaced, as `drop` allows.
-Differs from EAGLE by: a whole model drafts, at its full price for each level of the tree, so that it pays
-only where reading the visual tokens, and not the weights, is what takes the time.
-Departs from the official code in: the draft model is the target itself (a smaller one of the family is not
-served); the tree is EAGLE-2's in the place of a fixed one of 25 nodes and five levels; positions are the
-target's own, where the code for Qwen2.5-VL does without M-RoPE; sampling is served, where the code is greedy.
+Idea: the target drafts for itself on a prompt without most of its visual tokens. The attention of the text
+after them decides: the tokens that hold the first `share` of that attention stay, and of the others as many,
+evenly spaced, as `drop` allows.
+Differs from EAGLE by: nothing is trained; a whole model drafts, at its full cost for each level of the tree,
+so it pays only where reading the visual tokens dominates.
 
 Shapes: N entries, F frontier nodes, A nodes drafted so far, R rows, U visual tokens, D hidden.
 """
 
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from vlmdistill.drafters.base import Batch, Draft, Drafter, DrafterConfig, Entries, Reader, Target, Tree
-from vlmdistill.drafters.decoding.tree import Growth
-from vlmdistill.drafters.memory import CacheMemory, Memory, Places
-from vlmdistill.stores.schema import Feature, TargetInfo
+from vlmdistill.drafters.core.batch import Batch, Entries, TokenIndex
+from vlmdistill.drafters.core.config import ModelConfig
+from vlmdistill.drafters.core.drafter import Drafter
+from vlmdistill.drafters.core.kv_cache import GrowingKVCache, KVCache
+from vlmdistill.drafters.core.target import Reader, Target
+from vlmdistill.drafters.core.tree import DraftSession, Tree
+from vlmdistill.drafters.core.tree_drafter import TreeDrafter
+from vlmdistill.stores.errors import TrainingError
+
+
+@runtime_checkable
+class PrunableTarget(Target, Protocol):
+    """A target that can read its last prompt again without some of the visual tokens."""
+
+    def attention(self) -> Tensor:
+        """How much the text after the last visual token of a prompt just read looks at each one: float32 [U].
+
+        Mean over that text, all heads and layers.
+        """
+        ...
+
+    def without(self, keep_U: Tensor) -> Reader:
+        """A second sequence on the same weights: the last prompt with only those visual tokens (bool)."""
+        ...
 
 
 class SpecVLM(Drafter):
     """The target on a pruned prompt."""
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(DrafterConfig):
-        """Defaults: the official code's."""
+    class Config(ModelConfig):
+        """The official code's."""
 
         drop: float = 0.9
         """Share of the visual tokens that are left out."""
         share: float = 0.4
         """Share of the attention whose tokens are kept before any others."""
-        tree: Tree = Tree(26, 4, 8)
 
+    tree = Tree(26, 4, 8)
     config: Config
 
-    @classmethod
-    def needs(cls, config: DrafterConfig, info: TargetInfo, *, decoding: bool = False) -> frozenset[Feature]:
-        """Nothing."""
-        return frozenset()
-
-    def draft(self, prompt: Batch, target: Target) -> Draft:
+    def draft(self, prompt: Batch, target: Target) -> DraftSession:
         """Let the target read the prompt again without the visual tokens that matter little."""
+        if not isinstance(target, PrunableTarget):
+            raise TrainingError("specvlm needs a target that can leave out visual tokens: this one cannot")
         keep_U = kept(target.attention(), self.config.drop, self.config.share)
-        return Growth(self, prompt, Second(target.without(keep_U)))
+        return TreeDrafter(self, prompt, PrunedCache(target.without(keep_U)))
 
     def entries(self, batch: Batch) -> tuple[Entries, Tensor]:
         """None: the prompt has been read."""
         none_N = batch.ids_T[:0]
         hidden_ND = self.embed_VD[:0]
-        return Entries(none_N, hidden_ND, none_N, Places(none_N, none_N, none_N)), none_N
+        return Entries(none_N, hidden_ND, none_N, TokenIndex(none_N, none_N, none_N)), none_N
 
-    def step(self, entries: Entries, memory: Memory) -> Tensor:
+    def step(self, entries: Entries, cache: KVCache) -> Tensor:
         """The target's own state after each entry; committed tokens are read for good, guesses are not."""
-        assert isinstance(memory, Second)
-        state_ND = memory.read(entries)
-        rows_R = entries.places.rows_R
+        assert isinstance(cache, PrunedCache)
+        state_ND = cache.read(entries)
+        rows_R = entries.tokens.rows_R
         return state_ND if rows_R is None else state_ND[rows_R]
 
 
@@ -78,7 +93,7 @@ def kept(weight_U: Tensor, drop: float, share: float) -> Tensor:
     return keep_U
 
 
-class Second(CacheMemory):
+class PrunedCache(GrowingKVCache):
     """The second sequence of the target, with the nodes of the tree now growing.
 
     A pass commits nothing, so each level reads the nodes above it again: a few more rows of one pass.
@@ -103,7 +118,7 @@ class Second(CacheMemory):
             self.visible_AA = torch.zeros(0, 0, dtype=torch.bool, device=ids_N.device)
         above = len(self.ids_A)
         self.ids_A = torch.cat([self.ids_A, ids_N])
-        visible_FA = entries.places.visible_NA
+        visible_FA = entries.tokens.visible_NA
         if visible_FA is None:  # a chain
             visible_FA = torch.ones(count, above + count, dtype=torch.bool, device=ids_N.device)
         old_AA = torch.nn.functional.pad(self.visible_AA, (0, count))

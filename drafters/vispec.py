@@ -1,23 +1,14 @@
 """ViSpec -- ViSpec: Accelerating Vision-Language Models with Vision-Aware Speculative Decoding, 2025.
 
-Idea: a shallow drafter drowns in redundant visual tokens, so learnable queries compress each image to a
-single token that keeps a place of the image (section 4.1), and one more query yields a global feature g
-that is added to every later text state until the next image (section 4.2, eq. 5). Multi-token prediction
-on the drafter's own states and sampled long answers keep it from copying the target's states (section 4.3).
-Differs from EAGLE by: the adaptor, whose compressed tokens are all that is remembered of an image, and
-img_fc, through which every hidden state passes together with g.
-Where paper and code differ, the code: the second stage is trained on 10 L1 + 0.1 ListMLE, not on the
-cross-entropy of eq. 6, which is `stages.multimodal.losses={"cross_entropy":1}`; W_g g + f_t is a linear map
-of [f_t ; g] that starts as the identity on f_t; g also meets the drafter's own states, at every hop, and is
-zero before the first image. A video is one span with one g, where appendix B.2 averages over its frames.
-Departs from the code in: every image has its own tokens and places, however many a sample holds; the
-second pass has its prefix from the target and then its own guess, as the decoder has, not guesses
-throughout, and is added to the first, not averaged with it; img_fc is there from the first stage, where the
-code trains a plain EAGLE drafter; a span with fewer tokens than there are compressed ones lets the first of
-them share its first place; gradients are clipped by norm, and weights do not decay.
+Idea: a shallow drafter cannot use thousands of redundant visual tokens. Learnable queries compress each image
+to one token at a position of the image (section 4.1); one more query yields a global feature g, which joins
+every later text state until the next image (section 4.2, eq. 5). A second pass on the drafter's own states,
+and long sampled responses, keep it from copying the target's states (section 4.3).
+Differs from EAGLE by: the adaptor, whose compressed tokens are all that the KV cache holds of an image, and
+img_fc, which maps every hidden state together with g.
 
-Shapes: E entries, R rows, U visual tokens, M visual spans, Q queries, X queries or compressed tokens of all
-spans, H heads, d head width, D hidden.
+Shapes: N entries, U visual tokens, M visual spans, Q queries, X queries or compressed tokens of all spans,
+H heads, d head width, D hidden.
 """
 
 from dataclasses import dataclass, replace
@@ -25,26 +16,40 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from vlmdistill.drafters.base import Batch, Drafter, DrafterConfig, Entries, Head, Stage, Tree, at_least
-from vlmdistill.drafters.layers import layer_like
-from vlmdistill.drafters.memory import Memory, Places
+from vlmdistill.drafters.core.batch import Batch, Entries, Head, TokenIndex
+from vlmdistill.drafters.core.config import ModelConfig, Stage, TrainConfig, at_least, features
+from vlmdistill.drafters.core.drafter import Drafter
+from vlmdistill.drafters.core.kv_cache import KVCache
+from vlmdistill.drafters.core.layers import EagleBlock
+from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.stores.schema import Feature, TargetInfo
 
 
 class ViSpec(Drafter):
-    """One decoder layer over text entries and compressed images; g beside every hidden state."""
+    """One decoder layer over text entries and compressed images; g joins every hidden state."""
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(DrafterConfig):
-        """Defaults: appendix A; queries, losses and passes of the official code."""
+    class Config(ModelConfig):
+        """The paper's ablations; queries of the official code."""
 
         num_q: int = 2
         """Learnable queries: the last one yields g, the others compressed tokens (table 2: 2, 5, 17, 65)."""
         injection: bool = True
         """Add g to later text (section 4.2); off: compressed tokens alone (table 3, second row)."""
+
+        def __post_init__(self) -> None:
+            at_least(self, 1 if self.injection else 2, "num_q")  # the adaptor needs one query
+
+        def needs(self, info: TargetInfo, *, decoding: bool = False) -> frozenset[Feature]:
+            """Text states, the last visual state of each span, and the visual embeddings."""
+            return features("hidden.text", "hidden.span", "embed.visual")
+
+    @dataclass(frozen=True, kw_only=True)
+    class Training(TrainConfig):
+        """Appendix A; losses and passes of the official code."""
+
         mtp: bool = True
         """A second pass on the drafter's own states (section 4.3); off: every stage has one hop."""
-        tree: Tree = Tree(30, 3, 8)
         stages: tuple[Stage, ...] = (
             Stage(
                 name="text",
@@ -63,26 +68,17 @@ class ViSpec(Drafter):
             ),
         )
 
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            at_least(self, 1 if self.injection else 2, "num_q")  # fewer leave the adaptor nothing to do
-
         @property
         def schedule(self) -> tuple[Stage, ...]:
-            """The stages, with a single hop each when `mtp` is off."""
+            """The stages, with one hop each when `mtp` is off."""
             return self.stages if self.mtp else tuple(replace(stage, hops=1) for stage in self.stages)
 
+    tree = Tree(30, 3, 8)
     config: Config
-
-    @classmethod
-    def needs(cls, config: DrafterConfig, info: TargetInfo, *, decoding: bool = False) -> frozenset[Feature]:
-        """Text states, the last visual state of each span, and the visual embeddings."""
-        return frozenset({Feature("hidden", "text"), Feature("hidden", "span"), Feature("embed", "visual")})
 
     def __init__(self, config: Config, info: TargetInfo, head: Head) -> None:
         super().__init__(config, info, head)
-        self.fc = nn.Linear(2 * info.hidden_size, info.hidden_size)
-        self.layer = layer_like(info, kv_heads=config.kv_heads)
+        self.block = EagleBlock(info, kv_heads=config.kv_heads)
         self.adaptor = Adaptor(info, config.num_q if config.injection else config.num_q - 1)
         self.img_fc: nn.Linear | None = None
         if config.injection:
@@ -91,32 +87,28 @@ class ViSpec(Drafter):
                 self.img_fc.weight.copy_(torch.eye(info.hidden_size, 2 * info.hidden_size))
                 self.img_fc.bias.zero_()
 
-    def condition(self, batch: Batch, memory: Memory) -> None:
-        """Compressed tokens enter unfused at the last places of their span; g is kept for later text."""
+    def condition(self, batch: Batch, cache: KVCache) -> None:
+        """Compressed tokens enter unfused at the last positions of their span; `step` reads g."""
         spans, compressed = len(batch.start_M), self.config.num_q - 1
-        span_U = batch.visual_places.span_N
+        span_U = batch.visual_tokens.span_N
         out_MQD = self.adaptor(batch.feature("embed", "visual"), span_U, spans)
         if self.img_fc is not None:
-            memory.glance_MD = out_MQD[:, -1]
+            cache.context["global"] = out_MQD[:, -1]
         first_M1 = batch.start_M[:, None]
         back_Q = torch.arange(compressed, 0, -1, device=first_M1.device)
-        order_X = torch.maximum(first_M1 + batch.length_M[:, None] - back_Q, first_M1).flatten()
+        position_X = torch.maximum(first_M1 + batch.length_M[:, None] - back_Q, first_M1).flatten()
         span_X = torch.arange(spans, device=first_M1.device).repeat_interleave(compressed)
-        places = Places(batch.segment_M[span_X], order_X, span_X)
-        self.layer.remember(out_MQD[:, :compressed].flatten(0, 1), order_X - 1, places, memory)
+        tokens = TokenIndex(batch.segment_M[span_X], position_X, span_X)
+        self.block.layer.write_kv(out_MQD[:, :compressed].flatten(0, 1), position_X - 1, tokens, cache)
 
-    def step(self, entries: Entries, memory: Memory) -> Tensor:
+    def step(self, entries: Entries, cache: KVCache) -> Tensor:
         """Eq. 5 within EAGLE's step: layer(fc([e_{t+1} ; img_fc([h_t ; g])])) -> g_{t+1}, at every hop."""
-        embed_ND = nn.functional.embedding(entries.ids_N, self.embed_VD)
         hidden_ND = entries.hidden_ND
         if self.img_fc is not None:
-            assert memory.glance_MD is not None, "condition comes before step"
-            # Row 0 is the g of text that no image precedes.
-            glance_ND = nn.functional.pad(memory.glance_MD, (0, 0, 1, 0))[entries.places.span_N + 1]
-            hidden_ND = self.img_fc(torch.cat([hidden_ND, glance_ND], dim=-1))
-        x_ND = self.fc(torch.cat([embed_ND, hidden_ND], dim=-1))
-        state_RD: Tensor = self.layer(x_ND, entries.position_N, entries.places, memory, entries.hop)
-        return state_RD
+            # Row 0 is for text before the first image.
+            global_ND = nn.functional.pad(cache.context["global"], (0, 0, 1, 0))[entries.tokens.span_N + 1]
+            hidden_ND = self.img_fc(torch.cat([hidden_ND, global_ND], dim=-1))
+        return self.block(self.embed(entries.ids_N), hidden_ND, entries, cache)
 
 
 class Adaptor(nn.Module):
@@ -132,10 +124,9 @@ class Adaptor(nn.Module):
         self.o_proj = nn.Linear(width, info.hidden_size, bias=False)
 
     def forward(self, embed_UD: Tensor, span_U: Tensor, spans: int) -> Tensor:
-        """What each query finds in each of the `spans` runs of visual tokens: [M, Q, D].
+        """The output of each query on each span of visual tokens: [M, Q, D].
 
-        The queries of all spans go over all visual tokens at once, each masked to its own: spans of any
-        lengths need no padding, and there are few queries.
+        All queries attend to all visual tokens, masked to their own span: no padding is needed.
         """
         queries = len(self.query_QHd)
         key_UHd, value_UHd = (

@@ -1,180 +1,200 @@
-"""The whole flow on one workspace, stage by stage. Each stage does what is missing and no more.
+"""The whole flow in one workspace: prompts -> responses -> features -> train -> eval.
 
-prompts -> responses -> features -> train -> eval
+Each stage does only what is missing.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
-from vlmdistill.drafters import catalogue, checkpoint
-from vlmdistill.drafters.base import DrafterConfig, Tree
-from vlmdistill.drafters.training.record import Progress
-from vlmdistill.pipelines import answers, features, prompts, responses, train, workers
-from vlmdistill.pipelines.answers import Sampling
-from vlmdistill.pipelines.demo import EMBEDDED
-from vlmdistill.pipelines.demo_prompts import AMOUNTS, import_demo
+from vlmdistill.drafters.core import catalogue
+from vlmdistill.drafters.core.config import DrafterConfig
+from vlmdistill.drafters.core.tree import Tree
+from vlmdistill.pipelines import train
+from vlmdistill.pipelines.evaluation import evaluate
+from vlmdistill.pipelines.features import capturer
+from vlmdistill.pipelines.features.capturer import CaptureSettings, CaptureSummary
+from vlmdistill.pipelines.prompts import importing
+from vlmdistill.pipelines.prompts.importing import Prompt
+from vlmdistill.pipelines.prompts.imports import import_sources
+from vlmdistill.pipelines.responses import dataset, responder
+from vlmdistill.pipelines.responses.dataset import SamplingSettings
+from vlmdistill.pipelines.responses.responder import ResponseSummary
+from vlmdistill.pipelines.runtime import cluster, reporting
+from vlmdistill.pipelines.runtime.reporting import OnProgress, check_failed
+from vlmdistill.pipelines.runtime.workers import WorkerOptions
+from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.pipelines.workspace import Workspace
-from vlmdistill.stores.errors import DataError, TrainingError
-
-Report = Callable[[int, int, str], None]
-Bar = Callable[[str, str], AbstractContextManager[Report]]  # what, unit
+from vlmdistill.stores.errors import DataError
 
 
-def silent(what: str, unit: str) -> AbstractContextManager[Report]:
-    """A bar that shows nothing."""
-    return nullcontext(lambda done, total, remark: None)
+class ProgressBar(Protocol):
+    """Shows the progress of one stage."""
+
+    def __call__(self, what: str, unit: str, kept_in: str = "") -> AbstractContextManager[OnProgress]:
+        """`what` is done to each `unit`; a stage that is stopped keeps its results in `kept_in`."""
+
+
+def silent(what: str, unit: str, kept_in: str = "") -> AbstractContextManager[OnProgress]:
+    """A progress bar that shows nothing."""
+    return nullcontext(reporting.silent)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What to run; the same plan again goes on where it stopped, or redoes nothing."""
+    """The settings of a run. The same plan again continues where the run stopped, or does nothing."""
 
     drafters: Sequence[str]
     recipe: str = "paper"
     settings: Sequence[str] = ()
     temperatures: tuple[float, ...] = (0.0, 1.0)
-    max_new_tokens: int = 1024  # of the responses to learn from
-    eval_limit: int = 100
-    eval_tokens: int = 512
-    batch: int = 32  # prompts answered together
-    workers: int | None = None
+    max_new_tokens: int = 1024  # of a response to train on
+    eval_limit: int = 100  # prompts
+    eval_tokens: int = 512  # of a response in the evaluation
+    batch: int = 32  # prompts of one batch of responses
+    workers: WorkerOptions = field(default_factory=WorkerOptions)
+    allow_failed: float = 0.0  # share of the prompts to train on
     jobs: int | None = None  # drafters trained at once
     seed: int = 0
 
 
-def run(workspace: Workspace, plan: Plan, tell: Callable[[str], None], bar: Bar) -> None:
-    """Run all stages up to the evaluation; `tell` hears what each stage did, `bar` shows progress.
+def run(workspace: Workspace, plan: Plan, log: Callable[[str], None], bar: ProgressBar = silent) -> None:
+    """Run all stages up to the evaluation; `log` gets one line for each stage that had work to do.
 
-    Raises what the stages raise; what is done by then stays done.
+    Raises what the stages raise; finished work is kept.
     """
     if not plan.drafters:
-        raise DataError("--drafters names no drafter")
+        raise DataError("--drafters names no drafter: give names separated by commas, or all")
     trained = [name for name in plan.drafters if catalogue.is_trained(name)]
     configs = {name: train.resolve(name, plan.recipe, plan.settings) for name in trained}
-    prepare(workspace, plan, tell, bar)
-    fit(workspace, configs, plan, tell, bar)
+    prepare(workspace, plan, log, bar)
+    fit(workspace, configs, plan, log, bar)
     trees = {config.tree for config in configs.values()}
-    measure(workspace, plan, tell, bar, trees.pop() if len(trees) == 1 else None)
+    measure(workspace, plan, log, bar, trees.pop() if len(trees) == 1 else None)
 
 
-def prepare(workspace: Workspace, plan: Plan, tell: Callable[[str], None], bar: Bar) -> None:
-    """Everything before training: prompts, and responses and features where a drafter learns from them."""
-    trained = [name for name in plan.drafters if catalogue.is_trained(name)]
+def prepare(workspace: Workspace, plan: Plan, log: Callable[[str], None], bar: ProgressBar = silent) -> None:
+    """All stages before training: prompts, and for trained drafters responses and features.
+
+    DataError if more prompts failed than the plan allows; all others are done by then.
+    """
     if workspace.model in EMBEDDED and not workspace.prompts.exists():
-        with bar("importing", "rows") as rows:
-            amount = AMOUNTS[workspace.model]
-            made = import_demo(
-                workspace.root / "data", workspace.prompts, amount, progress=lambda n: rows(n, 0, "")
-            )
-        tell(f"prompts    {made.train} to learn from and {made.eval} held out, in {workspace.prompts}")
-    asked = prompts.select(prompts.read(workspace.prompts, workspace.model), "train")
+        with bar("importing", "rows") as report:
+            made = import_sources(workspace, ["demo"], progress=lambda rows: report(rows, 0, ""))
+        log(f"prompts    {made.train} to train on and {made.eval} held out, in {workspace.prompts}")
+    known = importing.read(workspace.prompts, workspace.model)
+    prompts = importing.select(known, "train")
+    importing.select(known, "eval")  # an error now, not after hours of training
+    if trained := [name for name in plan.drafters if catalogue.is_trained(name)]:
+        done = capture_features(
+            workspace.model,
+            prompts,
+            workspace.responses,
+            str(workspace.features),
+            CaptureSettings(drafters=trained),
+            plan.workers,
+            sampling=SamplingSettings(max_new_tokens=plan.max_new_tokens, seed=plan.seed),
+            batch=plan.batch,
+            bar=bar,
+        )
+        if done.responses:
+            dropped = ", ".join(f"{reason} {count}" for reason, count in done.responses.dropped.items())
+            more = f", {done.responses.dropped.total()} dropped ({dropped})" if dropped else ""
+            log(f"responses  {done.responses.kept} kept{more}, in {workspace.responses}")
+        if done.features.captured:
+            names = ", ".join(done.features.features)
+            log(f"features   {done.features.samples} samples, in {done.features.store}: {names}")
+        check_failed(done.failed, len(prompts), plan.allow_failed)
 
-    missing = bool(trained and answers.unanswered(asked, workspace.responses))
-    with workers.session(plan.workers) if missing else nullcontext():
+
+@dataclass(frozen=True)
+class CaptureRun:
+    """The summaries of the stages that `capture_features` ran."""
+
+    responses: ResponseSummary | None  # None if none was missing
+    features: CaptureSummary
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """The prompts that failed in either stage: key -> error."""
+        return {**(self.responses.failed if self.responses else {}), **self.features.failed}
+
+
+def capture_features(
+    model: str,
+    prompts: Sequence[Prompt],
+    responses: Path,
+    store: str,
+    settings: CaptureSettings,
+    workers: WorkerOptions,
+    *,
+    generate: bool = True,
+    sampling: SamplingSettings | None = None,
+    batch: int = 32,
+    bar: ProgressBar = silent,
+) -> CaptureRun:
+    """Generate the missing responses if `generate`, then capture the missing features, in one Ray session.
+
+    Ray does not start if nothing is missing. `sampling` defaults to that of the responses that exist.
+    """
+    generated, missing = None, generate and bool(dataset.without_response(prompts, responses))
+    with cluster.session() if missing else nullcontext():
         if missing:
-            sampling = Sampling(max_new_tokens=plan.max_new_tokens, seed=plan.seed)
-            with bar("answering", "prompts") as shown:
-                said = responses.respond(
-                    asked,
-                    workspace.responses,
-                    workspace.model,
-                    sampling,
-                    workers=plan.workers,
-                    batch=plan.batch,
-                    unit=4 * plan.batch,
-                    report=shown,
+            known, filters = dataset.read_settings(responses)
+            with bar("generating", "responses", str(responses)) as report:
+                generated = responder.respond(
+                    prompts, responses, model, sampling or known, filters, workers, batch=batch, report=report
                 )
-            dropped = sum(said.dropped.values())
-            tell(f"responses  {said.kept} kept and {dropped} dropped, in {workspace.responses}")
-        if trained:
-            with bar("capturing", "samples") as shown:
-                stored = features.capture(
-                    asked,
-                    workspace.responses,
-                    str(workspace.features),
-                    workspace.model,
-                    trained,
-                    workers=plan.workers,
-                    report=shown,
-                )
-            if stored.captured:
-                tell(f"features   {stored.samples} samples, in {stored.store}: {', '.join(stored.features)}")
+        with bar("capturing", "samples", store) as report:
+            captured = capturer.capture(prompts, responses, store, model, settings, workers, report)
+    return CaptureRun(generated, captured)
 
 
 def fit(
     workspace: Workspace,
     configs: Mapping[str, DrafterConfig],
     plan: Plan,
-    tell: Callable[[str], None],
-    bar: Bar,
+    log: Callable[[str], None],
+    bar: ProgressBar = silent,
 ) -> None:
-    """Train the drafters that are missing: several at once where there is room, else one after the other."""
+    """Train the missing drafters, several at once if there is room; check the settings of the others."""
     missing = [name for name in configs if not (workspace.drafter(name) / "config.json").exists()]
-    at_once = min(len(missing), plan.jobs or train.side_by_side())
+    at_once = min(len(missing), plan.jobs or train.default_jobs())
     if at_once > 1:
-        with bar("training", "%") as shown:
+        with bar("training", "steps") as report:
             train.several(
                 workspace,
                 [train.Job(name, name, plan.seed) for name in missing],
                 at_once,
                 recipe=plan.recipe,
                 settings=plan.settings,
-                report=shown,
-                on_done=lambda job, cost: tell(f"trained    {job.name}, in {workspace.drafter(job.name)}"),
+                report=report,
             )
-    for name, config in configs.items():  # those that are there are checked to be of these settings
-        fresh = not (workspace.drafter(name) / "config.json").exists()
-        with bar(f"training {name}", "%") as shown:
-            train.run(
-                workspace,
-                name,
-                config,
-                seed=plan.seed,
-                resume=True,
-                on_step=_steps(shown),
-            )
-        if fresh:
-            tell(f"trained    {name}, in {workspace.drafter(name)}")
+    for name, config in configs.items():
+        with bar(f"training {name}", "steps") as report:
+            train.run(train.planned(workspace, name, config, seed=plan.seed), report=report)
+        if name in missing:
+            log(f"trained    {name}, in {workspace.drafter(name)}")
 
 
 def measure(
-    workspace: Workspace, plan: Plan, tell: Callable[[str], None], bar: Bar, tree: Tree | None = None
+    workspace: Workspace,
+    plan: Plan,
+    log: Callable[[str], None],
+    bar: ProgressBar = silent,
+    tree: Tree | None = None,
 ) -> None:
-    """Decode with all drafters, unless their evaluations are there; each on its own tree if none is given."""
-    stale = [name for name in plan.drafters if not _evaluated(workspace, name, plan)]
-    if stale:
-        from vlmdistill.pipelines import evaluate
-
-        settings = evaluate.Settings(
-            temperatures=plan.temperatures,
-            limit=plan.eval_limit,
-            max_new_tokens=plan.eval_tokens,
-            tree=tree,
-            seed=plan.seed,
-        )
-        # All of them again: numbers from one process on one machine compare.
-        with bar("decoding", "prompts") as shown:
-            evaluate.evaluate(workspace, list(plan.drafters), settings, on_prompt=shown)
-        tell(f"evaluated  {', '.join(plan.drafters)}, in {workspace.reports}")
-
-
-def _steps(shown: Report) -> Callable[[Progress], None]:
-    return lambda progress: shown(round(100 * progress.done), 100, progress.remark)
-
-
-def _evaluated(workspace: Workspace, name: str, plan: Plan) -> bool:
-    """The workspace holds an evaluation of this very drafter at these temperatures."""
-    file: Path = workspace.reports / f"{name}.json"
-    try:
-        seen = json.loads(file.read_text())
-        now = checkpoint.describe(workspace.drafter(name))["training"]
-        return (
-            seen["training"].get("signature") == now.get("signature")
-            and {one["temperature"] for one in seen["temperatures"]} >= set(plan.temperatures)
-            and seen["max_new_tokens"] == plan.eval_tokens
-        )
-    except (OSError, ValueError, KeyError, TypeError, TrainingError):
-        return False
+    """Evaluate all drafters unless that is done; each with its own draft tree if none is given."""
+    settings = evaluate.Settings(
+        temperatures=plan.temperatures,
+        limit=plan.eval_limit,
+        max_new_tokens=plan.eval_tokens,
+        tree=tree,
+        seed=plan.seed,
+    )
+    if not evaluate.kept(workspace, plan.drafters, settings):
+        with bar("decoding", "prompts") as report:
+            evaluate.evaluate(workspace, plan.drafters, settings, on_prompt=report)
+        log(f"evaluated  {', '.join(plan.drafters)}, in {workspace.reports}")

@@ -1,21 +1,22 @@
-"""Where everything about one target lives: `runs/<model>/`.
+"""The workspace of one target.
 
-runs/<model>/prompts.parquet    what to ask (prompts.skipped.jsonl: what could not be imported)
-             responses/         what the target answered
-             features/          the store of hidden states
+runs/<model>/prompts.parquet    imported prompts (prompts.skipped.jsonl: rows that were skipped)
+             responses/         the target's responses
+             features/          the feature store
              drafters/<name>/   trained drafters
-             reports/           evaluations
+             reports/           evaluations and the report
 """
 
 import contextlib
 import fcntl
 import os
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
+from vlmdistill.pipelines.targets.checkpoints.registry import hub_id
+from vlmdistill.pipelines.targets.embedded import EMBEDDED
+from vlmdistill.stores.backends.local import sync
 from vlmdistill.stores.errors import DataError
 
 RUNS_VARIABLE = "VLMDISTILL_RUNS"
@@ -23,22 +24,25 @@ RUNS_VARIABLE = "VLMDISTILL_RUNS"
 
 @dataclass(frozen=True)
 class Workspace:
-    """The folder of one target; nothing is created before something is written into it."""
+    """The folder of one target. It is created by the first command that writes into it."""
 
     model: str
     root: Path
 
     @classmethod
     def of(cls, model: str, runs: Path | None = None) -> "Workspace":
-        """The workspace of a target given by name, hub id or local folder (whose own name is used).
+        """The workspace of a target: a name, a hub id, or a checkpoint folder, whose name is used.
 
-        `runs` defaults to the variable VLMDISTILL_RUNS, then to `runs` in the current folder.
+        `runs` defaults to the variable VLMDISTILL_RUNS, then to `runs` in the current folder. TargetError if
+        there is neither a target nor a workspace of that name.
         """
         if not model:
-            raise DataError("the model's name is empty: give a name, a hub id or a checkpoint folder")
+            raise DataError("--model is empty: give a name, a hub id or a checkpoint folder")
         base = (runs or Path(os.environ.get(RUNS_VARIABLE) or "runs")).expanduser()
         folder = checkpoint_folder(model)
         name = folder.name if folder else model.strip("/").replace("/", "--")
+        if folder is None and model not in EMBEDDED and not (base / name).is_dir():
+            hub_id(model, (path.name for path in base.glob("*/")))
         return cls(model, base / name)
 
     @property
@@ -48,7 +52,7 @@ class Workspace:
 
     @property
     def responses(self) -> Path:
-        """The target's answers, a folder of Parquet parts."""
+        """The target's responses, a folder of Parquet files."""
         return self.root / "responses"
 
     @property
@@ -58,7 +62,7 @@ class Workspace:
 
     @property
     def reports(self) -> Path:
-        """Evaluations and the page made of them."""
+        """The evaluations, and the report on them."""
         return self.root / "reports"
 
     def drafter(self, name: str) -> Path:
@@ -66,82 +70,47 @@ class Workspace:
         return self.root / "drafters" / name
 
     def trained(self, drafter: str) -> Path:
-        """The folder of a drafter given by its name here, or by a folder anywhere."""
+        """The folder of a drafter, given by its name in this workspace or by a path."""
         return Path(drafter) if Path(drafter).is_dir() else self.drafter(drafter)
 
 
 @contextlib.contextmanager
 def written_aside(path: Path) -> Iterator[Path]:
-    """Write to the path this yields: it becomes `path` at the end, whole and on disk, or not at all."""
+    """Write a file atomically: the yielded temporary path is synced and renamed to `path` at the end."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield aside
-        with aside.open("rb") as file:
-            os.fsync(file.fileno())
+        sync(aside)
         aside.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync(path.parent)
     finally:
         aside.unlink(missing_ok=True)
 
 
 def absolute(model: str) -> str:
-    """A model as another process finds it: a local folder by its absolute path, else as it is."""
+    """The model with a local folder as an absolute path, which another process finds too."""
     folder = checkpoint_folder(model)
     return str(folder) if folder else model
 
 
 def checkpoint_folder(model: str) -> Path | None:
-    """The local folder that a model is; None for a name, even where its workspace lies here."""
+    """The local folder of a model; None for a name, even if a folder of that name exists here."""
     path = Path(model).expanduser()
     named = path.name == model and not (path / "config.json").is_file()
     return path.resolve() if path.is_dir() and not named else None
 
 
-def _lock_file(folder: Path, what: str) -> IO[str]:
-    """A lock beside the folder, not in it: what the folder holds is for its owner to say."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    return (folder.parent / f".{folder.name}.{what}").open("w")
-
-
 @contextlib.contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
-    """Hold `folder` for one run, as long as the process lives; DataError when another run holds it."""
-    with _lock_file(folder, "lock") as file:
+    """Lock `folder` until this process ends; DataError if another run holds the lock.
+
+    It prevents that two runs pay for the same work. The lock file lies next to the folder.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / f".{folder.name}.lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise DataError(f"another run is writing to {folder}: wait for it to end, or stop it") from None
+            raise DataError(f"another run is writing to {folder}: wait until it ends, or stop it") from None
         yield
-
-
-def working_in(folder: Path) -> IO[str]:
-    """Say that this process writes into `folder`, until it closes the file or ends."""
-    file = _lock_file(folder, "workers")
-    fcntl.flock(file, fcntl.LOCK_SH)
-    return file
-
-
-def wait_for_workers(folder: Path, seconds: float = 60) -> None:
-    """Wait until no worker of an earlier, killed run writes into `folder` any more.
-
-    A worker outlives its killed driver by some seconds; planning before it has ended would give
-    its unit out again.
-    """
-    end = time.monotonic() + seconds
-    with _lock_file(folder, "workers") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() > end:
-                    raise DataError(
-                        f"workers of an earlier run still write to {folder}: end them, then try again"
-                    ) from None
-                time.sleep(0.2)
-            else:
-                return

@@ -1,9 +1,7 @@
-"""Ragged tensors as Zarr v3 arrays: rows of all samples of a shard one after the other.
+"""Ragged tensors as Zarr v3 arrays: the rows of all samples of a shard, uncompressed, in one file.
 
-Each array is one shard file in the layout of Zarr's sharding codec: inner chunks in order, then
-the offset and length of each, then their crc32c. It is written here directly, row by row, since
-the generic path needs the whole shard in memory; stock Zarr readers open it. Uncompressed, the
-rows of a sample are one plain extent of the file.
+The file is written directly, row by row, since zarr-python needs the whole shard in memory; stock Zarr
+readers open it. The rows of a sample are one range of its bytes.
 """
 
 import contextlib
@@ -14,26 +12,21 @@ import struct
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import blake3
 import google_crc32c
 import numpy as np
 import xxhash
 
-from vlmdistill.stores.errors import StoreError
-from vlmdistill.stores.place import Place
-from vlmdistill.stores.schema import Array
+from vlmdistill.stores.backends.backend import Backend
+from vlmdistill.stores.schema import Array, Rows
 
 CHUNK_ROWS = 256
-LEVEL = 1
 CHUNK_FILE = "c/0/0"
-EMPTY_CHUNK = (1 << 64) - 1
 BUFFER = 1 << 20
 LARGE = 1 << 20  # bytes from which on a thread pays
 SYNC_EVERY = 1 << 26
-
-Rows = Literal["text", "visual", "span", "sample"]  # what one row of an array stands for
 
 
 @dataclass(frozen=True)
@@ -44,7 +37,6 @@ class ArraySpec:
     rows: Rows
     dtype: str  # as numpy names it: what is on disk
     width: int
-    compressed: bool = False
     attributes: tuple[tuple[str, str], ...] = ()  # the logical dtype, column names: for human readers
 
     @functools.cached_property
@@ -53,28 +45,19 @@ class ArraySpec:
         return np.dtype(self.dtype).itemsize * self.width
 
 
-def zstd() -> Any:
-    """The codec of compressed arrays: exponents shrink, mantissas are noise, so harder does not pay."""
-    from numcodecs.zstd import Zstd  # type: ignore[import-untyped]
-
-    return Zstd(level=LEVEL)
-
-
-def metadata(spec: ArraySpec, rows: int, chunk_rows: int) -> dict[str, Any]:
-    """The `zarr.json` of an array with `rows` rows in one shard of chunks of `chunk_rows`."""
+def metadata(spec: ArraySpec, rows: int) -> dict[str, Any]:
+    """The `zarr.json` of an array with `rows` rows."""
     itemsize = np.dtype(spec.dtype).itemsize
     codecs: list[dict[str, Any]] = [
         {"name": "bytes", "configuration": {"endian": "little"}} if itemsize > 1 else {"name": "bytes"}
     ]
-    if spec.compressed:
-        codecs.append({"name": "zstd", "configuration": {"level": LEVEL, "checksum": False}})
     sharding = {
-        "chunk_shape": [chunk_rows, spec.width],
+        "chunk_shape": [chunk_rows(rows), spec.width],
         "codecs": codecs,
         "index_codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
         "index_location": "end",
     }
-    shard_rows = max(1, -(-rows // chunk_rows)) * chunk_rows
+    shard_rows = max(1, -(-rows // CHUNK_ROWS)) * chunk_rows(rows)
     return {
         "zarr_format": 3,
         "node_type": "array",
@@ -89,9 +72,27 @@ def metadata(spec: ArraySpec, rows: int, chunk_rows: int) -> dict[str, Any]:
     }
 
 
+def chunk_rows(rows: int) -> int:
+    """The rows of a chunk: as many as there may be, cut evenly, so that hardly any row is padding."""
+    return -(-rows // -(-rows // CHUNK_ROWS)) if rows else CHUNK_ROWS
+
+
+def chunk_index(spec: ArraySpec, rows: int) -> bytes:
+    """Offset and length of each chunk and their crc32c: what ends the file of an array."""
+    size = chunk_rows(rows) * spec.row_bytes
+    index = b"".join(struct.pack("<QQ", at * size, size) for at in range(-(-rows // CHUNK_ROWS)))
+    return index + struct.pack("<I", google_crc32c.value(index))
+
+
+def file_bytes(spec: ArraySpec, rows: int) -> int:
+    """The bytes of the file of an array with so many rows."""
+    count = -(-rows // CHUNK_ROWS)
+    return chunk_rows(rows) * count * spec.row_bytes + count * 16 + 4
+
+
 @functools.cache
 def _helpers() -> ThreadPoolExecutor:
-    """Threads that hash and sync while the caller writes on: all three let the interpreter go."""
+    """Threads that hash and sync while the caller writes: all three release the GIL."""
     return ThreadPoolExecutor(3, thread_name_prefix="vlmdistill-write")
 
 
@@ -126,7 +127,7 @@ class HashedFile:
         self.bytes += len(view)
 
     def _sync_along(self) -> None:
-        """Start to force what is written to the disk, so that closing need not wait for all of it."""
+        """Start an fdatasync of what is written, so that closing does not wait for all of it."""
         if self._unsynced >= SYNC_EVERY and (self._syncing is None or self._syncing.done()):
             self._wait()
             self._syncing = _helpers().submit(os.fdatasync, self._file.fileno())
@@ -146,7 +147,7 @@ class HashedFile:
         return self.bytes, self._hash.hexdigest()
 
     def abort(self) -> None:
-        """Close without a promise, also after `close`; what is buffered may not fit a full disk."""
+        """Close without fsync, also after `close`; what is buffered may not fit a full disk."""
         with contextlib.suppress(OSError):
             self._wait()
         with contextlib.suppress(OSError):
@@ -171,9 +172,6 @@ class ArrayWriter:
         self.rows = 0
         self._folder = shard / spec.name
         self._file = HashedFile(self._folder / CHUNK_FILE)
-        self._chunks: list[tuple[int, int]] = []
-        self._pending: list[Array] = []  # rows of a compressed chunk that is not full yet
-        self._codec: Any = zstd() if spec.compressed else None
 
     def append(self, rows: Array) -> int:
         """Add rows [n, width]; their xxh3."""
@@ -181,59 +179,28 @@ class ArrayWriter:
         data = rows.data if len(rows) else b""
         if rows.nbytes < LARGE:
             checksum = xxhash.xxh3_64_intdigest(data)
-            self._store(rows)
+            self._file.write(data)
         else:
             hashing = _helpers().submit(xxhash.xxh3_64_intdigest, data)
             try:
-                self._store(rows)
+                self._file.write(data)
             finally:
                 checksum = hashing.result()
         self.rows += len(rows)
         return checksum
 
-    def _store(self, rows: Array) -> None:
-        if self._codec is None:
-            if len(rows):
-                self._file.write(rows)
-            return
-        self._pending.append(rows)
-        held = sum(len(part) for part in self._pending)
-        if held >= CHUNK_ROWS:
-            self._compress(held - held % CHUNK_ROWS)
-
-    def _compress(self, rows: int) -> None:
-        held = np.concatenate(self._pending)
-        for start in range(0, rows, CHUNK_ROWS):
-            packed = self._codec.encode(np.ascontiguousarray(held[start : start + CHUNK_ROWS]))
-            self._chunks.append((self._file.bytes, len(packed)))
-            self._file.write(packed)
-        self._pending = [held[rows:].copy()]
-
     def close(self) -> dict[str, tuple[int, str]]:
-        """Write what remains, the chunk index and the metadata: file name -> (bytes, blake3)."""
-        chunk_rows = CHUNK_ROWS
-        if self._codec is not None:
-            tail = -self.rows % CHUNK_ROWS
-            if tail:
-                self._pending.append(np.zeros((tail, self.spec.width), self.spec.dtype))
-                self._compress(CHUNK_ROWS)
-        elif self.rows:
-            # Chunks are cut evenly once the rows are known, so that hardly any row is padding.
-            count = -(-self.rows // CHUNK_ROWS)
-            chunk_rows = -(-self.rows // count)
-            self._file.write(bytes((count * chunk_rows - self.rows) * self.spec.row_bytes))
-            size = chunk_rows * self.spec.row_bytes
-            self._chunks = [(i * size, size) for i in range(count)]
+        """Write padding, the chunk index and the metadata: file name -> (bytes, blake3)."""
         files = {}
         if self.rows:
-            index = b"".join(struct.pack("<QQ", *chunk) for chunk in self._chunks)
-            self._file.write(index + struct.pack("<I", google_crc32c.value(index)))
+            self._file.write(bytes(-self.rows % chunk_rows(self.rows) * self.spec.row_bytes))
+            self._file.write(chunk_index(self.spec, self.rows))
             files[f"{self.spec.name}/{CHUNK_FILE}"] = self._file.close()
         else:  # Zarr reads a missing file as the fill value, here of no rows at all
             self._file.abort()
             (self._folder / CHUNK_FILE).unlink()
-        described = json.dumps(metadata(self.spec, self.rows, chunk_rows)).encode()
-        files[f"{self.spec.name}/zarr.json"] = write_file(self._folder / "zarr.json", described)
+        text = json.dumps(metadata(self.spec, self.rows)).encode()
+        files[f"{self.spec.name}/zarr.json"] = write_file(self._folder / "zarr.json", text)
         return files
 
     def abort(self) -> None:
@@ -241,58 +208,23 @@ class ArrayWriter:
         self._file.abort()
 
 
-@functools.lru_cache(maxsize=256)  # shards never change, so neither do their chunk indices
-def _chunk_index(place: Place, name: str, size: int, chunks: int) -> Array:
-    """Offset and length of each chunk, [chunks, 2]; StoreError when their crc32c does not match."""
-    length = chunks * 16
-    tail = place.extent(name, max(0, size - length - 4), length + 4).tobytes()
-    if struct.pack("<I", google_crc32c.value(tail[:length])) != tail[length:]:
-        raise StoreError(f"the chunk index of {place.url}/{name} is damaged: run `store verify`")
-    return np.frombuffer(tail[:length], "<u8").astype(np.int64).reshape(chunks, 2)
-
-
 def read_rows(
-    place: Place, shard: str, spec: ArraySpec, span: range, total: int, size: int, out: Array | None = None
+    backend: Backend, shard: str, spec: ArraySpec, span: range, out: Array | None = None
 ) -> tuple[Array, int]:
-    """The rows of `span` [n, width] and their xxh3, of an array of `total` rows in a file of `size` bytes.
+    """The rows of `span` [n, width], in `out` if given, and their xxh3.
 
-    They are read into `out` when it is given. StoreError when the file is too short or cannot be
-    decompressed; equality is for the caller to check, by the xxh3 in the index.
+    StoreError when the file is too short; the caller compares the checksum with the index.
     """
-    if spec.compressed:
-        rows = _decompressed(place, shard, spec, span, total, size)
-    elif out is not None:
-        state = xxhash.xxh3_64()
-        name, start, _ = extent_of(shard, spec, span)
-        place.fill(name, start, out.reshape(-1).view(np.uint8), state.update)
-        return out, state.intdigest()
-    else:
-        rows = place.extent(*extent_of(shard, spec, span)).view(spec.dtype).reshape(len(span), spec.width)
-    checksum = xxhash.xxh3_64_intdigest(rows.data if len(rows) else b"")
     if out is None:
-        return rows, checksum
-    out[:] = rows
-    return out, checksum
+        rows = backend.read_range(*byte_range(shard, spec, span)).view(spec.dtype)
+        rows = rows.reshape(len(span), spec.width)
+        return rows, xxhash.xxh3_64_intdigest(rows.data if len(rows) else b"")
+    state = xxhash.xxh3_64()
+    name, start, _ = byte_range(shard, spec, span)
+    backend.readinto(name, start, out.reshape(-1).view(np.uint8), state.update)
+    return out, state.intdigest()
 
 
-def extent_of(shard: str, spec: ArraySpec, span: range) -> tuple[str, int, int]:
-    """File, first byte and bytes of uncompressed rows."""
+def byte_range(shard: str, spec: ArraySpec, span: range) -> tuple[str, int, int]:
+    """File, first byte and number of bytes of some rows."""
     return f"{shard}/{spec.name}/{CHUNK_FILE}", span.start * spec.row_bytes, len(span) * spec.row_bytes
-
-
-def _decompressed(place: Place, shard: str, spec: ArraySpec, span: range, total: int, size: int) -> Array:
-    if not len(span):
-        return np.empty((0, spec.width), spec.dtype)
-    name = f"{shard}/{spec.name}/{CHUNK_FILE}"
-    first, last = span.start // CHUNK_ROWS, -(-span.stop // CHUNK_ROWS)
-    chunks = _chunk_index(place, name, size, -(-total // CHUNK_ROWS))[first:last]
-    begin = int(chunks[0, 0])
-    data = place.extent(name, begin, int(chunks[-1].sum()) - begin)
-    codec = zstd()
-    try:
-        parts = [codec.decode(data[at - begin : at - begin + n]) for at, n in chunks.tolist()]
-    except (RuntimeError, ValueError) as error:
-        raise StoreError(f"{place.url}/{name} is damaged: {error}. Run `store verify`") from error
-    rows = np.frombuffer(b"".join(parts), spec.dtype).reshape(-1, spec.width)
-    skip = span.start - first * CHUNK_ROWS
-    return rows[skip : skip + len(span)]

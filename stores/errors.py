@@ -1,16 +1,19 @@
-"""Errors that are the user's to mend: one line that says what is wrong and what to do."""
+"""Errors for the user: one line that says what is wrong and what to do."""
 
 
 class VlmdistillError(Exception):
     """Base of every error shown to a user as one line, without a traceback."""
 
+    def __str__(self) -> str:
+        return " ".join(super().__str__().splitlines())
+
 
 class StoreError(VlmdistillError):
-    """The feature store is missing, corrupt, or of another origin than what is asked of it."""
+    """The feature store is missing, corrupt, or of another origin than required."""
 
 
 class NewerError(StoreError):
-    """What a later version of this program has written: nothing is wrong with it."""
+    """The data was written by a later version of this program."""
 
 
 class DataError(VlmdistillError):
@@ -25,6 +28,18 @@ class TrainingError(VlmdistillError):
     """A drafter cannot be trained, resumed or loaded with what was given."""
 
 
+class LostRankError(TrainingError):
+    """Training has ended on this rank because another rank died."""
+
+
+class StoppedError(VlmdistillError):
+    """The user or the system has ended the work by a signal; the text says what is left of it."""
+
+    def __init__(self, text: str, signal: int) -> None:
+        super().__init__(text)
+        self.signal = signal
+
+
 def one_line(error: BaseException) -> str:
-    """What an error says, whatever breaks of lines it has."""
+    """The message of an error without line breaks."""
     return " ".join(str(error).split())

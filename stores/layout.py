@@ -4,9 +4,8 @@ Every shard has `tokens`; every captured feature has one array, or three when it
 8 bits. Encodings of a feature:
 
 - `raw`: as captured, bit for bit. The default: it is read by mapping the file.
-- `zstd`: the same bits, compressed about 1.26 times (mantissas are noise); several times slower.
 - `int8`: half the bytes and not the same bits: one scale per token times one per channel of the
-  sample. A plain scale per token would drown ordinary channels beside a few massive ones.
+  sample. With a scale per token alone, a few massive channels would leave the others no precision.
 """
 
 import functools
@@ -16,12 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from vlmdistill.stores.arrays import ArraySpec, Rows
+from vlmdistill.stores.arrays import CHUNK_FILE, ArraySpec, file_bytes
 from vlmdistill.stores.errors import StoreError
-from vlmdistill.stores.schema import Array, Feature, Provenance, Sample, TargetInfo
+from vlmdistill.stores.manifest import GROUP, INDEX, Files
+from vlmdistill.stores.schema import Array, Feature, Provenance, Rows, Sample, TargetInfo
 
 STORAGE = {"bfloat16": "uint16", "float16": "float16", "float32": "float32"}
-ENCODINGS = ("raw", "zstd", "int8")
+ENCODINGS = ("raw", "int8")
 TOKENS = ArraySpec("tokens", "text", "int32", 4, attributes=(("columns", "ids,position,rope,response"),))
 TOKEN_SCALE, CHANNEL_SCALE = "token_scale", "channel_scale"
 
@@ -33,7 +33,7 @@ class Layout:
     features: tuple[Feature, ...]
     dtype: str
     width: int
-    encoding: Mapping[str, str]  # feature name -> raw | zstd | int8; raw when not named
+    encoding: Mapping[str, str]  # feature name -> raw | int8; raw when not named
 
     @classmethod
     def of(cls, provenance: Provenance, info: TargetInfo, encoding: Mapping[str, str]) -> "Layout":
@@ -42,10 +42,13 @@ class Layout:
             raise StoreError(f"dtype '{provenance.dtype}' cannot be stored: use one of {', '.join(STORAGE)}")
         for name, value in encoding.items():
             if value not in ENCODINGS:
-                raise StoreError(f"{name}: unknown encoding '{value}', use one of {', '.join(ENCODINGS)}")
+                what = f"{name} has the encoding '{value}', which this version does not read or write"
+                raise StoreError(f"{what}: it knows {', '.join(ENCODINGS)}. Capture the features again")
             if name not in provenance.features:
                 raise StoreError(f"an encoding is given for {name}, which is not among the captured features")
         features = tuple(Feature.parse(name) for name in provenance.features)
+        if len(set(features)) < len(features):
+            raise StoreError("a feature is named twice")
         return cls(features, provenance.dtype, info.hidden_size, dict(encoding))
 
     @property
@@ -65,18 +68,30 @@ class Layout:
         name, encoding = feature.name, self.encoding.get(feature.name, "raw")
         about = (("dtype", self.dtype), ("encoding", encoding))
         if encoding != "int8":
-            return (ArraySpec(name, feature.where, self.storage, self.width, encoding == "zstd", about),)
+            return (ArraySpec(name, feature.where, self.storage, self.width, about),)
         scale = (("dtype", "float32"),)
         return (
-            ArraySpec(name, feature.where, "int8", self.width, attributes=about),
-            ArraySpec(f"{name}.{TOKEN_SCALE}", feature.where, "float32", 1, attributes=scale),
-            ArraySpec(f"{name}.{CHANNEL_SCALE}", "sample", "float32", self.width, attributes=scale),
+            ArraySpec(name, feature.where, "int8", self.width, about),
+            ArraySpec(f"{name}.{TOKEN_SCALE}", feature.where, "float32", 1, scale),
+            ArraySpec(f"{name}.{CHANNEL_SCALE}", "sample", "float32", self.width, scale),
         )
 
     @property
     def arrays(self) -> tuple[ArraySpec, ...]:
         """Every array, `tokens` first."""
         return (TOKENS, *(part for feature in self.features for part in self.parts(feature)))
+
+    def misfit(self, rows: Mapping[Rows, int], files: Files) -> str | None:
+        """Why a shard of so many rows cannot have these files; None when it can."""
+        names = {INDEX, GROUP}
+        for spec in self.arrays:
+            count, name = rows[spec.rows], f"{spec.name}/{CHUNK_FILE}"
+            names |= {f"{spec.name}/{GROUP}", name} if count else {f"{spec.name}/{GROUP}"}
+            size = files[name][0] if name in files else 0
+            if count and size != file_bytes(spec, count):
+                return f"{name} has {size} bytes, {count} rows have {file_bytes(spec, count)}"
+        odd = sorted(names ^ files.keys())
+        return f"{odd[0]} is {'missing' if odd[0] in names else 'no file of this store'}" if odd else None
 
     def choose(self, features: Collection[Feature] | None) -> tuple[Feature, ...]:
         """The features asked for, all when None; StoreError names what was never captured."""
@@ -131,9 +146,9 @@ class Layout:
             sums[0] += float(np.square(true_ND - back_ND, dtype=np.float64).sum())
             sums[1] += float(np.square(true_ND, dtype=np.float64).sum())
 
-    def join(self, feature: Feature, parts: tuple[Array, ...]) -> Array:
-        """A feature [n, D] in its storage dtype, from the rows of its arrays."""
-        return parts[0] if len(parts) == 1 else dequantize(parts, self.dtype)
+    def join(self, parts: tuple[Array, ...]) -> Array:
+        """A feature [n, D] in its storage dtype, from the rows of its three arrays."""
+        return dequantize(parts, self.dtype)
 
 
 def untiled(position_T: Array, spans: Sequence[tuple[int, int]]) -> str | None:
@@ -152,7 +167,7 @@ def untiled(position_T: Array, spans: Sequence[tuple[int, int]]) -> str | None:
     if not len(wrong):
         return None
     at, want = int(starts[order][wrong[0]]), int(free[wrong[0]])
-    what = f"nothing stands at position {want}" if at > want else f"position {at} is taken twice"
+    what = f"position {want} is empty" if at > want else f"position {at} is taken twice"
     return f"its text tokens and visual spans do not fill the sequence: {what}"
 
 

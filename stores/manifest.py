@@ -1,22 +1,28 @@
-"""Records: small sealed JSON files that make other files count.
+"""Records: small sealed JSON files that make other files count. All of them are read here.
 
 A shard, a view, a table of statistics, a frozen head: each is a set of files that is nothing
 until a record names them with their sizes and blake3. A record seals itself: its bytes are the
 canonical JSON of its content and of the hash of that content, so that any change shows.
+
+A record may come from a stranger, who can seal anything. So its size and nesting are bounded before
+it is parsed, types and bounds are declared below, and `wrong` compares names with the file they stand in.
+What passes is what `docs/store-format.md` allows: a name in it leads nowhere but into the store.
 """
 
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 import blake3
+import msgspec
+from msgspec import Meta, Struct
 
-from vlmdistill.stores.errors import NewerError, StoreError
-from vlmdistill.stores.place import Place
-from vlmdistill.stores.schema import SCHEMA_VERSION
+from vlmdistill.stores.arrays import CHUNK_FILE
+from vlmdistill.stores.backends.backend import Backend
+from vlmdistill.stores.errors import NewerError, StoreError, one_line
+from vlmdistill.stores.schema import SCHEMA_VERSION, Provenance, Rows, TargetInfo
 
-SEAL = "blake3"
 STORE = "store.json"
 COMMITS = "commits"
 SHARDS = "shards"
@@ -24,15 +30,183 @@ HEADS = "heads"
 VIEWS = "views"
 CACHE = "cache"
 STATS = "stats"
-DEAD = "dead"  # marks of what is being removed: whoever commits it must see them
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,199}")
+HEAD_FILE = "head.safetensors"
+INDEX = "index.arrow"
+GROUP = "zarr.json"  # describes a shard, and each of its arrays
+FORMAT = "vlmdistill-store"
 
-Record = dict[str, Any]
-Files = Mapping[str, tuple[int, str]]  # name -> (bytes, blake3)
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,199}")
+RECORD = re.compile(rf"{STORE}|({COMMITS}|{VIEWS}|{STATS}|{CACHE})/{NAME.pattern}\.json")
+ARRAY = r"(?:tokens|(?:hidden|embed|layer[0-9]{1,5})\.(?:text|visual|span)(?:\.(?:token|channel)_scale)?)"
+FILE = re.compile(rf"{INDEX}|{GROUP}|{ARRAY}/(?:{GROUP}|{CHUNK_FILE})")
+SEAL = re.compile(rb'"blake3":"([0-9a-f]{64})",?')
+BRACKETS = bytes(set(range(256)) - set(b"[]{}"))  # all but these
+KINDS: tuple[Rows, ...] = get_args(Rows)
+DEPTH = 32  # brackets within brackets
+
+Name = Annotated[str, Meta(pattern=rf"\A{NAME.pattern}\Z")]
+Short = Annotated[str, Meta(max_length=300)]
+Text = Annotated[str, Meta(max_length=1 << 14)]
+Count = Annotated[int, Meta(ge=0, le=1 << 48)]
+Entry = tuple[Count, Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]]  # bytes and blake3 of a file
+Files = Mapping[
+    Short, tuple[Count, Annotated[str, Meta(min_length=64, max_length=64)]]
+]  # only compared: quick
+Square = Annotated[float, Meta(ge=0)]
+R = TypeVar("R", bound="Record")
+
+
+class Record(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A sealed record."""
+
+    schema: Annotated[int, Meta(ge=1, le=SCHEMA_VERSION)]
+
+    MOST: ClassVar[int] = 1 << 20  # bytes
+
+    def wrong(self, name: str) -> str | None:
+        """Why this cannot be the record in the file `name`; None when it can."""
+        raise NotImplementedError
+
+
+class HeadRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The file of the frozen embedding and LM head."""
+
+    file: Short
+    entry: Entry
+    dtype: Annotated[str, Meta(pattern=r"\A(bfloat16|float16|float32)\Z")]
+    tied: bool
+    generation: Mapping[str, Any]  # the target's generation configuration: informative
+
+
+class StoreRecord(Record, frozen=True, kw_only=True):
+    """What a store is."""
+
+    format: Annotated[str, Meta(pattern=rf"\A{FORMAT}\Z")]
+    provenance: Provenance
+    info: TargetInfo
+    encoding: Mapping[Short, Short]  # feature name -> raw | int8, checked by `Layout.of`
+    head: HeadRecord
+
+    def wrong(self, name: str) -> str | None:
+        """Its head lies in a folder named by its content."""
+        file = f"{HEADS}/{self.head.entry[1][:16]}/{HEAD_FILE}"
+        return None if self.head.file == file else f"its head must be in {file}"
+
+
+class Commit(Record, frozen=True, kw_only=True):
+    """A shard that counts."""
+
+    unit: Name
+    shard: Short
+    origin: Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z")]  # hash of the provenance
+    rows: Mapping[Rows, Count]
+    meta: tuple[Text, ...]
+    files: Files
+    losses: Mapping[Short, tuple[Square, Square]]  # of int8 features: summed squared error, summed squares
+
+    @property
+    def named(self) -> str:
+        """The folder that counts by this record."""
+        return f"{SHARDS}/{self.shard}"
+
+    def size(self, file: str) -> int:
+        """Bytes of a file of the shard; 0 when it has none of that name."""
+        return self.files[file][0] if file in self.files else 0
+
+    def wrong(self, name: str) -> str | None:
+        """It is of the unit of its name, its files are those of a shard, and the shard is named by them."""
+        if name != commit_name(self.unit):
+            return f"it is the record of {self.unit}"
+        odd = [file for file in self.files if not FILE.fullmatch(file)]
+        if odd or not {INDEX, GROUP} <= self.files.keys():
+            return f"a shard has no file {odd[0]!r}" if odd else f"a shard has the files {INDEX} and {GROUP}"
+        if len(self.rows) < len(KINDS):
+            return "it lacks the rows of each kind: text, visual, span, sample"
+        shard = shard_name(self.unit, self.files)
+        return None if self.shard == shard else f"the shard of these files is {shard}"
+
+
+class TableRecord(Record, frozen=True, kw_only=True):
+    """An Arrow table that counts; see `tables.write_table`."""
+
+    file: Short = ""
+    entry: Entry = (0, "")
+
+    FOLDER: ClassVar[str]
+
+    @property
+    def name(self) -> str:
+        """What the table is kept under."""
+        raise NotImplementedError
+
+    @property
+    def named(self) -> str:
+        """The file that counts by this record."""
+        return self.file
+
+    def file_of(self, entry: Entry) -> str:
+        """The file for a table: named by its content."""
+        return f"{self.FOLDER}/{self.name}-{entry[1][:16]}.arrow"
+
+    def wrong(self, name: str) -> str | None:
+        """It is of its name, and its table named by that and by the content."""
+        if name != f"{self.FOLDER}/{self.name}.json":
+            return f"it is the record of {self.name}"
+        file = self.file_of(self.entry)
+        return None if self.file == file and self.entry[1] else f"its table must be {file}"
+
+
+class ViewRecord(TableRecord, frozen=True, kw_only=True):
+    """Which samples some filters keep."""
+
+    view: Name
+    base: Name | None
+    filters: tuple[Text, ...]
+    rows: Count
+    kept: Count
+    dropped: Mapping[Text, Count]
+
+    FOLDER = VIEWS
+
+    @property
+    def name(self) -> str:
+        """The view."""
+        return self.view
+
+
+class RunRecord(TableRecord, frozen=True, kw_only=True):
+    """What a training run says of samples."""
+
+    run: Name
+    order: Count
+
+    FOLDER = STATS
+
+    @property
+    def name(self) -> str:
+        """The run."""
+        return self.run
+
+
+class CacheRecord(TableRecord, frozen=True, kw_only=True):
+    """The merged index, of the shards of these units."""
+
+    shards: Mapping[Name, Short]
+
+    FOLDER = CACHE
+    MOST = 1 << 24
+
+    @property
+    def name(self) -> str:
+        """There is one."""
+        return "index"
+
+
+TABLES: Mapping[str, type[TableRecord]] = {kind.FOLDER: kind for kind in (ViewRecord, RunRecord, CacheRecord)}
 
 
 def damaged(where: str, why: str = "its checksum does not match") -> StoreError:
-    """The error of whoever finds damage."""
+    """The error for damaged data."""
     return StoreError(f"{where} is damaged: {why}. `vlmdistill store verify` lists all damage")
 
 
@@ -41,44 +215,90 @@ def digest(data: bytes | memoryview) -> str:
     return blake3.blake3(data).hexdigest()
 
 
-def _canonical(content: Mapping[str, Any]) -> bytes:
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return text.encode()
+_canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False).encode
 
 
-def seal(content: Mapping[str, Any]) -> bytes:
-    """The bytes of a record with this content."""
-    return _canonical({**content, SEAL: digest(_canonical(content))})
-
-
-def unseal(data: bytes, name: str) -> Record:
-    """Read a record back; StoreError when a byte of it has changed."""
+def seal(record: Record | Mapping[str, Any]) -> bytes:
+    """The bytes of a record; StoreError when it could not be read back."""
+    content = msgspec.to_builtins(record)
     try:
-        content = json.loads(data)
-        intact = isinstance(content, dict) and seal({k: v for k, v in content.items() if k != SEAL}) == data
-    except ValueError:
-        intact = False
-    if not intact:
-        raise damaged(name)
-    del content[SEAL]
-    return dict(content)
+        bare = _canonical(content).encode()
+        if isinstance(record, Record):
+            _require_size(bare, type(record))
+            msgspec.json.decode(bare, type=type(record))
+    except ValueError as error:
+        raise StoreError(f"this {type(record).__name__} cannot be written: {one_line(error)}") from error
+    return _canonical({**content, "blake3": digest(bare)}).encode()
 
 
-def read_record(place: Place, name: str) -> Record:
+def unseal(data: bytes, kind: type[R], name: str) -> R:
+    """Read the record in the file `name` back; ValueError or NewerError says what is wrong."""
+    _require_size(data, kind)
+    if _deep(data):
+        raise ValueError(f"its brackets do not match, or are more than {DEPTH} deep")
+    # The first is its own: keys are sorted, and nothing that comes before it can hold another.
+    found = SEAL.search(data)
+    content = found and data[: found.start()] + data[found.end() :]
+    if not found or not content or digest(content) != found[1].decode():
+        raise ValueError("its checksum does not match")
+    try:
+        record = msgspec.json.decode(content, type=kind)
+    except msgspec.ValidationError:
+        _require_known(content)
+        raise
+    if why := record.wrong(name):
+        raise ValueError(why)
+    return record
+
+
+def _require_size(data: bytes, kind: type[Record]) -> None:
+    if len(data) > kind.MOST:
+        raise ValueError(f"it has more than {kind.MOST} bytes")
+
+
+def _deep(data: bytes) -> bool:
+    """Whether brackets outside of strings are nested too deeply, or do not match."""
+    bare = data.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')[::2]
+    brackets = b"".join(bare).translate(None, BRACKETS)
+    for _ in range(DEPTH):
+        if not brackets:
+            break
+        brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
+    return bool(brackets)
+
+
+class _Version(Struct):
+    schema: int
+
+
+def _require_known(content: bytes) -> None:
+    """NewerError when a record, which is not as it should be, is of a later version."""
+    try:
+        version = msgspec.json.decode(content, type=_Version).schema
+    except msgspec.ValidationError:
+        return
+    if version > SCHEMA_VERSION:
+        raise NewerError(f"has schema {version}")
+
+
+def read_record(backend: Backend, name: str, kind: type[R]) -> R:
     """Read and check a record: StoreError if damaged, NewerError if too new, FileNotFoundError if missing."""
-    content = unseal(place.read(name), f"{place.url}/{name}")
-    if content.get("schema", 0) > SCHEMA_VERSION:
-        raise NewerError(
-            f"{place.url}/{name} has schema {content['schema']}, this vlmdistill reads up to "
-            f"{SCHEMA_VERSION}: update vlmdistill"
-        )
-    return content
-
-
-def find_record(place: Place, name: str) -> Record | None:
-    """Read and check a record, None when there is none; StoreError when damaged or too new."""
+    where = f"{backend.url}/{name}"
+    if not RECORD.fullmatch(name):
+        raise damaged(where, "no record can have that name")
     try:
-        return read_record(place, name)
+        return unseal(backend.read(name, kind.MOST + 1), kind, name)
+    except (ValueError, IsADirectoryError) as error:
+        raise damaged(where, one_line(error)) from error
+    except NewerError as error:
+        what = f"{where} {error}, this vlmdistill reads up to {SCHEMA_VERSION}: update vlmdistill"
+        raise NewerError(what) from None
+
+
+def find_record(backend: Backend, name: str, kind: type[R]) -> R | None:
+    """Read and check a record, None when it is missing; StoreError when damaged or too new."""
+    try:
+        return read_record(backend, name, kind)
     except FileNotFoundError:
         return None
 
@@ -93,13 +313,13 @@ def check_name(name: str, what: str) -> str:
 
 
 def shard_name(unit: str, files: Files) -> str:
-    """The unit and a hash of the content: equal samples make equal names, whoever writes them."""
-    return f"{unit}-{digest(_canonical(dict(files)))[:16]}"
+    """The unit and a hash of the content: equal samples make equal names."""
+    return f"{unit}-{digest(msgspec.json.encode(files, order='sorted'))[:16]}"
 
 
-def units(place: Place) -> list[str]:
+def units(backend: Backend) -> list[str]:
     """The committed units, sorted."""
-    return [name.removesuffix(".json") for name in place.names(COMMITS) if name.endswith(".json")]
+    return [name.removesuffix(".json") for name in backend.list_names(COMMITS) if name.endswith(".json")]
 
 
 def commit_name(unit: str) -> str:

@@ -4,24 +4,36 @@ Shapes: T text tokens of a sample, U visual tokens, M visual spans (images or vi
 L = T + U positions of the expanded sequence, D hidden width, V vocabulary.
 """
 
-import dataclasses
 import hashlib
 import json
+import re
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy.typing as npt
+from msgspec import Meta as Bounds
+from msgspec import Struct
 
-from vlmdistill.stores.errors import DataError
+from vlmdistill.stores.errors import DataError, one_line
+from vlmdistill.stores.suggestions import did_you_mean
 
 SCHEMA_VERSION = 1
 
 Array = npt.NDArray[Any]
 Where = Literal["text", "visual", "span"]
+Rows = Literal["text", "visual", "span", "sample"]  # what one row of an array is for
 Meta = Mapping[str, str | int | float | bool | None]
 T = typing.TypeVar("T")
+
+# What may be read; far beyond any target, and small enough to reckon with.
+Size = Annotated[int, Bounds(ge=1, le=1 << 17)]  # of a vector
+Count = Annotated[int, Bounds(ge=0, le=1 << 31)]
+Id = Annotated[int, Bounds(ge=0, le=1 << 31)]
+Label = Annotated[str, Bounds(max_length=1 << 12)]
+FEATURE = re.compile(r"(hidden|embed|layer[0-9]{1,5})\.(text|visual|span)")
 
 
 @dataclass(frozen=True, order=True)
@@ -40,21 +52,21 @@ class Feature:
 
     @property
     def name(self) -> str:
-        """The name of the field on disk, e.g. `hidden.text` or `layer14.visual`."""
+        """The name on disk, e.g. `hidden.text` or `layer14.visual`."""
         return f"{self.source}.{self.where}"
 
     @classmethod
     def parse(cls, name: str) -> "Feature":
-        """Read a field name back; DataError when it is not one."""
-        source, _, where = name.partition(".")
-        layer = source.removeprefix("layer")
-        known = source in ("hidden", "embed") or (source != layer and layer.isdecimal())
-        if not known or where not in typing.get_args(Where):
+        """Read a name back; DataError when it is not a feature."""
+        found = FEATURE.fullmatch(name)
+        if not found:
+            every = (f"{of}.{at}" for of in ("hidden", "embed") for at in typing.get_args(Where))
+            near = did_you_mean(name, every)
             raise DataError(
-                f"'{name}' is not a feature: write hidden|embed|layer<k> '.' text|visual|span, "
+                f"'{name}' is not a feature{near}: write hidden|embed|layer<k> '.' text|visual|span, "
                 "for example hidden.text or layer14.visual"
             )
-        return cls(source, typing.cast(Where, where))
+        return cls(found[1], typing.cast(Where, found[2]))
 
 
 @dataclass(frozen=True)
@@ -69,7 +81,7 @@ class Span:
 class Sample:
     """One prompt with its response, teacher-forced through the target. Ragged and unpadded.
 
-    Visual placeholders are left out of the token arrays: `spans` say where they stood, and
+    Visual placeholders are left out of the token arrays: `spans` hold their positions, and
     `position_T` gives each text token's index in the expanded sequence.
     """
 
@@ -84,7 +96,7 @@ class Sample:
 
     @property
     def visual_tokens(self) -> int:
-        """U: how many visual tokens stand in the expanded sequence."""
+        """U: the number of visual tokens in the expanded sequence."""
         return sum(span.length for span in self.spans)
 
     def rows(self, where: Where) -> int:
@@ -92,30 +104,55 @@ class Sample:
         return {"text": len(self.ids_T), "visual": self.visual_tokens, "span": len(self.spans)}[where]
 
 
-@dataclass(frozen=True, kw_only=True)
-class TargetInfo:
+@dataclass(frozen=True)
+class PackedSamples:
+    """B samples of a batch one after the other, unpadded: T text tokens and M spans of all of them."""
+
+    keys: tuple[str, ...]
+    text_tokens_B: Array  # int64
+    tokens_T4: Array  # int32: id, position, rotary position, response
+    span_M3: Array  # int64: number of the sample, start, length
+    features: Mapping[Feature, Array]  # [rows of all samples, D]; bf16 as uint16
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @property
+    def ids_T(self) -> Array:
+        """Token ids."""
+        ids_T: Array = self.tokens_T4[:, 0]
+        return ids_T
+
+    @property
+    def response_T(self) -> Array:
+        """Whether the target generated the token (bool)."""
+        response_T: Array = self.tokens_T4[:, 3] != 0
+        return response_T
+
+
+class TargetInfo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The facts of a target that a drafter is built from; they travel in the store."""
 
-    name: str
-    family: str
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
+    name: Label
+    family: Label
+    hidden_size: Size
+    intermediate_size: Count
+    num_layers: Count
+    num_heads: Count
+    num_kv_heads: Count
+    head_dim: Count
+    vocab_size: Count
     rms_norm_eps: float
     rope_theta: float
-    hidden_act: str
+    hidden_act: Label
     attention_bias: bool
-    max_position: int
-    eos_ids: tuple[int, ...]
-    visual_ids: tuple[int, ...]  # ids of the image and video placeholders
+    max_position: Count
+    eos_ids: tuple[Id, ...]
+    visual_ids: tuple[Id, ...]  # ids of the image and video placeholders
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-able form; `from_dict` reads it back."""
-        return dataclasses.asdict(self)
+        return msgspec.structs.asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "TargetInfo":
@@ -124,7 +161,7 @@ class TargetInfo:
 
 
 @dataclass(frozen=True)
-class Head:
+class FrozenTables:
     """The target's frozen tables: what turns ids into drafter inputs and states into logits.
 
     `lm_head_VD` is the same object as `embed_VD` when the target ties them.
@@ -133,7 +170,7 @@ class Head:
     embed_VD: Array  # bf16 as uint16
     lm_head_VD: Array
     dtype: str  # bfloat16, float16 or float32
-    generation: Mapping[str, Any] = field(default_factory=dict)  # told: the target's generation config
+    generation: Mapping[str, Any] = field(default_factory=dict)  # the target's generation config: informative
 
     @property
     def tied(self) -> bool:
@@ -141,26 +178,26 @@ class Head:
         return self.lm_head_VD is self.embed_VD
 
 
-@dataclass(frozen=True, kw_only=True)
-class Provenance:
+class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the features come from. Stores merge, and drafters decode, only where these agree."""
 
-    target: str  # name or path as given: told, never compared
-    config_hash: str
-    weights_hash: str
-    processor_hash: str
-    template_hash: str
-    features: tuple[str, ...]  # names of the captured features, sorted
-    dtype: str  # of the stored features: bfloat16, float16 or float32
-    revision: str = ""
-    sampling: str = ""  # told, never compared: responses of several settings may share a store
-    code_version: str = ""  # told, never compared
+    target: Label  # name or path as given, never compared
+    config_hash: Label
+    weights_hash: Label
+    processor_hash: Label
+    template_hash: Label
+    features: Annotated[tuple[Label, ...], Bounds(max_length=1000)]  # names of those captured, sorted
+    dtype: Label  # of the stored features: bfloat16, float16 or float32
+    revision: Label = ""
+    sampling: Label = ""  # never compared: responses of several settings may share a store
+    code_version: Label = ""  # never compared
+    engine: Label = "transformers"  # that ran the target; another one with its version
 
-    TOLD: typing.ClassVar = ("target", "revision", "sampling", "code_version")
+    INFORMATIVE: typing.ClassVar = ("target", "revision", "sampling", "code_version")
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-able form; `from_dict` reads it back."""
-        return dataclasses.asdict(self)
+        return msgspec.structs.asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Provenance":
@@ -169,29 +206,19 @@ class Provenance:
 
     def mismatch(self, other: "Provenance") -> str | None:
         """The first compared field in which the two differ, as `field: mine, not theirs`."""
-        for item in dataclasses.fields(self):
-            mine, theirs = getattr(self, item.name), getattr(other, item.name)
-            if item.name not in self.TOLD and mine != theirs:
-                return f"{item.name}: {mine}, not {theirs}"
+        for name in self.__struct_fields__:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if name not in self.INFORMATIVE and mine != theirs:
+                return f"{name}: {mine}, not {theirs}"
         return None
 
 
 def from_dict(cls: type[T], values: Mapping[str, Any], what: str) -> T:
-    """Build a frozen dataclass from JSON values; lists become tuples, odd fields are DataError."""
-    known = {item.name: item for item in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    unknown = sorted(set(values) - set(known))
-    required = {
-        name
-        for name, item in known.items()
-        if item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
-    }
-    missing = sorted(required - set(values))
-    if unknown or missing:
-        raise DataError(
-            f"this {what} was written by another version: "
-            f"missing {missing or 'nothing'}, unknown {unknown or 'nothing'}"
-        )
-    return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+    """Build a struct from JSON values; DataError names a member that is missing, unknown or mistyped."""
+    try:
+        return msgspec.convert(values, cls)
+    except msgspec.ValidationError as error:
+        raise DataError(f"this {what} was written by another version: {one_line(error)}") from None
 
 
 def content_hash(value: Any) -> str:

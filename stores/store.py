@@ -6,69 +6,70 @@
       commits/<unit>.json   a shard counts when its record is here; sealed
       shards/<unit>-<hash>/ a Zarr v3 group of arrays, and index.arrow
       views/, stats/        what filters keep; what training says of samples
-      staging/, dead/       unfinished work; what a collector is removing
+      ledger/               a copy of each record, to miss lost ones by
+      staging/              unfinished work
 
 `docs/store-format.md` describes every file.
 """
 
 import contextlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vlmdistill.stores.arrays import CHUNK_FILE, ArraySpec, extent_of, read_rows
+from vlmdistill.stores.arrays import ArraySpec, byte_range, read_rows
+from vlmdistill.stores.backends.backend import STAGING, Backend, open_backend, writing
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.heads import read_head, write_head
-from vlmdistill.stores.indexing import Lines, Shards
+from vlmdistill.stores.index.merged import Lines, Shards
+from vlmdistill.stores.index.tables import XXH3, reserved
 from vlmdistill.stores.layout import TOKENS, Layout, rows_of
 from vlmdistill.stores.manifest import (
-    DEAD,
+    FORMAT,
     HEADS,
-    SHARDS,
+    KINDS,
     STATS,
     STORE,
-    Record,
+    Commit,
+    StoreRecord,
     damaged,
     read_record,
     seal,
     units,
 )
-from vlmdistill.stores.memory import Pool
-from vlmdistill.stores.place import STAGING, Place, place_of, writing
 from vlmdistill.stores.schema import (
     SCHEMA_VERSION,
     Array,
     Feature,
-    Head,
+    FrozenTables,
+    PackedSamples,
     Provenance,
+    Rows,
     Sample,
     Span,
     TargetInfo,
     content_hash,
 )
-from vlmdistill.stores.tables import XXH3, reserved
 from vlmdistill.stores.writer import Writer
 
 if TYPE_CHECKING:
     import polars as pl
 
-FORMAT = "vlmdistill-store"
-
 
 class Store:
     """A feature store at a local path or any fsspec URL. Make one with `create` or `open`."""
 
-    def __init__(self, place: Place, record: Mapping[str, Any]) -> None:
-        self.place = place
+    def __init__(self, backend: Backend, record: StoreRecord) -> None:
+        self.backend = backend
         self.record = record
-        self.path = place.url
-        self.provenance = Provenance.from_dict(record["provenance"])
-        self.info = TargetInfo.from_dict(record["info"])
-        self.layout = Layout.of(self.provenance, self.info, record["encoding"])
-        self._shards = Shards(place)
-        self._pool = Pool()
+        self.path = backend.url
+        self.provenance = record.provenance
+        self.info = record.info
+        self.layout = Layout.of(self.provenance, self.info, record.encoding)
+        self._shards = Shards(backend, self.layout)
+        self.buffers: list[dict[Feature, Array]] = []  # of finished epochs, each for the features of a batch
         self._index: tuple[Any, Lines] | None = None  # what it was made from; the index
         self._meta: Mapping[str, pl.DataType] = {}
 
@@ -78,27 +79,28 @@ class Store:
         path: str | Path,
         provenance: Provenance,
         info: TargetInfo,
-        head: Head,
+        head: FrozenTables,
         encoding: Mapping[str, str] | None = None,
     ) -> "Store":
         """Make a store, or open the one that is there if it is of the same origin.
 
-        `encoding` maps feature names to `raw` (default), `zstd` or `int8`. StoreError names the
+        `encoding` maps feature names to `raw` (default) or `int8`. StoreError names the
         field in which an existing store differs, or what else the folder holds.
         """
-        place = place_of(path)
+        backend = open_backend(path)
         Layout.of(provenance, info, encoding or {})
-        if place.size(STORE) is None:
-            record: Record = {
-                "format": FORMAT,
-                "schema": SCHEMA_VERSION,
-                "provenance": provenance.to_dict(),
-                "info": info.to_dict(),
-                "encoding": dict(encoding or {}),
-            }
-            with writing(place):
-                _require_room(place)
-                place.create(STORE, seal({**record, "head": write_head(place, head)}))
+        if backend.size(STORE) is None:
+            with writing(backend):
+                require_room(backend)
+                record = StoreRecord(
+                    schema=SCHEMA_VERSION,
+                    format=FORMAT,
+                    provenance=provenance,
+                    info=info,
+                    encoding=dict(encoding or {}),
+                    head=write_head(backend, head),
+                )
+                backend.create(STORE, seal(record))
         store = cls.open(path)
         store.require(provenance, info)
         if encoding is not None and dict(encoding) != store.layout.encoding:
@@ -108,16 +110,14 @@ class Store:
 
     @classmethod
     def open(cls, path: str | Path) -> "Store":
-        """Open a store; StoreError when there is none, or it is damaged or newer than this code."""
-        place = place_of(path)
+        """Open a store; StoreError when it is missing, damaged or newer than this code."""
+        backend = open_backend(path)
         try:
-            record = read_record(place, STORE)
+            record = read_record(backend, STORE, StoreRecord)
         except (FileNotFoundError, NotADirectoryError):
             what = f"there is no feature store at {path}"
             raise StoreError(f"{what}: make one with `vlmdistill features`") from None
-        if record.get("format") != FORMAT:
-            raise StoreError(f"{path} is not a feature store: its {STORE} does not say '{FORMAT}'")
-        return cls(place, record)
+        return cls(backend, record)
 
     def require(self, provenance: Provenance, info: TargetInfo | None = None) -> None:
         """StoreError naming the first field in which this store's origin differs."""
@@ -129,35 +129,35 @@ class Store:
         if difference is not None:
             raise StoreError(f"{self.path} is of another origin ({difference}): use another store")
 
-    def head(self) -> Head:
+    def head(self) -> FrozenTables:
         """The target's frozen tables, checked against their checksum."""
-        return read_head(self.place, self.record["head"])
+        return read_head(self.backend, self.record.head, self.layout.width)
 
     # Writing
 
     def writer(self, unit: str) -> Writer:
         """A context manager that commits the samples added to it all at once, or not at all."""
         origin = content_hash(self.provenance.to_dict())
-        return Writer(self.place, self.layout, unit, origin, self._shards)
+        return Writer(self.backend, self.layout, unit, origin, self._shards)
 
     def write_stats(self, run: str, table: "Mapping[str, Sequence[Any]] | pl.DataFrame") -> None:
-        """Keep per-sample numbers of a training run beside the samples: `key` and further columns.
+        """Keep per-sample numbers of a training run: `key` and further columns.
 
         In the index they appear as `<run>.<column>`, and plain as `<column>` from the latest run
         that has a value. Writing a run again replaces it. StoreError on a column that the index has already,
         or that other runs have with another kind of values.
         """
-        from vlmdistill.stores.sidecar import write_stats
+        from vlmdistill.stores.views.run_stats import write_stats
 
-        write_stats(self.place, run, table, self.meta)
+        write_stats(self.backend, run, table, self.meta)
 
     # The index
 
     def keys(self) -> set[str]:
         """The keys of every committed sample, as of now."""
-        return self._shards.keys(units(self.place))
+        return self._shards.keys(units(self.backend))
 
-    def commit(self, unit: str) -> Record:
+    def commit(self, unit: str) -> Commit:
         """The record of a committed unit; StoreError when it is damaged."""
         return self._shards.commit(unit)
 
@@ -177,24 +177,36 @@ class Store:
         return self._meta
 
     def _lines(self) -> Lines:
-        from vlmdistill.stores.sidecar import join_stats
+        from vlmdistill.stores.views.run_stats import join_stats
 
-        there = tuple(units(self.place)), tuple(self.place.names(STATS))
+        there = tuple(units(self.backend)), tuple(self.backend.list_names(STATS))
         if self._index is None or self._index[0] != there:
-            merged = self._shards.merged(there[0], [spec.name for spec in self.layout.arrays])
+            merged = self._shards.merged(there[0])
             self._meta = {name: kind for name, kind in merged.schema.items() if not reserved(name)}
-            self._index = there, Lines(join_stats(self.place, merged))
+            self._index = there, Lines(join_stats(self.backend, merged))
         return self._index[1]
 
     def view(self, name: str | None) -> "pl.DataFrame":
         """The rows of the index that a view keeps, all when None; StoreError when there is no such view."""
         if name is None:
             return self.index
-        from vlmdistill.stores.filters import view_keys
+        from vlmdistill.stores.views.filters import view_keys
 
         return self.index.join(view_keys(self, name), on="key", how="semi", maintain_order="left")
 
     # Reading
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.index["key"])
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and self._find(key) is not None
+
+    def __getitem__(self, key: str) -> Sample:
+        return self.read(key)
 
     def read(self, key: str, features: Collection[Feature] | None = None) -> Sample:
         """One whole sample with the features asked for (all when None), every byte checked.
@@ -202,42 +214,30 @@ class Store:
         StoreError when there is no such sample or feature, or when the data are damaged: it
         names the shard, the field and the sample.
         """
-        row = self._index[1].find(key) if self._index else None
-        row = row or self._lines().find(key)  # committed since we last looked?
+        row = self._find(key)
         if row is None:
             raise StoreError(f"{self.path} has no sample '{key}'")
         chosen = self.layout.choose(features)
-        self._announce(row, chosen)
+        self._prefetch(row, chosen)
         return self._read(row, chosen)
 
-    def _read(
-        self,
-        row: Mapping[str, Any],
-        features: Sequence[Feature],
-        into: Mapping[Feature, Array] | None = None,
-    ) -> Sample:
-        """The sample of one row of the index, its features read `into` arrays [n, D] if given."""
-        tokens_T4 = self.rows(TOKENS, row)
-        ids_T, position_T, rope_T, response_T = np.ascontiguousarray(tokens_T4.T)
-        written = self.commit(row["unit"])["meta"]  # without what training says of the sample
-        held = {}
-        for feature in features:
-            specs, out = self.layout.parts(feature), into[feature] if into else None
-            if len(specs) == 1:
-                held[feature] = self.rows(specs[0], row, out)
-                continue
-            held[feature] = self.layout.join(feature, tuple(self.rows(spec, row) for spec in specs))
-            if out is not None:
-                out[:] = held[feature]
-                held[feature] = out
+    def _find(self, key: str) -> dict[str, Any] | None:
+        """The row of the index of a sample, None when there is none."""
+        row = self._index[1].find(key) if self._index else None
+        return row or self._lines().find(key)  # committed since we last looked?
+
+    def _read(self, row: Mapping[str, Any], features: Sequence[Feature]) -> Sample:
+        """The sample of one row of the index."""
+        ids_T, position_T, rope_T, response_T = np.ascontiguousarray(self.rows(TOKENS, row).T)
+        written = self.commit(row["unit"]).meta  # without the statistics of training runs
         return Sample(
             key=row["key"],
             ids_T=ids_T,
             response_T=response_T.astype(np.bool_),
             position_T=position_T,
             rope_T=rope_T,
-            spans=tuple(Span(span["start"], span["length"]) for span in row["spans"]),
-            features=held,
+            spans=self._spans(row),
+            features={feature: self._feature(feature, row) for feature in features},
             meta={
                 name: value
                 for name, value in row.items()
@@ -245,54 +245,89 @@ class Store:
             },
         )
 
-    def read_batch(self, rows: Sequence[Mapping[str, Any]], features: Collection[Feature]) -> list[Sample]:
-        """The samples of several rows of the index, each feature's rows side by side in reused memory.
+    def read_batch(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        features: Collection[Feature],
+        buffers: dict[Feature, Array] | None = None,
+    ) -> PackedSamples:
+        """The samples of several rows of the index, one after the other; StoreError as from `read`.
 
-        `tensors.packed` makes one tensor of them without a copy. The memory is used for other samples
-        once nothing refers to it any more.
+        The features are read into `buffers` (uint8, replaced when too small), so that the next batch that is
+        given the same ones overwrites them: fresh memory costs more than copying into it.
         """
-        blocks = {
-            feature: self._pool.take(
-                sum(rows_of(feature.where, row) for row in rows), self.layout.width, self.layout.storage
-            )
-            for feature in self.layout.choose(features)
-        }
+        chosen = self.layout.choose(features)
+        ends = {where: [0, *np.cumsum([rows_of(where, row) for row in rows])] for where in KINDS}
         for row in rows:
-            self._announce(row, tuple(blocks))
-        ends = dict.fromkeys(blocks, 0)
-        samples = []
-        for row in rows:
-            into = {}
-            for feature, block in blocks.items():
-                start, ends[feature] = ends[feature], ends[feature] + rows_of(feature.where, row)
-                into[feature] = block[start : ends[feature]]
-            samples.append(self._read(row, tuple(blocks), into))
-        return samples
+            for where in KINDS:
+                self._span(where, row)  # before memory is allocated for it
+            self._prefetch(row, chosen)
+        buffers = {} if buffers is None else buffers
+        tokens_T4 = np.empty((ends["text"][-1], TOKENS.width), TOKENS.dtype)
+        held = {feature: self._buffer(feature, ends[feature.where][-1], buffers) for feature in chosen}
+        spans = list[tuple[int, int, int]]()
+        for at, row in enumerate(rows):
+            self.rows(TOKENS, row, tokens_T4[ends["text"][at] : ends["text"][at + 1]])
+            spans += [(at, span.start, span.length) for span in self._spans(row)]
+            for feature, block in held.items():
+                self._feature(feature, row, block[ends[feature.where][at] : ends[feature.where][at + 1]])
+        return PackedSamples(
+            keys=tuple(row["key"] for row in rows),
+            text_tokens_B=np.diff(ends["text"]),
+            tokens_T4=tokens_T4,
+            span_M3=np.array(spans, np.int64).reshape(-1, 3),
+            features=held,
+        )
 
-    def _announce(self, row: Mapping[str, Any], features: Sequence[Feature]) -> None:
+    def _buffer(self, feature: Feature, rows: int, buffers: dict[Feature, Array]) -> Array:
+        """Room for the rows [rows, D] of a feature."""
+        size = rows * self.layout.width * np.dtype(self.layout.storage).itemsize
+        if feature not in buffers or len(buffers[feature]) < size:
+            buffers[feature] = np.empty(size + size // 4, np.uint8)
+        return buffers[feature][:size].view(self.layout.storage).reshape(rows, self.layout.width)
+
+    def _feature(self, feature: Feature, row: Mapping[str, Any], out: Array | None = None) -> Array:
+        """The rows [n, D] of a feature of one sample, in `out` if given."""
+        specs = self.layout.parts(feature)
+        if len(specs) == 1:
+            return self.rows(specs[0], row, out)
+        rows = self.layout.join(tuple(self.rows(spec, row) for spec in specs))
+        if out is None:
+            return rows
+        out[:] = rows
+        return out
+
+    def _spans(self, row: Mapping[str, Any]) -> tuple[Span, ...]:
+        spans = tuple(Span(span["start"], span["length"]) for span in row["spans"])
+        if sum(span.length for span in spans) != row["visual_tokens"] or any(
+            span.length < 1 for span in spans
+        ):
+            where = f"{self.path}: the index of sample {row['key']}"
+            raise damaged(where, f"its spans do not have {row['visual_tokens']} visual tokens")
+        return spans
+
+    def _prefetch(self, row: Mapping[str, Any], features: Sequence[Feature]) -> None:
         """Let the disk start on all arrays of a sample at once, in the order of reading."""
-        shard = f"{SHARDS}/{self.commit(row['unit'])['shard']}"
+        shard = self.commit(row["unit"]).named
         specs = [spec for feature in features for spec in self.layout.parts(feature)]
-        with contextlib.suppress(FileNotFoundError):  # whoever reads it says what is missing
+        with contextlib.suppress(FileNotFoundError):  # reading it reports what is missing
             for spec in (TOKENS, *specs):
-                span = self._span(spec, row)
-                if span and not spec.compressed:
-                    self.place.announce(*extent_of(shard, spec, span))
+                if span := self._span(spec.rows, row):
+                    self.backend.prefetch(*byte_range(shard, spec, span))
 
-    @staticmethod
-    def _span(spec: ArraySpec, row: Mapping[str, Any]) -> range:
-        start = row[f"{spec.rows}_row"]
-        return range(start, start + rows_of(spec.rows, row))
+    def _span(self, rows: Rows, row: Mapping[str, Any]) -> range:
+        """The rows of one kind that a sample has, as its line of the index says."""
+        start, count, total = row[f"{rows}_row"], rows_of(rows, row), self.commit(row["unit"]).rows[rows]
+        if start + count > total:  # neither is negative, see `check_values`
+            where = f"{self.path}: the index of sample {row['key']}"
+            raise damaged(where, f"it names {rows} rows up to {start + count}, and there are {total}")
+        return range(start, start + count)
 
     def rows(self, spec: ArraySpec, row: Mapping[str, Any], out: Array | None = None) -> Array:
         """The rows of one array for one row of the index, as stored and checked, in `out` if given."""
-        record = self.commit(row["unit"])
-        span = self._span(spec, row)
-        total = record["rows"][spec.rows]
-        size = record["files"].get(f"{spec.name}/{CHUNK_FILE}", (0,))[0]
-        shard = f"{SHARDS}/{record['shard']}"
+        shard = self.commit(row["unit"]).named
         try:
-            rows, checksum = read_rows(self.place, shard, spec, span, total, size, out)
+            rows, checksum = read_rows(self.backend, shard, spec, self._span(spec.rows, row), out)
         except FileNotFoundError as error:
             raise damaged(self._where(shard, spec, row), "it is missing") from error
         except OSError as error:
@@ -305,10 +340,10 @@ class Store:
         return f"{self.path}/{shard}: {spec.name} of sample {row['key']}"
 
 
-def _require_room(place: Place) -> None:
-    """StoreError when a place holds more than hidden files and what an interrupted creation leaves."""
-    ours = (HEADS, STAGING, DEAD)
-    others = [name for name in place.names("") if name not in ours and not name.startswith(".")]
-    if others and place.size(STORE) is None:  # unless another process made the store since we looked
-        what = f"{place.url} holds other things, such as {others[0]}, and no {STORE}"
+def require_room(backend: Backend) -> None:
+    """StoreError when a folder holds more than hidden files and what an interrupted creation leaves."""
+    ours = (HEADS, STAGING)
+    others = [name for name in backend.list_names("") if name not in ours and not name.startswith(".")]
+    if others and backend.size(STORE) is None:  # unless another process made the store since we looked
+        what = f"{backend.url} holds other things, such as {others[0]}, and no {STORE}"
         raise StoreError(f"{what}: name a new folder")

@@ -1,4 +1,4 @@
-"""What is in a store, told from its records and index alone: no tensor is touched."""
+"""What is in a store, from its records and index alone: no tensor is read."""
 
 import logging
 from collections.abc import Collection, Mapping
@@ -9,12 +9,13 @@ import polars as pl
 
 from vlmdistill.stores.arrays import ArraySpec
 from vlmdistill.stores.errors import StoreError
-from vlmdistill.stores.filters import view_keys
+from vlmdistill.stores.index.tables import ROW, reserved, table_names
+from vlmdistill.stores.integrity.ledger import LEDGER
 from vlmdistill.stores.layout import TOKENS
 from vlmdistill.stores.manifest import CACHE, STATS, VIEWS, seal, units
 from vlmdistill.stores.schema import Array, Feature
 from vlmdistill.stores.store import Store
-from vlmdistill.stores.tables import ROW, reserved, table_names
+from vlmdistill.stores.views.filters import view_keys
 
 BINS = 24
 COUNTS = ("text_tokens", "visual_tokens", "response_tokens")
@@ -24,22 +25,23 @@ log = logging.getLogger("vlmdistill.stores")
 def info(store: Store, needs: Mapping[str, Collection[Feature]] | None = None) -> dict[str, Any]:
     """What a store holds, from what, how big, per field and per dataset.
 
-    `bytes` on disk are those of the fields, `index_bytes`, `head_bytes` and `records_bytes` (the records, and
-    the tables of views, statistics and cache). Shards that no record names do not count. `shadowed` samples
-    have a key that an earlier unit has too. A view says what it keeps, and how much of that is there.
+    `bytes` on disk are those of the fields, `index_bytes`, `head_bytes` and `records_bytes` (the records, the
+    ledger, and the tables of views, statistics and cache). Shards that no record names do not count.
+    `shadowed` samples have a key that an earlier unit has too. A view says what it keeps, and how much of
+    that is there.
     `needs` maps drafters to the features they read: then also what each would read, or lacks.
     """
-    records = [store.commit(unit) for unit in units(store.place)]
+    records = [store.commit(unit) for unit in units(store.backend)]
     index = store.index
-    disk: dict[str, int] = {}  # array, or file beside the arrays -> bytes in all shards
+    disk: dict[str, int] = {}  # array, or file next to the arrays -> bytes in all shards
     rows = dict.fromkeys(("text", "visual", "span", "sample"), 0)
     losses: dict[str, list[float]] = {}
     for record in records:
-        for name, (size, _) in record["files"].items():
+        for name, (size, _) in record.files.items():
             disk[name.split("/")[0]] = disk.get(name.split("/")[0], 0) + size
-        for kind, count in record["rows"].items():
+        for kind, count in record.rows.items():
             rows[kind] += count
-        for name, sums in record["losses"].items():
+        for name, sums in record.losses.items():
             losses[name] = [a + b for a, b in zip(losses.get(name, [0.0, 0.0]), sums, strict=True)]
 
     def on_disk(specs: Collection[ArraySpec]) -> int:
@@ -57,33 +59,33 @@ def info(store: Store, needs: Mapping[str, Collection[Feature]] | None = None) -
             about["relative_error"] = float(np.sqrt(error / squares)) if squares else 0.0
         fields[feature.name] = about
     arrays = on_disk(store.layout.arrays)
-    beside = [store.place.files(folder) for folder in (VIEWS, STATS, CACHE)]
+    tables = [store.backend.list_files(folder) for folder in (VIEWS, STATS, CACHE, LEDGER)]
     sizes = {
         "index_bytes": sum(disk.values()) - arrays,
-        "head_bytes": store.record["head"]["entry"][0],
+        "head_bytes": store.record.head.entry[0],
         "records_bytes": sum(len(seal(record)) for record in (store.record, *records))
-        + sum(size for files in beside for size in files.values()),
+        + sum(size for files in tables for size in files.values()),
     }
-    views = {name: _kept(store, name) for name in table_names(store.place, VIEWS)}
-    told: dict[str, Any] = {
+    views = {name: _kept(store, name) for name in table_names(store.backend, VIEWS)}
+    facts: dict[str, Any] = {
         "path": store.path,
         "samples": len(index),
         "shadowed": rows["sample"] - len(index),
         "units": len(records),
         "bytes": arrays + sum(sizes.values()),
         **sizes,
-        "schema": store.record["schema"],
+        "schema": store.record.schema,
         "provenance": store.provenance.to_dict(),
         "target": store.info.to_dict(),
         "fields": fields,
         "datasets": _datasets(store, fields),
         "views": {name: counts[0] for name, counts in views.items()},
         "views_there": {name: counts[1] for name, counts in views.items()},
-        "runs": table_names(store.place, STATS),
+        "runs": table_names(store.backend, STATS),
     }
     if needs is not None:
-        told["drafters"] = {name: _cost(store, wanted, fields) for name, wanted in sorted(needs.items())}
-    return told
+        facts["drafters"] = {name: _cost(store, wanted, fields) for name, wanted in sorted(needs.items())}
+    return facts
 
 
 def _kept(store: Store, view: str) -> tuple[int, int] | tuple[None, None]:
@@ -92,7 +94,8 @@ def _kept(store: Store, view: str) -> tuple[int, int] | tuple[None, None]:
         keys = view_keys(store, view)
     except StoreError as error:
         what = f"the view '{view}' cannot be read: {error}"
-        log.warning(f"{what}. To do without it, remove {store.path}/{VIEWS}/{view}.json")
+        where = f"{store.path}/{VIEWS}/{view}.json"
+        log.warning(f"{what}. To do without it, remove {where} and its copy in ledger/")
         return None, None
     return len(keys), len(store.index.join(keys, on="key", how="semi"))
 
@@ -129,7 +132,7 @@ def stats(store: Store, view: str | None = None) -> dict[str, dict[str, Any]]:
     Where all values are equal they are in the middle bin.
     """
     rows = store.view(view)
-    told = {}
+    facts = {}
     for name, kind in rows.schema.items():
         own = reserved(name) or name.endswith(ROW)
         if not kind.is_numeric() or (own and name not in COUNTS):
@@ -137,8 +140,8 @@ def stats(store: Store, view: str | None = None) -> dict[str, dict[str, Any]]:
         given = rows[name].drop_nulls().cast(pl.Float64).to_numpy()
         values = given[np.isfinite(given)]
         if len(given):
-            told[name] = {"count": len(values), "not_finite": len(given) - len(values), **_spread(values)}
-    return told
+            facts[name] = {"count": len(values), "not_finite": len(given) - len(values), **_spread(values)}
+    return facts
 
 
 def _spread(values: Array) -> dict[str, Any]:
@@ -151,8 +154,8 @@ def _spread(values: Array) -> dict[str, Any]:
     small = np.ldexp(values, -exponent)
     mean, *quantiles = np.ldexp([small.mean(), *np.quantile(small, [0, 0.1, 0.5, 0.9, 1])], exponent).tolist()
     least, width = small.min(), np.ptp(small)
-    places = (small - least) / width if width else np.full(len(small), 0.5)
-    counts, _ = np.histogram(places, BINS, range=(0, 1))
+    relative = (small - least) / width if width else np.full(len(small), 0.5)
+    counts, _ = np.histogram(relative, BINS, range=(0, 1))
     return {
         "mean": mean,
         **dict(zip(names, quantiles, strict=True)),

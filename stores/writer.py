@@ -1,8 +1,8 @@
-"""Writing: one unit of samples becomes one shard, or nothing.
+"""Writing: the samples of a unit become one shard, or nothing.
 
-A unit names a share of the work, such as a range of input rows. Its shard is written aside,
-forced to the disk, and published under a name made from its content; it counts from the moment
-its record appears in `commits/`. Writers share no file, so any number may work anywhere.
+A unit names a share of the work, such as a range of input rows. Its shard is written in a folder of its own,
+fsynced, and published under a name made from its content; it exists once its record is in `commits/`.
+Writers share no file, so any number of them may run anywhere.
 """
 
 import json
@@ -11,26 +11,28 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from vlmdistill.stores.arrays import ArraySpec, ArrayWriter, Rows, write_file
-from vlmdistill.stores.commits import commit
+from vlmdistill.stores.arrays import ArraySpec, ArrayWriter, write_file
+from vlmdistill.stores.backends.backend import Backend, writing
 from vlmdistill.stores.errors import StoreError
-from vlmdistill.stores.indexing import Shards
+from vlmdistill.stores.index.arrow import read_arrow, to_arrow
+from vlmdistill.stores.index.merged import Shards
+from vlmdistill.stores.index.tables import LOSS, XXH3, index_table, reserved
+from vlmdistill.stores.integrity.commits import commit
+from vlmdistill.stores.integrity.ledger import LEDGER, find_copy
 from vlmdistill.stores.layout import Layout, rows_of
-from vlmdistill.stores.manifest import SHARDS, check_name, commit_name, shard_name
-from vlmdistill.stores.place import Place, writing
-from vlmdistill.stores.schema import SCHEMA_VERSION, Array, Sample
-from vlmdistill.stores.tables import INDEX, LOSS, XXH3, index_table, reserved, to_arrow
+from vlmdistill.stores.manifest import GROUP, INDEX, Commit, check_name, commit_name, find_record, shard_name
+from vlmdistill.stores.schema import SCHEMA_VERSION, Array, Rows, Sample
 
 
 class Writer:
     """Collects the samples of a unit; a context manager that commits on a clean exit.
 
-    When the unit is already committed, samples are only compared by key: the first commit stands.
+    When the unit is already committed, samples are only compared by key: the first commit counts.
     """
 
-    def __init__(self, place: Place, layout: Layout, unit: str, origin: str, shards: Shards):
+    def __init__(self, backend: Backend, layout: Layout, unit: str, origin: str, shards: Shards):
         self.unit = check_name(unit, "unit")
-        self._place = place
+        self._backend = backend
         self._layout = layout
         self._origin = origin  # hash of the provenance, recorded in the commit
         self._shards = shards  # the committed units
@@ -40,13 +42,13 @@ class Writer:
         self._ends: dict[Rows, int] = {"text": 0, "visual": 0, "span": 0, "sample": 0}
         self._arrays: dict[str, ArrayWriter] = {}
         self._folder: Path | None = None
-        self.committed = place.size(commit_name(unit)) is not None
+        self.committed = backend.size(commit_name(unit)) is not None
 
     def __enter__(self) -> "Writer":
         if not self.committed:
             try:
-                with writing(self._place):
-                    self._folder = self._place.workspace()
+                with writing(self._backend):
+                    self._folder = self._backend.workspace()
                     for spec in self._layout.arrays:
                         self._arrays[spec.name] = ArrayWriter(self._folder, spec)
             except BaseException:
@@ -97,7 +99,7 @@ class Writer:
         held = list(arrays)  # what cannot be encoded or read is refused before anything is written
         self._added.add(key)
         self._torn = key
-        with writing(self._place):
+        with writing(self._backend):
             for spec, array in held:
                 line[XXH3 + spec.name] = self._arrays[spec.name].append(array)
         self._torn = None
@@ -111,7 +113,7 @@ class Writer:
     ) -> None:
         try:
             if kind is None:
-                with writing(self._place):
+                with writing(self._backend):
                     self._commit()
         finally:
             self._release()
@@ -120,7 +122,7 @@ class Writer:
         for array in self._arrays.values():
             array.abort()
         if self._folder is not None:
-            self._place.release(self._folder)
+            self._backend.release(self._folder)
 
     def _require_whole(self) -> None:
         if self._torn is not None:
@@ -139,33 +141,59 @@ class Writer:
             files |= array.close()
         group = {"zarr_format": 3, "node_type": "group", "attributes": {"unit": self.unit}}
         files[INDEX] = write_file(self._folder / INDEX, to_arrow(table))
-        files["zarr.json"] = write_file(self._folder / "zarr.json", json.dumps(group).encode())
-        name = shard_name(self.unit, files)
-        record = {
-            "schema": SCHEMA_VERSION,
-            "unit": self.unit,
-            "shard": name,
-            "origin": self._origin,
-            "rows": self._ends,
-            "meta": [name for name in table.column_names if not reserved(name)],
-            "files": files,
-            "losses": self._losses(),
-        }
-        self._place.publish(self._folder, f"{SHARDS}/{name}")
-        if commit(self._place, record):
+        files[GROUP] = write_file(self._folder / GROUP, json.dumps(group).encode())
+        record = Commit(
+            schema=SCHEMA_VERSION,
+            unit=self.unit,
+            shard=shard_name(self.unit, files),
+            origin=self._origin,
+            rows=self._ends,
+            meta=tuple(name for name in table.column_names if not reserved(name)),
+            files=files,
+            losses=self._losses(),
+        )
+        if why := self._layout.misfit(record.rows, record.files):
+            raise StoreError(f"unit {self.unit} cannot be kept: {why}")
+        self._require_unused(record)
+        folder = self._folder
+        first = commit(self._backend, record, lambda: self._backend.publish(folder, record.named))
+        if first.shard == record.shard:
             self._shards.learn(self.unit, table.schema)
         else:
             self._compare()
 
-    def _losses(self) -> dict[str, list[float]]:
+    def _require_unused(self, record: Commit) -> None:
+        """StoreError when the record of the unit is lost, and its samples are not those written now."""
+        name = commit_name(self.unit)
+        copy = find_copy(self._backend, name, Commit)
+        if copy is None or copy.shard == record.shard or self._backend.size(name) is not None:
+            return
+        try:
+            table = read_arrow(self._backend, f"{copy.named}/{INDEX}", copy.files[INDEX])
+        except (StoreError, OSError):  # what is lost cannot be read either
+            return
+        if odd := set(table["key"].to_pylist()) - self._added:
+            raise StoreError(
+                f"unit {self.unit} was committed with other samples, such as {min(odd)}, and its record is "
+                f"lost: copy {LEDGER}/{name} back to {name}, or remove that to give them up"
+            )
+
+    def _losses(self) -> dict[str, tuple[float, float]]:
         names = sorted(name for name in self._rows[0] if name.startswith(LOSS))
+        errors = {name: [row[name] for row in self._rows] for name in names}
         return {
-            name.removeprefix(LOSS): [sum(row[name][part] for row in self._rows) for part in (0, 1)]
-            for name in names
+            name.removeprefix(LOSS): (sum(one[0] for one in sums), sum(one[1] for one in sums))
+            for name, sums in errors.items()
         }
 
     def _compare(self) -> None:
-        if self._added and self._added != (there := set(self._shards.table(self.unit)["key"].to_pylist())):
+        """StoreError unless the samples are those of the unit as it was committed."""
+        if not self._added:
+            return
+        if find_record(self._backend, commit_name(self.unit), Commit) is None:
+            raise StoreError(f"unit {self.unit} was removed while it was written: write it again")
+        there = set(self._shards.table(self.unit)["key"].to_pylist())
+        if self._added != there:
             odd = min(self._added ^ there)
             raise StoreError(
                 f"unit {self.unit} is already committed with other samples ({odd} is in only one of them): "

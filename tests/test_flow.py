@@ -1,4 +1,4 @@
-"""The whole flow on the embedded target, small, as a user types it; and wrong input on the way."""
+"""The whole flow on the embedded target, small, from the command line; and wrong input."""
 
 import json
 import re
@@ -9,11 +9,15 @@ import pytest
 import torch
 
 from vlmdistill.cli.main import main
-from vlmdistill.drafters import checkpoint
-from vlmdistill.drafters.base import Tree
-from vlmdistill.drafters.decoding.generate import speculate
-from vlmdistill.pipelines.demo import data
-from vlmdistill.pipelines.targets.loading import load
+from vlmdistill.drafters.checkpoints import checkpoint
+from vlmdistill.drafters.core.tree import Tree
+from vlmdistill.drafters.decoding.decoders import speculate
+from vlmdistill.pipelines.demo import files as demo_files
+from vlmdistill.pipelines.evaluation.records import read
+from vlmdistill.pipelines.evaluation.statistics import figures
+from vlmdistill.pipelines.targets.checkpoints.loading import load
+
+pytestmark = pytest.mark.slow
 
 SMALL = [
     "--set",
@@ -29,11 +33,11 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of workspaces in which `run` has gone through once, on a handful of scenes."""
+    """A folder of workspaces after one `run` on a few scenes."""
     folder = tmp_path_factory.mktemp("flow")
     sides: tuple[tuple[Any, int], ...] = (("drafter", 10), ("evaluation", 2))
     for split, images in sides:
-        made = data.write(folder / split, images=images, dialogues=4, seed=5, split=split)
+        made = demo_files.write(folder / split, images=images, dialogues=4, seed=5, split=split)
         side = "train" if split == "drafter" else "eval"
         files = [str(made.llava), *([str(made.sharegpt)] if side == "train" else [])]
         assert command(folder, "prompts", *files, "--images", str(made.images), "--split", side) == 0
@@ -53,15 +57,17 @@ def written(folder: Path) -> dict[Path, int]:
     }
 
 
-def test_every_drafter_says_at_temperature_0_what_the_stock_model_says(runs: Path) -> None:
+def test_every_drafter_is_lossless_at_temperature_0(runs: Path) -> None:
     for name in ("sparrow", "eagle2"):
-        report = json.loads((runs / "demo" / "reports" / f"{name}.json").read_text())
-        greedy, sampled = report["temperatures"]
-        assert greedy["temperature"] == 0
-        assert greedy["lossless"] == {"identical": 2, "near_tie": 0, "different": 0}
-        assert greedy["plain_lossless"] == greedy["lossless"]
-        assert greedy["tau"] == pytest.approx(greedy["accepted"] + 1, abs=0.2)
-        assert sampled["calls"] > 0
+        greedy, sampled = read(runs / "demo" / "reports" / f"{name}.json").temperatures
+        assert (greedy.temperature, sampled.temperature) == (0, 1)
+        for one in greedy.prompts:
+            assert one.drafted.check == one.plain.check == "identical"
+            assert one.drafted.tokens == one.plain.tokens
+        measured = figures(greedy)
+        assert measured.lossless.identical == 2
+        assert measured.tau == pytest.approx(measured.accepted + 1, abs=0.2)
+        assert figures(sampled).calls > 0
     page = (runs / "demo" / "reports" / "index.html").read_text()
     assert "sparrow" in page
     assert "data:image/" in page
@@ -76,21 +82,21 @@ def test_a_second_run_redoes_nothing(runs: Path, capsys: pytest.CaptureFixture[s
     assert "trained" not in err
 
 
-def test_generate_says_the_same_with_a_drafter_and_without(
+def test_generate_gives_the_same_response_with_and_without_a_drafter(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (image, *_) = sorted((runs / "evaluation" / "images").glob("*.png"))
-    answers = []
+    responses = []
     for extra in ([], ["--drafter", "sparrow"], ["--drafter", "eagle2", "--tree", "chain-3"]):
         assert command(runs, "generate", "Describe the picture.", "--image", str(image), *extra) == 0
         out, err = capsys.readouterr()
-        answers.append(out)
+        responses.append(out)
         assert re.search(r"\d+ tokens in [\d.]+ s", err)
-    assert len(set(answers)) == 1
-    assert len(answers[0].split()) > 20
+    assert len(set(responses)) == 1
+    assert len(responses[0].split()) > 20
 
 
-def test_an_untrained_drafter_says_the_same_and_takes_more_calls(runs: Path) -> None:
+def test_an_untrained_drafter_is_lossless_and_takes_more_calls(runs: Path) -> None:
     target = load("demo")
     trained = checkpoint.load(runs / "demo" / "drafters" / "sparrow", target.head, target.info)
     torch.manual_seed(1)
@@ -98,32 +104,32 @@ def test_an_untrained_drafter_says_the_same_and_takes_more_calls(runs: Path) -> 
     (image, *_) = sorted((runs / "evaluation" / "images").glob("*.png"))
     question = [{"type": "image", "path": str(image)}, {"type": "text", "text": "Describe the picture."}]
     prompt = target.encode([{"role": "user", "content": question}])
-    answers, calls = [], []
+    responses, calls = [], []
     for drafter in (trained, untrained):
         cycles = list(speculate(target, drafter, prompt, tree=Tree.parse("chain-3"), max_new_tokens=200))
-        answers.append([token for cycle in cycles for token in cycle.ids])
+        responses.append([token for cycle in cycles for token in cycle.ids])
         calls.append(len(cycles))
-    assert answers[0] == answers[1]
+    assert responses[0] == responses[1]
     assert calls[1] > calls[0]
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "value"),
     [
-        (["eval", "hawk"], "no drafter in"),
-        (["train", "hawk"], "there is no drafter 'hawk'; choose from"),
-        (["train", "sparrow", "--set", "ivsb=perhaps"], "does not fit the setting 'ivsb'"),
-        (["train", "sparrow", "--seed", "1"], "--force to replace it"),
-        (["train", "sparrow", "--recipe", "quick"], "there is no recipe 'quick'"),
+        (["eval", "hawk"], "drafters/hawk"),
+        (["train", "hawk"], "'hawk'"),
+        (["train", "sparrow", "--set", "ivsb=perhaps"], "'ivsb'"),
+        (["train", "sparrow", "--seed", "1"], "--force"),
+        (["train", "sparrow", "--recipe", "quick"], "'quick'"),
         (["train", "sparrow", "--view", "long", "--name", "other"], "long"),
-        (["eval", "sparrow", "--tree", "wide"], "is not a tree"),
+        (["eval", "sparrow", "--tree", "wide"], "wide"),
         (["eval", "sparrow", "--temperature", "-1"], "--temperature -1"),
-        (["generate", "What?", "--image", "nowhere.png"], "nowhere.png does not exist"),
-        (["run", "--drafters", "sparrow,hawk"], "there is no drafter 'hawk'"),
+        (["generate", "What?", "--image", "nowhere.png"], "nowhere.png"),
+        (["run", "--drafters", "sparrow,hawk"], "'hawk'"),
     ],
 )
 def test_a_mistake_is_one_line_and_changes_nothing(
-    words: list[str], says: str, runs: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], value: str, runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = written(runs)
     assert command(runs, *words) == 1
@@ -131,13 +137,13 @@ def test_a_mistake_is_one_line_and_changes_nothing(
     assert out == ""
     errors = [line for line in err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
-    assert says in errors[0]
+    assert value in errors[0]
     assert "Traceback" not in err
     assert written(runs) == before
 
 
 @pytest.mark.parametrize("words", [["eval", "sparrow", "--limit", "-1"], ["run", "--limit", "0"], ["fly"]])
-def test_wrong_usage_is_told_apart(words: list[str], runs: Path) -> None:
+def test_wrong_usage_is_status_two(words: list[str], runs: Path) -> None:
     assert main(words) == 2
 
 
@@ -147,7 +153,7 @@ def test_a_corrupted_drafter_is_refused_by_name(runs: Path, capsys: pytest.Captu
     try:
         file.write_bytes(content[: len(content) // 3])
         assert command(runs, "eval", "eagle2") == 1
-        assert "model.safetensors is missing or corrupt" in capsys.readouterr().err
+        assert "eagle2/model.safetensors" in capsys.readouterr().err
     finally:
         file.write_bytes(content)
 
@@ -160,6 +166,6 @@ def test_a_drafter_of_another_target_is_refused(runs: Path, capsys: pytest.Captu
         changed["provenance"]["weights_hash"] = "0" * 16
         file.write_text(json.dumps(changed))
         assert command(runs, "eval", "eagle2") == 1
-        assert "trained for another target" in capsys.readouterr().err
+        assert "weights_hash" in capsys.readouterr().err
     finally:
         file.write_text(content)

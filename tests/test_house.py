@@ -4,6 +4,7 @@ import re
 import shlex
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -11,15 +12,41 @@ import typer
 from vlmdistill.cli.main import app
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "examples").rglob("*.md")),
+]
+
+
+def packaging() -> dict[str, Any]:
+    """What pyproject.toml says of packages and their files."""
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    return dict(tool["setuptools"])
 
 
 def test_every_package_is_shipped() -> None:
-    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    folders = tool["package-dir"].values()
-    found = {file.parent for folder in folders for file in (ROOT / folder).rglob("__init__.py")}
-    on_disk = {"vlmdistill." + ".".join(folder.relative_to(ROOT).parts) for folder in found}
+    tool = packaging()
+    on_disk = {
+        ".".join((package, *file.parent.relative_to(ROOT / folder).parts))
+        for package, folder in tool["package-dir"].items()
+        for file in (ROOT / folder).rglob("__init__.py")
+    }
     assert set(tool["packages"]) == on_disk
+
+
+def test_the_wheel_has_every_file_of_the_packages_and_nothing_else() -> None:
+    tool = packaging()
+    roots, data, wheel = tool["package-dir"], tool["package-data"], set[Path]()
+    assert not set(roots.values()) & {".", "examples", "benchmarks", "tests"}
+    for package in tool["packages"]:
+        root = max((root for root in roots if f"{package}.".startswith(f"{root}.")), key=len)
+        folder = ROOT.joinpath(roots[root], *package.removeprefix(root).split("."))
+        for pattern in ("*.py", *data["*"], *data.get(package, ())):
+            wheel.update(folder.glob(pattern))
+    files = {file for folder in roots.values() for file in (ROOT / folder).rglob("*.*")}
+    assert wheel == {file for file in files if file.suffix != ".pyc"}
+    assert {file.parent.name for file in wheel if file.name == "model.safetensors"} == {"demo", "demo-video"}
 
 
 def commands(page: Path) -> list[str]:
@@ -29,7 +56,7 @@ def commands(page: Path) -> list[str]:
     return [line for line in lines if line.startswith("vlmdistill ")]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_in_the_docs_is_one_that_the_program_takes(page: Path) -> None:
     for line in commands(page):
         words = shlex.split(line, comments=True)[1:]
@@ -42,7 +69,7 @@ def test_every_command_in_the_docs_is_one_that_the_program_takes(page: Path) -> 
             context = command.make_context(name, rest, parent=context)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_in_the_docs_leads_somewhere(page: Path) -> None:
     for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
         assert (page.parent / link).exists(), link
@@ -51,5 +78,5 @@ def test_every_link_in_the_docs_leads_somewhere(page: Path) -> None:
 def test_make_help_lists_every_target() -> None:
     text = (ROOT / "Makefile").read_text()
     (phony,) = re.findall(r"^\.PHONY: (.*)$", text, re.MULTILINE)
-    told = re.findall(r"^([a-z-]+):.*##", text, re.MULTILINE)
-    assert set(phony.split()) == set(told)
+    facts = re.findall(r"^([a-z-]+):.*##", text, re.MULTILINE)
+    assert set(phony.split()) == set(facts)

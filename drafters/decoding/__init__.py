@@ -1,1 +1,1 @@
-"""Decode with a drafter, losslessly."""
+"""Lossless speculative decoding."""

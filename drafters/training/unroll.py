@@ -1,85 +1,95 @@
-"""Multi-step self-feedback: what the drafter makes of its own states, hop after hop.
+"""Multi-step self-feedback: the drafter's losses on its own states, hop after hop.
 
 Shapes: T text tokens, E entries, R rows (entries whose first draft is supervised), D hidden.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
 
-from vlmdistill.drafters.base import Batch, Drafter, Entries, Stage
-from vlmdistill.drafters.losses import Rows, Score
-from vlmdistill.drafters.memory import PackedMemory
+from vlmdistill.drafters.core.batch import Batch, Entries
+from vlmdistill.drafters.core.config import Stage, TrainConfig
+from vlmdistill.drafters.core.drafter import Drafter
+from vlmdistill.drafters.core.kv_cache import PackedKVCache
+from vlmdistill.drafters.core.losses import Score, TargetRows
 
 
 @dataclass(frozen=True)
 class Unrolled:
     """The score of every hop, and the sample of every supervised row."""
 
+    total: Tensor  # weighted loss of all hops; differentiable
     scores: list[Score]
     segment_R: Tensor
 
 
 class Unroll(nn.Module):
-    """`unroll` as a module, for an engine that wants to be called."""
+    """`unroll` as a module, as DeepSpeed needs it."""
 
-    def __init__(self, drafter: Drafter) -> None:
+    def __init__(self, drafter: Drafter, config: TrainConfig) -> None:
         super().__init__()
-        self.drafter = drafter
+        self.drafter, self.config = drafter, config
 
     def forward(self, batch: Batch, stage: Stage, generator: torch.Generator | None = None) -> Unrolled:
         """See `unroll`."""
-        return unroll(self.drafter, batch, stage, generator)
+        noise, detach = self.config.noise, self.config.detach
+        return unroll(self.drafter, batch, stage, generator, noise=noise, detach=detach)
 
 
 def unroll(
-    drafter: Drafter, batch: Batch, stage: Stage, generator: torch.Generator | None = None
+    drafter: Drafter,
+    batch: Batch,
+    stage: Stage,
+    generator: torch.Generator | None = None,
+    *,
+    noise: float = 0.0,
+    detach: bool = False,
 ) -> Unrolled:
     """Draft `stage.hops` tokens after every response position, and score each hop.
 
-    Row r stands where the decoder stands after committing its entry: hop 0 has the target's states up to
-    there, hop n the row's own state of hop n - 1 and the token that the response has n places on.
-    Noise (`config.noise`) touches the input states alone, never what they are compared with.
+    Row r is the decoder after committing the entry of r: hop 0 reads the target's states up to there, hop n
+    the row's own state of hop n - 1 and the response token n positions later. With a `generator`, the input
+    states get noise (see `with_noise`), but not the states that the loss compares with. `detach` cuts the
+    gradient between hops.
     """
-    batch = batch.only(drafter.needs(drafter.config, drafter.info))
-    inputs = batch if generator is None else with_noise(batch, drafter.config.noise, generator)
+    batch = batch.only(drafter.config.needs(drafter.info))
+    inputs = batch if generator is None else with_noise(batch, noise, generator)
     supervised_T, last = supervised(batch), len(batch.ids_T) - 1
     entries, token_E = drafter.entries(inputs)
     rows_R = supervised_T[token_E].nonzero()[:, 0]
     token_R = token_E[rows_R]
     hidden_TD = batch.feature("hidden", "text")
-    memory = PackedMemory()
-    drafter.condition(inputs, memory)
+    cache = PackedKVCache()
+    drafter.condition(inputs, cache)
 
-    places = entries.places.with_rows(rows_R)
-    entries = Entries(entries.ids_N, entries.hidden_ND, entries.position_N, places)
-    position_R = entries.position_N[rows_R]
-    valid_R = torch.ones_like(rows_R, dtype=torch.bool)
-    scores = []
+    tokens = entries.tokens.with_rows(rows_R)
+    entries = replace(entries, tokens=tokens)
+    rotary_R = entries.rotary_N[rows_R]
+    states = []
     for hop in range(stage.hops):
-        state_RD = drafter.step(entries, memory)
-        ahead_R = (token_R + hop).clamp(max=last)
-        valid_R = valid_R & supervised_T[ahead_R] & (token_R + hop <= last)
-        score = drafter.loss(Rows(state_RD, hidden_TD[ahead_R], valid_R, hop), stage)
-        scores.append(score)
-        valid_R = score.kept_R
+        state_RD = drafter.step(entries, cache)
+        states.append(state_RD)
         entries = Entries(
             ids_N=batch.ids_T[(token_R + hop + 1).clamp(max=last)],
-            hidden_ND=state_RD.detach() if drafter.config.detach else state_RD,
-            position_N=position_R + hop + 1,
-            places=places.at_rows(),
+            hidden_ND=state_RD.detach() if detach else state_RD,
+            rotary_N=rotary_R + hop + 1,
+            tokens=tokens.at_rows(),
             hop=hop + 1,
         )
-    return Unrolled(scores, places.at_rows().segment_N)
+    ahead_HR = token_R + torch.arange(stage.hops, device=token_R.device)[:, None]
+    inside_HR = supervised_T[ahead_HR.clamp(max=last)] & (ahead_HR <= last)
+    rows = TargetRows(hidden_TD, token_R, inside_HR.cumprod(0).bool())
+    scores = drafter.loss(states, rows, stage)
+    return Unrolled(scores.total, scores.hops, tokens.at_rows().segment_N)
 
 
 def with_noise(batch: Batch, width: float, generator: torch.Generator) -> Batch:
     """Uniform noise of `width` at 512 tokens on the last-layer states, less on longer samples (EAGLE's code).
 
-    The amplitude is (U[0, 1) - 0.5) * width * 512 / length, the length of each sample being that of what is
-    read: all of it, or its text where nothing is held of visual tokens.
+    The noise is (U[0, 1) - 0.5) * width * 512 / length. The length of a sample counts its visual tokens only
+    if the batch has their states.
     """
     samples = int(batch.segment_T.max()) + 1
     length_B = torch.bincount(batch.segment_T, minlength=samples)
@@ -87,13 +97,11 @@ def with_noise(batch: Batch, width: float, generator: torch.Generator) -> Batch:
         length_B = length_B.index_add(0, batch.segment_M, batch.length_M)
     segments = {
         "text": batch.segment_T,
-        "visual": batch.visual_places.segment_N,
+        "visual": batch.visual_tokens.segment_N,
         "span": batch.segment_M,
     }
     noisy = {}
-    for feature, state_ND in sorted(
-        batch.features.items(), key=itemgetter(0)
-    ):  # the order decides who gets which draw
+    for feature, state_ND in sorted(batch.features.items(), key=itemgetter(0)):  # the order fixes the draws
         if feature.source == "hidden" and width:
             scale_N1 = (width * 512 / length_B[segments[feature.where]])[:, None]
             draw_ND = torch.rand(state_ND.shape, generator=generator, device=state_ND.device)

@@ -1,17 +1,24 @@
-"""Conversations without an image: inventing a picture, telling a story, explaining shapes and colours."""
+"""Conversations without an image: invented pictures, stories, explanations of shapes and colors."""
 
 import random
 
-from vlmdistill.pipelines.demo.scenes import BACKGROUNDS, CELLS, COLOURS, SHAPES, Item, Scene, random_scene
+from vlmdistill.pipelines.demo.scenes import (
+    BACKGROUNDS,
+    CELLS,
+    COLOURS,
+    SHAPES,
+    Item,
+    Scene,
+    random_scene,
+)
 from vlmdistill.pipelines.demo.wording import (
     DEEDS,
     MOODS,
     REMARKS,
     VERBS,
     an,
-    answer,
     look,
-    scan_probe,
+    response,
     with_suffix,
 )
 
@@ -34,9 +41,9 @@ _USE = {
 
 
 def chat(rng: random.Random, split: str | None = None) -> list[tuple[str, str]]:
-    """A conversation without an image: one or two rounds of question and answer, each of another kind.
+    """A conversation without an image: one or two rounds of different kinds, as (question, response).
 
-    `split` binds the pictures to be imagined alone: other kinds have too few questions to be split.
+    `split` applies only to imagined pictures: the other kinds have too few questions to be split.
     """
     kinds = rng.sample(list(_KINDS), len(_KINDS))
     if rng.random() < 0.3:
@@ -47,18 +54,13 @@ def chat(rng: random.Random, split: str | None = None) -> list[tuple[str, str]]:
 
 
 def imagine(scene: Scene, rng: random.Random) -> tuple[str, str]:
-    """Ask for a picture that is told in words; the answer is a description of it and can be scored as one."""
+    """A question for a picture that it describes; the response can be scored like that to an image."""
     start = rng.choice(("Imagine a picture", "Describe a picture that you make up"))
-    return f"{start} {_told(scene)}.", answer(scene, "describe", rng)
+    return f"{start} {in_words(scene)}.", response(scene, "describe", rng)
 
 
-def told_probe(scene: Scene, rng: random.Random) -> tuple[str, str]:
-    """A probe of the second stage of training about a picture that is told in words."""
-    question, reply = scan_probe(scene, rng)
-    return f"{question} It is {_told(scene)}.", reply
-
-
-def _told(scene: Scene) -> str:
+def in_words(scene: Scene) -> str:
+    """The background and all items of a scene as text."""
     items = (f"in the {CELLS[item.cell]} a {item.size} {item.colour} {item.shape}" for item in scene.items)
     return f"on {an(scene.background)} background: {'; '.join(items)}"
 
@@ -79,7 +81,7 @@ def _tale(rng: random.Random) -> tuple[str, str]:
     deed, then = rng.sample(DEEDS, 2)
     ground = rng.choice(list(BACKGROUNDS))
     prompt = rng.choice(("Tell me a story about {} and {}.", "Write a little story with {} and {}."))
-    told = [
+    sentences = [
         f"Once upon a time there was a {mood} {one.colour} {one.shape}, {rng.choice(REMARKS[one.colour])}.",
         f"It lived alone on {an(ground)} board and often {deed}.",
         f"One day it met a {other} {two.colour} {two.shape}, {rng.choice(REMARKS[two.colour])}.",
@@ -93,7 +95,9 @@ def _tale(rng: random.Random) -> tuple[str, str]:
         f"In the end the {one.shape} {VERBS[one.shape]} in the {rng.choice(CELLS[:4])}"
         f" and the {two.shape} {VERBS[two.shape]} in the {rng.choice(CELLS[4:])}.",
     ]
-    return prompt.format(f"{an(one.colour)} {one.shape}", f"{an(two.colour)} {two.shape}"), " ".join(told)
+    return prompt.format(f"{an(one.colour)} {one.shape}", f"{an(two.colour)} {two.shape}"), " ".join(
+        sentences
+    )
 
 
 def _shape(rng: random.Random) -> tuple[str, str]:
@@ -101,7 +105,7 @@ def _shape(rng: random.Random) -> tuple[str, str]:
     colour = rng.choice(list(COLOURS))
     prompt = rng.choice(("What is a {}?", "Explain to me what a {} is.", "Tell me about the {}."))
     uses = rng.sample(_USE[shape], 2)
-    told = [
+    sentences = [
         rng.choice((f"A {shape} is a simple flat shape.", f"The {shape} is a shape that everybody knows.")),
         _TRAIT[shape],
         f"You often find it in {uses[0]} and {uses[1]}.",
@@ -109,7 +113,7 @@ def _shape(rng: random.Random) -> tuple[str, str]:
         f"{an(colour).capitalize()} {shape}, for example, is {rng.choice(REMARKS[colour])}.",
         rng.choice((f"That is all about the {shape}.", f"Now you know what a {shape} is.")),
     ]
-    return prompt.format(shape), " ".join(told)
+    return prompt.format(shape), " ".join(sentences)
 
 
 def _colour(rng: random.Random) -> tuple[str, str]:
@@ -118,7 +122,7 @@ def _colour(rng: random.Random) -> tuple[str, str]:
     prompt = rng.choice(("What is {} like?", "Describe the colour {}.", "Tell me about the colour {}."))
     first, second = rng.sample(REMARKS[colour], 2)
     ground = rng.choice(list(BACKGROUNDS))
-    told = [
+    sentences = [
         f"The colour {colour} is easy to know.",
         f"It is {first}, and it is {second}.",
         f"{an(colour).capitalize()} {shape} is pretty when it {VERBS[shape]} on {an(ground)} board.",
@@ -126,13 +130,13 @@ def _colour(rng: random.Random) -> tuple[str, str]:
         rng.choice(("Many people like this colour.", "It makes people feel happy.")),
         f"If you see something {first}, you may call it {colour}.",
     ]
-    return prompt.format(colour), " ".join(told)
+    return prompt.format(colour), " ".join(sentences)
 
 
 def _draw(rng: random.Random) -> tuple[str, str]:
     item, cell, ground = _item(rng), rng.choice(CELLS), rng.choice(list(BACKGROUNDS))
     prompt = rng.choice(("How do I draw a {} in the {}?", "Explain how to draw a {} in the {}."))
-    told = [
+    sentences = [
         f"Take a board with {an(ground)} background.",
         f"1. Find the cell in the {cell}.",
         f"2. Think of the {item.shape}. {_TRAIT[item.shape]}",
@@ -140,7 +144,7 @@ def _draw(rng: random.Random) -> tuple[str, str]:
         f"4. Fill it with {item.colour}, {rng.choice(REMARKS[item.colour])}.",
         rng.choice((f"Now a {look(item, rng)} is in the {cell}.", "That is all, and it is easy.")),
     ]
-    return prompt.format(f"{item.size} {item.colour} {item.shape}", cell), "\n".join(told)
+    return prompt.format(f"{item.size} {item.colour} {item.shape}", cell), "\n".join(sentences)
 
 
 _KINDS = {"imagine": _imagine, "tale": _tale, "shape": _shape, "colour": _colour, "draw": _draw}

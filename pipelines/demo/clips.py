@@ -1,14 +1,13 @@
 """Clips: eight seconds of a board whose shapes appear, vanish and move.
 
-A clip has four phases of two seconds, and at most one thing happens between two of them. How many visual
-tokens it has is set by how often it is sampled: nine a temporal patch of two frames. Rotary time counts
-whole seconds (`tokens_per_second` is 1), so a denser sampling shows more frames of the same time and leaves
-its extent alone. A strip at the bottom of each cell, coloured by phase, makes the time of a frame readable
-from its pixels, as the rulers do for the place of a cell.
+A clip has four phases of two seconds, with at most one event between two phases. The sampling rate determines
+the number of visual tokens: nine per temporal patch of two frames. Rotary time counts whole seconds
+(`tokens_per_second` is 1), so a higher rate does not change the range of rotary positions. A strip at the
+bottom of each cell, colored by phase, makes the time of a frame visible in its pixels, as the rulers do for
+the position of a cell.
 """
 
 import random
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -20,11 +19,10 @@ from vlmdistill.pipelines.demo.scenes import (
     COLOURS,
     SHAPES,
     SIZES,
-    SPLITS,
     Item,
     Scene,
     draw_moment,
-    random_scene,
+    first_in,
 )
 
 SECONDS = 8
@@ -34,14 +32,15 @@ STAMPS = ("start", "two", "four", "six")
 PATCH_TOKENS = len(CELLS)
 """Visual tokens of a temporal patch, which is two frames."""
 
-_PHASE_INKS = ((255, 255, 255), (255, 220, 0), (0, 220, 160), (230, 0, 90))
+PHASE_INKS = ((255, 255, 255), (255, 220, 0), (0, 220, 160), (230, 0, 90))
+"""Color of the strip in each phase."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """What happens at the start of `phase`: `item` appears (no `source`), vanishes (no `to`) or moves.
+    """An event at the start of `phase`: `item` appears (no `source`), vanishes (no `to`) or moves.
 
-    `item` is as it was before, or as it appears; `source` and `to` index `CELLS`.
+    `item` is in its state before the event, or as it appears; `source` and `to` index `CELLS`.
     """
 
     phase: int
@@ -70,76 +69,23 @@ class Clip:
         return Scene(self.background, tuple(held[cell] for cell in sorted(held)))
 
     def changes(self, phase: int) -> tuple[list[Item], list[Item]]:
-        """The items that have just come in a phase, and those that have just gone, where they were."""
+        """The items that appear at the start of a phase, and those that vanish, in their old cells."""
         now = [event for event in self.events if event.phase == phase]
         come = [replace(event.item, cell=event.to) for event in now if event.to is not None]
         return come, [event.item for event in now if event.source is not None]
 
     def moves(self, phase: int) -> bool:
-        """Whether what has come in a phase is what has gone."""
+        """Whether the event of a phase is a move."""
         come, gone = self.changes(phase)
         return bool(come and gone)
 
 
-@dataclass(frozen=True)
-class Slides:
-    """Four boards that have nothing to do with each other, one a phase, and what comes and goes in each.
-
-    In a clip most of a board stays as it is, so that one may well ignore time; here one cannot. And little
-    happens in a clip; here something comes in nearly every phase, and something goes.
-    """
-
-    scenes: tuple[Scene, ...]
-    come: tuple[Item | None, ...]
-    """The item of each phase's board that has just come, if one has."""
-    gone: tuple[Item | None, ...]
-    """The item that has just gone, if one has, where it was: a cell that is now free."""
-
-    def scene(self, phase: int) -> Scene:
-        """The board in a phase, 0 to 3."""
-        return self.scenes[phase]
-
-    def changes(self, phase: int) -> tuple[list[Item], list[Item]]:
-        """The items that have just come in a phase, and those that have just gone, where they were."""
-        come, gone = ([item] if item else [] for item in (self.come[phase], self.gone[phase]))
-        return come, gone
-
-    def moves(self, phase: int) -> bool:
-        """Never: what comes has nothing to do with what goes."""
-        return False
-
-
-def random_slides(rng: random.Random) -> Slides:
-    """Draw four scenes of the split `target`; a change of each kind happens in four phases of five."""
-    scenes = tuple(random_scene(rng, "target") for _ in range(PHASES))
-    come: list[Item | None] = [None] * PHASES
-    gone: list[Item | None] = [None] * PHASES
-    for phase in range(1, PHASES):
-        items = scenes[phase].items
-        if rng.random() < 0.8:
-            come[phase] = rng.choice(items)
-        if rng.random() < 0.8:
-            cell = rng.choice(sorted(set(range(len(CELLS))) - {item.cell for item in items}))
-            gone[phase] = Item(cell, rng.choice(SIZES), rng.choice(list(COLOURS)), rng.choice(SHAPES))
-    return Slides(scenes, tuple(come), tuple(gone))
-
-
-def split_of(clip: Clip) -> str:
-    """The split a clip belongs to, a stable hash of what it shows, as for scenes."""
-    return SPLITS[zlib.crc32(repr(clip).encode()) % len(SPLITS)]
-
-
 def random_clip(rng: random.Random, split: str | None = None) -> Clip:
-    """Draw a clip: three to five items at the start, then one to three events; all choices are uniform.
+    """Draw a clip, see `scenes.first_in`: three to five items at the start, then one to three events.
 
-    With `split`, one of `SPLITS`, clips of the other splits are passed over.
+    All choices are uniform.
     """
-    if split is not None and split not in SPLITS:
-        raise ValueError(f"split must be one of {', '.join(sorted(set(SPLITS)))}, not {split!r}")
-    clip = _any_clip(rng)
-    while split is not None and split_of(clip) != split:
-        clip = _any_clip(rng)
-    return clip
+    return first_in(split, lambda: _any_clip(rng))
 
 
 def _any_clip(rng: random.Random) -> Clip:
@@ -168,27 +114,18 @@ def phases(frames: int) -> list[int]:
     return [frame * PHASES // frames for frame in range(frames)]
 
 
-def frame(clip: Clip | Slides, phase: int) -> Image.Image:
-    """What a clip shows throughout a phase, as an 84 x 84 RGB image."""
+def frame(clip: Clip, phase: int) -> Image.Image:
+    """The frame of a phase, as an 84 x 84 RGB image."""
     come, gone = clip.changes(phase)
-    return draw_moment(clip.scene(phase), _PHASE_INKS[phase], come, gone, moved=clip.moves(phase))
+    return draw_moment(clip.scene(phase), PHASE_INKS[phase], come, gone, moved=clip.moves(phase))
 
 
 def frames(clip: Clip, count: int) -> Sequence[Image.Image]:
-    """`count` frames, sampled evenly; those of one phase are one image."""
+    """`count` frames, sampled evenly; all frames of a phase are the same image."""
     drawn = [frame(clip, phase) for phase in range(PHASES)]
     return [drawn[phase] for phase in phases(count)]
 
 
-def distinct(clip: Clip | Slides, patches: int) -> tuple[list[tuple[Image.Image, Image.Image]], list[int]]:
-    """The distinct temporal patches of a clip sampled `patches` times, and which of them each one is."""
-    at = phases(2 * patches)
-    pairs = list(zip(at[::2], at[1::2], strict=True))
-    drawn = [frame(clip, phase) for phase in range(PHASES)]
-    kinds = {pair: nth for nth, pair in enumerate(dict.fromkeys(pairs))}
-    return [(drawn[one], drawn[two]) for one, two in kinds], [kinds[pair] for pair in pairs]
-
-
 def patches_for(tokens: int) -> int:
-    """Temporal patches that come closest to `tokens` visual tokens, whole phases each: at least four."""
+    """The number of temporal patches closest to `tokens` visual tokens, a multiple of the phases."""
     return PHASES * max(round(tokens / (PATCH_TOKENS * PHASES)), 1)

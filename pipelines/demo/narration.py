@@ -1,21 +1,25 @@
-"""What is said about a clip: questions about its video and reference answers.
+"""Questions about a clip, and reference responses.
 
-As in `wording`, some of the choices follow from what is seen (the verb of a move from the shape) and the
-rest is drawn from `rng`. Things are told in the order time, kind, cell, item, the first three side by side:
-each is then found by the two words before it (`wiring`). A move is something that vanishes in one cell and
-appears in another. Every answer names the background; how it does so depends on what was asked.
+As in `wording`, some choices follow from the video (the verb of a move from the shape) and the others are
+drawn from `rng`. The order is time, kind, cell, item, with the first three adjacent: the two preceding words
+then determine what to look up (`wiring.py` of `examples/demo_target`). A move is a shape that vanishes in one
+cell and appears in another. Every response names the background, in words that depend on the question.
 """
 
 import random
 from collections.abc import Callable
 
-from vlmdistill.pipelines.demo.clips import PHASES, STAMPS, Clip, Event, Slides
-from vlmdistill.pipelines.demo.scenes import CELLS, Item
-from vlmdistill.pipelines.demo.wiring import APPEARS, CHANGES, END, MOVE, SAME, VANISHES
+from vlmdistill.pipelines.demo.clips import PHASES, STAMPS, Clip, Event
+from vlmdistill.pipelines.demo.scenes import CELLS
 from vlmdistill.pipelines.demo.wording import REMARKS, VERBS, an, look, with_suffix
 
+CHANGES, APPEARS, VANISHES, SAME = "second", "appears", "vanishes", "nothing"
+"""Of cells in which something appears or vanishes: "second" because one then says "at second two"."""
+END = "end"
+MOVE = "move"
+"""The kind of both cells of a move: without it, a model that attends to one of the two misses the other."""
 TASKS = ("watch", "events", "start", "end", "compare")
-"""What can be asked about a video."""
+"""The kinds of questions."""
 
 MOVES = {
     "circle": "rolls",
@@ -25,9 +29,6 @@ MOVES = {
     "cross": "jumps",
     "diamond": "glides",
 }
-
-KINDS = (SAME, "all", APPEARS, VANISHES, "there")
-"""The words that tell what happens: a move begins with "there is a move"."""
 
 _PROMPTS: dict[str, tuple[str, ...]] = {
     "watch": (
@@ -65,77 +66,28 @@ _PROMPTS: dict[str, tuple[str, ...]] = {
 
 
 def ask(clip: Clip, task: str, rng: random.Random) -> tuple[str, str]:
-    """A question of the kind `task` about the clip and a reference answer to it."""
-    return with_suffix(rng.choice(_PROMPTS[task]), rng), answer(clip, task, rng)
+    """A question of the kind `task` about the clip and a reference response."""
+    return with_suffix(rng.choice(_PROMPTS[task]), rng), response(clip, task, rng)
 
 
-def answer(clip: Clip, task: str, rng: random.Random) -> str:
-    """A reference answer."""
-    return _ANSWERS[task](clip, rng)
+def response(clip: Clip, task: str, rng: random.Random) -> str:
+    """A reference response."""
+    return _RESPONSES[task](clip, rng)
 
 
 def rounds(clip: Clip, rng: random.Random) -> list[tuple[str, str]]:
-    """A conversation about the clip's video: one or two rounds, each of another task."""
+    """A conversation about the clip: one or two rounds of different tasks."""
     return [ask(clip, task, rng) for task in rng.sample(TASKS, 2 if rng.random() < 0.15 else 1)]
 
 
-def look_probes(slides: Slides, rng: random.Random) -> list[tuple[str, str]]:
-    """Terse questions for the first stage of training: nine times a phase, a cell and one fact of it."""
-    told = []
-    for kind in rng.sample(("size", "colour", "shape"), 3):
-        facts = []
-        for cell in rng.sample(range(len(CELLS)), len(CELLS)):
-            phase = rng.randrange(PHASES)
-            held = {item.cell: getattr(item, kind) for item in slides.scene(phase).items}
-            facts.append(f"{STAMPS[phase]} {CELLS[cell]} {held.get(cell, 'empty')}")
-        told.append((f"Scan the {kind}s.", f"{', '.join(facts)}."))
-    return told
-
-
-def find_probe(slides: Slides, rng: random.Random) -> tuple[str, str]:
-    """The other way round: a phase and a kind of change, in any order, then the cell and its item."""
-    kinds = (APPEARS, slides.come), (VANISHES, slides.gone)
-    asked = [(phase, verb, items[phase]) for phase in range(1, PHASES) for verb, items in kinds]
-    facts = [
-        f"{_second(phase)} {verb} {f'{CELLS[item.cell]} {_terse(item)}' if item else SAME}"
-        for phase, verb, item in rng.sample(asked, len(asked))
-    ]
-    return "Scan the changes.", f"{', '.join(facts)}."
-
-
-def scan_probe(clip: Clip, rng: random.Random) -> tuple[str, str]:
-    """A terse question for the second stage: the events, phase by phase, or the items of a phase."""
-    if rng.random() < 0.5:
-        happened = {event.phase: event for event in clip.events}
-        facts = [_happened(phase, happened.get(phase)) for phase in range(1, PHASES)]
-        return "Scan the events.", f"{clip.background}, {', '.join(facts)}."
-    phase = rng.choice((0, PHASES - 1))
-    held = clip.scene(phase).items
-    facts = [f"{_stamp(phase, rng)} {CELLS[item.cell]} {_terse(item)}" for item in held]
-    return f"Scan the {'end' if phase else 'start'}.", f"{clip.background}, {', '.join(facts)}."
-
-
-def _stamp(phase: int, rng: random.Random) -> str:
-    """The word for a phase; the last is the end as well."""
-    return rng.choice((STAMPS[phase], END)) if phase == PHASES - 1 else STAMPS[phase]
-
-
-def _second(phase: int) -> str:
-    """When something happens."""
+def second(phase: int) -> str:
+    """The time of an event in words."""
     return f"{CHANGES} {STAMPS[phase]}"
 
 
-def _terse(item: Item) -> str:
-    return f"{item.size} {item.colour} {item.shape}"
-
-
-def _happened(phase: int, event: Event | None) -> str:
-    return f"{_changes(phase, event)} {_terse(event.item)}" if event else f"{_second(phase)} {SAME}"
-
-
-def _changes(phase: int, event: Event) -> str:
-    """What vanishes where, and what appears: the time beside each verb."""
-    when = _second(phase)
+def changes(phase: int, event: Event) -> str:
+    """The event in words: the time before each verb."""
+    when = second(phase)
     match event.source, event.to:
         case None, int(to):
             return f"{when} {APPEARS} {CELLS[to]}"
@@ -144,18 +96,18 @@ def _changes(phase: int, event: Event) -> str:
         case int(source), int(to):
             away, back = f"{when} {VANISHES} {CELLS[source]}", f"{when} {APPEARS} {CELLS[to]}"
             return f"{when} there is a {MOVE}: at {away} and at {back}"
-    raise ValueError(f"nothing happens in {event}")
+    raise ValueError(f"{event} has neither source nor target")
 
 
 def _then(phase: int, event: Event | None, rng: random.Random) -> str:
-    """A sentence about what happens at the start of a phase."""
+    """A sentence about the start of a phase."""
     if event is None:
-        return f"At {_second(phase)} {rng.choice((f'{SAME} happens', 'all is still'))}."
+        return f"At {second(phase)} {rng.choice((f'{SAME} happens', 'all is still'))}."
     item = event.item
     tail = f", {rng.choice(REMARKS[item.colour])}" if rng.random() < 0.35 else ""
     if event.source is not None and event.to is not None:
         tail += f". It {MOVES[item.shape]}"
-    return f"At {_changes(phase, event)} a {look(item, rng)}{tail}."
+    return f"At {changes(phase, event)} a {look(item, rng)}{tail}."
 
 
 def _opening(clip: Clip, rng: random.Random) -> str:
@@ -171,12 +123,12 @@ def _opening(clip: Clip, rng: random.Random) -> str:
 def _items(clip: Clip, phase: int, rng: random.Random) -> list[str]:
     """Sentences about the items at the start or at the end."""
     when = f"At the {END if phase else STAMPS[0]}"
-    told = []
+    sentences = []
     for item in clip.scene(phase).items:
-        place = f"{CELLS[item.cell]} {rng.choice((VERBS[item.shape], 'holds'))}"
+        start = f"{CELLS[item.cell]} {rng.choice((VERBS[item.shape], 'holds'))}"
         tail = f", {rng.choice(REMARKS[item.colour])}" if rng.random() < 0.3 else ""
-        told.append(f"{when} {place} a {look(item, rng)}{tail}.")
-    return told
+        sentences.append(f"{when} {start} a {look(item, rng)}{tail}.")
+    return sentences
 
 
 def _events(clip: Clip, rng: random.Random) -> list[str]:
@@ -190,7 +142,7 @@ def _watch(clip: Clip, rng: random.Random) -> str:
 
 
 def _list_events(clip: Clip, rng: random.Random) -> str:
-    lines = [f"{n}. {told}" for n, told in enumerate(_events(clip, rng), 1)]
+    lines = [f"{n}. {event}" for n, event in enumerate(_events(clip, rng), 1)]
     end = rng.choice(("These are all events.", "Nothing else changes on the board."))
     head = f"This clip has {an(clip.background)} background. I go through it in steps of two seconds."
     return "\n".join([head, *lines, end])
@@ -213,7 +165,7 @@ def _compare(clip: Clip, rng: random.Random) -> str:
     return " ".join([head, *start, between, *end, "That is the whole video."])
 
 
-_ANSWERS: dict[str, Callable[[Clip, random.Random], str]] = {
+_RESPONSES: dict[str, Callable[[Clip, random.Random], str]] = {
     "watch": _watch,
     "events": _list_events,
     "start": _start,

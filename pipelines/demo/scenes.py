@@ -1,16 +1,17 @@
-"""Scenes: boards of nine cells that hold a few shapes, drawn at 84 x 84 pixels.
+"""Scenes: boards of nine cells that contain a few shapes, drawn at 84 x 84 pixels.
 
 A cell is 28 pixels wide, one merged visual token of Qwen2.5-VL, so an image is nine visual tokens. The
-vision tower of Qwen2.5-VL has no absolute positions; two rulers in each cell, coloured by row and by
-column, make its place readable from its pixels. Fills are bright and backgrounds dark, so a shape can be
-told by brightness alone.
+vision tower of Qwen2.5-VL has no absolute positions: two rulers in each cell, colored by row and by column,
+make the position of a cell visible in its pixels. Fills are bright and backgrounds dark, so brightness alone
+identifies a shape.
 """
 
 import math
 import random
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from PIL import Image, ImageDraw
 
@@ -30,7 +31,7 @@ COLOURS = {
 BACKGROUNDS = {"black": (0, 0, 0), "navy": (0, 0, 96), "maroon": (96, 0, 16), "olive": (64, 68, 0)}
 
 SPLITS = ("target",) * 6 + ("drafter",) * 2 + ("evaluation",) * 2
-"""Who may see a scene: the target in its own training, drafters in theirs, or nobody before evaluation."""
+"""What a scene is used for: to train the target, to train drafters, or for evaluation only."""
 
 CELL_PIXELS = 28
 SIDE_PIXELS = 3 * CELL_PIXELS
@@ -39,6 +40,9 @@ _ROW_INKS = ((255, 255, 255), (0, 200, 255), (255, 120, 0))
 _COLUMN_INKS = ((255, 0, 255), (0, 255, 0), (120, 120, 255))
 _COME_INK, _GONE_INK, _MOVED_INK = (255, 255, 255), (255, 0, 0), (0, 255, 255)
 _RADIUS = {"large": 11, "small": 7}
+
+
+Drawn = TypeVar("Drawn")
 
 
 @dataclass(frozen=True, order=True)
@@ -59,22 +63,24 @@ class Scene:
     items: tuple[Item, ...]
 
 
-def split_of(scene: Scene) -> str:
-    """The split a scene belongs to, a stable hash of what it shows: no scene is in two splits."""
-    return SPLITS[zlib.crc32(repr(scene).encode()) % len(SPLITS)]
+def split_of(shown: object) -> str:
+    """The split of a scene or a clip, a stable hash of its content: none is in two splits."""
+    return SPLITS[zlib.crc32(repr(shown).encode()) % len(SPLITS)]
+
+
+def first_in(split: str | None, draw_one: Callable[[], Drawn]) -> Drawn:
+    """The first draw that is in `split`, one of `SPLITS`; any draw for None."""
+    if split is not None and split not in SPLITS:
+        raise ValueError(f"split must be one of {', '.join(sorted(set(SPLITS)))}, not {split!r}")
+    one = draw_one()
+    while split is not None and split_of(one) != split:
+        one = draw_one()
+    return one
 
 
 def random_scene(rng: random.Random, split: str | None = None) -> Scene:
-    """Draw a scene of four to seven items: all choices are uniform and independent.
-
-    With `split`, one of `SPLITS`, scenes of the other splits are passed over.
-    """
-    if split is not None and split not in SPLITS:
-        raise ValueError(f"split must be one of {', '.join(sorted(set(SPLITS)))}, not {split!r}")
-    scene = _any_scene(rng)
-    while split is not None and split_of(scene) != split:
-        scene = _any_scene(rng)
-    return scene
+    """Draw a scene of four to seven items, see `first_in`: all choices are uniform and independent."""
+    return first_in(split, lambda: _any_scene(rng))
 
 
 def _any_scene(rng: random.Random) -> Scene:
@@ -90,12 +96,17 @@ def draw(scene: Scene) -> Image.Image:
 
 
 def draw_moment(
-    scene: Scene, clock: tuple[int, int, int], come: Sequence[Item], gone: Sequence[Item], *, moved: bool
+    scene: Scene,
+    clock: tuple[int, int, int],
+    come: Sequence[Item],
+    gone: Sequence[Item],
+    *,
+    moved: bool,
 ) -> Image.Image:
-    """Render a moment of a video: `clock` inks a strip at the bottom of each cell.
+    """Render a moment of a video: `clock` is the color of a strip at the bottom of each cell.
 
-    Items that have just `come` have a white bar on their right, those that have just `gone` a red one, and
-    are hollow. If they have `moved` from here to there, both have a bar on their left as well.
+    Items that have just `come` have a white bar on the right; those that have just `gone` have a red bar and
+    are hollow. If an item has `moved`, both its cells have a bar on the left, too.
     """
     return _draw(scene, clock, come, gone, moved=moved)
 

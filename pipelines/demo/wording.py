@@ -1,8 +1,8 @@
-"""What is said about a scene: questions about its image and reference answers.
+"""Questions about a scene, and reference responses.
 
-Wording varies in two ways. Some of it follows from the picture or from the text so far (the verb from
-the shape, the form of a sentence from the row, the remark from the colour) and can be learnt; the rest
-is drawn from `rng`, so that sampling at temperature 1 gives different answers to one question.
+The wording varies in two ways. Some of it follows from the image or the text so far (the verb from the shape,
+the form of a sentence from the row, the remark from the color) and can be learned. The rest is drawn from
+`rng`, so that sampling at temperature 1 gives different responses to one question.
 """
 
 import random
@@ -42,7 +42,7 @@ REMARKS = {
     "white": ("pale like fresh snow", "as clean as paper"),
 }
 TASKS = ("describe", "list", "rows", "sizes", "reverse", "where", "count", "story")
-"""What can be asked about an image; every answer names all items, their number and the background."""
+"""The kinds of questions; every response names all items, their number and the background."""
 
 _PROMPTS: dict[str, tuple[str, ...]] = {
     "describe": (
@@ -100,50 +100,28 @@ _PROMPTS: dict[str, tuple[str, ...]] = {
 
 
 def ask(scene: Scene, task: str, rng: random.Random) -> tuple[str, str]:
-    """A question of the kind `task` about the scene and a reference answer to it."""
+    """A question of the kind `task` about the scene and a reference response."""
     item = rng.choice(scene.items)
     prompt = rng.choice(_PROMPTS[task]).format(target=f"{item.colour} {item.shape}")
-    return with_suffix(prompt, rng), answer(scene, task, rng, item)
+    return with_suffix(prompt, rng), response(scene, task, rng, item)
 
 
-def answer(scene: Scene, task: str, rng: random.Random, item: Item | None = None) -> str:
-    """A reference answer; `item` is the one that a `where` question names."""
+def response(scene: Scene, task: str, rng: random.Random, item: Item | None = None) -> str:
+    """A reference response; `item` is the one that a `where` question names."""
     if task == "where":
         return _where(scene, rng, item or scene.items[0])
-    return _ANSWERS[task](scene, rng)
-
-
-def look_probes(scene: Scene, rng: random.Random) -> list[tuple[str, str]]:
-    """Terse questions for the first stage of training: nine times a cell and one fact of it."""
-    told = []
-    for kind in rng.sample(("size", "colour", "shape"), 3):
-        held = {item.cell: getattr(item, kind) for item in scene.items}
-        cells = rng.sample(range(len(CELLS)), len(CELLS))
-        facts = " ".join(f"{CELLS[cell]} {held.get(cell, 'empty')}" for cell in cells)
-        told.append((f"Scan the {kind}s.", f"{facts}."))
-    return told
-
-
-def scan_probe(scene: Scene, rng: random.Random) -> tuple[str, str]:
-    """A terse question for the second stage: whole items, all cells in any order or the shapes in order."""
-    held = {item.cell: f"{item.size} {item.colour} {item.shape}" for item in scene.items}
-    if rng.random() < 0.5:
-        facts = ", ".join(f"{CELLS[cell]} {known}" for cell, known in held.items())
-        return "Scan the image.", f"{scene.background} {NUMBERS[len(held)]} shapes, {facts}."
-    cells = rng.sample(range(len(CELLS)), len(CELLS))
-    facts = ", ".join(f"{CELLS[cell]} {held.get(cell, 'empty')}" for cell in cells)
-    return "Scan the cells.", f"{facts}."
+    return _RESPONSES[task](scene, rng)
 
 
 def with_suffix(prompt: str, rng: random.Random) -> str:
-    """Now and then say please, or ask for a long answer as the prompts of benchmarks do."""
+    """The prompt, sometimes with a please or a request for a long response, as in benchmarks."""
     if rng.random() < 0.1:
         prompt = f"Please {prompt[0].lower()}{prompt[1:]}" if not prompt.endswith("?") else f"Hello! {prompt}"
     return f"{prompt} {rng.choice(SUFFIXES)}" if rng.random() < 0.3 else prompt
 
 
 def rounds(scene: Scene, rng: random.Random) -> list[tuple[str, str]]:
-    """A conversation about the scene's image: one or two rounds, each of another task."""
+    """A conversation about the scene: one or two rounds of different tasks."""
     return [ask(scene, task, rng) for task in rng.sample(TASKS, 2 if rng.random() < 0.15 else 1)]
 
 
@@ -158,7 +136,7 @@ def look(item: Item, rng: random.Random) -> str:
 
 
 def sentence(item: Item, rng: random.Random, *, remark: float = 0.5) -> str:
-    """A sentence about an item, with a remark on its colour at that rate."""
+    """A sentence about an item, with a remark on its color at the given rate."""
     verb, cell, phrase = VERBS[item.shape], CELLS[item.cell], look(item, rng)
     tail = f", {rng.choice(REMARKS[item.colour])}" if rng.random() < remark else ""
     match item.cell // 3:
@@ -227,7 +205,7 @@ def _rows(scene: Scene, rng: random.Random) -> str:
 
 
 def _found(item: Item, rng: random.Random, verb: str = "") -> str:
-    """The cell before the item: to name an item before its cell takes far longer to learn."""
+    """The cell, then the item: the other order takes far longer to learn."""
     return f"{CELLS[item.cell]} {verb} a {look(item, rng)}".replace("  ", " ")
 
 
@@ -243,8 +221,8 @@ def _sizes(scene: Scene, rng: random.Random) -> str:
 def _where(scene: Scene, rng: random.Random, item: Item) -> str:
     others = [sentence(other, rng, remark=0.35) for other in scene.items if other != item]
     found = rng.choice(("I have found it:", "It is easy to find:"))
-    place = f"in the {CELLS[item.cell]} {VERBS[item.shape]}"
-    parts = [f"You ask about the {item.colour} {item.shape}. {found} {place} a {look(item, rng)}."]
+    there = f"in the {CELLS[item.cell]} {VERBS[item.shape]}"
+    parts = [f"You ask about the {item.colour} {item.shape}. {found} {there} a {look(item, rng)}."]
     total = f"Together these are {NUMBERS[len(scene.items)]} shapes on {an(scene.background)} background."
     return " ".join([*parts, rng.choice(("Here is the rest.", "Now the others.")), *others, total])
 
@@ -266,7 +244,7 @@ def _story(scene: Scene, rng: random.Random) -> str:
     return " ".join([*parts, rng.choice(("They were good friends.", "They all lived happily ever after."))])
 
 
-_ANSWERS: dict[str, Callable[[Scene, random.Random], str]] = {
+_RESPONSES: dict[str, Callable[[Scene, random.Random], str]] = {
     "describe": _describe,
     "list": _list,
     "rows": _rows,

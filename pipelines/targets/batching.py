@@ -1,6 +1,6 @@
-"""Put several prompts into one forward pass, and take fewer when memory runs out.
+"""Batches of prompts of similar length, and smaller ones when the GPU runs out of memory.
 
-Shapes: B samples, L positions of the longest, A rotary axes.
+Shapes: B samples, L positions of the longest.
 """
 
 import math
@@ -16,11 +16,11 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-class Halving:
-    """Runs batches; halves one that exceeds the GPU's memory, and tries none as large again."""
+class HalveOnOom:
+    """Runs batches; halves one that exceeds the GPU's memory, and never tries as large a batch again."""
 
     def __init__(self) -> None:
-        self.too_much = math.inf  # tokens, padded, of the smallest batch that did not fit
+        self._too_large = math.inf  # padded tokens of the smallest batch that did not fit
 
     def __call__(
         self,
@@ -28,14 +28,14 @@ class Halving:
         tokens: Callable[[Item], int],
         run: Callable[[Sequence[Item]], list[Result]],
     ) -> list[Result]:
-        """`run(items)`, or its parts one after the other; `tokens` says how long an item is.
+        """`run(items)`, or the concatenated results of its halves; `tokens` is the length of an item.
 
-        Raises TargetError, which names it, when a single item is too much.
+        Raises TargetError, which names the item, if a single one does not fit.
         """
         if not items:
             return []
         size = len(items) * max(map(tokens, items))
-        if len(items) == 1 or size < self.too_much:
+        if len(items) == 1 or size < self._too_large:
             try:
                 return run(items)
             except RuntimeError as error:
@@ -43,35 +43,35 @@ class Halving:
                     raise
                 if len(items) == 1:
                     raise TargetError(
-                        f"{_told(items[0])} alone exceeds the memory of the device: leave it out "
-                        "(`vlmdistill responses --max-length N` drops what is longer), or use a larger GPU"
+                        f"{_describe_item(items[0])} exceeds the memory of the device: leave it out "
+                        "(`vlmdistill responses --max-length N` drops longer prompts), or use a larger GPU"
                     ) from None
-            self.too_much = size
+            self._too_large = size
             torch.cuda.empty_cache()  # outside of `except`: the failed pass is held until there
         middle = len(items) // 2
         return self(items[:middle], tokens, run) + self(items[middle:], tokens, run)
 
 
 def _out_of_memory(error: RuntimeError) -> bool:
-    """Libraries that PyTorch calls have words of their own for it."""
+    """PyTorch's own error, or that of a library such as cuBLAS."""
     return isinstance(error, torch.OutOfMemoryError) or "ALLOC_FAILED" in str(error)
 
 
-def _told(item: object) -> str:
+def _describe_item(item: object) -> str:
     """An item in words: a prompt, or a prompt with its response and the key of its sample."""
     prompt, response, key = item if isinstance(item, tuple) and len(item) == 3 else (item, (), "")
     length = getattr(prompt, "length", 0) + len(response)
     visual = sum(span.length for span in getattr(prompt, "spans", ()))
-    tokens = f" of {length} tokens, {visual} of them visual," if length else ""
+    tokens = f" of {length} tokens ({visual} visual)" if length else ""
     return f"{'sample ' + key if key else 'one prompt'}{tokens}"
 
 
 def packed(
     items: Sequence[Item], tokens: Callable[[Item], int], budget: int, most: int | None = None
 ) -> Iterator[list[Item]]:
-    """Batches of similar length, the longest first: at most `most` items, padded to `budget` tokens in all.
+    """Batches of similar length, the longest first: at most `most` items and `budget` padded tokens each.
 
-    An item that is longer than the budget goes alone.
+    An item longer than the budget is a batch of its own.
     """
     batch: list[Item] = []
     for item in sorted(items, key=tokens, reverse=True):

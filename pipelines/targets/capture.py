@@ -1,4 +1,4 @@
-"""From states of the whole expanded sequence to ragged rows: text, visual and span positions apart.
+"""Cuts the states of whole sequences into features: the rows at text, visual and span positions.
 
 Shapes: B samples, L positions, T text tokens, U visual tokens, M spans, D hidden width.
 """
@@ -11,17 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vlmdistill.drafters.base import Batch
-from vlmdistill.pipelines.targets.prompt import Prompt
+from vlmdistill.drafters.core.batch import Batch
+from vlmdistill.pipelines.targets.encode import EncodedPrompt
+from vlmdistill.stores.loader.tensors import as_numpy
 from vlmdistill.stores.schema import Array, Feature, Sample, Span, Where
-from vlmdistill.stores.tensors import as_numpy
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
 class Transcript:
-    """A prompt with its response: where text and visual tokens stand. All tensors on the CPU."""
+    """A prompt with its response, and the positions of its text and visual tokens. All tensors on the CPU."""
 
     ids_L: Tensor
     rope_AL: Tensor
@@ -30,15 +30,15 @@ class Transcript:
     spans: tuple[Span, ...]
 
     @classmethod
-    def of(cls, prompt: Prompt, response: Collection[int] = ()) -> "Transcript":
-        """Append the response to the prompt; placeholders that it may contain are ordinary tokens."""
-        answer = torch.tensor(tuple(response), dtype=torch.long)
-        rope_R = prompt.next_rope + torch.arange(len(answer))
+    def of(cls, prompt: EncodedPrompt, response: Collection[int] = ()) -> "Transcript":
+        """Append the response to the prompt; placeholders in the response are ordinary tokens."""
+        response_R = torch.tensor(tuple(response), dtype=torch.long)
+        rope_R = prompt.next_rope + torch.arange(len(response_R))
         return cls(
-            ids_L=torch.cat([prompt.ids_L, answer]),
+            ids_L=torch.cat([prompt.ids_L, response_R]),
             rope_AL=torch.cat([prompt.rope_AL, rope_R.expand(len(prompt.rope_AL), -1)], 1),
-            kind_L=torch.nn.functional.pad(prompt.kind_L, (0, len(answer))),
-            response_L=torch.arange(prompt.length + len(answer)) >= prompt.length,
+            kind_L=torch.nn.functional.pad(prompt.kind_L, (0, len(response_R))),
+            response_L=torch.arange(prompt.length + len(response_R)) >= prompt.length,
             spans=prompt.spans,
         )
 
@@ -47,17 +47,17 @@ class Transcript:
         """Which positions are visual tokens."""
         return self.kind_L > 0
 
-    def places(self, where: Where) -> Tensor:
-        """The positions of the rows that a feature has at `where`."""
+    def positions(self, where: Where) -> Tensor:
+        """The positions that a feature at `where` has a row for."""
         if where == "span":
             return torch.tensor([s.start + s.length - 1 for s in self.spans], dtype=torch.long)
         return torch.nonzero(self.visual_L == (where == "visual")).flatten()
 
     def batch(self, states: Mapping[str, Tensor], features: Collection[Feature]) -> Batch:
-        """This one sequence for a decoder, on the device of `states` (by source, [L, D])."""
+        """The sequence as a batch for a decoder, on the device of `states` (by source, [L, D])."""
         device = next(iter(states.values())).device
-        places = {where: self.places(where).to(device) for where in {f.where for f in features}}
-        text_T = self.places("text")
+        position = {where: self.positions(where).to(device) for where in {f.where for f in features}}
+        text_T = self.positions("text")
         start_M = torch.tensor([span.start for span in self.spans], dtype=torch.long)
         length_M = torch.tensor([span.length for span in self.spans], dtype=torch.long)
         batch = Batch(
@@ -70,12 +70,12 @@ class Transcript:
             length_M=length_M,
             segment_M=torch.zeros_like(start_M),
         ).to(device)
-        rows = {f: states[f.source].index_select(0, places[f.where]) for f in features}
+        rows = {f: states[f.source].index_select(0, position[f.where]) for f in features}
         return batch.having(rows)
 
     def sample(self, key: str, features: Mapping[Feature, Array]) -> Sample:
-        """This sequence for the store, with its rows of features."""
-        text_T = self.places("text")
+        """The sequence with its features as a sample for the store."""
+        text_T = self.positions("text")
         return Sample(
             key=key,
             ids_T=_int32(self.ids_L[text_T]),
@@ -101,11 +101,11 @@ def samples(
     rows: list[dict[Feature, Array]] = [{} for _ in sequences]
     for feature in sorted(features):
         state_BLD = states[feature.source]
-        places = [sequence.places(feature.where) for sequence in sequences]
-        flat = torch.cat([place + i * state_BLD.shape[1] for i, place in enumerate(places)])
+        positions = [sequence.positions(feature.where) for sequence in sequences]
+        flat = torch.cat([rows + i * state_BLD.shape[1] for i, rows in enumerate(positions)])
         chosen_ND = state_BLD.flatten(0, 1).index_select(0, flat.to(state_BLD.device))
         stored_ND = as_numpy(chosen_ND.to(DTYPES[dtype]))
-        ends = np.cumsum([len(place) for place in places])
+        ends = np.cumsum([len(one) for one in positions])
         for row, part in zip(rows, np.split(stored_ND, ends[:-1]), strict=True):
             row[feature] = part
     return [s.sample(key, row) for s, key, row in zip(sequences, keys, rows, strict=True)]

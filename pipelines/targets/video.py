@@ -1,10 +1,10 @@
-"""Which frames of a video a target sees, and the tensors it sees them as, without torchvision.
+"""Video processors that need no torchvision: from a video to sampled frames and pixel tensors.
 
-The stock video processors of transformers all need torchvision. These compute the same from the same files:
-the families' own rules of sampling and sizes, bicubic resizing of 8-bit frames with antialiasing, then
+They compute what the stock video processors of transformers compute, from the same files: each family's rules
+for sampling and sizes, bicubic resizing of 8-bit frames with antialiasing, then
 `(x - mean / scale) / (std / scale)`.
 
-Shapes: F frames, H height, W width, C colours, T temporal patches, P patches, E values of a patch.
+Shapes: F frames, H height, W width, C colors, T temporal patches, P patches, E values of a patch.
 """
 
 import abc
@@ -27,30 +27,30 @@ from transformers.image_utils import (
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 from transformers.video_utils import VideoMetadata
 
-from vlmdistill.pipelines.frames import Footage, read
+from vlmdistill.pipelines.media.frames import Footage, read
 from vlmdistill.stores.errors import DataError, TargetError
 from vlmdistill.stores.schema import Array
 
-CHUNK = 32  # frames that are resized at once
-RESAMPLING = {2: "bilinear", 3: "bicubic"}  # by Pillow's numbers, which configurations hold
+CHUNK = 32  # frames resized at once
+RESAMPLING = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers, as in configuration files
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """Which frames of a video a target is shown."""
+class FrameSampling:
+    """Which frames of a video are sampled."""
 
     indices: tuple[int, ...]
     total: int  # frames of the video
-    fps: float  # of the video; of images without a clock, what they are taken to be
+    fps: float  # of the video; for images without timestamps, the assumed rate
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """When each frame is on, as the stock processors reckon it."""
+        """The time of each frame, as the stock processors compute it."""
         return tuple(index / self.fps for index in self.indices)
 
     @property
     def metadata(self) -> VideoMetadata:
-        """The same for a stock processor."""
+        """The same in the form of transformers."""
         return VideoMetadata(
             total_num_frames=self.total,
             fps=self.fps,
@@ -60,9 +60,9 @@ class Sampling:
 
 
 class FrameProcessor(abc.ABC):
-    """One family's rules for video; takes the place of the stock processor's `video_processor`.
+    """One family's rules for video; replaces the `video_processor` of a stock processor.
 
-    `settings` are those of the checkpoint's files; what they do not say is as in the stock class.
+    `settings` come from the checkpoint's files; missing ones have the defaults of the stock class.
     """
 
     stock: ClassVar[Mapping[str, Any]]
@@ -73,9 +73,11 @@ class FrameProcessor(abc.ABC):
         values = {"resample": 3, "rescale_factor": 1 / 255, **self.stock, **known}
         for name in ("do_resize", "do_rescale", "do_normalize"):
             if not values.get(name, True):
-                raise TargetError(f"a video processor with {name} false is not served")
+                raise TargetError(f"a video processor with {name} false is not supported")
         if values.get("do_center_crop") or values["resample"] not in RESAMPLING:
-            raise TargetError("a video processor that crops, or resamples unlike 2 or 3, is not served")
+            raise TargetError(
+                "a video processor that crops, or with a resample other than 2 or 3, is not supported"
+            )
         self.mode = RESAMPLING[values["resample"]]
         scale = 1.0 / values["rescale_factor"]
         self._mean_C11 = torch.tensor(values["image_mean"])[:, None, None] * scale
@@ -84,52 +86,54 @@ class FrameProcessor(abc.ABC):
         self.num_frames: int | None = values.get("num_frames")
         self.min_frames: int = values.get("min_frames", 1)
         self.max_frames: int = values.get("max_frames", 2**31)
-        self._take(values)
+        self._read(values)
 
     @abc.abstractmethod
-    def _take(self, values: Mapping[str, Any]) -> None:
-        """The settings that are the family's own."""
+    def _read(self, values: Mapping[str, Any]) -> None:
+        """Read the settings of the family."""
 
     @abc.abstractmethod
     def count(self, footage: Footage, fps: float | None, frames: int | None) -> int:
-        """How many frames to take, at `fps` per second or as many as `frames`; one of the two is given."""
+        """How many frames to sample by `fps` per second or by a number of `frames`; one of them is given."""
 
     @abc.abstractmethod
-    def spread(self, total: int, count: int) -> list[int]:
-        """The places of `count` frames out of `total`."""
+    def indices(self, total: int, count: int) -> list[int]:
+        """The indices of `count` frames out of `total`."""
 
     @abc.abstractmethod
     def __call__(self, videos: Any, video_metadata: Sequence[VideoMetadata] = (), **_: Any) -> dict[str, Any]:
-        """The tensors of videos uint8 [F, H, W, C], which may lie in nested lists."""
+        """The pixel tensors of videos uint8 [F, H, W, C], which may be in nested lists."""
 
     def sample(
         self, source: Any, fps: float | None = None, frames: int | None = None
-    ) -> tuple[Array, Sampling]:
-        """Frames uint8 [F, H, W, C] of a video (see `frames.read`): `fps` a second or `frames` of it.
+    ) -> tuple[Array, FrameSampling]:
+        """Sample a video (see `frames.read`) by `fps` or by a number of `frames`: uint8 [F, H, W, C].
 
-        A video shorter than that is taken whole. Images without a clock (a folder, a list, an array)
-        count as chosen already, `fps` a second; `frames` then takes fewer of them. DataError on
-        settings that make no sense, and of `frames.read`.
+        All frames of a shorter video are taken. Images without timestamps (a folder, a list, an array) count
+        as sampled already, at `fps` per second; `frames` takes fewer of them. Raises DataError on invalid
+        settings, and what `frames.read` raises.
         """
         if fps is not None and frames is not None:
-            raise DataError(f"a video is sampled by fps or by frames, not by both ({fps} and {frames})")
+            raise DataError(
+                f"a video is sampled by fps or by frames, not by both: give fps {fps} or frames {frames}"
+            )
         timed = fps is None or (isinstance(fps, int | float) and 0 < fps < math.inf)
         counted = frames is None or (isinstance(frames, int) and frames > 0)
         if not (timed and counted):
             raise DataError(f"a video cannot be sampled by fps {fps} or frames {frames}: give more than 0")
         clip = read(source, lambda footage: self.choose(footage, fps, frames))
         rate = clip.footage.fps or fps or self.fps or 2.0
-        return clip.frames_FHWC, Sampling(clip.indices, clip.footage.total, rate)
+        return clip.frames_FHWC, FrameSampling(clip.indices, clip.footage.total, rate)
 
     def choose(self, footage: Footage, fps: float | None = None, frames: int | None = None) -> list[int]:
-        """The places of the frames that `sample` takes."""
+        """The indices of the frames that `sample` takes."""
         if fps is None and frames is None:
             fps, frames = (None, self.num_frames) if self.num_frames else (self.fps, None)
         if footage.fps is None and frames is None:
             count = min(footage.total, self.max_frames)
         else:
             count = self.count(footage, fps, frames)
-        return self.spread(footage.total, max(1, min(count, footage.total)))
+        return self.indices(footage.total, max(1, min(count, footage.total)))
 
     def resized(self, frames_FHWC: Tensor, height: int, width: int) -> Tensor:
         """Frames resized and normalized, float32 [F, C, height, width]."""
@@ -142,7 +146,7 @@ class FrameProcessor(abc.ABC):
 
 
 class GridFrames(FrameProcessor):
-    """Qwen2-VL and Qwen2.5-VL: pairs of frames, any size, so many pixels a frame."""
+    """Qwen2-VL and Qwen2.5-VL: pairs of frames of any size, a limit of pixels per frame."""
 
     stock: ClassVar[Mapping[str, Any]] = {
         "image_mean": OPENAI_CLIP_MEAN,
@@ -151,14 +155,14 @@ class GridFrames(FrameProcessor):
         "patch_size": 14,
         "temporal_patch_size": 2,
         "merge_size": 2,
-        "fps": 2.0,  # of the models' own tool, qwen-vl-utils; the stock class leaves it to the caller
+        "fps": 2.0,  # as in qwen-vl-utils; the stock class has no default
         "min_frames": 4,
         "max_frames": 768,
         "max_video_tokens": 128000,
     }
     model_input_names: ClassVar[list[str]] = ["pixel_values_videos", "video_grid_thw"]
 
-    def _take(self, values: Mapping[str, Any]) -> None:
+    def _read(self, values: Mapping[str, Any]) -> None:
         size = values["size"]
         self.min_pixels: int = values.get("min_pixels") or size.get("shortest_edge") or size["min_pixels"]
         self.max_pixels: int = values.get("max_pixels") or size.get("longest_edge") or size["max_pixels"]
@@ -169,7 +173,7 @@ class GridFrames(FrameProcessor):
         self.capped = bool(values.get("cap_pixels_per_frame"))
 
     def count(self, footage: Footage, fps: float | None, frames: int | None) -> int:
-        """A multiple of the temporal patch, within the limits of frames where it follows from `fps`."""
+        """A multiple of the temporal patch; by `fps`, within the limits of frames."""
         step, total = self.temporal_patch_size, footage.total
         if frames is not None:
             return min(round(frames / step), total // step) * step or min(step, total)
@@ -177,12 +181,12 @@ class GridFrames(FrameProcessor):
         most = min(self.max_frames, total) // step * step
         return math.floor(min(max(wanted, self.min_frames), most) / step) * step
 
-    def spread(self, total: int, count: int) -> list[int]:
-        """From the first on, at equal steps, rounded down in single precision."""
+    def indices(self, total: int, count: int) -> list[int]:
+        """From the first one in equal steps, rounded down in single precision."""
         return torch.arange(0, total, total / count).int().tolist()[:count]
 
     def pixels(self, count: int) -> int:
-        """How many a frame may have, of so many frames."""
+        """The most pixels of a frame if there are `count` frames."""
         if not self.capped:
             return self.max_pixels
         budget = int(self.max_video_tokens * self._factor**2 * 0.9)
@@ -195,17 +199,17 @@ class GridFrames(FrameProcessor):
         return self.patch_size * self.merge_size
 
     def target_size(self, count: int, height: int, width: int) -> tuple[int, int]:
-        """Height and width of the frames as the vision tower sees them."""
+        """Height and width that the frames are resized to."""
         size: tuple[int, int] = smart_resize(
             height, width, factor=self._factor, min_pixels=self.min_pixels, max_pixels=self.pixels(count)
         )
         return size
 
     def __call__(self, videos: Any, video_metadata: Sequence[VideoMetadata] = (), **_: Any) -> dict[str, Any]:
-        """Patches of all videos [P, E], and how many lie along time, height and width of each."""
+        """Patches of all videos [P, E], and the grid (time, height, width) of each."""
         made = [self._patches(video) for video in flat(videos)]
         return {
-            "pixel_values_videos": side_by_side([patches_PE for patches_PE, _ in made]),
+            "pixel_values_videos": concatenated([patches_PE for patches_PE, _ in made]),
             "video_grid_thw": torch.tensor([grid for _, grid in made]),
             "video_metadata": list(video_metadata),
         }
@@ -213,25 +217,25 @@ class GridFrames(FrameProcessor):
     def _patches(self, frames_FHWC: Tensor) -> tuple[Tensor, list[int]]:
         step, patch, merge = self.temporal_patch_size, self.patch_size, self.merge_size
         count, height, width, _ = frames_FHWC.shape
-        if lacking := -count % step:  # the last frame is shown again
+        if lacking := -count % step:  # repeat the last frame
             frames_FHWC = torch.cat([frames_FHWC, frames_FHWC[-1:].expand(lacking, -1, -1, -1)])
         height, width = self.target_size(count, height, width)
         grid = [len(frames_FHWC) // step, height // patch, width // patch]
-        whole_PE = torch.empty(math.prod(grid), 3 * step * patch * patch)
+        all_PE = torch.empty(math.prod(grid), 3 * step * patch * patch)
         part = math.ceil(CHUNK / step) * step
         rows = grid[1] * grid[2] * part // step
         for number, start in enumerate(range(0, len(frames_FHWC), part)):
-            seen_FCHW = self.resized(frames_FHWC[start : start + part], height, width)
-            cut = seen_FCHW.view(
+            frames_FCHW = self.resized(frames_FHWC[start : start + part], height, width)
+            cut = frames_FCHW.view(
                 -1, step, 3, grid[1] // merge, merge, patch, grid[2] // merge, merge, patch
             ).permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
-            patches_PE = cut.reshape(-1, whole_PE.shape[1])
-            whole_PE[number * rows : number * rows + len(patches_PE)] = patches_PE
-        return whole_PE, grid
+            patches_PE = cut.reshape(-1, all_PE.shape[1])
+            all_PE[number * rows : number * rows + len(patches_PE)] = patches_PE
+        return all_PE, grid
 
 
 class TimedGridFrames(GridFrames):
-    """Qwen3-VL: as Qwen2-VL, but so many pixels for all frames together, spread from first to last."""
+    """Qwen3-VL: one limit of pixels for all frames; samples include the first and the last frame."""
 
     stock: ClassVar[Mapping[str, Any]] = {
         **GridFrames.stock,
@@ -243,18 +247,18 @@ class TimedGridFrames(GridFrames):
     }
 
     def count(self, footage: Footage, fps: float | None, frames: int | None) -> int:
-        """Within the limits of frames where it follows from `fps`."""
+        """By `fps`, within the limits of frames."""
         if frames is not None:
             return frames
         wanted = int(at_rate(footage, fps))
         return min(max(wanted, self.min_frames), self.max_frames)
 
-    def spread(self, total: int, count: int) -> list[int]:
-        """The first, the last, and what is even between them."""
-        return [int(place) for place in np.linspace(0, total - 1, count).round()]
+    def indices(self, total: int, count: int) -> list[int]:
+        """From the first to the last one in equal steps."""
+        return [int(index) for index in np.linspace(0, total - 1, count).round()]
 
     def pixels(self, count: int) -> int:
-        """How many all frames may have together."""
+        """The most pixels of all frames together."""
         if not self.capped:
             return self.max_pixels
         frame = min(self.max_video_tokens * self._factor**2, self.max_pixels // count)
@@ -262,7 +266,7 @@ class TimedGridFrames(GridFrames):
 
     def target_size(self, count: int, height: int, width: int) -> tuple[int, int]:
         """Both limits count the pixels of all frames."""
-        # As one tall image would be resized, but for where frames and not pixels are rounded: the stock rule.
+        # The stock rule: resize as one tall image, except that frames are rounded instead of pixels.
         step, factor, count = self.temporal_patch_size, self._factor, max(count, self.temporal_patch_size)
         if height < factor or width < factor:
             scale = max(factor / height, factor / width)
@@ -271,12 +275,12 @@ class TimedGridFrames(GridFrames):
             raise ValueError(f"absolute aspect ratio must be smaller than 200, got {width} x {height} pixels")
         high, wide = round(height / factor) * factor, round(width / factor) * factor
         pixels, least, most = count * height * width, self.min_pixels, self.pixels(count)
-        shown = round(count / step) * step * high * wide
-        if shown > most:
+        resized = round(count / step) * step * high * wide
+        if resized > most:
             shrink = math.sqrt(pixels / most)
             high = max(factor, math.floor(height / shrink / factor) * factor)
             wide = max(factor, math.floor(width / shrink / factor) * factor)
-        elif shown < least:
+        elif resized < least:
             grow = math.sqrt(least / pixels)
             high = math.ceil(height * grow / factor) * factor
             wide = math.ceil(width * grow / factor) * factor
@@ -284,70 +288,70 @@ class TimedGridFrames(GridFrames):
 
 
 class SquareFrames(FrameProcessor):
-    """LLaVA-OneVision: frames squeezed to the size of the vision tower, 32 of them."""
+    """LLaVA-OneVision: 32 frames, resized to the square of the vision tower."""
 
     stock: ClassVar[Mapping[str, Any]] = {
         "image_mean": OPENAI_CLIP_MEAN,
         "image_std": OPENAI_CLIP_STD,
         "size": {"height": 384, "width": 384},
-        "num_frames": 32,  # of the paper (arXiv 2408.03326); the stock class leaves it to the caller
+        "num_frames": 32,  # of the paper (arXiv 2408.03326); the stock class has no default
     }
     model_input_names: ClassVar[list[str]] = ["pixel_values_videos"]
 
-    def _take(self, values: Mapping[str, Any]) -> None:
+    def _read(self, values: Mapping[str, Any]) -> None:
         size = values["size"]
         if not {"height", "width"} <= size.keys():
             raise TargetError(
-                f"a video processor with the size {dict(size)} is not served: give height and width"
+                f"a video processor with the size {dict(size)} is not supported: give height and width"
             )
         self.height: int = size["height"]
         self.width: int = size["width"]
 
     def count(self, footage: Footage, fps: float | None, frames: int | None) -> int:
-        """No limit but that of the video."""
+        """As many as asked for."""
         if frames is not None:
             return frames
         return int(at_rate(footage, fps))
 
-    def spread(self, total: int, count: int) -> list[int]:
-        """From the first on, at equal steps, rounded down."""
+    def indices(self, total: int, count: int) -> list[int]:
+        """From the first one in equal steps, rounded down."""
         return [index * total // count for index in range(count)]
 
     def __call__(self, videos: Any, video_metadata: Sequence[VideoMetadata] = (), **_: Any) -> dict[str, Any]:
-        """All videos [videos, F, C, height, width]; a list of them where they differ in F."""
-        shown: list[Tensor] = []
+        """All videos [videos, F, C, height, width]; a list of them if they differ in F."""
+        resized: list[Tensor] = []
         for frames_FHWC in flat(videos):
             out_FCHW = torch.empty(len(frames_FHWC), 3, self.height, self.width)
             for start in range(0, len(frames_FHWC), CHUNK):
                 part = frames_FHWC[start : start + CHUNK]
                 out_FCHW[start : start + CHUNK] = self.resized(part, self.height, self.width)
-            shown.append(out_FCHW)
-        equal = len({len(out_FCHW) for out_FCHW in shown}) == 1
+            resized.append(out_FCHW)
+        equal = len({len(out_FCHW) for out_FCHW in resized}) == 1
         return {
-            "pixel_values_videos": side_by_side([video[None] for video in shown]) if equal else shown,
+            "pixel_values_videos": concatenated([video[None] for video in resized]) if equal else resized,
             "video_metadata": list(video_metadata),
         }
 
 
 def at_rate(footage: Footage, fps: float | None) -> float:
-    """How many frames `fps` a second are, of those that there are."""
+    """The number of frames at `fps` per second, at most all of them."""
     return min(footage.total, footage.total / (footage.fps or 1.0) * (fps or 1.0))
 
 
-def side_by_side(rows: Sequence[Tensor]) -> Tensor:
-    """One after the other along the first dimension; a single long video is not copied for it."""
+def concatenated(rows: Sequence[Tensor]) -> Tensor:
+    """Concatenate along the first dimension; a single tensor, such as a long video, is not copied."""
     return rows[0] if len(rows) == 1 else torch.cat(list(rows))
 
 
 def flat(videos: Any) -> list[Tensor]:
-    """The videos of nested lists, one after the other, as tensors uint8 [F, H, W, C]."""
+    """The videos of nested lists in one list, as tensors uint8 [F, H, W, C]."""
     if isinstance(videos, list | tuple):
         return [video for part in videos for video in flat(part)]
     return [torch.from_numpy(np.ascontiguousarray(videos))]
 
 
 def settings(folder: Path) -> dict[str, Any]:
-    """What a checkpoint says about video, where the stock processor would look: three files in turn."""
+    """A checkpoint's video settings, from the file that the stock processor would read them from."""
     files = {
         name: json.loads((folder / name).read_text(encoding="utf-8"))
         for name in ("processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json")

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vlmdistill.drafters import catalogue
-from vlmdistill.drafters.base import Batch, Drafter, Head, Proposer
-from vlmdistill.drafters.config import override
-from vlmdistill.drafters.layers import DecoderLayer, turn
-from vlmdistill.drafters.training.trainer import Run
+from vlmdistill.drafters.checkpoints.checkpoint import build as build_drafter
+from vlmdistill.drafters.checkpoints.settings import override
+from vlmdistill.drafters.core import catalogue
+from vlmdistill.drafters.core.batch import Batch, Head
+from vlmdistill.drafters.core.drafter import Drafter, Proposer
+from vlmdistill.drafters.core.layers import DecoderLayer, apply_rotary
+from vlmdistill.drafters.training.run import Run
 from vlmdistill.stores import schema
 from vlmdistill.stores.schema import Feature, Provenance, Sample, Span, TargetInfo
 from vlmdistill.stores.store import Store
@@ -76,14 +78,14 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 def build(name: str, **settings: Any) -> Drafter:
     """An untrained drafter on random tables, the same each time."""
     torch.manual_seed(0)
-    config = dataclasses.replace(catalogue.config(name), **settings)
+    config = dataclasses.replace(catalogue.config(name).model, **settings)
     return catalogue.trained(name)(config, INFO, head())
 
 
 def untrained(name: str, target: Any, seed: int = 0) -> Proposer:
     """A drafter with its paper's settings and fresh weights, for a loaded target."""
     torch.manual_seed(seed)
-    return catalogue.load(name)(catalogue.config(name), target.info, target.head).eval()
+    return build_drafter(name, catalogue.config(name), target.info, target.head)
 
 
 def head(seed: int = 0) -> Head:
@@ -151,7 +153,7 @@ def plain_layer(layer: DecoderLayer, x_SD: Tensor, position_S: Tensor) -> Tensor
     heads, width = INFO.num_heads, INFO.head_dim
     qkv = layer.qkv_proj(x_SD).view(len(x_SD), 3, heads, width)
     factors = layer.rotary(position_S, x_SD.dtype)
-    query, key = turn(qkv[:, 0], factors), turn(qkv[:, 1], factors)
+    query, key = apply_rotary(qkv[:, 0], factors), apply_rotary(qkv[:, 1], factors)
     score_HSS = torch.einsum("qhd,khd->hqk", query, key) / math.sqrt(width)
     score_HSS = score_HSS.masked_fill(torch.ones(len(x_SD), len(x_SD)).triu(1).bool(), -math.inf)
     mixed = torch.einsum("hqk,khd->qhd", score_HSS.softmax(-1), qkv[:, 2])
@@ -181,7 +183,7 @@ def store(path: Path, samples: int, features: Collection[str] = ALL, seed: int =
         path,
         provenance(features),
         INFO,
-        schema.Head(tables.embed_VD.numpy(), tables.lm_head_VD.numpy(), "float32"),
+        schema.FrozenTables(tables.embed_VD.numpy(), tables.lm_head_VD.numpy(), "float32"),
     )
     layouts = list(LAYOUTS.values())
     with made.writer("unit") as writer:
@@ -214,4 +216,4 @@ def plan(
     """A short run on such a store, in optimizer steps of two micro-batches."""
     config = override(catalogue.config(drafter), [*SETTINGS, *settings])
     values = {"held_out": 0.0, "save_every": 3, "micro_tokens": 60, **more}
-    return Run(drafter=catalogue.base(drafter), config=config, store=store, out=out, **values)
+    return Run(drafter=catalogue.base(drafter), config=config, store=str(store), out=out, **values)

@@ -1,6 +1,5 @@
 """EAGLE-3: three depths fused once, a draft vocabulary, and a state that recurs before its norm."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,15 +9,20 @@ from torch import Tensor
 
 from tests.drafters import synthetic
 from tests.drafters.synthetic import INFO, LAYOUTS, batch, cut, head
-from vlmdistill.drafters import checkpoint
-from vlmdistill.drafters.base import Batch, Entries, Stage, Tree
-from vlmdistill.drafters.config import override
-from vlmdistill.drafters.decoding.tree import Growth
+from vlmdistill.drafters.checkpoints import checkpoint
+from vlmdistill.drafters.checkpoints.settings import override
+from vlmdistill.drafters.core import catalogue
+from vlmdistill.drafters.core.batch import Batch, Entries, TokenIndex
+from vlmdistill.drafters.core.config import Stage
+from vlmdistill.drafters.core.kv_cache import GrowingKVCache
+from vlmdistill.drafters.core.losses import TargetRows, cross_entropy, score
+from vlmdistill.drafters.core.tree import Tree
+from vlmdistill.drafters.core.tree_drafter import TreeDrafter
+from vlmdistill.drafters.core.vocabulary import columns_of
 from vlmdistill.drafters.eagle3 import Eagle3, depths
-from vlmdistill.drafters.losses import Rows, cross_entropy, score
-from vlmdistill.drafters.memory import CacheMemory, Places
-from vlmdistill.drafters.training.record import Progress
-from vlmdistill.drafters.training.trainer import Run, train
+from vlmdistill.drafters.training.progress import TrainingProgress
+from vlmdistill.drafters.training.run import Run
+from vlmdistill.drafters.training.trainer import train
 from vlmdistill.drafters.training.unroll import unroll
 from vlmdistill.stores.schema import Feature
 from vlmdistill.stores.store import Store
@@ -30,17 +34,17 @@ COUNTS = torch.zeros(INFO.vocab_size).index_fill(0, torch.tensor(SPOKEN), 7.0)
 def build(**settings: object) -> Eagle3:
     torch.manual_seed(0)
     drafter = Eagle3(Eagle3.Config(**settings), INFO, head()).eval()  # type: ignore[arg-type]
-    drafter.prepare(COUNTS)
+    drafter.choose_vocabulary(COUNTS)
     return drafter
 
 
 def sample(drafter: Eagle3, *layouts: str) -> Batch:
-    return batch(layouts, drafter.needs(drafter.config, INFO))
+    return batch(layouts, drafter.config.needs(INFO))
 
 
-def committed(drafter: Eagle3, one: Batch, token: int) -> Growth:
+def committed(drafter: Eagle3, one: Batch, token: int) -> TreeDrafter:
     prompt = cut(one, token)
-    draft = Growth(drafter, prompt)
+    draft = TreeDrafter(drafter, prompt)
     before = [prompt.feature(source, "text")[-1:] for source in drafter.sources]
     draft.commit(one.ids_T[token : token + 1], torch.cat(before, dim=-1))
     return draft
@@ -65,10 +69,10 @@ def test_without_visual_entries_no_visual_row_is_needed_but_the_last_of_a_span()
     on_text = {Feature(tap, where) for tap in taps for where in ("text", "span")}
     hidden, embed = Feature("hidden", "text"), Feature("embed", "visual")
     whole, text = Eagle3.Config(), Eagle3.Config(visual="none")
-    assert Eagle3.needs(whole, INFO) == {*everywhere, embed, hidden}
-    assert Eagle3.needs(whole, INFO, decoding=True) == {*everywhere, embed}
-    assert Eagle3.needs(text, INFO) == {*on_text, hidden}
-    assert Eagle3.needs(text, INFO, decoding=True) == on_text
+    assert whole.needs(INFO) == {*everywhere, embed, hidden}
+    assert whole.needs(INFO, decoding=True) == {*everywhere, embed}
+    assert text.needs(INFO) == {*on_text, hidden}
+    assert text.needs(INFO, decoding=True) == on_text
 
 
 def test_three_states_are_fused_at_hop_0_and_never_again() -> None:
@@ -86,9 +90,9 @@ def test_the_state_is_carried_unnormed_and_the_norm_is_of_the_logits_alone() -> 
         drafter.layer.o_proj.weight.zero_()
         drafter.layer.down_proj.weight.zero_()
     hidden_1D = torch.full((1, INFO.hidden_size), 3.0)
-    place = Places(torch.zeros(1).long(), torch.ones(1).long(), torch.zeros(1).long())
+    place = TokenIndex(torch.zeros(1).long(), torch.ones(1).long(), torch.zeros(1).long())
     entry = Entries(torch.tensor([5]), hidden_1D, torch.zeros(1).long(), place, hop=1)
-    state_1D = drafter.step(entry, CacheMemory())
+    state_1D = drafter.step(entry, GrowingKVCache())
     assert torch.equal(state_1D, hidden_1D)  # the residual is what came in
     torch.testing.assert_close(drafter.logits(state_1D), drafter.lm_head(drafter.norm(state_1D)))
     torch.testing.assert_close(drafter.logits(state_1D), drafter.logits(state_1D * 2))
@@ -103,7 +107,7 @@ def test_the_draft_vocabulary_is_the_most_frequent_tokens_then_the_first_ids() -
     assert more is not None
     assert more.tolist() == sorted([0, 1, *SPOKEN])
     assert build().vocabulary_K is None
-    assert not build().counts_tokens
+    assert columns_of(build()) is None
 
 
 @pytest.mark.parametrize("tree", ["chain-4", "8-2-2", "40-3-8"])
@@ -114,9 +118,9 @@ def test_what_is_drafted_is_a_target_id_and_is_fed_back_as_one(tree: str) -> Non
     fed: list[Tensor] = []
     step = drafter.step
 
-    def record(entries: Entries, memory: CacheMemory) -> Tensor:
+    def record(entries: Entries, cache: GrowingKVCache) -> Tensor:
         fed.append(entries.ids_N)
-        return step(entries, memory)
+        return step(entries, cache)
 
     drafter.step = record  # type: ignore[method-assign, assignment]
     nodes = draft.grow(Tree.parse(tree))
@@ -132,8 +136,9 @@ def test_the_loss_is_over_the_draft_vocabulary_and_spares_what_it_cannot_say() -
     drafter = build(draft_vocab=5)
     generator = torch.Generator().manual_seed(1)
     state, target = torch.randn(2, 40, INFO.hidden_size, generator=generator)
-    rows = Rows(state.requires_grad_(), target, torch.ones(40).bool(), 0)
-    made = drafter.loss(rows, Stage(name="test", losses={"cross_entropy": 1.0}))
+    rows = TargetRows(target, torch.arange(40), torch.ones(1, 40).bool())
+    scores = drafter.loss([state.requires_grad_()], rows, Stage(name="test", losses={"cross_entropy": 1.0}))
+    made = scores.hops[0]
 
     logits_RV = target @ drafter.lm_head_VD.T
     best_R = logits_RV.argmax(-1)
@@ -141,11 +146,11 @@ def test_the_loss_is_over_the_draft_vocabulary_and_spares_what_it_cannot_say() -
     assert 0 < said_R.sum() < 40
     each_R = cross_entropy(drafter.logits(state), logits_RV[:, SPOKEN])
     torch.testing.assert_close(made.loss_R, each_R.detach() * said_R)
-    torch.testing.assert_close(made.total, (each_R * said_R).sum())
+    torch.testing.assert_close(scores.total, (each_R * said_R).sum())
     assert made.count_R.all()  # the mean is over all rows, and those it cannot say are misses
     guess_R = torch.tensor(SPOKEN)[drafter.logits(state).argmax(-1)]
     assert torch.equal(made.agree_R, guess_R == best_R)
-    (grad,) = torch.autograd.grad(made.total, state)
+    (grad,) = torch.autograd.grad(scores.total, state)
     assert grad[~said_R].eq(0).all()
     assert (grad[said_R].abs().sum(-1) > 0).all()
 
@@ -153,14 +158,15 @@ def test_the_loss_is_over_the_draft_vocabulary_and_spares_what_it_cannot_say() -
 def test_a_vocabulary_of_all_tokens_is_no_vocabulary() -> None:
     drafter = build()
     state, target = torch.randn(2, 9, INFO.hidden_size)
-    rows = Rows(state, target, torch.ones(9).bool(), 0)
+    rows = TargetRows(target, torch.arange(9), torch.ones(1, 9).bool())
     weights = {"cross_entropy": 1.0, "top_k": 1.0}
-    plain = score(rows, drafter.logits, drafter.lm_head_VD, weights, keep_top=3)
+    parts = drafter.lm_logits, drafter.lm_head_VD, weights
+    plain = score([state], rows, *parts, keep_top=3)
     every = torch.arange(INFO.vocab_size)
-    named = score(rows, drafter.logits, drafter.lm_head_VD, weights, keep_top=3, vocabulary_K=every)
+    named = score([state], rows, *parts, keep_top=3, vocabulary_K=every)
     torch.testing.assert_close(named.total, plain.total)
-    assert torch.equal(named.count_R, plain.count_R)
-    assert torch.equal(named.agree_R, plain.agree_R)
+    assert torch.equal(named.hops[0].count_R, plain.hops[0].count_R)
+    assert torch.equal(named.hops[0].agree_R, plain.hops[0].agree_R)
 
 
 # Training chooses the vocabulary
@@ -174,7 +180,7 @@ def plan(store: Path, out: Path, **more: object) -> Run:
         "stages.*.learning_rate=0.01",
         "batch_tokens=200",
     ]
-    config = override(Eagle3.Config(), settings)
+    config = override(catalogue.config("eagle3"), settings)
     return Run(drafter="eagle3", config=config, store=store, out=out, save_every=2, held_out=0.0, **more)  # type: ignore[arg-type]
 
 
@@ -202,7 +208,7 @@ def test_a_resumed_run_keeps_its_vocabulary_bit_for_bit(
     class StopError(Exception):
         pass
 
-    def stop(progress: Progress) -> None:
+    def stop(progress: TrainingProgress) -> None:
         if progress.step == 3:
             raise StopError
 
@@ -214,7 +220,7 @@ def test_a_resumed_run_keeps_its_vocabulary_bit_for_bit(
     def never(self: Eagle3, count_V: Tensor) -> None:
         raise AssertionError("a resumed run counts again")
 
-    monkeypatch.setattr(Eagle3, "prepare", never)
-    train(replace(plan(tmp_path / "store", tmp_path / "again"), resume=True))
+    monkeypatch.setattr(Eagle3, "choose_vocabulary", never)
+    train(plan(tmp_path / "store", tmp_path / "again"))
     files = [(tmp_path / run / "model.safetensors").read_bytes() for run in ("whole", "again")]
     assert files[0] == files[1]

@@ -1,23 +1,22 @@
 """HASS: its multi-step attention is that of the paper's mask, written out with streams and -inf."""
 
-from dataclasses import replace
-
+import msgspec
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from tests.drafters import synthetic
-from vlmdistill.drafters.base import Batch
+from vlmdistill.drafters.core.batch import Batch, TokenIndex
+from vlmdistill.drafters.core.kv_cache import PackedKVCache
+from vlmdistill.drafters.core.layers import apply_rotary
 from vlmdistill.drafters.hass import Hass
-from vlmdistill.drafters.layers import turn
-from vlmdistill.drafters.memory import Group, PackedMemory, Places
 from vlmdistill.drafters.training.unroll import supervised, unroll
 
 # Heads wide enough to carry one slot for every position, so that attention weights can be read off.
-INFO = replace(synthetic.INFO, head_dim=32)
+INFO = msgspec.structs.replace(synthetic.INFO, head_dim=32)
 SAMPLE = "ttvvvttrrrrrrr"
-STAGE = Hass.Config().schedule[1]
+STAGE = Hass.Training().schedule[1]
 
 
 def build(kv_heads: str = "all") -> Hass:
@@ -26,7 +25,7 @@ def build(kv_heads: str = "all") -> Hass:
 
 
 def sample() -> Batch:
-    return synthetic.batch([SAMPLE], Hass.needs(Hass.Config(), INFO))
+    return synthetic.batch([SAMPLE], Hass.Config().needs(INFO))
 
 
 def streams(drafter: Hass, one: Batch, *, published: bool = False) -> list[tuple[Tensor, Tensor]]:
@@ -36,23 +35,24 @@ def streams(drafter: Hass, one: Batch, *, published: bool = False) -> list[tuple
     step n meets stream n at i, n - 1 at i - 1, and so on; stream 0 at i - n and all before. `published`: the
     scores of the rest are multiplied by zero, and their weights after the softmax, as the official code does.
     """
-    text, visual = one.position_T, one.visual_places.order_N
+    text, visual = one.position_T, one.visual_tokens.position_N
     length = len(SAMPLE)
     state_LD, embed_LD = torch.zeros(2, length, INFO.hidden_size).unbind()
     state_LD[text], state_LD[visual] = (one.feature("hidden", where) for where in ("text", "visual"))
     embed_LD[text], embed_LD[visual] = drafter.embed_VD[one.ids_T], one.feature("embed", "visual")
+    layer = drafter.block.layer
     next_LD, past = embed_LD[1:], torch.arange(length - 1)
     i_11, j_1L = past[:, None], past[None]
     made: list[tuple[Tensor, Tensor]] = []
     stream = [state_LD[:-1]]
     for n in range(STAGE.hops):
-        x = [drafter.fc(torch.cat([next_LD, one_LD], dim=-1)) for one_LD in stream]
-        qkv = [drafter.layer.qkv_proj(x_LD).unflatten(-1, (-1, INFO.head_dim)) for x_LD in x]
-        factors = drafter.layer.rotary(past, state_LD.dtype)
-        group = drafter.layer.heads // drafter.layer.kv_heads
-        split = [part.split([drafter.layer.heads] + 2 * [drafter.layer.kv_heads], dim=1) for part in qkv]
-        query_LHd = turn(split[n][0], factors)
-        key_SLHd = torch.stack([turn(k, factors).repeat_interleave(group, 1) for _, k, _ in split])
+        x = [drafter.block.fc(torch.cat([next_LD, one_LD], dim=-1)) for one_LD in stream]
+        qkv = [layer.qkv_proj(x_LD).unflatten(-1, (-1, INFO.head_dim)) for x_LD in x]
+        factors = layer.rotary(past, state_LD.dtype)
+        group = layer.heads // layer.kv_heads
+        split = [part.split([layer.heads] + 2 * [layer.kv_heads], dim=1) for part in qkv]
+        query_LHd = apply_rotary(split[n][0], factors)
+        key_SLHd = torch.stack([apply_rotary(k, factors).repeat_interleave(group, 1) for _, k, _ in split])
         value_SLHd = torch.stack([v.repeat_interleave(group, 1) for _, _, v in split])
         score_HLSL = torch.einsum("ihd,sjhd->hisj", query_LHd, key_SLHd) / INFO.head_dim**0.5
         seen = [j_1L <= i_11 - n] + [j_1L == i_11 - (n - k) for k in range(1, n + 1)]
@@ -64,41 +64,43 @@ def streams(drafter: Hass, one: Batch, *, published: bool = False) -> list[tuple
             flat_HLX = score_HLSL.masked_fill(~seen_LSL, -torch.inf).flatten(2)
             weight_HLSL = flat_HLX.softmax(-1).nan_to_num().unflatten(-1, (n + 1, -1))
         mixed_LHd = torch.einsum("hisj,sjhd->ihd", weight_HLSL, value_SLHd)
-        out_LD = x[n] + drafter.layer.o_proj(mixed_LHd.flatten(1))
-        gate, up = drafter.layer.gate_up_proj(drafter.layer.post_attention_norm(out_LD)).chunk(2, -1)
-        out_LD = out_LD + drafter.layer.down_proj(F.silu(gate) * up)
+        out_LD = x[n] + layer.o_proj(mixed_LHd.flatten(1))
+        gate, up = layer.gate_up_proj(layer.post_attention_norm(out_LD)).chunk(2, -1)
+        out_LD = out_LD + layer.down_proj(F.silu(gate) * up)
         made.append((out_LD, weight_HLSL))
         stream.append(torch.cat([stream[-1][:1], out_LD[:-1]]).detach())
     return made
 
 
-class Recorder(PackedMemory):
+class Recorder(PackedKVCache):
     """Also attends over values that say where they stand: what comes out is the weight of every slot."""
 
     weights: list[Tensor]
 
     def __init__(self) -> None:
         super().__init__()
-        self.shadow = PackedMemory()
+        self.shadow = PackedKVCache()
         Recorder.weights = []
 
-    def update(self, key_NKd: Tensor, value_NKd: Tensor, places: Places, hop: int) -> None:
-        super().update(key_NKd, value_NKd, places, hop)
-        slot_N = places.order_N - 1 if hop == 0 else torch.full_like(places.order_N, len(SAMPLE) - 2 + hop)
+    def update(self, key_NKd: Tensor, value_NKd: Tensor, tokens: TokenIndex, hop: int) -> None:
+        super().update(key_NKd, value_NKd, tokens, hop)
+        slot_N = (
+            tokens.position_N - 1 if hop == 0 else torch.full_like(tokens.position_N, len(SAMPLE) - 2 + hop)
+        )
         where_NKd = F.one_hot(slot_N, INFO.head_dim).float()[:, None].expand_as(key_NKd)
-        self.shadow.update(key_NKd, where_NKd, places, hop)
+        self.shadow.update(key_NKd, where_NKd, tokens, hop)
 
-    def attend(self, query_RHd: Tensor, places: Places, hop: int, group: Group | None = None) -> Tensor:
-        self.weights.append(self.shadow.attend(query_RHd, places, hop))
-        return super().attend(query_RHd, places, hop)
+    def attend(self, query_QHd: Tensor, tokens: TokenIndex, hop: int) -> Tensor:
+        self.weights.append(self.shadow.attend(query_QHd, tokens, hop))
+        return super().attend(query_QHd, tokens, hop)
 
 
 @pytest.mark.parametrize("kv_heads", ["all", "target"])
 def test_every_hop_attends_by_the_mask_of_the_paper(kv_heads: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlmdistill.drafters.training.unroll.PackedMemory", Recorder)
+    monkeypatch.setattr("vlmdistill.drafters.training.unroll.PackedKVCache", Recorder)
     drafter, one = build(kv_heads), sample()
     states: list[Tensor] = []
-    drafter.layer.register_forward_hook(lambda module, inputs, output: states.append(output))
+    drafter.block.layer.register_forward_hook(lambda module, inputs, output: states.append(output))
     unroll(drafter, one, STAGE)
     anchor_R = one.position_T[supervised(one)] - 1
     before = len(SAMPLE) - 1
@@ -109,7 +111,7 @@ def test_every_hop_attends_by_the_mask_of_the_paper(kv_heads: str, monkeypatch: 
         at_R = (anchor_R + hop)[kept_R]
         torch.testing.assert_close(state_RD[kept_R], expected[hop][0][at_R], rtol=1e-4, atol=1e-5)
         for (_, weight_HLSL), same in ((expected[hop], True), (wrong[hop], False)):
-            naive_RHS = torch.zeros(len(at_R), drafter.layer.heads, INFO.head_dim)
+            naive_RHS = torch.zeros(len(at_R), drafter.block.layer.heads, INFO.head_dim)
             naive_RHS[..., :before] = weight_HLSL[:, at_R, 0].transpose(0, 1)
             for guess in range(1, hop + 1):
                 naive_RHS[..., before + guess - 1] = weight_HLSL[
@@ -133,20 +135,18 @@ def test_the_gradient_is_cut_between_hops_and_nowhere_else() -> None:
         best_RK = F.linear(target_RD, drafter.lm_head_VD).topk(10).indices
         naive = naive + F.smooth_l1_loss(state_RD, target_RD, reduction="none").mean(-1).sum()
         naive = naive - 0.1 * plogp_RV.sum() - plogp_RV.gather(1, best_RK).sum()
-    scores = unroll(drafter, one, STAGE).scores
-    total = torch.stack([score.total for score in scores]).sum()
+    total = unroll(drafter, one, STAGE, detach=Hass.Training().detach).total
     torch.testing.assert_close(total, naive)
     weights = list(drafter.parameters())
     cut = torch.autograd.grad(total, weights)
     torch.testing.assert_close(cut, torch.autograd.grad(naive, weights), rtol=1e-3, atol=1e-5)
-    drafter.config = replace(drafter.config, detach=False)
-    whole = torch.stack([score.total for score in unroll(drafter, one, STAGE).scores]).sum()
+    whole = unroll(drafter, one, STAGE).total
     torch.testing.assert_close(whole, naive)
     assert not torch.allclose(torch.autograd.grad(whole, weights)[0], cut[0], rtol=1e-3)
 
 
 def test_the_two_stages_differ_by_the_loss_on_the_likeliest_tokens() -> None:
-    first, second = Hass.Config().schedule
+    first, second = Hass.Training().schedule
     assert (first.hops, second.hops) == (3, 3)
     assert first.losses == {"regression": 1.0, "cross_entropy": 0.1}
     assert second.losses == {**first.losses, "top_k": 1.0}

@@ -1,7 +1,9 @@
 """HiViS: nothing of an image is read, every guess knows its number, and failed rows stop counting."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import polars as pl
@@ -10,18 +12,20 @@ import torch
 from torch import Tensor
 
 from tests.drafters.synthetic import INFO, LAYOUTS, batch, cut, head
-from vlmdistill.drafters import hivis
-from vlmdistill.drafters.base import Batch, Stage, Tree
-from vlmdistill.drafters.decoding.tree import Growth
+from vlmdistill.drafters.core.batch import Batch
+from vlmdistill.drafters.core.config import Stage
+from vlmdistill.drafters.core.losses import Scores, TargetRows
+from vlmdistill.drafters.core.tree import Tree
+from vlmdistill.drafters.core.tree_drafter import TreeDrafter
 from vlmdistill.drafters.hivis import HiViS
-from vlmdistill.drafters.losses import Rows, Score
 from vlmdistill.drafters.training.unroll import unroll
 from vlmdistill.stores.errors import DataError
-from vlmdistill.stores.expressions import where
 from vlmdistill.stores.schema import Feature
+from vlmdistill.stores.views.expressions import where
 
+ROOT = Path(__file__).parents[2]
 HIDDEN = Feature("hidden", "text")
-FIRST, SECOND = HiViS.Config().schedule
+FIRST, SECOND = HiViS.Training().schedule
 
 
 def build(**settings: object) -> HiViS:
@@ -34,18 +38,18 @@ def build(**settings: object) -> HiViS:
 
 
 def sample(*layouts: str, **settings: object) -> Batch:
-    return batch(layouts, HiViS.needs(HiViS.Config(**settings), INFO))  # type: ignore[arg-type]
+    return batch(layouts, HiViS.Config(**settings).needs(INFO))  # type: ignore[arg-type]
 
 
 def watch(drafter: HiViS) -> SimpleNamespace:
     """What every step adds to the output of `fc` and what it returns, from now on."""
     seen = SimpleNamespace(added=[], states=[])
     projected: list[Tensor] = []
-    drafter.fc.register_forward_hook(lambda module, inputs, output: projected.append(output))
-    drafter.layer.register_forward_pre_hook(
+    drafter.block.fc.register_forward_hook(lambda module, inputs, output: projected.append(output))
+    drafter.block.layer.register_forward_pre_hook(
         lambda module, inputs: seen.added.append((inputs[0] - projected[-1]).detach())
     )
-    drafter.layer.register_forward_hook(lambda module, inputs, output: seen.states.append(output))
+    drafter.block.layer.register_forward_hook(lambda module, inputs, output: seen.states.append(output))
     return seen
 
 
@@ -55,7 +59,7 @@ def expect_guess(drafter: HiViS, added_ND: Tensor, number: int) -> None:
 
 
 def test_nothing_of_an_image_is_needed() -> None:
-    assert HiViS.needs(HiViS.Config(), INFO) == HiViS.needs(HiViS.Config(), INFO, decoding=True) == {HIDDEN}
+    assert HiViS.Config().needs(INFO) == HiViS.Config().needs(INFO, decoding=True) == {HIDDEN}
 
 
 def test_the_first_token_after_an_image_follows_the_last_text_before_it() -> None:
@@ -63,7 +67,7 @@ def test_the_first_token_after_an_image_follows_the_last_text_before_it() -> Non
     entries, token_E = build().entries(one)
     assert token_E.tolist() == [1, 2, 3, 4]
     torch.testing.assert_close(entries.hidden_ND, one.features[HIDDEN][:4])
-    assert entries.position_N.tolist() == [0, 1, 2, 3]
+    assert entries.rotary_N.tolist() == [0, 1, 2, 3]
     one = sample("tvvvttrr", last_visual=True)
     entries, _ = build(last_visual=True).entries(one)
     torch.testing.assert_close(entries.hidden_ND[0], one.feature("hidden", "span")[0])
@@ -76,7 +80,7 @@ def test_an_image_of_any_size_costs_and_changes_nothing() -> None:
     drafter, small = build(), sample("ttvvttrrrrrr", "tvttrrrr")
     large = replace(
         small,
-        position_T=small.position_T + 50 * (small.text_places.span_N >= 0),
+        position_T=small.position_T + 50 * (small.text_tokens.span_N >= 0),
         rope_T=small.rope_T + 7,
         length_M=small.length_M + 50,
     )
@@ -96,7 +100,7 @@ def test_every_guess_has_its_number_in_training_and_in_drafting(threshold: int) 
     one = sample(LAYOUTS["one image"])
     prompt = int((~one.response_T).sum())
     drafting = watch(drafter)
-    draft = Growth(drafter, cut(one, prompt))
+    draft = TreeDrafter(drafter, cut(one, prompt))
     draft.commit(one.ids_T[prompt : prompt + 1], one.features[HIDDEN][prompt - 1 : prompt])
     chain = draft.grow(Tree.parse("chain-6"))
 
@@ -118,8 +122,7 @@ def test_every_guess_has_its_number_in_training_and_in_drafting(threshold: int) 
 def test_committed_tokens_keep_the_bias_alone_and_stage_1_moves_no_other_embedding() -> None:
     drafter = build()
     for stage, moves in ((FIRST, []), (SECOND, [1, 2, 3])):
-        scores = unroll(drafter, sample(*LAYOUTS.values()), replace(stage, keep_top=0)).scores
-        total = torch.stack([score.total for score in scores]).sum()
+        total = unroll(drafter, sample(*LAYOUTS.values()), replace(stage, keep_top=0)).total
         (grad_ND,) = torch.autograd.grad(total, [drafter.sequence.weight])
         assert grad_ND.abs().sum(-1).nonzero()[:, 0].tolist() == moves
     assert drafter.sequence.weight[0].eq(0).all()
@@ -133,10 +136,12 @@ def test_the_failing_step_and_all_after_it_do_not_count() -> None:
     hits: list[Tensor] = []
     plain_loss = drafter.loss
 
-    def record(rows: Rows, stage: Stage) -> Score:
-        best_R = drafter.logits(rows.target_RD).argmax(-1)
-        hits.append((drafter.logits(rows.state_RD).topk(9).indices == best_R[:, None]).any(-1))
-        return plain_loss(rows, stage)
+    def record(states: Sequence[Tensor], rows: TargetRows, stage: Stage) -> Scores:
+        for hop, state_RD in enumerate(states):
+            token_R = (rows.token_R + hop).clamp(max=len(rows.hidden_TD) - 1)
+            best_R = drafter.logits(rows.hidden_TD[token_R]).argmax(-1)
+            hits.append((drafter.logits(state_RD).topk(9).indices == best_R[:, None]).any(-1))
+        return plain_loss(states, rows, stage)
 
     drafter.loss = record  # type: ignore[method-assign]
     free = unroll(drafter, one, replace(SECOND, keep_top=0)).scores
@@ -157,11 +162,11 @@ def test_the_failing_step_and_all_after_it_do_not_count() -> None:
 def test_defaults_are_the_papers() -> None:
     assert (FIRST.hops, FIRST.keep_top, SECOND.hops, SECOND.keep_top) == (1, 0, 4, 5)
     assert FIRST.visual == SECOND.visual == (0.5, 0.5)
-    tree = HiViS.Config().tree
+    tree = HiViS.tree
     assert (tree.total, tree.depth + 1, tree.k) == (60, 7, 10)
 
 
-def test_the_views_of_its_docstring_keep_what_the_paper_keeps() -> None:
+def test_the_documented_views_keep_what_the_paper_keeps() -> None:
     rows = pl.DataFrame(
         {
             "visual_tokens": [9, 9, 0, 0, 9],
@@ -169,7 +174,14 @@ def test_the_views_of_its_docstring_keep_what_the_paper_keeps() -> None:
             "code_ratio": [0.0, 0.0, 0.0, 0.3, 0.3],
         }
     )
-    kept = pl.Series([True] * len(rows))
-    for expression in re.findall(r'--where "(.*?)"', hivis.__doc__ or ""):
-        kept = kept & where(expression, rows.columns).keep(rows)
-    assert kept.to_list() == [False, True, True, False, True]
+    kept = []
+    for command in re.findall(
+        r"store filter STORE --name hivis.*", (ROOT / "docs" / "methods.md").read_text()
+    ):
+        kept.append(pl.Series([True] * len(rows)))
+        for expression in re.findall(r'--where "(.*?)"', command):
+            kept[-1] = kept[-1] & where(expression, rows.columns).keep(rows)
+    assert [view.to_list() for view in kept] == [
+        [False, True, True, True, True],
+        [False, True, True, False, True],
+    ]

@@ -1,4 +1,4 @@
-"""Lookahead: its window and tree are the paper's, and what it has heard twice it need not be told again.
+"""Lookahead: its window and tree are the paper's, and n-grams that it has seen are proposed.
 
 Shapes: N nodes of a tree, L levels and W columns of the window, V vocabulary.
 """
@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from tests import tiny
-from vlmdistill.drafters.base import DraftTree, Tree
-from vlmdistill.drafters.config import override
-from vlmdistill.drafters.decoding.generate import plain, speculate
+from vlmdistill.drafters.checkpoints.settings import override
+from vlmdistill.drafters.core import catalogue
+from vlmdistill.drafters.core.tree import DraftTree, Tree
+from vlmdistill.drafters.decoding.decoders import plain, speculate
 from vlmdistill.drafters.lookahead import Lookahead, Window
-from vlmdistill.pipelines.targets.loading import load
+from vlmdistill.pipelines.targets.checkpoints.loading import load
 from vlmdistill.stores.errors import DataError
 
 SIZE = 50
@@ -33,10 +34,10 @@ def say(made: Window, *ids: int) -> None:
     made.commit(torch.tensor(ids), torch.zeros(len(ids), 0))
 
 
-def hear(made: Window) -> DraftTree:
+def observe(made: Window) -> DraftTree:
     """One call of the target."""
     nodes = made.grow(Tree())
-    made.hear(torch.nn.functional.one_hot(NEXT[nodes.ids_N], SIZE).float())
+    made.observe(torch.nn.functional.one_hot(NEXT[nodes.ids_N], SIZE).float())
     return nodes
 
 
@@ -80,7 +81,7 @@ def test_the_tree_asked_for_changes_nothing() -> None:
 def test_the_window_moves_on_by_a_place_and_takes_in_what_was_said() -> None:
     made = window(level=4, window=5)
     before_LW = torch.tensor(made.rows)
-    hear(made)
+    observe(made)
     after_LW = torch.tensor(made.rows)
     assert torch.equal(after_LW[:-1], before_LW[1:])
     assert torch.equal(after_LW[-1], NEXT[before_LW[-1]])
@@ -91,10 +92,10 @@ def test_the_window_moves_on_by_a_place_and_takes_in_what_was_said() -> None:
 def test_n_grams_are_what_the_target_says_once_it_has_made_the_whole_window() -> None:
     made, level, width = window(level=4, window=5, guesses=50), 4, 5
     for _ in range(level - 1):
-        hear(made)
+        observe(made)
     made.pool.clear()
     for _ in range(6):
-        hear(made)  # the first column is left as it is, too: nothing is committed
+        observe(made)  # the first column is left as it is, too: nothing is committed
     assert len(made.pool) > width
     for first, rest in ((first, rest) for first, known in made.pool.items() for rest in known):
         assert torch.equal(torch.tensor(rest), NEXT[torch.tensor([first, *rest[:-1]])])
@@ -128,4 +129,4 @@ def test_a_target_that_repeats_a_phrase_is_foreseen(family: str, checkpoint: Cal
 def test_sizes_that_leave_nothing_to_do_are_refused() -> None:
     for setting in ("level=1", "window=0", "guesses=0"):
         with pytest.raises(DataError, match=setting):
-            override(Lookahead.Config(), [setting])
+            override(catalogue.config("lookahead"), [setting])

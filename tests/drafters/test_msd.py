@@ -5,10 +5,11 @@ import torch
 from torch import Tensor, nn
 
 from tests.drafters.synthetic import INFO, LAYOUTS, batch, head
-from vlmdistill.drafters.base import Batch, Tree
-from vlmdistill.drafters.memory import PackedMemory, Places
+from vlmdistill.drafters.core.batch import Batch, TokenIndex
+from vlmdistill.drafters.core.kv_cache import PackedKVCache
+from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.msd import MSD
-from vlmdistill.drafters.training.data import Split
+from vlmdistill.drafters.training.batches import DataSplit
 from vlmdistill.stores.schema import Feature
 
 TEXT, SPAN, VISUAL = Feature("hidden", "text"), Feature("hidden", "span"), Feature("embed", "visual")
@@ -23,25 +24,25 @@ def sample(*layouts: str) -> Batch:
     return batch(layouts, [TEXT, SPAN, VISUAL])
 
 
-def remembered(drafter: MSD, one: Batch) -> list[tuple[Tensor, Tensor, Places]]:
+def remembered(drafter: MSD, one: Batch) -> list[tuple[Tensor, Tensor, TokenIndex]]:
     """What `condition` writes: inputs, rotary positions, places."""
     seen = []
 
-    def spy(x_ND: Tensor, position_N: Tensor, places: Places, memory: object) -> None:
-        seen.append((x_ND, position_N, places))
+    def spy(x_ND: Tensor, position_N: Tensor, tokens: TokenIndex, cache: object) -> None:
+        seen.append((x_ND, position_N, tokens))
 
-    drafter.layer.remember = spy  # type: ignore[method-assign, assignment]
-    drafter.condition(one, PackedMemory())
+    drafter.block.layer.write_kv = spy  # type: ignore[method-assign, assignment]
+    drafter.condition(one, PackedKVCache())
     return seen
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_visual_entry_is_the_raw_embedding_at_the_place_before_its_own(layout: str) -> None:
     one = sample(LAYOUTS[layout])
-    ((x_UD, position_U, places),) = remembered(build(), one)
+    ((x_UD, position_U, tokens),) = remembered(build(), one)
     assert torch.equal(x_UD, one.features[VISUAL])
     expected = [place for place, kind in enumerate(LAYOUTS[layout]) if kind == "v"]
-    assert places.order_N.tolist() == expected
+    assert tokens.position_N.tolist() == expected
     assert position_U.tolist() == [place - 1 for place in expected]
 
 
@@ -49,20 +50,20 @@ def test_vata_drops_visual_tokens_when_drafting_and_only_then() -> None:
     drafter, one = build(vata=True), sample("tvvvtrrr")
     assert remembered(drafter, one) == []
     assert len(remembered(drafter.train(), one)) == 1
-    assert MSD.needs(drafter.config, INFO) == {TEXT, SPAN, VISUAL}
-    assert MSD.needs(drafter.config, INFO, decoding=True) == {TEXT, SPAN}
-    assert MSD.needs(MSD.Config(), INFO, decoding=True) == {TEXT, SPAN, VISUAL}
+    assert drafter.config.needs(INFO) == {TEXT, SPAN, VISUAL}
+    assert drafter.config.needs(INFO, decoding=True) == {TEXT, SPAN}
+    assert MSD.Config().needs(INFO, decoding=True) == {TEXT, SPAN, VISUAL}
 
 
 def test_the_input_norm_is_an_option() -> None:
-    assert build().layer.input_norm is None
-    assert isinstance(build(input_norm=True).layer.input_norm, nn.RMSNorm)
+    assert build().block.layer.input_norm is None
+    assert isinstance(build(input_norm=True).block.layer.input_norm, nn.RMSNorm)
 
 
 def test_images_come_in_gradually_after_a_text_stage() -> None:
-    config = MSD.Config()
+    config = MSD.Training()
     text, multimodal = config.schedule
-    split = Split([f"v{i}" for i in range(4000)], [f"t{i}" for i in range(4000)], [])
+    split = DataSplit([f"v{i}" for i in range(4000)], [f"t{i}" for i in range(4000)], [])
     assert all(key.startswith("t") for key in split.draw(text, 0.5, seed=0))
     epochs = int(multimodal.epochs)
     for epoch in range(epochs):
@@ -70,5 +71,5 @@ def test_images_come_in_gradually_after_a_text_stage() -> None:
         share = sum(key.startswith("v") for key in keys) / len(keys)
         assert len(keys) == 4000
         assert share == pytest.approx((epoch + 1) / epochs, abs=0.04)
-    assert config.tree == Tree.parse("60-5-10")
+    assert MSD.tree == Tree.parse("60-5-10")
     assert [stage.losses for stage in config.stages] == [{"regression": 1.0, "cross_entropy": 0.1}] * 2

@@ -4,6 +4,7 @@ Shapes: R rows, G places of a group, U visual tokens, X compressed tokens, D hid
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,13 +12,18 @@ import torch
 from torch import Tensor
 
 from tests.drafters.synthetic import INFO, LAYOUTS, batch, cut, head, plain_layer
-from vlmdistill.drafters.base import Batch, Stage, Tree
-from vlmdistill.drafters.decoding.tree import Growth
+from vlmdistill.drafters.checkpoints.settings import override
+from vlmdistill.drafters.core import catalogue
+from vlmdistill.drafters.core.batch import Batch, TokenIndex
+from vlmdistill.drafters.core.config import Stage
+from vlmdistill.drafters.core.kv_cache import GrowingKVCache, PackedKVCache
+from vlmdistill.drafters.core.losses import Scores, TargetRows
+from vlmdistill.drafters.core.tree import Tree
+from vlmdistill.drafters.core.tree_drafter import TreeDrafter
 from vlmdistill.drafters.eagle2 import Eagle2
-from vlmdistill.drafters.losses import Rows, Score
-from vlmdistill.drafters.memory import CacheMemory, Group, PackedMemory, Places
 from vlmdistill.drafters.specflash import SpecFlash
 from vlmdistill.drafters.training.unroll import supervised, unroll
+from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import Feature
 
 STATES = [Feature("hidden", "text"), Feature("hidden", "visual")]
@@ -29,28 +35,28 @@ def build(**settings: Any) -> SpecFlash:
     return SpecFlash(SpecFlash.Config(**settings), INFO, head()).eval()
 
 
-def remembered(drafter: SpecFlash, one: Batch) -> tuple[Tensor, Tensor, Places]:
+def remembered(drafter: SpecFlash, one: Batch) -> tuple[Tensor, Tensor, TokenIndex]:
     """What `condition` writes: inputs, rotary positions, places."""
     seen = []
 
-    def spy(x_XD: Tensor, position_X: Tensor, places: Places, memory: object) -> None:
-        seen.append((x_XD, position_X, places))
+    def spy(x_XD: Tensor, position_X: Tensor, tokens: TokenIndex, cache: object) -> None:
+        seen.append((x_XD, position_X, tokens))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drafter.layer, "remember", spy)
-        drafter.condition(one, PackedMemory())
-    ((x_XD, position_X, places),) = seen
-    return x_XD, position_X, places
+        patch.setattr(drafter.block.layer, "write_kv", spy)
+        drafter.condition(one, PackedKVCache())
+    ((x_XD, position_X, tokens),) = seen
+    return x_XD, position_X, tokens
 
 
 def hops(drafter: SpecFlash | Eagle2, one: Batch, count: int) -> list[Tensor]:
     """The logits of every hop's rows."""
-    made = []
+    made: list[Tensor] = []
     loss = drafter.loss
 
-    def record(rows: Rows, stage: Stage) -> Score:
-        made.append(drafter.logits(rows.state_RD, rows.hop))
-        return loss(rows, stage)
+    def record(states: Sequence[Tensor], rows: TargetRows, stage: Stage) -> Scores:
+        made.extend(drafter.logits(state_RD, hop) for hop, state_RD in enumerate(states))
+        return loss(states, rows, stage)
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(drafter, "loss", record)
@@ -60,8 +66,8 @@ def hops(drafter: SpecFlash | Eagle2, one: Batch, count: int) -> list[Tensor]:
 
 @pytest.mark.parametrize(("length", "count"), [(576, 64), (324, 36), (1, 1), (9, 1), (10, 2), (5000, 64)])
 def test_an_image_is_compressed_to_a_ninth_and_64_at_most(length: int, count: int) -> None:
-    _, _, places = remembered(build(), batch(["t" + length * "v" + "trr"], STATES))
-    order = places.order_N.tolist()
+    _, _, tokens = remembered(build(), batch(["t" + length * "v" + "trr"], STATES))
+    order = tokens.position_N.tolist()
     assert len(order) == count
     # Each stands in the middle of its share of the span, which the text around it leaves as it is.
     middle = [1 + (place + 0.5) * length / count for place in range(count)]
@@ -70,12 +76,12 @@ def test_an_image_is_compressed_to_a_ninth_and_64_at_most(length: int, count: in
 
 def test_compressed_tokens_stand_spread_over_their_own_image() -> None:
     one = batch(["tvvvvtvvvvvvttrr", "tvttrr"], STATES)
-    x_XD, position_X, places = remembered(build(ratio=2), one)
-    assert places.order_N.tolist() == [2, 4, 7, 9, 11, 1]
-    assert places.segment_N.tolist() == [0, 0, 0, 0, 0, 1]
-    assert places.span_N.tolist() == [0, 0, 1, 1, 1, 2]
+    x_XD, position_X, tokens = remembered(build(ratio=2), one)
+    assert tokens.position_N.tolist() == [2, 4, 7, 9, 11, 1]
+    assert tokens.segment_N.tolist() == [0, 0, 0, 0, 0, 1]
+    assert tokens.span_N.tolist() == [0, 0, 1, 1, 1, 2]
     # As of every entry, the rotary position is that of the state before it.
-    assert torch.equal(position_X, places.order_N - 1)
+    assert torch.equal(position_X, tokens.position_N - 1)
     assert len(x_XD) == 6
 
 
@@ -101,7 +107,7 @@ def test_one_token_a_pass_without_compression_is_eagle(kv_heads: str) -> None:
     one = batch(LAYOUTS.values(), EVERYTHING)
     for mine, theirs in zip(hops(drafter, one, 4), hops(eagle, one, 4), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
-    assert drafter.max_hops is None
+    assert drafter.config.max_hops is None
 
 
 @pytest.mark.parametrize(("group", "passes"), [(4, 1), (2, 2), (3, 2)])
@@ -113,7 +119,7 @@ def test_a_group_is_a_sequence_that_goes_on_with_placeholders(group: int, passes
     made = hops(drafter, one, group * passes)
 
     def entry(token: int, hidden_D: Tensor) -> Tensor:
-        x_D: Tensor = drafter.fc(torch.cat([embed_TD[token], hidden_D]))
+        x_D: Tensor = drafter.block.fc(torch.cat([embed_TD[token], hidden_D]))
         return x_D
 
     for row, token in enumerate(supervised(one).nonzero()[:, 0].tolist()):
@@ -122,7 +128,7 @@ def test_a_group_is_a_sequence_that_goes_on_with_placeholders(group: int, passes
         rows = [entry(place, hidden_TD[place - 1]) for place in range(1, token + 1)]
         for number in range(passes):
             x_SD = torch.stack(rows + [drafter.placeholder_D] * (group - 1))
-            state_GD = plain_layer(drafter.layer, x_SD, torch.arange(len(x_SD)))[-group:]
+            state_GD = plain_layer(drafter.block.layer, x_SD, torch.arange(len(x_SD)))[-group:]
             for place, state_D in enumerate(state_GD):
                 logits_V = made[number * group + place][row]
                 torch.testing.assert_close(logits_V, drafter.lm_head_VD @ state_D, rtol=1e-4, atol=1e-4)
@@ -130,14 +136,14 @@ def test_a_group_is_a_sequence_that_goes_on_with_placeholders(group: int, passes
             rows += [entry(first + n, state_GD[n]) for n in range(group) if first + n < len(one.ids_T)]
 
 
-class Counting(CacheMemory):
+class Counting(GrowingKVCache):
     """Counts the passes."""
 
     passes = 0
 
-    def attend(self, query_RHd: Tensor, places: Places, hop: int, group: Group | None = None) -> Tensor:
+    def attend(self, query_QHd: Tensor, tokens: TokenIndex, hop: int) -> Tensor:
         self.passes += 1
-        return super().attend(query_RHd, places, hop, group)
+        return super().attend(query_QHd, tokens, hop)
 
 
 @pytest.mark.parametrize(
@@ -156,13 +162,18 @@ def test_a_group_is_drafted_in_one_pass(
 ) -> None:
     drafter = build(**settings)
     one = batch([LAYOUTS["one image"]], STATES)
-    memory, prompt = Counting(), cut(one, 6)
-    draft = Growth(drafter, prompt, memory)
+    cache, prompt = Counting(), cut(one, 6)
+    draft = TreeDrafter(drafter, prompt, cache)
     draft.commit(one.ids_T[6:7], prompt.feature("hidden", "text")[-1:])
     nodes = draft.grow(Tree.parse(tree))
     assert int(nodes.depth_N.max()) == 1 + levels
-    assert memory.passes == passes
+    assert cache.passes == passes
 
 
 def test_every_stage_trains_every_token_that_is_drafted() -> None:
-    assert [stage.hops for stage in SpecFlash.Config(group=3, passes=2).schedule] == [6]
+    paper = catalogue.config("specflash")
+    assert [stage.hops for stage in paper.schedule] == [4]
+    assert [stage.hops for stage in override(paper, ["group=3", "passes=2"]).schedule] == [6]
+    for settings in (["stages.*.hops=3"], ["group=1", "passes=2"]):
+        with pytest.raises(DataError, match=settings[-1].split(".")[-1]):
+            override(paper, settings)

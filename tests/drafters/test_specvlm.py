@@ -13,12 +13,11 @@ from torch import Tensor
 
 from tests import tiny
 from tests.pipelines.targets.stock import Stock
-from vlmdistill.drafters.base import Tree
-from vlmdistill.drafters.config import override
-from vlmdistill.drafters.decoding.generate import plain, speculate
+from vlmdistill.drafters.core.tree import Tree
+from vlmdistill.drafters.decoding.decoders import plain, speculate
 from vlmdistill.drafters.specvlm import SpecVLM, kept
-from vlmdistill.pipelines.targets.base import VisionLanguageTarget
-from vlmdistill.pipelines.targets.loading import load
+from vlmdistill.pipelines.targets.checkpoints.loading import load
+from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 
 Checkpoint = Callable[..., Path]
 SEVERAL = tiny.message("compare", tiny.picture(84, 56, seed=1), tiny.picture(140, 84, seed=2))
@@ -120,7 +119,7 @@ def target(request: pytest.FixtureRequest, checkpoint: Checkpoint) -> VisionLang
 def test_a_target_that_keeps_everything_drafts_its_own_answer(target: VisionLanguageTarget) -> None:
     prompt = target.encode(SEVERAL)
     expected = [token for cycle in plain(target, prompt, max_new_tokens=21) for token in cycle.ids]
-    drafter = SpecVLM(override(SpecVLM.Config(), ["drop=0"]), target.info, target.head).eval()
+    drafter = SpecVLM(SpecVLM.Config(drop=0.0), target.info, target.head).eval()
     cycles = list(speculate(target, drafter, prompt, tree=Tree.parse("chain-4"), max_new_tokens=21))
     assert [token for cycle in cycles for token in cycle.ids] == expected
     assert {len(cycle.ids) for cycle in cycles[1:-1]} == {5}

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from tests.drafters.sizes import real
 from tests.drafters.synthetic import INFO, LAYOUTS, batch, head, plain_layer
-from vlmdistill.drafters import catalogue
-from vlmdistill.drafters.base import Batch, Head, Tree
-from vlmdistill.drafters.config import override
-from vlmdistill.drafters.memory import PackedMemory
+from vlmdistill.drafters.checkpoints.settings import override
+from vlmdistill.drafters.core import catalogue
+from vlmdistill.drafters.core.batch import Batch, Head, TokenIndex
+from vlmdistill.drafters.core.kv_cache import PackedKVCache
+from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.vispec import Adaptor, ViSpec
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import Feature
@@ -30,36 +31,37 @@ def build(**settings: object) -> ViSpec:
 
 
 def sample(*layouts: str) -> Batch:
-    return batch(layouts, ViSpec.needs(ViSpec.Config(), INFO))
+    return batch(layouts, ViSpec.Config().needs(INFO))
 
 
 def states(drafter: ViSpec, one: Batch) -> tuple[Tensor, Tensor]:
     """The state of every entry, and the expanded position of its token."""
-    memory = PackedMemory()
-    drafter.condition(one, memory)
+    cache = PackedKVCache()
+    drafter.condition(one, cache)
     entries, token_E = drafter.entries(one)
-    return drafter.step(entries, memory), one.position_T[token_E]
+    return drafter.step(entries, cache), one.position_T[token_E]
 
 
 @pytest.mark.parametrize("hop", [0, 2])
 def test_g_is_that_of_the_last_image_and_zero_before_the_first(hop: int) -> None:
     """At every hop: the drafter's own states meet g as the target's do."""
     drafter, one = build(), sample(TWO_IMAGES)
-    memory = PackedMemory()
-    drafter.condition(one, memory)
+    cache = PackedKVCache()
+    drafter.condition(one, cache)
     assert drafter.img_fc is not None
-    assert memory.glance_MD is not None
     inputs: list[Tensor] = []
     drafter.img_fc.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
     entries, token_E = drafter.entries(one)
     for done in range(hop + 1):
-        entries = replace(entries, hidden_ND=drafter.step(entries, memory), hop=done + 1)
+        entries = replace(entries, hidden_ND=drafter.step(entries, cache), hop=done + 1)
     expected = {3: 0, 4: 0, 5: 0, 9: 1, 10: 1, 11: 1, 12: 1}
     assert sorted(expected) == one.position_T[token_E].tolist()
-    torch.testing.assert_close(inputs[hop][:, INFO.hidden_size :], memory.glance_MD[[*expected.values()]])
-    prefix, memory = sample("ttrrvvvtrr"), PackedMemory()
-    drafter.condition(prefix, memory)
-    drafter.step(drafter.entries(prefix)[0], memory)
+    torch.testing.assert_close(
+        inputs[hop][:, INFO.hidden_size :], cache.context["global"][[*expected.values()]]
+    )
+    prefix, cache = sample("ttrrvvvtrr"), PackedKVCache()
+    drafter.condition(prefix, cache)
+    drafter.step(drafter.entries(prefix)[0], cache)
     assert inputs[-1][:3, INFO.hidden_size :].eq(0).all()
     assert inputs[-1][3:, INFO.hidden_size :].ne(0).all()
 
@@ -68,7 +70,7 @@ def test_each_image_is_compressed_by_itself() -> None:
     torch.manual_seed(0)
     adaptor = Adaptor(INFO, 3)
     packed = batch(LAYOUTS.values(), [VISUAL])
-    span_U, spans = packed.visual_places.span_N, len(packed.start_M)
+    span_U, spans = packed.visual_tokens.span_N, len(packed.start_M)
     embed_UD = packed.feature("embed", "visual")
     out_MQD = adaptor(embed_UD, span_U, spans)
     assert spans == 6
@@ -104,21 +106,20 @@ def test_without_an_image_the_adaptor_is_still_part_of_the_gradient() -> None:
 
 @pytest.mark.parametrize(("num_q", "order"), [(2, [2, 8]), (3, [1, 2, 7, 8]), (5, [1, 1, 1, 2, 6, 6, 7, 8])])
 def test_compressed_tokens_stand_at_the_last_places_of_their_span(num_q: int, order: list[int]) -> None:
-    drafter, memory = build(num_q=num_q), PackedMemory()
+    drafter, cache = build(num_q=num_q), PackedKVCache()
     seen = []
 
-    def spy(x_ND: Tensor, position_N: Tensor, places: object, memory: object) -> None:
-        seen.append((x_ND, position_N, places))
+    def spy(x_ND: Tensor, rotary_N: Tensor, tokens: TokenIndex, cache: object) -> None:
+        seen.append((x_ND, rotary_N, tokens))
 
-    drafter.layer.remember = spy  # type: ignore[method-assign, assignment]
-    drafter.condition(sample(TWO_IMAGES), memory)
-    ((x_XD, position_X, places),) = seen
+    drafter.block.layer.write_kv = spy  # type: ignore[method-assign, assignment]
+    drafter.condition(sample(TWO_IMAGES), cache)
+    ((x_XD, rotary_X, tokens),) = seen
     assert len(x_XD) == len(order)
-    assert places.order_N.tolist() == order  # type: ignore[attr-defined]
+    assert tokens.position_N.tolist() == order
     # As of every entry, the rotary position is that of the state before it.
-    assert position_X.tolist() == [place - 1 for place in order]
-    assert memory.glance_MD is not None
-    assert memory.glance_MD.shape == (2, INFO.hidden_size)
+    assert rotary_X.tolist() == [place - 1 for place in order]
+    assert cache.context["global"].shape == (2, INFO.hidden_size)
 
 
 def test_img_fc_starts_as_the_identity() -> None:
@@ -157,21 +158,22 @@ def test_every_state_is_that_of_a_sequence_with_its_images_replaced(layout: str)
         if place:
             augmented = drafter.img_fc(torch.cat([flow[place - 1], glance]))
             wanted.append(len(rows))
-            rows.append(drafter.fc(torch.cat([embed, augmented])))
+            rows.append(drafter.block.fc(torch.cat([embed, augmented])))
             positions.append(place - 1)
-    expected = plain_layer(drafter.layer, torch.stack(rows), torch.tensor(positions))[wanted]
+    expected = plain_layer(drafter.block.layer, torch.stack(rows), torch.tensor(positions))[wanted]
     assert [place for place, kind in enumerate(layout) if kind != "v" and place] == position_E.tolist()
     torch.testing.assert_close(states_ED, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_settings_reach_the_loss_of_the_paper_and_wrong_ones_are_named() -> None:
-    config = override(ViSpec.Config(), ['stages.multimodal.losses={"cross_entropy":1}', "mtp=false"])
+    paper = catalogue.config("vispec")
+    config = override(paper, ['stages.multimodal.losses={"cross_entropy":1}', "mtp=false"])
     assert config.schedule[1].losses == {"cross_entropy": 1}
     assert [stage.hops for stage in config.schedule] == [1, 1]
-    assert [stage.hops for stage in ViSpec.Config().schedule] == [1, 2]
-    assert ViSpec.Config().tree == Tree.parse("30-3-8")
+    assert [stage.hops for stage in catalogue.config("vispec").schedule] == [1, 2]
+    assert ViSpec.tree == Tree.parse("30-3-8")
     with pytest.raises(DataError, match="num_q=0"):
-        override(ViSpec.Config(), ["num_q=0"])
+        override(catalogue.config("vispec"), ["num_q=0"])
     with pytest.raises(DataError, match="at least 2"):
         ViSpec.Config(num_q=1, injection=False)
 

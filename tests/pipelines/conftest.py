@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from tests import tiny
-from vlmdistill.pipelines.prompts import import_prompts
-from vlmdistill.pipelines.workers import session
+from vlmdistill.pipelines.prompts.importing import import_prompts
+from vlmdistill.pipelines.runtime.cluster import session
 
 
 @pytest.fixture(scope="session")
-def ray() -> Iterator[int]:
+def ray() -> Iterator[None]:
     """Starting Ray takes seconds; the pipelines use the session that is there."""
-    with session(2) as size:
-        yield size
+    with session():
+        yield
 
 
 @pytest.fixture(scope="session")

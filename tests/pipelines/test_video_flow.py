@@ -1,4 +1,4 @@
-"""Video from one end to the other: a file in, chat rows, answers, features, an evaluation."""
+"""Video through the whole flow: files, prompts, responses, features, evaluation."""
 
 import json
 from collections.abc import Callable
@@ -9,12 +9,15 @@ import torch
 
 from tests import tiny
 from vlmdistill.cli.main import main
-from vlmdistill.drafters import catalogue, checkpoint
-from vlmdistill.drafters.base import Drafter
-from vlmdistill.drafters.checkpoint import Origin
-from vlmdistill.pipelines.targets.loading import load
+from vlmdistill.drafters.checkpoints import checkpoint
+from vlmdistill.drafters.checkpoints.checkpoint import Origin
+from vlmdistill.drafters.core import catalogue
+from vlmdistill.drafters.core.drafter import Drafter
+from vlmdistill.pipelines.targets.checkpoints.loading import load
 from vlmdistill.pipelines.workspace import Workspace
 from vlmdistill.stores.store import Store
+
+pytestmark = pytest.mark.slow
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -24,7 +27,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-def test_the_whole_flow(tmp_path: Path, ray: int, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_whole_flow(tmp_path: Path, ray: None, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for i in range(5):
         tiny.film(tmp_path / f"{i}.mp4", tiny.clip(12, 56, 28, i))
     rows = [
@@ -50,12 +53,12 @@ def test_the_whole_flow(tmp_path: Path, ray: int, model: Path, capsys: pytest.Ca
     (result,) = facts["sparrow"]["temperatures"]
     assert result["lossless"] == {"identical": 2, "near_tie": 0, "different": 0}
     video = ("--video", str(tmp_path / "4.mp4"), "--max-new-tokens", "16", *where)
-    answers = {
+    responses = {
         run(capsys, "generate", "What moves?", *video, *more)
         for more in (("--fps", "5"), ("--fps", "5", "--drafter", "sparrow"))
     }
-    assert len(answers) == 1
-    assert run(capsys, "generate", "What moves?", *video, "--frames", "2") not in answers
+    assert len(responses) == 1
+    assert run(capsys, "generate", "What moves?", *video, "--frames", "2") not in responses
 
 
 @pytest.fixture
@@ -68,4 +71,4 @@ def _untrained(name: str, model: Path, folder: Path) -> None:
     torch.manual_seed(0)
     drafter = kind(kind.Config(), target.info, target.head)
     assert isinstance(drafter, Drafter)
-    checkpoint.save(drafter, name, folder, Origin(target.provenance((), "float32"), {}))
+    checkpoint.save(drafter, name, folder, Origin(target.provenance((), "float32"), kind.Training(), {}))

@@ -17,13 +17,11 @@ from pathlib import Path
 
 from tests.stores.faults import CALLS, Kill, struck
 from tests.stores.samples import head, info, provenance, sample
-from vlmdistill.stores.collect import collect
-from vlmdistill.stores.errors import StoreError
+from vlmdistill.stores.gc import collect
 from vlmdistill.stores.store import Store
 
 UNITS = {f"u{at}": range(at * 3, at * 3 + 3) for at in range(8)}
 ACTORS = 3
-COLLECTED = 3  # told that a collector, which has no grace here, was faster: try again
 
 
 def act(path: Path, seed: int) -> None:
@@ -50,10 +48,6 @@ def spawn(path: Path, rng: random.Random) -> int:
         with struck(Kill(CALLS, at, before)):
             act(path, seed)
         code = 0
-    except StoreError as error:
-        code = COLLECTED if "store gc" in str(error) else 1
-        if code == 1:
-            traceback.print_exc()
     except BaseException:  # noqa: BLE001 - whatever it was, the actor ends here
         traceback.print_exc()
     finally:
@@ -76,7 +70,7 @@ def campaign(folder: Path, kills: int, seed: int) -> dict[str, int]:
             child, status = os.wait()
             living.discard(child)
             killed += os.WIFSIGNALED(status)
-            if os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == COLLECTED:
+            if os.WIFSIGNALED(status):
                 living.add(spawn(path, rng))
             elif os.WEXITSTATUS(status):
                 raise RuntimeError("an actor failed without being killed")

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from tests.stores.samples import make, same, sample, write
 from vlmdistill.stores.errors import StoreError
+from vlmdistill.stores.integrity.verify import verify
 from vlmdistill.stores.store import Store
-from vlmdistill.stores.verify import verify
 
 REMOUNT = 32
 PAGE = 4  # KiB

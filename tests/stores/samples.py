@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from vlmdistill.stores.schema import Feature, Head, Provenance, Sample, Span, TargetInfo
+from vlmdistill.stores.schema import Feature, FrozenTables, Provenance, Sample, Span, TargetInfo
 from vlmdistill.stores.store import Store
 
 WIDTH = 8
@@ -48,11 +48,11 @@ def info(**changes: Any) -> TargetInfo:
     return TargetInfo(**(values | changes))
 
 
-def head(tied: bool = True) -> Head:
+def head(tied: bool = True) -> FrozenTables:
     rng = np.random.default_rng(7)
     embed_VD = rng.integers(0, 1 << 15, (32, WIDTH), dtype=np.uint16)
     lm_head_VD = embed_VD if tied else rng.integers(0, 1 << 15, (32, WIDTH), dtype=np.uint16)
-    return Head(embed_VD, lm_head_VD, "bfloat16", {"temperature": 1.0})
+    return FrozenTables(embed_VD, lm_head_VD, "bfloat16", {"temperature": 1.0})
 
 
 def bf16(values: Any) -> Any:
@@ -80,7 +80,7 @@ def sample(
         feature = Feature.parse(name)
         held[feature] = bf16(rng.standard_normal((rows[feature.where], width)))
     ids_T = rng.integers(0, 32, text, dtype=np.int32)
-    told: dict[str, Any] = {"dataset": "ab"[number % 2], "words": number, **meta}
+    facts: dict[str, Any] = {"dataset": "ab"[number % 2], "words": number, **meta}
     return Sample(
         f"k{number:04}",
         ids_T,
@@ -89,7 +89,7 @@ def sample(
         position.copy(),
         tuple(spans),
         held,
-        told,
+        facts,
     )
 
 
@@ -105,6 +105,13 @@ def write(store: Store, unit: str, numbers: Iterable[int]) -> None:
     with store.writer(unit) as writer:
         for number in numbers:
             writer.add(sample(number))
+
+
+def forget(store: Store, *records: str) -> None:
+    """Drop what records name on purpose: each from the ledger first."""
+    for record in records:
+        store.backend.remove(f"ledger/{record}")
+        store.backend.remove(record)
 
 
 def same(mine: Sample, theirs: Sample) -> bool:

@@ -18,10 +18,10 @@ from pathlib import Path
 
 from tests.stores.samples import make, write
 from vlmdistill.stores import arrays
-from vlmdistill.stores.collect import collect
+from vlmdistill.stores.gc import collect
+from vlmdistill.stores.integrity.verify import verify
 from vlmdistill.stores.manifest import SHARDS
 from vlmdistill.stores.store import Store
-from vlmdistill.stores.verify import verify
 
 TRACEME, SYSCALL, SETOPTIONS, SYSCALL_INFO = 0, 24, 0x4200, 0x420E
 OPTIONS = 1 | 8 | 0x100000  # tell system calls apart, follow threads, kill the child when we die

@@ -15,11 +15,11 @@ import torch
 import zarr
 
 from tests.stores.samples import FEATURES, head, make, sample
-from vlmdistill.stores.filters import filter_store
 from vlmdistill.stores.layout import ENCODINGS
+from vlmdistill.stores.loader.tensors import as_numpy, as_torch
 from vlmdistill.stores.schema import Feature
 from vlmdistill.stores.store import Store
-from vlmdistill.stores.tensors import as_numpy, as_torch
+from vlmdistill.stores.views.filters import filter_store
 
 BIG = 3  # a sample of more rows than a chunk
 

@@ -11,12 +11,12 @@ from typer.testing import CliRunner
 
 from tests.stores.samples import make, sample, write
 from vlmdistill.cli.store import app
-from vlmdistill.drafters import catalogue
+from vlmdistill.drafters.core import catalogue
 from vlmdistill.stores.errors import DataError, StoreError
-from vlmdistill.stores.filters import filter_store
 from vlmdistill.stores.schema import Feature
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.summary import info, stats
+from vlmdistill.stores.views.filters import filter_store
 
 
 @pytest.fixture
@@ -36,14 +36,14 @@ def text(*arguments: str) -> str:
 
 
 def test_info_counts_samples_bytes_and_datasets(store: Store) -> None:
-    told = info(store)
+    facts = info(store)
     samples = [sample(number) for number in range(9)]
-    assert (told["samples"], told["units"]) == (9, 2)
-    assert told["datasets"]["a"]["samples"] == 5
-    assert told["datasets"]["b"]["text_tokens"] == sum(len(item.ids_T) for item in samples[1::2])
-    assert 0 < told["fields"]["hidden.text"]["relative_error"] < 0.02
-    assert "relative_error" not in told["fields"]["layer2.visual"]
-    assert told["provenance"]["features"] == store.provenance.features
+    assert (facts["samples"], facts["units"]) == (9, 2)
+    assert facts["datasets"]["a"]["samples"] == 5
+    assert facts["datasets"]["b"]["text_tokens"] == sum(len(item.ids_T) for item in samples[1::2])
+    assert 0 < facts["fields"]["hidden.text"]["relative_error"] < 0.02
+    assert "relative_error" not in facts["fields"]["layer2.visual"]
+    assert facts["provenance"]["features"] == store.provenance.features
 
 
 def test_what_info_says_of_sizes_adds_up_to_what_lies_there(store: Store) -> None:
@@ -53,19 +53,19 @@ def test_what_info_says_of_sizes_adds_up_to_what_lies_there(store: Store) -> Non
     for number in range(64):  # as many as are worth a cache
         write(store, f"v{number}", [number])
     assert len(store.index) == 64
-    told = run("info", store.path)
-    assert (told["samples"], told["units"], told["shadowed"]) == (64, 67, 12)
-    parts = [told["head_bytes"], told["index_bytes"], told["records_bytes"]]
-    parts += [field["bytes"] for field in told["fields"].values()]
+    facts = run("info", store.path)
+    assert (facts["samples"], facts["units"], facts["shadowed"]) == (64, 67, 12)
+    parts = [facts["head_bytes"], facts["index_bytes"], facts["records_bytes"]]
+    parts += [field["bytes"] for field in facts["fields"].values()]
     files = [path for path in Path(store.path).rglob("*") if path.is_file()]
-    assert told["bytes"] == sum(parts) == sum(path.stat().st_size for path in files)
+    assert facts["bytes"] == sum(parts) == sum(path.stat().st_size for path in files)
     assert any(path.parent.name == "cache" for path in files)
-    assert told["index_bytes"] == sum(path.stat().st_size for path in files if path.match("shards/*/*"))
-    assert "64 in 67 units, and 12 more of the same keys" in text("info", store.path)
+    assert facts["index_bytes"] == sum(path.stat().st_size for path in files if path.match("shards/*/*"))
+    assert "64 in 67 shards, and 12 duplicates" in text("info", store.path)
 
 
 def test_samples_that_only_one_unit_has_need_no_word(store: Store) -> None:
-    assert "samples   9 in 2 units\n" in text("info", store.path)
+    assert "samples   9 in 2 shards\n" in text("info", store.path)
 
 
 def test_a_view_of_samples_that_are_gone_says_how_many_are_there(store: Store) -> None:
@@ -73,10 +73,10 @@ def test_a_view_of_samples_that_are_gone_says_how_many_are_there(store: Store) -
     filter_store(store, "early", expressions=["words < 3"])
     assert "early 3, late 5\n" in text("info", store.path)
     Path(store.path, "commits", "u1.json").unlink()
-    told = run("info", store.path)
-    assert told["views"] == {"early": 3, "late": 5}
-    assert told["views_there"] == {"early": 3, "late": 1}
-    assert "early 3, late 5 (1 still there)\n" in text("info", store.path)
+    facts = run("info", store.path)
+    assert facts["views"] == {"early": 3, "late": 5}
+    assert facts["views_there"] == {"early": 3, "late": 1}
+    assert "early 3, late 5 (1 present)\n" in text("info", store.path)
 
 
 def test_a_damaged_view_is_told_and_stops_nothing_else(
@@ -104,26 +104,26 @@ def test_a_damaged_view_is_told_and_stops_nothing_else(
 
 def test_info_says_what_each_drafter_would_cost_or_lack(store: Store) -> None:
     needs = {"small": [Feature.parse("hidden.text")], "large": [Feature.parse("layer9.visual")]}
-    told = info(store, needs)["drafters"]
-    assert told["large"]["missing"] == ["layer9.visual"]
-    assert told["small"]["missing"] == []
-    assert told["small"]["bytes"] > told["large"]["bytes"] > 0
+    facts = info(store, needs)["drafters"]
+    assert facts["large"]["missing"] == ["layer9.visual"]
+    assert facts["small"]["missing"] == []
+    assert facts["small"]["bytes"] > facts["large"]["bytes"] > 0
 
 
 def test_the_command_tells_the_cost_of_every_drafter_of_the_catalogue(store: Store) -> None:
-    told = run("info", store.path)["drafters"]
-    assert set(told) == {name for name in catalogue.NAMES if catalogue.is_trained(name)}
-    for name, cost in told.items():
-        needs = catalogue.trained(name).needs(catalogue.config(name), store.info)
+    facts = run("info", store.path)["drafters"]
+    assert set(facts) == {name for name in catalogue.NAMES if catalogue.is_trained(name)}
+    for name, cost in facts.items():
+        needs = catalogue.config(name).model.needs(store.info)
         assert {*cost["features"], *cost["missing"]} == {feature.name for feature in needs}
-        assert cost["bytes"] >= told["medusa"]["bytes"] or cost["missing"]
+        assert cost["bytes"] >= facts["medusa"]["bytes"] or cost["missing"]
     assert "sparrow" in text("info", store.path)
 
 
 def test_stats_describe_every_numeric_column_of_a_view(store: Store) -> None:
     store.write_stats("run", {"key": ["k0001", "k0002"], "kept": [0.25, 0.75]})
-    told = stats(store)
-    words = {name: value for name, value in told["words"].items() if name != "histogram"}
+    facts = stats(store)
+    words = {name: value for name, value in facts["words"].items() if name != "histogram"}
     assert words == {
         "count": 9,
         "not_finite": 0,
@@ -134,9 +134,9 @@ def test_stats_describe_every_numeric_column_of_a_view(store: Store) -> None:
         "p90": 7.2,
         "max": 8,
     }
-    assert told["kept"]["mean"] == 0.5
-    assert sum(told["text_tokens"]["histogram"]["counts"]) == 9
-    assert not {"text_row", "xxh3.tokens"} & set(told)
+    assert facts["kept"]["mean"] == 0.5
+    assert sum(facts["text_tokens"]["histogram"]["counts"]) == 9
+    assert not {"text_row", "xxh3.tokens"} & set(facts)
 
 
 def test_what_a_diverged_run_left_is_counted_beside_the_numbers(store: Store) -> None:
@@ -144,9 +144,9 @@ def test_what_a_diverged_run_left_is_counted_beside_the_numbers(store: Store) ->
     nan, inf = float("nan"), float("inf")
     assert "not finite" not in text("stats", store.path)
     store.write_stats("run", {"key": keys, "loss": [1.0, inf, nan, -inf], "gone": [nan, None, None, inf]})
-    told = run("stats", store.path)
-    assert (told["loss"]["count"], told["loss"]["not_finite"], told["loss"]["max"]) == (1, 3, 1.0)
-    assert (told["gone"]["count"], told["gone"]["not_finite"], told["gone"]["mean"]) == (0, 2, None)
+    facts = run("stats", store.path)
+    assert (facts["loss"]["count"], facts["loss"]["not_finite"], facts["loss"]["max"]) == (1, 3, 1.0)
+    assert (facts["gone"]["count"], facts["gone"]["not_finite"], facts["gone"]["mean"]) == (0, 2, None)
     assert "not finite" in text("stats", store.path)
 
 
@@ -164,11 +164,11 @@ def test_what_a_diverged_run_left_is_counted_beside_the_numbers(store: Store) ->
 )
 def test_numbers_close_together_or_huge_have_a_distribution(store: Store, values: list[float]) -> None:
     store.write_stats("run", {"key": [f"k{at:04}" for at in range(len(values))], "loss": values})
-    told = run("stats", store.path)["loss"]
-    assert (told["min"], told["max"]) == (min(values), max(values))
-    assert told["mean"] == pytest.approx(float(sum(Fraction(value) for value in values) / len(values)))
-    assert sorted(values)[0] <= told["p10"] <= told["p50"] <= told["p90"] <= sorted(values)[-1]
-    histogram = told["histogram"]
+    facts = run("stats", store.path)["loss"]
+    assert (facts["min"], facts["max"]) == (min(values), max(values))
+    assert facts["mean"] == pytest.approx(float(sum(Fraction(value) for value in values) / len(values)))
+    assert sorted(values)[0] <= facts["p10"] <= facts["p50"] <= facts["p90"] <= sorted(values)[-1]
+    histogram = facts["histogram"]
     assert (histogram["from"], histogram["to"]) == (min(values), max(values))
     assert sum(histogram["counts"]) == len(values)
     assert bool(histogram["counts"][0]) == bool(histogram["counts"][-1]) == (min(values) < max(values))
@@ -186,13 +186,13 @@ def test_each_verb_answers_in_json_and_in_words(store: Store, tmp_path: Path) ->
     assert "3 of 9" in text("filter", path, "--where", "words > 5", "--name", "long")
     assert run("verify", path)["findings"] == []
     there = str(tmp_path / "there")
-    assert run("push", path, there, "--view", "long", "--fields", "hidden.text")["copied"] == 3
+    assert run("push", path, there, "--view", "long", "--features", "hidden.text")["copied"] == 3
     nothing: dict[str, list[str]] = {"conflicts": [], "replaced": [], "left": []}
-    counts = {"copied": 9, "present": 0, "twins": 0}
+    counts = {"copied": 9, "present": 0, "duplicates": 0}
     assert run("pull", path, str(tmp_path / "all")) == counts | nothing
     assert run("merge", str(tmp_path / "merged"), path)[path]["copied"] == 9
     assert "copied" in text("merge", str(tmp_path / "merged"), path)
-    assert "copied" in text("push", path, there, "--fields", "hidden.text")
+    assert "copied" in text("push", path, there, "--features", "hidden.text")
     assert "findings" in text("verify", path)
     left = "staging/0123456789abcdef"
     (Path(path) / left).mkdir()
@@ -200,19 +200,20 @@ def test_each_verb_answers_in_json_and_in_words(store: Store, tmp_path: Path) ->
     assert left in text("gc", path, "--grace", "0")
 
 
-def test_fields_that_name_nothing_are_refused_before_anything_is_copied(store: Store, tmp_path: Path) -> None:
+def test_an_empty_list_of_features_is_refused_before_anything_is_copied(store: Store, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="'' is not a feature"):
-        text("push", store.path, str(tmp_path / "there"), "--fields", "")
+        text("push", store.path, str(tmp_path / "there"), "--features", "")
     assert not (tmp_path / "there").exists()
 
 
 @pytest.mark.parametrize(
     ("file", "advice"),
     [
-        ("shards/u0-*/index.arrow", "remove its record from commits/"),
-        ("commits/u0.json", "remove its record from commits/"),
-        ("views/long.json", "Remove the .json of a view from views/"),
-        ("stats/run-*.arrow", "Remove the .json of a run from stats/"),
+        ("shards/u0-*/index.arrow", "from ledger/commits/, then from commits/"),
+        ("commits/u0.json", "commits/u0.json from ledger/commits/u0.json"),
+        ("views/long.json", "views/long.json from ledger/views/long.json"),
+        ("stats/run-*.arrow", "from ledger/stats/, then from stats/"),
+        ("ledger/stats/run.json", "damaged files in ledger/"),
         ("heads/*/head.safetensors", "from another copy"),
         ("store.json", "from another copy"),
     ],
@@ -236,20 +237,20 @@ def test_what_a_merge_found_to_differ_is_named(store: Store, tmp_path: Path) -> 
         writer.add(changed)
     for one, least in ((store, 2), (other, 1)):
         filter_store(one, "long", expressions=[f"words > {least}"])
-    told = run("merge", store.path, other.path)[other.path]
-    assert (told["conflicts"], told["left"]) == (["k0003"], [])
+    facts = run("merge", store.path, other.path)[other.path]
+    assert (facts["conflicts"], facts["left"]) == (["k0003"], [])
     words = text("merge", store.path, other.path)
     assert f"conflicts of {other.path}: k0003" in words
     with other.writer("v") as writer:
         writer.add(sample(1))
     filter_store(other, "long", expressions=["words > 0"])
     assert f"left of {other.path}: views/long" in text("merge", store.path, other.path)
-    assert "conflicts  k0003" in text("push", other.path, store.path)
+    assert run("push", other.path, store.path)["conflicts"] == ["k0003"]
 
 
 def test_a_store_named_twice_is_merged_once(store: Store, tmp_path: Path) -> None:
-    told = run("merge", str(tmp_path / "all"), store.path, store.path)[store.path]
-    assert (told["copied"], told["present"]) == (9, 0)
+    facts = run("merge", str(tmp_path / "all"), store.path, store.path)[store.path]
+    assert (facts["copied"], facts["present"]) == (9, 0)
 
 
 def test_verify_fails_and_names_what_is_damaged(store: Store) -> None:

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from tests.drafters import synthetic
 from tests.drafters.synthetic import plan
-from vlmdistill.drafters.training.record import Progress
+from vlmdistill.drafters.training.progress import TrainingProgress
 from vlmdistill.drafters.training.trainer import train
-from vlmdistill.stores.share import send
-from vlmdistill.stores.verify import verify
+from vlmdistill.stores.integrity.verify import verify
+from vlmdistill.stores.sharing.merge import send
 
 
 def test_a_pulled_store_trains_a_drafter_on_a_machine_without_the_target(tmp_path: Path) -> None:
@@ -18,7 +18,7 @@ def test_a_pulled_store_trains_a_drafter_on_a_machine_without_the_target(tmp_pat
     send(f"memory://{tmp_path.name}", tmp_path / "pulled")
     losses: list[float] = []
 
-    def tell(progress: Progress) -> None:
+    def tell(progress: TrainingProgress) -> None:
         losses.append(progress.loss)
 
     train(plan(tmp_path / "pulled", tmp_path / "drafter"), tell)

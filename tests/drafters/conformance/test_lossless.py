@@ -13,14 +13,16 @@ from torch import Tensor
 
 from tests import tiny
 from tests.drafters.synthetic import untrained
-from vlmdistill.drafters import catalogue
-from vlmdistill.drafters.base import DraftTree, Tree
-from vlmdistill.drafters.decoding import generate
-from vlmdistill.drafters.decoding import verify as verifying
-from vlmdistill.drafters.decoding.generate import plain, speculate
-from vlmdistill.drafters.decoding.verify import Verdict, verify
-from vlmdistill.pipelines.targets.base import VisionLanguageTarget
-from vlmdistill.pipelines.targets.loading import load
+from vlmdistill.drafters.core import catalogue
+from vlmdistill.drafters.core.tree import DraftTree, Tree
+from vlmdistill.drafters.decoding import acceptance as verifying
+from vlmdistill.drafters.decoding import decoders
+from vlmdistill.drafters.decoding.acceptance import Acceptance, verify
+from vlmdistill.drafters.decoding.decoders import plain, speculate
+from vlmdistill.pipelines.targets.checkpoints.loading import load
+from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
+
+pytestmark = pytest.mark.slow
 
 TREES = ["chain-4", "8-2-2", "40-3-8"]
 TOKENS = 10
@@ -34,7 +36,7 @@ SHOWN: dict[str, list[Any]] = {
 WITHOUT_VIDEO = ("llava", "llava_next")
 
 
-def said(cycles: Iterator[generate.Cycle]) -> list[int]:
+def said(cycles: Iterator[decoders.Cycle]) -> list[int]:
     return [token for cycle in cycles for token in cycle.ids]
 
 
@@ -125,22 +127,22 @@ class Fate:
         self.closest = min(self.closest, float((two.values[:, 0] - two.values[:, 1]).min()))
         return two.indices[:, 0]
 
-    def reign(self, patch: pytest.MonkeyPatch, verifier: Callable[..., Verdict]) -> None:
+    def reign(self, patch: pytest.MonkeyPatch, verifier: Callable[..., Acceptance]) -> None:
         """Decode with this chance and that verifier."""
 
         def alone(logits_1V: Tensor, temperature: float, generator: None) -> Tensor:
             self.said += 1
             return self.best(logits_1V, temperature, torch.tensor([self.said - 1]))
 
-        def in_tree(tree: DraftTree, logits_NV: Tensor, temperature: float, generator: None) -> Verdict:
+        def in_tree(tree: DraftTree, logits_NV: Tensor, temperature: float, generator: None) -> Acceptance:
             place_N = self.said + tree.depth_N - 1
             patch.setattr(verifying, "choose", lambda logits, heat, _: self.best(logits, heat, place_N))
             verdict = verifier(tree, logits_NV, temperature, generator)
             self.said += int(verdict.length_1)
             return verdict
 
-        patch.setattr(generate, "choose", alone)
-        patch.setattr(generate, "verify", in_tree)
+        patch.setattr(decoders, "choose", alone)
+        patch.setattr(decoders, "verify", in_tree)
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +172,7 @@ def agreed(
     fated: tuple[Any, dict[int, list[int]]],
     name: str,
     tree: str,
-    verifier: Callable[..., Verdict],
+    verifier: Callable[..., Acceptance],
 ) -> list[bool]:
     """Whether decoding with a drafter gives plain decoding's answer, by answer."""
     prompt, answers = fated
@@ -198,24 +200,24 @@ def test_sampled_output_is_that_of_plain_decoding_with_the_same_chance(
     assert all(agreed(small, fated, name, tree, verify))
 
 
-def trusting(tree: DraftTree, logits_NV: Tensor, temperature: float, generator: Any = None) -> Verdict:
+def trusting(tree: DraftTree, logits_NV: Tensor, temperature: float, generator: Any = None) -> Acceptance:
     """Wrong: the drafter's best guess is kept without asking the target."""
     first = int((tree.parent_N[1:] == 0).nonzero()[0, 0]) + 1
     choice_N = verifying.choose(logits_NV, temperature, generator)
     others = [node for node in range(1, len(tree.ids_N)) if node != first]
-    return Verdict(torch.tensor([0, first, *others]), torch.tensor([2]), choice_N[first : first + 1])
+    return Acceptance(torch.tensor([0, first, *others]), torch.tensor([2]), choice_N[first : first + 1])
 
 
 def forgotten_temperature(
     tree: DraftTree, logits_NV: Tensor, temperature: float, generator: Any = None
-) -> Verdict:
+) -> Acceptance:
     """Wrong: the temperature is left out, as in published code."""
     return verify(tree, logits_NV, 1.3, generator)
 
 
 @pytest.mark.parametrize("broken", [trusting, forgotten_temperature])
 def test_a_broken_verifier_is_found_out(
-    broken: Callable[..., Verdict],
+    broken: Callable[..., Acceptance],
     small: VisionLanguageTarget,
     fated: tuple[Any, dict[int, list[int]]],
 ) -> None:

@@ -3,7 +3,7 @@
 Shapes: R rows, V vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 
 from tests.drafters.synthetic import CASES, INFO, batch, build
-from vlmdistill.drafters.base import Batch, Drafter, Stage
-from vlmdistill.drafters.losses import Rows, Score
-from vlmdistill.drafters.medusa import Medusa
-from vlmdistill.drafters.specflash import SpecFlash
+from vlmdistill.drafters.core.batch import Batch, TokenIndex
+from vlmdistill.drafters.core.config import Stage
+from vlmdistill.drafters.core.drafter import Drafter
+from vlmdistill.drafters.core.kv_cache import PackedKVCache
+from vlmdistill.drafters.core.losses import Scores, TargetRows
 from vlmdistill.drafters.training.unroll import supervised, unroll
 from vlmdistill.stores.schema import Feature
+
+pytestmark = pytest.mark.slow
 
 STAGE = Stage(name="test", hops=4, losses={"cross_entropy": 1.0})
 TWO_TURNS, OTHER = "tvttrrrrrvvtrrrrr", "tvtrr"
@@ -26,14 +29,30 @@ TWO_TURNS, OTHER = "tvttrrrrrvvtrrrrr", "tvtrr"
 @pytest.mark.parametrize(("name", "settings"), CASES)
 def test_a_draft_sees_all_that_precedes_it_and_nothing_else(name: str, settings: dict[str, Any]) -> None:
     drafter = build(name, **settings).train()
-    sample = batch([TWO_TURNS, OTHER], drafter.needs(drafter.config, INFO))
+    sample = batch([TWO_TURNS, OTHER], drafter.config.needs(INFO))
     before = drafts(drafter, sample)
+    attended = list(Recorder.attended)
     assert all(valid_R.any() for _, valid_R in before)
     for what, changed in perturbed(sample):
         for hop, (old, new) in enumerate(zip(before, drafts(drafter, changed), strict=True)):
             moved_R, valid_R = (old[0] != new[0]).any(-1), old[1]
-            seen_R = seeing(drafter, sample, what, hop)
+            passes = [one for one in attended if one <= hop]
+            seen_R = seeing(drafter, sample, what, passes)
             assert moved_R[valid_R].tolist() == seen_R[valid_R].tolist(), (what, hop)
+
+
+class Recorder(PackedKVCache):
+    """Records the hops at which a drafter attends: the others only read what an earlier pass has guessed."""
+
+    attended: list[int]
+
+    def __init__(self) -> None:
+        super().__init__()
+        Recorder.attended = []
+
+    def attend(self, query_QHd: Tensor, tokens: TokenIndex, hop: int) -> Tensor:
+        self.attended.append(hop)
+        return super().attend(query_QHd, tokens, hop)
 
 
 Input = tuple[str | Feature, int]
@@ -58,37 +77,40 @@ def drafts(drafter: Drafter, sample: Batch) -> list[tuple[Tensor, Tensor]]:
     made: list[tuple[Tensor, Tensor]] = []
     loss = drafter.loss
 
-    def record(rows: Rows, stage: Stage) -> Score:
-        made.append((drafter.logits(rows.state_RD, rows.hop), rows.valid_R))
-        return loss(rows, stage)
+    def record(states: Sequence[Tensor], rows: TargetRows, stage: Stage) -> Scores:
+        logits = [drafter.logits(state_RD, hop) for hop, state_RD in enumerate(states)]
+        made.extend(zip(logits, rows.valid_HR, strict=True))
+        return loss(states, rows, stage)
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(drafter, "loss", record)
+        patch.setattr("vlmdistill.drafters.training.unroll.PackedKVCache", Recorder)
         unroll(drafter, sample, STAGE)
     return made
 
 
-def seeing(drafter: Drafter, sample: Batch, what: Input, hop: int) -> Tensor:
-    """Which rows may depend on the input when they have made `hop` guesses, [R]."""
+def seeing(drafter: Drafter, sample: Batch, what: Input, passes: list[int]) -> Tensor:
+    """Which rows may depend on the input after passes at those hops, [R].
+
+    A drafter that never attends makes every guess from the state of its entry alone.
+    """
     kind, row = what
     token_R = supervised(sample).nonzero()[:, 0]
     segment_R, place_R = sample.segment_T[token_R], sample.position_T[token_R]
     if isinstance(kind, Feature) and kind.where != "text":
-        segments, places = sample.visual_places.segment_N, sample.visual_places.order_N
+        segments, places = sample.visual_tokens.segment_N, sample.visual_tokens.position_N
         if kind.where == "span":
             segments, places = sample.segment_M, sample.start_M + sample.length_M - 1
         return (segments[row] == segment_R) & (places[row] < place_R)
     own_R = sample.segment_T[row] == segment_R
-    alone = isinstance(drafter, Medusa)  # neither attends nor feeds back: each draft comes from one state
     if kind == "ids":
-        group = drafter.config.group if isinstance(drafter, SpecFlash) else 1
-        read = hop - hop % group  # guesses of the groups before; placeholders stand for those of this one
-        return own_R & (row <= token_R + read) & bool(sample.position_T[row] and not alone)
+        read = passes[-1] if passes else 0  # the guesses that the last pass has read
+        return own_R & (row <= token_R + read) & bool(sample.position_T[row] and passes)
     assert isinstance(kind, Feature)
     user = entry_with(sample, kind.source, row)
     if user is None or kind.source not in drafter.sources:  # no other source is read, but learnt from
         return torch.zeros_like(own_R)
-    return own_R & (user == place_R if alone else user <= place_R)
+    return own_R & (user <= place_R if passes else user == place_R)
 
 
 def entry_with(sample: Batch, source: str, row: int) -> int | None:

@@ -14,15 +14,18 @@ from tests import tiny
 from tests.drafters import synthetic
 from tests.drafters.sizes import real
 from tests.drafters.synthetic import ALL, CASES, INFO, TRAINED, batch, build, cut, plan
-from vlmdistill.drafters import catalogue
-from vlmdistill.drafters.base import Batch, Drafter, Stage, Tree
-from vlmdistill.drafters.config import override
-from vlmdistill.drafters.decoding.generate import Cycle, speculate
-from vlmdistill.drafters.decoding.tree import Growth
+from vlmdistill.drafters.checkpoints.settings import override
+from vlmdistill.drafters.core import catalogue
+from vlmdistill.drafters.core.batch import Batch
+from vlmdistill.drafters.core.config import Stage
+from vlmdistill.drafters.core.drafter import Drafter
+from vlmdistill.drafters.core.tree import Tree
+from vlmdistill.drafters.core.tree_drafter import TreeDrafter
+from vlmdistill.drafters.decoding.decoders import Cycle, speculate
 from vlmdistill.drafters.training.trainer import train
 from vlmdistill.drafters.training.unroll import unroll
-from vlmdistill.pipelines.targets.base import VisionLanguageTarget
-from vlmdistill.pipelines.targets.loading import load
+from vlmdistill.pipelines.targets.checkpoints.loading import load
+from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 from vlmdistill.stores.errors import TrainingError
 from vlmdistill.stores.schema import Feature
 
@@ -33,14 +36,14 @@ TWO_TURNS, OTHER, PROMPT = "tvvttrrrrrvvvtrrrrr", "tvtrrr", 10
 
 def trained_on(drafter: Drafter, sample: Batch) -> list[Tensor]:
     """Losses of every hop, with noise."""
-    scores = unroll(drafter.train(), sample, STAGE, torch.Generator().manual_seed(0)).scores
+    scores = unroll(drafter.train(), sample, STAGE, torch.Generator().manual_seed(0), noise=0.2).scores
     return [one.loss_R.detach() for one in scores]
 
 
 def drafted_from(drafter: Drafter, sample: Batch) -> list[Tensor]:
     """The first state and tree after a prompt."""
     prompt = cut(sample, PROMPT)
-    draft = Growth(drafter.eval(), prompt)
+    draft = TreeDrafter(drafter.eval(), prompt)
     before = [prompt.feature(source, "text")[-1:] for source in drafter.sources]
     draft.commit(sample.ids_T[PROMPT : PROMPT + 1], torch.cat(before, dim=-1))
     assert draft.state_1D is not None
@@ -53,7 +56,7 @@ def test_each_declared_feature_counts_and_no_other_does(
     name: str, settings: dict[str, Any], decoding: bool
 ) -> None:
     drafter = build(name, **settings)
-    needs = drafter.needs(drafter.config, INFO, decoding=decoding)
+    needs = drafter.config.needs(INFO, decoding=decoding)
     made = drafted_from if decoding else trained_on
     rich = batch([TWO_TURNS] if decoding else [TWO_TURNS, OTHER], EVERYTHING)
     exact = made(drafter, rich.only(needs))
@@ -83,8 +86,8 @@ class Generous:
 def test_what_needs_no_training_needs_nothing_of_a_prompt(name: str, checkpoint: Callable[..., Path]) -> None:
     target = load(str(checkpoint("qwen2_5_vl")))
     prompt = target.encode(tiny.message("tell", tiny.picture(56, 84)))
-    drafter = catalogue.load(name)(catalogue.config(name), target.info, target.head).eval()
-    assert not any(drafter.needs(drafter.config, target.info, decoding=one) for one in (False, True))
+    drafter = catalogue.load(name)(catalogue.config(name).model, target.info, target.head).eval()
+    assert not any(drafter.config.needs(target.info, decoding=one) for one in (False, True))
 
     def said(one: Any) -> list[tuple[list[int], int]]:
         cycles: list[Cycle] = list(speculate(one, drafter, prompt, tree=Tree(8, 2, 2), max_new_tokens=12))
@@ -104,7 +107,7 @@ def rich(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_store_needs_what_is_declared_and_no_more(name: str, rich: Path, tmp_path: Path) -> None:
     """Trained on a store of just that, and on one whose other features are all damaged."""
-    needs = {feature.name for feature in catalogue.load(name).needs(catalogue.config(name), INFO)}
+    needs = {feature.name for feature in catalogue.config(name).model.needs(INFO)}
     synthetic.store(tmp_path / "exact", 8, needs)
     shutil.copytree(rich, tmp_path / "rich")
     (shard,) = (tmp_path / "rich" / "shards").iterdir()
@@ -119,7 +122,7 @@ def test_a_store_needs_what_is_declared_and_no_more(name: str, rich: Path, tmp_p
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_store_that_lacks_a_feature_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
-    needs = {feature.name for feature in catalogue.load(name).needs(catalogue.config(name), INFO)}
+    needs = {feature.name for feature in catalogue.config(name).model.needs(INFO)}
     for feature in needs:
         synthetic.store(tmp_path / feature, 1, {*ALL} - {feature})
         with pytest.raises(TrainingError) as error:
@@ -158,7 +161,7 @@ def test_a_sample_takes_the_published_space(case: tuple[str, ...]) -> None:
     rows = {"text": 1000, "visual": 2500, "span": 1}
     for target, megabytes in zip(("Qwen2.5-VL 7B", "LLaVA-1.6 7B"), MEGABYTES[case], strict=True):
         info, config = real(target), override(catalogue.config(name), settings)
-        vectors = sum(rows[feature.where] for feature in catalogue.load(name).needs(config, info))
+        vectors = sum(rows[feature.where] for feature in config.model.needs(info))
         assert vectors * info.hidden_size * 2 / 1e6 == pytest.approx(megabytes, abs=0.06, rel=1e-3)
 
 

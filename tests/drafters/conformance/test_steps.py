@@ -7,32 +7,34 @@ import torch
 from torch import Tensor
 
 from tests.drafters.synthetic import CASES, INFO, LAYOUTS, batch, build, cut
-from vlmdistill.drafters.base import Batch, Drafter, Entries, Tree
-from vlmdistill.drafters.decoding.tree import Growth
-from vlmdistill.drafters.memory import PackedMemory, Places
+from vlmdistill.drafters.core.batch import Batch, Entries, TokenIndex
+from vlmdistill.drafters.core.drafter import Drafter
+from vlmdistill.drafters.core.kv_cache import PackedKVCache
+from vlmdistill.drafters.core.tree import Tree
+from vlmdistill.drafters.core.tree_drafter import TreeDrafter
 from vlmdistill.stores.schema import Feature
 
 HOPS = 4
 
 
 def needs(drafter: Drafter, *, decoding: bool = False) -> frozenset[Feature]:
-    return drafter.needs(drafter.config, INFO, decoding=decoding)
+    return drafter.config.needs(INFO, decoding=decoding)
 
 
 def training_states(drafter: Drafter, packed: Batch, chosen: Tensor) -> list[Tensor]:
     """States of every hop at the chosen text tokens, as the trainer computes them."""
-    memory = PackedMemory()
-    drafter.condition(packed, memory)
+    cache = PackedKVCache()
+    drafter.condition(packed, cache)
     entries, token_E = drafter.entries(packed)
     rows = torch.stack([(token_E == token).nonzero()[0, 0] for token in chosen])
-    places = entries.places.with_rows(rows)
-    entries, start = Entries(entries.ids_N, entries.hidden_ND, entries.position_N, places), entries
+    tokens = entries.tokens.with_rows(rows)
+    entries, start = Entries(entries.ids_N, entries.hidden_ND, entries.rotary_N, tokens), entries
     states = []
     for hop in range(HOPS):
-        states.append(drafter.step(entries, memory))
+        states.append(drafter.step(entries, cache))
         ids = packed.ids_T[(chosen + hop + 1).clamp(max=len(packed.ids_T) - 1)]
-        position = start.position_N[rows] + hop + 1
-        entries = Entries(ids, states[-1], position, places.at_rows(), hop + 1)
+        rotary = start.rotary_N[rows] + hop + 1
+        entries = Entries(ids, states[-1], rotary, tokens.at_rows(), hop + 1)
     return states
 
 
@@ -47,17 +49,18 @@ def test_the_train_step_is_the_decode_step_at_every_hop(
     for token in (last - HOPS - 1, last - HOPS):
         expected = training_states(drafter, sample, torch.tensor([token]))
         prompt = cut(sample, token)
-        draft = Growth(drafter, prompt)
+        draft = TreeDrafter(drafter, prompt)
         before = [prompt.feature(source, "text")[-1:] for source in drafter.sources]
         draft.commit(sample.ids_T[token : token + 1], torch.cat(before, dim=-1))
         assert draft.state_1D is not None
         got = [draft.state_1D]
         for hop in range(1, HOPS):
-            place = Places(torch.zeros(1).long(), torch.full((1,), draft.order + hop), draft.span)
-            place = Places(place.segment_N, place.order_N, place.span_N, None, torch.ones(1, hop).bool())
+            position = torch.full((1,), draft.position + hop)
+            seen = torch.ones(1, hop).bool()
+            tokens = TokenIndex(torch.zeros(1).long(), position, draft.span, None, seen)
             ids = sample.ids_T[token + hop : token + hop + 1]
-            position = torch.tensor([draft.position + hop - 1])
-            got.append(drafter.step(Entries(ids, got[-1], position, place, hop), draft.memory))
+            rotary = torch.tensor([draft.rotary + hop - 1])
+            got.append(drafter.step(Entries(ids, got[-1], rotary, tokens, hop), draft.cache))
         for hop in range(HOPS):
             torch.testing.assert_close(got[hop], expected[hop], rtol=1e-4, atol=1e-5)
 
@@ -80,7 +83,7 @@ def test_packing_samples_side_by_side_changes_nothing(name: str, settings: dict[
 def one(packed: Batch, number: int) -> Batch:
     """Sample `number` of a packed batch, alone."""
     text, spans = packed.segment_T == number, packed.segment_M == number
-    chosen = {"text": text, "span": spans, "visual": packed.visual_places.segment_N == number}
+    chosen = {"text": text, "span": spans, "visual": packed.visual_tokens.segment_N == number}
     zero = torch.zeros_like
     return Batch(
         packed.ids_T[text],
@@ -98,7 +101,7 @@ def one(packed: Batch, number: int) -> Batch:
 def test_a_tree_of_one_branch_is_a_chain() -> None:
     drafter = build("eagle2").eval()
     sample = batch([LAYOUTS["one image"]], needs(drafter))
-    draft = Growth(drafter, cut(sample, 10))
+    draft = TreeDrafter(drafter, cut(sample, 10))
     draft.commit(sample.ids_T[10:11], sample.feature("hidden", "text")[9:10])
     tree = draft.grow(Tree.parse("chain-4"))
     assert tree.parent_N.tolist() == [0, 0, 1, 2, 3]

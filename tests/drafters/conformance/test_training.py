@@ -4,6 +4,7 @@ Shapes: T text tokens.
 """
 
 import os
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -17,13 +18,19 @@ from torch import Tensor
 
 from tests.drafters import synthetic
 from tests.drafters.synthetic import CASES, INFO, LAYOUTS, TRAINED, batch, build, cut, head, plan
-from vlmdistill.drafters import catalogue, checkpoint
-from vlmdistill.drafters.base import Drafter, Proposer, Stage, Tree
-from vlmdistill.drafters.decoding.tree import Growth
-from vlmdistill.drafters.training.record import Progress
+from vlmdistill.drafters.checkpoints import checkpoint
+from vlmdistill.drafters.core import catalogue
+from vlmdistill.drafters.core.config import Stage
+from vlmdistill.drafters.core.drafter import Drafter, Proposer
+from vlmdistill.drafters.core.tree import Tree
+from vlmdistill.drafters.core.tree_drafter import TreeDrafter
+from vlmdistill.drafters.core.vocabulary import DraftVocabulary
+from vlmdistill.drafters.training.progress import TrainingProgress
 from vlmdistill.drafters.training.trainer import train
 from vlmdistill.drafters.training.unroll import unroll
-from vlmdistill.stores.errors import DataError
+from vlmdistill.stores.errors import DataError, StoppedError
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
 ROOM = {"medusa": 0.3}
@@ -41,7 +48,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", TRAINED)
 def test_it_learns_a_handful_of_samples_by_heart(name: str, tmp_path: Path) -> None:
     synthetic.store(tmp_path / "store", 5)
-    seen: list[Progress] = []
+    seen: list[TrainingProgress] = []
     settings = (
         "steps=80",
         "noise=0",
@@ -58,9 +65,9 @@ def test_it_learns_a_handful_of_samples_by_heart(name: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_batch_of_text_alone_is_trained_on(name: str) -> None:
     drafter = build(name)
-    sample = batch(["ttrrrr", "tttrrrrr"], drafter.needs(drafter.config, INFO))
+    sample = batch(["ttrrrr", "tttrrrrr"], drafter.config.needs(INFO))
     stage = Stage(name="test", hops=3, losses={"cross_entropy": 1.0})
-    total = torch.stack([score.total for score in unroll(drafter, sample, stage).scores]).sum()
+    total = unroll(drafter, sample, stage).total
     gradients = torch.autograd.grad(total, list(drafter.parameters()), allow_unused=True)
     assert any(gradient is not None and gradient.abs().sum() > 0 for gradient in gradients)
 
@@ -71,12 +78,12 @@ def test_a_batch_of_text_alone_is_trained_on(name: str) -> None:
 @pytest.mark.parametrize(("name", "settings"), CASES)
 def test_a_checkpoint_gives_back_the_drafter(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
     drafter = build(name, **settings).eval()
-    drafter.prepare(torch.arange(INFO.vocab_size) % 5)
+    if isinstance(drafter, DraftVocabulary):
+        drafter.choose_vocabulary(torch.arange(INFO.vocab_size) % 5)
     for weight in drafter.parameters():
         torch.nn.init.normal_(weight, std=0.3)
-    checkpoint.save(
-        drafter, catalogue.base(name), tmp_path / "out", checkpoint.Origin(synthetic.provenance(), {})
-    )
+    origin = checkpoint.Origin(synthetic.provenance(), catalogue.config(name).training, {})
+    checkpoint.save(drafter, catalogue.base(name), tmp_path / "out", origin)
     again = checkpoint.load(tmp_path / "out", head(), INFO)
     assert type(again) is type(drafter)
     assert again.config == drafter.config
@@ -90,11 +97,11 @@ def test_a_checkpoint_gives_back_the_drafter(name: str, settings: dict[str, Any]
 
 def outputs(drafter: Drafter) -> list[Tensor]:
     """Losses of four hops, and a tree."""
-    sample = batch([LAYOUTS["two turns"]], drafter.needs(drafter.config, INFO))
+    sample = batch([LAYOUTS["two turns"]], drafter.config.needs(INFO))
     stage = Stage(name="test", hops=4, losses={"regression": 1.0, "cross_entropy": 1.0})
     losses = [one.loss_R for one in unroll(drafter, sample, stage).scores]
     prompt = cut(sample, 6)
-    draft = Growth(drafter, prompt)
+    draft = TreeDrafter(drafter, prompt)
     before = [prompt.feature(source, "text")[-1:] for source in drafter.sources]
     draft.commit(sample.ids_T[6:7], torch.cat(before, dim=-1))
     nodes = draft.grow(Tree.parse("8-2-2"))
@@ -105,7 +112,8 @@ def outputs(drafter: Drafter) -> list[Tensor]:
 def test_what_needs_no_training_needs_no_folder(name: str, tmp_path: Path) -> None:
     made: Proposer = checkpoint.load(tmp_path / name, head(), INFO)
     assert type(made) is catalogue.load(name)
-    assert made.config == catalogue.config(name)
+    paper = catalogue.config(name)
+    assert (made.config, made.tree) == (paper.model, paper.tree)
     with pytest.raises(DataError, match=f"{name} needs no training"):
         catalogue.trained(name)
 
@@ -125,7 +133,7 @@ def losses(run: Any, stop: int = 0) -> dict[int, tuple[str, str]]:
     """Stage and loss of every step, bit for bit; ends after step `stop` by an error."""
     seen = {}
 
-    def tell(progress: Progress) -> None:
+    def tell(progress: TrainingProgress) -> None:
         seen[progress.step] = progress.stage, progress.loss.hex()
         if progress.step == stop:
             raise StopError
@@ -153,9 +161,9 @@ def test_a_run_takes_its_steps_and_goes_on_bit_for_bit_wherever_it_stopped(
     # Just after a checkpoint; then two steps after another, in the midst of an epoch; then to the end.
     parts = [losses(plan(store, tmp_path / "parts", **settings), stop=4)]
     for stop in (STEPS, 0):
-        parts.append(losses(plan(store, tmp_path / "parts", resume=True, **settings), stop=stop))
+        parts.append(losses(plan(store, tmp_path / "parts", **settings), stop=stop))
     assert [min(part) for part in parts] == [1, 4, 10]
-    assert all(whole[step] == told for part in parts for step, told in part.items())
+    assert all(whole[step] == facts for part in parts for step, facts in part.items())
     files = [(tmp_path / run / "model.safetensors").read_bytes() for run in ("whole", "parts")]
     assert files[0] == files[1]
 
@@ -170,12 +178,26 @@ RANKED = [*((name, 0) for name in TRAINED), ("sparrow", 2)]
 WORKER = """
 import sys
 from pathlib import Path
-from tests.drafters.conformance.test_training import RANKED, ranked
-from vlmdistill.drafters.training.trainer import train
+from tests.drafters.conformance.test_training import work
 
-for name, zero in RANKED:
-    train(ranked(name, zero, Path(sys.argv[1]), Path(sys.argv[2])))
+work(Path(sys.argv[1]), Path(sys.argv[2]))
 """
+
+
+def work(store: Path, folder: Path) -> None:
+    """One of two ranks: all drafters, then the last one again, which only rank 0 is told to stop."""
+    for name, zero in RANKED:
+        train(ranked(name, zero, store, folder))
+    name, zero = RANKED[-1]
+    parts = ranked(name, zero, store, folder / "parts")
+
+    def stop(progress: TrainingProgress) -> None:
+        if progress.step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(StoppedError, match=r"^4 of 6 .* all "):
+        train(parts, stop)
+    train(parts)
 
 
 def ranked(name: str, zero: int, store: Path, folder: Path) -> Any:
@@ -186,9 +208,8 @@ def ranked(name: str, zero: int, store: Path, folder: Path) -> Any:
 
 def moments(folder: Path) -> list[Tensor]:
     """Adam's running means of the gradients, which, unlike its steps, have the gradients' scale."""
-    (file,) = folder.rglob("mp_rank_00_model_states.pt")
-    states = torch.load(file, weights_only=False)["optimizer"]["state"]
-    return [states[number]["exp_avg"] for number in sorted(states)]
+    (file,) = folder.glob("step*.safetensors")
+    return [value for key, value in sorted(load_file(file).items()) if key.startswith("exp_avg/")]
 
 
 @pytest.fixture(scope="module")
@@ -210,6 +231,14 @@ def test_two_ranks_have_the_gradients_of_one(name: str, store: Path, two_ranks: 
     assert any(mean.abs().max() > 1e-3 for mean in one)
     for mine, theirs in zip(one, two, strict=True):
         torch.testing.assert_close(theirs, mine, rtol=1e-3, atol=1e-5 + 1e-4 * float(mine.abs().max()))
+
+
+def test_ranks_that_share_the_state_stop_together_and_go_on_bit_for_bit(
+    two_ranks: Path,
+) -> None:
+    whole, parts = (two_ranks / part / "sparrow-2" / "model.safetensors" for part in ("", "parts"))
+    assert parts.read_bytes() == whole.read_bytes()
+    assert [file.name for file in (two_ranks / "parts").rglob("step*")] == ["step6.safetensors"]
 
 
 def test_ranks_that_share_the_optimizers_state_take_the_same_steps(store: Path, two_ranks: Path) -> None:

@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import tiny
 from tests.drafters.synthetic import untrained
-from vlmdistill.drafters import catalogue
-from vlmdistill.drafters.base import Tree
-from vlmdistill.drafters.decoding.generate import Cycle, plain, speculate
-from vlmdistill.pipelines.targets.base import VisionLanguageTarget
-from vlmdistill.pipelines.targets.loading import load
+from vlmdistill.drafters.core import catalogue
+from vlmdistill.drafters.core.tree import Tree
+from vlmdistill.drafters.decoding.decoders import Cycle, plain, speculate
+from vlmdistill.pipelines.targets.checkpoints.loading import load
+from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 
 WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "multinomial", "_unique2")
 """Operations whose result has a size, or a value on the host, that the device must tell first."""

@@ -5,22 +5,26 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from tests import tiny
 from tests.drafters.synthetic import untrained
-from vlmdistill.drafters.base import Drafter, DraftTree, Tree
-from vlmdistill.drafters.decoding import generate
-from vlmdistill.drafters.decoding import verify as verifying
-from vlmdistill.drafters.decoding.generate import plain, speculate
-from vlmdistill.drafters.decoding.verify import choose, verify
-from vlmdistill.pipelines.targets.base import VisionLanguageTarget
-from vlmdistill.pipelines.targets.loading import load
+from vlmdistill.drafters.core.config import ModelConfig, features
+from vlmdistill.drafters.core.drafter import Drafter
+from vlmdistill.drafters.core.tree import DraftTree, Tree
+from vlmdistill.drafters.decoding import acceptance as verifying
+from vlmdistill.drafters.decoding import decoders
+from vlmdistill.drafters.decoding.acceptance import choose, verify
+from vlmdistill.drafters.decoding.decoders import plain, speculate
+from vlmdistill.pipelines.targets.checkpoints.loading import load
+from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 from vlmdistill.stores.schema import Feature
 
 
@@ -29,7 +33,7 @@ def target(checkpoint: Callable[..., Path]) -> VisionLanguageTarget:
     return load(str(checkpoint("qwen2_5_vl")))
 
 
-def said(cycles: Iterator[generate.Cycle]) -> list[int]:
+def said(cycles: Iterator[decoders.Cycle]) -> list[int]:
     return [token for cycle in cycles for token in cycle.ids]
 
 
@@ -43,13 +47,14 @@ def test_a_drafter_that_is_right_gains_tokens_and_changes_nothing(
     class Oracle(Drafter):
         """Knows the answer: its state is how much of it has been said."""
 
-        @classmethod
-        def needs(cls, config: Any, info: Any, *, decoding: bool = False) -> frozenset[Feature]:
-            return frozenset({Feature("hidden", "text")})
+        @dataclass(frozen=True, kw_only=True)
+        class Config(ModelConfig):
+            def needs(self, info: Any, *, decoding: bool = False) -> frozenset[Feature]:
+                return features("hidden.text")
 
-        def step(self, entries: Any, memory: Any) -> Tensor:
-            order_N = entries.places.order_N
-            rows = entries.places.rows_R
+        def step(self, entries: Any, cache: Any) -> Tensor:
+            order_N = entries.tokens.position_N
+            rows = entries.tokens.rows_R
             order_R = order_N if rows is None else order_N[rows]
             said_R1: Tensor = (order_R - prompt.length + 1)[:, None].float()
             return said_R1
@@ -61,7 +66,7 @@ def test_a_drafter_that_is_right_gains_tokens_and_changes_nothing(
                     logits_NV[row, expected[said_so_far]] = 20.0
             return logits_NV
 
-    oracle = Oracle(Drafter.Config(), one.info, one.head).eval()
+    oracle = Oracle(Oracle.Config(), one.info, one.head).eval()
     cycles = list(speculate(one, oracle, prompt, tree=Tree.parse("chain-5"), max_new_tokens=24))
     assert said(iter(cycles)) == expected
     assert [len(cycle.ids) for cycle in cycles[1:-1]] == [6] * (len(cycles) - 2)
@@ -88,10 +93,8 @@ class VisionLanguageTargetWithEos:
     """The same target, one more token of which ends an answer."""
 
     def __init__(self, target: VisionLanguageTarget, eos: int) -> None:
-        import dataclasses
-
         self._target = target
-        self.info = dataclasses.replace(target.info, eos_ids=(*target.info.eos_ids, eos))
+        self.info = replace(target.info, eos_ids=(*target.info.eos_ids, eos))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
@@ -149,6 +152,7 @@ def test_a_verified_text_has_exactly_the_distribution_of_the_target(
     assert sum(likely.values()) == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_sampled_answers_have_the_distribution_of_the_target(checkpoint: Callable[..., Path]) -> None:
     """Whole answers of a target of few tokens, against the probability of each of them."""
     target = load(str(checkpoint("qwen2_5_vl", vocabulary=14, layers=2, std=0.25)))
@@ -195,7 +199,7 @@ def p_value(counts: Counter[tuple[int, ...]], exact: dict[tuple[int, ...], float
 
 def test_no_child_is_kept_without_its_parent() -> None:
     """A certain child scores as high as its parent: the sort must not part them."""
-    from vlmdistill.drafters.decoding.tree import _prune
+    from vlmdistill.drafters.core.tree_drafter import _prune
 
     root = torch.zeros(1, dtype=torch.long)
     for length, total in itertools.product(range(1, 8), range(2, 8)):

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from tests.drafters.synthetic import INFO, LAYOUTS, batch, build
-from vlmdistill.drafters.base import Stage
-from vlmdistill.drafters.losses import TERMS, Rows, score
+from vlmdistill.drafters.core.config import Stage
+from vlmdistill.drafters.core.losses import TERMS, TargetRows, cross_entropy, score, top_k
 from vlmdistill.drafters.training.unroll import supervised, unroll, with_noise
 from vlmdistill.stores.schema import Feature
 
@@ -22,7 +22,7 @@ def test_supervision_starts_at_the_first_drafted_token_and_ends_with_the_respons
 
 def test_a_later_hop_counts_only_while_it_stays_inside_the_response() -> None:
     drafter = build("eagle2")
-    sample = batch(["ttrrrr"], drafter.needs(drafter.config, INFO))
+    sample = batch(["ttrrrr"], drafter.config.needs(INFO))
     counted = [score.count_R.tolist() for score in unroll(drafter, sample, STAGE).scores]
     assert counted == [[True, True, True], [True, True, False], [True, False, False]]
 
@@ -46,9 +46,9 @@ def test_a_loss_in_chunks_has_the_gradient_of_the_loss_in_one_piece(term: str) -
     target, valid = torch.randn(7, 8, dtype=torch.float64), torch.tensor([1, 1, 0, 1, 1, 1, 1]).bool()
 
     def loss(state: Tensor, chunk: int | None) -> Tensor:
-        rows = Rows(state, target, valid, 0)
-        logits = lambda state_ND, hop: state_ND @ lm_head.T  # noqa: E731
-        return score(rows, logits, lm_head, {term: 1.0}, chunk_rows=chunk).total
+        rows = TargetRows(target, torch.arange(7), valid[None])
+        logits = lambda state_ND: state_ND @ lm_head.T  # noqa: E731
+        return score([state], rows, logits, lm_head, {term: 1.0}, chunk_rows=chunk).total
 
     state = torch.randn(7, 8, dtype=torch.float64, requires_grad=True)
     whole, parts = loss(state, None), loss(state, 2)
@@ -57,16 +57,72 @@ def test_a_loss_in_chunks_has_the_gradient_of_the_loss_in_one_piece(term: str) -
     assert torch.autograd.grad(loss(state, 2), state)[0][2].eq(0).all()
 
 
+@pytest.mark.parametrize(("keep_top", "keep_failing"), [(0, False), (4, False), (4, True)])
+@pytest.mark.parametrize("chunk", [None, 1, 3])
+def test_the_gradient_of_all_hops_is_that_of_the_formula(
+    chunk: int | None, keep_top: int, keep_failing: bool
+) -> None:
+    """Written out hop by hop: the states of three hops, a head that is trained, and rows that drop out."""
+    torch.manual_seed(1)
+    hops, count = 3, 8
+    lm_head, own = torch.randn(2, 11, 6, dtype=torch.float64)
+    hidden = torch.randn(count, 6, dtype=torch.float64)
+    states = [(hidden + torch.randn_like(hidden)).requires_grad_() for _ in range(hops)]
+    own.requires_grad_()
+    token = torch.arange(count)
+    valid = torch.ones(hops, count).bool()
+    valid[1, -1] = valid[2, -2:] = valid[:, 2] = False
+
+    def logits(state_ND: Tensor) -> Tensor:
+        return torch.nn.functional.linear(state_ND, own)
+
+    weights = {"regression": 1.0, "cross_entropy": 0.1, "top_k": 2.0}
+    scores = score(
+        states,
+        TargetRows(hidden, token, valid),
+        logits,
+        lm_head,
+        weights,
+        parameters=[own],
+        decay=0.5,
+        chunk_rows=chunk,
+        keep_top=keep_top,
+        keep_failing=keep_failing,
+    )
+
+    naive, alive = torch.zeros((), dtype=torch.float64), torch.ones(count).bool()
+    for hop, state in enumerate(states):
+        alive = alive & valid[hop]
+        target = hidden[(token + hop).clamp(max=count - 1)]
+        best = (target @ lm_head.T).argmax(-1)
+        kept = (logits(state).topk(4).indices == best[:, None]).any(-1) | (not keep_top)
+        counted = alive & (kept | keep_failing)
+        parts = logits(state), target @ lm_head.T
+        losses = torch.nn.functional.smooth_l1_loss(state, target, reduction="none").mean(-1)
+        losses = losses + 0.1 * cross_entropy(*parts) + 2 * top_k(*parts)
+        naive = naive + 0.5**hop * losses[counted].sum()
+        assert torch.equal(scores.hops[hop].count_R, counted)
+        assert 0 < counted.sum() < count
+        alive = alive & kept
+    torch.testing.assert_close(scores.total, naive, rtol=1e-6, atol=1e-6)
+    leaves = [*states, own]
+    made = torch.autograd.grad(3 * scores.total, leaves)
+    torch.testing.assert_close(
+        made, tuple(3 * grad for grad in torch.autograd.grad(naive, leaves)), rtol=1e-5, atol=1e-6
+    )
+
+
 def test_a_filtered_row_stops_counting_at_the_hop_that_fails() -> None:
     lm_head = torch.eye(4)
     target = torch.tensor([[9.0, 0, 0, 0], [9.0, 0, 0, 0]])
     state = torch.tensor([[5.0, 4.0, 3.0, 0], [0.0, 4.0, 5.0, 3.0]])
-    rows = Rows(state, target, torch.ones(2).bool(), 0)
-    logits = lambda state_ND, hop: state_ND  # noqa: E731
-    kept = score(rows, logits, lm_head, {"cross_entropy": 1.0}, keep_top=3)
-    assert kept.count_R.tolist() == [True, False]
-    alone = Rows(state[:1], target[:1], torch.ones(1).bool(), 0)
-    torch.testing.assert_close(kept.total, score(alone, logits, lm_head, {"cross_entropy": 1.0}).total)
+    rows = TargetRows(target, torch.arange(2), torch.ones(1, 2).bool())
+    logits = lambda state_ND: state_ND  # noqa: E731
+    kept = score([state], rows, logits, lm_head, {"cross_entropy": 1.0}, keep_top=3)
+    assert kept.hops[0].count_R.tolist() == [True, False]
+    alone = TargetRows(target[:1], torch.arange(1), torch.ones(1, 1).bool())
+    one = score([state[:1]], alone, logits, lm_head, {"cross_entropy": 1.0})
+    torch.testing.assert_close(kept.total, one.total)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

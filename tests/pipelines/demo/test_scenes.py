@@ -18,10 +18,8 @@ from vlmdistill.pipelines.demo.scenes import (
     random_scene,
     split_of,
 )
-from vlmdistill.pipelines.demo.scoring import FACTS, claims, score
 
 seeds = st.integers(0, 2**32)
-tasks = st.sampled_from(wording.TASKS)
 
 
 @settings(deadline=None)
@@ -58,7 +56,7 @@ def test_every_item_and_background_looks_different() -> None:
 
 
 @pytest.mark.parametrize("split", sorted(set(SPLITS)))
-def test_a_split_holds_only_its_own_scenes(split: str) -> None:
+def test_a_split_has_only_its_own_scenes(split: str) -> None:
     rng = random.Random(0)
     assert {split_of(random_scene(rng, split)) for _ in range(50)} == {split}
 
@@ -68,62 +66,7 @@ def test_an_unknown_split_is_refused() -> None:
         random_scene(random.Random(0), "test")
 
 
-@settings(deadline=None)
-@given(seeds, tasks)
-def test_a_reference_answer_has_every_fact_right(seed: int, task: str) -> None:
-    rng = random.Random(seed)
-    scene = random_scene(rng)
-    _, answer = wording.ask(scene, task, rng)
-    result = score(answer, scene, task)
-    assert tuple(result) == FACTS
-    assert all(right == total > 0 for right, total in result.values()), (answer, result)
-
-
-@settings(deadline=None)
-@given(seeds)
-def test_an_imagined_picture_is_scored_like_a_described_one(seed: int) -> None:
-    rng = random.Random(seed)
-    scene = random_scene(rng)
-    prompt, answer = chats.imagine(scene, rng)
-    assert all(right == total for right, total in score(answer, scene).values())
-    assert set(claims(prompt)) == {CELLS[item.cell] for item in scene.items}
-
-
-@settings(deadline=None)
-@given(seeds, tasks)
-def test_an_answer_about_another_scene_scores_lower(seed: int, task: str) -> None:
-    rng = random.Random(seed)
-    scene, other = random_scene(rng), random_scene(rng)
-    result = score(wording.ask(other, task, rng)[1], scene, task)
-    assert scene == other or any(right < total for right, total in result.values())
-
-
-def test_each_kind_of_mistake_lowers_its_own_kind() -> None:
-    scene = Scene("navy", (Item(0, "large", "red", "circle"), Item(8, "small", "blue", "star")))
-    text = "On a navy ground I see two shapes. In the northwest is a {}. The {} holds a little blue star."
-    good = text.format("big red circle", "southeast")
-
-    def wrong(answer: str) -> dict[str, int]:
-        return {kind: total - right for kind, (right, total) in score(answer, scene).items() if right < total}
-
-    assert wrong(good) == {}
-    assert wrong(text.format("small red circle", "southeast")) == {"size": 1}
-    assert wrong(text.format("big pink circle", "southeast")) == {"colour": 1}
-    assert wrong(text.format("big red square", "southeast")) == {"shape": 1}
-    assert wrong(good.replace("navy", "black")) == {"background": 1}
-    assert wrong(good.replace("two", "three")) == {"count": 1}
-    assert wrong(text.format("big red circle", "south")) == {
-        "position": 2,
-        "colour": 1,
-        "shape": 1,
-        "size": 1,
-    }
-    assert wrong(good + " A big pink star is in the west.") == {"position": 1}
-    assert wrong(good + " A big pink circle is in the northwest.") == {"colour": 1}
-    assert set(wrong("")) == set(FACTS)
-
-
-def test_answers_vary() -> None:
+def test_responses_vary() -> None:
     scene = random_scene(random.Random(3))
     for task in wording.TASKS:
-        assert len({wording.answer(scene, task, random.Random(seed)) for seed in range(20)}) > 10
+        assert len({wording.response(scene, task, random.Random(seed)) for seed in range(20)}) > 10

@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor
 from transformers.video_utils import VideoMetadata
 
-from vlmdistill.pipelines.targets.base import VisionLanguageTarget
+from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 
 Messages = list[dict[str, Any]]
 IMAGES = ("pixel_values", "image_sizes", "batch_num_images")

@@ -12,9 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 from tests import tiny
 from tests.pipelines.targets.stock import Messages, Stock
-from vlmdistill.pipelines.targets import family as families
-from vlmdistill.pipelines.targets import llava_onevision
-from vlmdistill.pipelines.targets.loading import load
+from vlmdistill.pipelines.targets.checkpoints.loading import load
+from vlmdistill.pipelines.targets.families import llava, qwen_vl
 from vlmdistill.stores.errors import TargetError
 from vlmdistill.stores.schema import Feature, Sample
 
@@ -43,7 +42,15 @@ VIDEOS: dict[str, Messages] = {
     ],
     "two videos": tiny.message("compare", tiny.clip(3, 33, 57, 3), tiny.clip(8, 56, 28, 4)),
 }
-ANSWERS = [(40, 41, 42, 1), (50, 51), (60, 61, 62, 63, 64, 65, 66), (70, 71, 1), (80,) * 5, (90, 91), (99, 1)]
+RESPONSES = [
+    (40, 41, 42, 1),
+    (50, 51),
+    (60, 61, 62, 63, 64, 65, 66),
+    (70, 71, 1),
+    (80,) * 5,
+    (90, 91),
+    (99, 1),
+]
 
 
 def cases(family: str) -> dict[str, Messages]:
@@ -52,7 +59,7 @@ def cases(family: str) -> dict[str, Messages]:
 
 
 def rows(states: torch.Tensor, sample: Sample, where: str) -> np.ndarray[Any, Any]:
-    """Cut the stock model's [L, D] by the sample's own account of where its tokens stand."""
+    """The rows of the stock model's [L, D] at the positions that the sample gives."""
     visual = np.zeros(len(states), bool)
     for span in sample.spans:
         visual[span.start : span.start + span.length] = True
@@ -73,14 +80,14 @@ def test_padded_batch_equals_stock_model_one_by_one(
     stock = Stock(folder, target, attention)
     shown = cases(family)
     prompts = [target.encode(messages) for messages in shown.values()]
-    samples = target.capture(prompts, ANSWERS[: len(shown)], ALL, "float32", list(shown))
+    samples = target.capture(prompts, RESPONSES[: len(shown)], ALL, "float32", list(shown))
     assert len({prompt.length for prompt in prompts}) == len(prompts), "the batch has to need padding"
-    for messages, answer, sample in zip(shown.values(), ANSWERS, samples, strict=False):
-        states = stock.states(messages, answer)
+    for messages, response, sample in zip(shown.values(), RESPONSES, samples, strict=False):
+        states = stock.states(messages, response)
         ids = states["ids"].numpy()
         assert len(sample.ids_T) + sample.visual_tokens == len(ids)
         np.testing.assert_array_equal(sample.ids_T, ids[sample.position_T])
-        np.testing.assert_array_equal(sample.response_T, sample.position_T >= len(ids) - len(answer))
+        np.testing.assert_array_equal(sample.response_T, sample.position_T >= len(ids) - len(response))
         for span in sample.spans:
             assert set(ids[span.start : span.start + span.length]) <= set(target.info.visual_ids)
         assert not set(sample.ids_T) & set(target.info.visual_ids)
@@ -94,7 +101,7 @@ def test_padded_batch_equals_stock_model_one_by_one(
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_spans_are_images(checkpoint: Checkpoint, family: str) -> None:
-    """One span per image, each as long as the vision tower's output for it, neighbours told apart."""
+    """One span per image, each as long as the vision tower's output for it, also of adjacent images."""
     target = load(str(checkpoint(family)))
     for name, count in (("no image", 0), ("one", 1), ("several", 3), ("dialogue", 2)):
         prompt = target.encode(CASES[name])
@@ -135,9 +142,9 @@ def test_step_by_step_generation_has_the_same_states(checkpoint: Checkpoint, fam
     messages = cases(family)[case]
     out = stock.generate(messages, 8, output_hidden_states=True, return_dict_in_generate=True)
     prompt = target.encode(messages)
-    answer = out.sequences[0, prompt.length :].tolist()
+    response = out.sequences[0, prompt.length :].tolist()
     sample = target.capture(
-        [prompt], [answer], [Feature("hidden", "text"), Feature("embed", "text")], "float32"
+        [prompt], [response], [Feature("hidden", "text"), Feature("embed", "text")], "float32"
     )[0]
     for step, states in enumerate(out.hidden_states[1:]):
         row = int(np.flatnonzero(sample.response_T)[step])
@@ -153,39 +160,39 @@ def test_rotary_positions_are_the_models_own(checkpoint: Checkpoint, family: str
     sample = target.capture([target.encode(CASES["one"])], [(40, 41)], [Feature("hidden", "text")])[0]
     assert (np.diff(sample.rope_T) > 0).all()
     behind = sample.position_T[-1] - sample.rope_T[-1]
-    assert behind > 0 if target.family.grids else behind == 0
+    assert behind > 0 if target.family.mrope else behind == 0
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_a_placeholder_in_the_response_is_an_ordinary_token(checkpoint: Checkpoint, family: str) -> None:
     folder = checkpoint(family)
     target = load(str(folder))
-    answer = (40, target.info.visual_ids[0], 42)
-    sample = target.capture([target.encode(CASES["one"])], [answer], [Feature("hidden", "text")], "float32")[
-        0
-    ]
-    assert sample.ids_T[-3:].tolist() == list(answer)
+    response = (40, target.info.visual_ids[0], 42)
+    sample = target.capture(
+        [target.encode(CASES["one"])], [response], [Feature("hidden", "text")], "float32"
+    )[0]
+    assert sample.ids_T[-3:].tolist() == list(response)
     # What generate feeds back after the prompt is looked up as text, too.
     target.prefill(target.encode(CASES["one"]))
-    hidden = target.extend(torch.tensor(answer), torch.arange(1, 4))["hidden"].numpy()
+    hidden = target.extend(torch.tensor(response), torch.arange(1, 4))["hidden"].numpy()
     np.testing.assert_allclose(sample.features[Feature("hidden", "text")][-3:], hidden, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", tiny.VIDEO)
-def test_long_videos_are_seen_in_parts(
+def test_long_videos_are_encoded_in_parts(
     checkpoint: Checkpoint, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cut between frames, and between images, the vision tower says the same."""
     target = load(str(checkpoint(family)))
     prompts = [target.encode(messages) for messages in [CASES["several"], *VIDEOS.values()]]
-    answers = [(40, 41)] * len(prompts)
-    whole = target.capture(prompts, answers, ALL, "float32")
+    responses = [(40, 41)] * len(prompts)
+    whole = target.capture(prompts, responses, ALL, "float32")
     calls = list[int]()
-    monkeypatch.setattr(families, "PATCHES", 30)
-    monkeypatch.setattr(llava_onevision, "FRAMES", 3)
+    monkeypatch.setattr(qwen_vl, "PATCHES", 30)
+    monkeypatch.setattr(llava, "FRAMES", 3)
     tower = target.model.model.vision_tower if family == "llava_onevision" else target.model.model.visual
     handle = tower.register_forward_pre_hook(lambda module, args: calls.append(len(args[0])))
-    parts = target.capture(prompts, answers, ALL, "float32")
+    parts = target.capture(prompts, responses, ALL, "float32")
     handle.remove()
     assert len(calls) > 6
     for one, other in zip(whole, parts, strict=True):
@@ -217,7 +224,7 @@ def test_memory_grows_with_the_length_not_with_its_square(checkpoint: Checkpoint
     assert prompt.length * 40 < largest.numbers < prompt.length**2 / 4
 
 
-def test_only_what_is_asked_for_and_in_the_dtype_asked_for(checkpoint: Checkpoint) -> None:
+def test_only_the_given_features_in_the_given_dtype(checkpoint: Checkpoint) -> None:
     target = load(str(checkpoint("qwen2_5_vl")))
     prompt = target.encode(CASES["one"])
     asked = [Feature("hidden", "text"), Feature("layer1", "visual")]
@@ -230,7 +237,7 @@ def test_only_what_is_asked_for_and_in_the_dtype_asked_for(checkpoint: Checkpoin
         assert torch.equal(back, torch.from_numpy(wide.features[feature]).to(torch.bfloat16))
 
 
-def test_a_layer_that_is_not_there_is_refused(checkpoint: Checkpoint) -> None:
+def test_a_missing_layer_is_refused(checkpoint: Checkpoint) -> None:
     target = load(str(checkpoint("llava")))
     with pytest.raises(TargetError, match="layers 0 to 2: layer3"):
         target.capture([target.encode(CASES["one"])], [(40,)], [Feature("layer3", "text")])
@@ -248,8 +255,8 @@ def test_states_that_do_not_give_the_logits_are_refused(checkpoint: Checkpoint) 
 def test_no_memory_halves_the_batch(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     target = load(str(checkpoint("llava")))
     prompts = [target.encode(messages) for messages in CASES.values()]
-    answers = ANSWERS[:4]
-    whole = target.capture(prompts, answers, ALL, "float32")
+    responses = RESPONSES[:4]
+    whole = target.capture(prompts, responses, ALL, "float32")
     run, sizes = target._capture, list[int]()
 
     def tight(items: Any, *more: Any) -> Any:
@@ -259,7 +266,7 @@ def test_no_memory_halves_the_batch(checkpoint: Checkpoint, monkeypatch: pytest.
         return run(items, *more)
 
     monkeypatch.setattr(target, "_capture", tight)
-    parts = target.capture(prompts, answers, ALL, "float32")
+    parts = target.capture(prompts, responses, ALL, "float32")
     assert sizes == [4, 2, 1, 1, 1, 1], "two of that length are not tried again"
     for one, other in zip(whole, parts, strict=True):
         np.testing.assert_array_equal(one.ids_T, other.ids_T)

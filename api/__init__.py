@@ -1,0 +1,69 @@
+"""Train and compare drafters for speculative decoding of vision-language models.
+
+The names below are the public API; `docs/api.md` shows each in use. A name is imported when it is first used,
+so that `import vlmdistill` loads neither torch nor transformers.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vlmdistill.data import create_store, open_store
+    from vlmdistill.drafters.core.batch import Batch
+    from vlmdistill.inference import Chunk, generate, load_drafter, load_target
+    from vlmdistill.packing import StoreDataset, iterate_batches
+    from vlmdistill.stores.errors import VlmdistillError
+    from vlmdistill.stores.loader.tensors import as_numpy, as_torch
+    from vlmdistill.stores.schema import Feature, Sample, Span
+    from vlmdistill.stores.store import Store
+
+    __version__: str
+
+__all__ = [
+    "Batch",
+    "Chunk",
+    "Feature",
+    "Sample",
+    "Span",
+    "Store",
+    "StoreDataset",
+    "VlmdistillError",
+    "as_numpy",
+    "as_torch",
+    "create_store",
+    "generate",
+    "iterate_batches",
+    "load_drafter",
+    "load_target",
+    "open_store",
+]
+
+_MODULES = {
+    "data": ("create_store", "open_store"),
+    "drafters.core.batch": ("Batch",),
+    "inference": ("Chunk", "generate", "load_drafter", "load_target"),
+    "packing": ("StoreDataset", "iterate_batches"),
+    "stores.errors": ("VlmdistillError",),
+    "stores.loader.tensors": ("as_numpy", "as_torch"),
+    "stores.schema": ("Feature", "Sample", "Span"),
+    "stores.store": ("Store",),
+}
+"""Where each public name is defined."""
+
+
+if not TYPE_CHECKING:  # a type checker knows the names above, and that there are no others
+
+    def __getattr__(name: str) -> object:
+        """Import a public name when it is first used (PEP 562)."""
+        if name == "__version__":
+            return importlib.import_module("importlib.metadata").version("vlmdistill")
+        for module, names in _MODULES.items():
+            if name in names:
+                value = getattr(importlib.import_module(f"vlmdistill.{module}"), name)
+                globals()[name] = value
+                return value
+        raise AttributeError(f"module 'vlmdistill' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,196 @@
+"""The training step against the loss that came before it, and against the products that it cannot save.
+
+    python -m benchmarks.train [--method hass] [--width 512] [--vocabulary 32000] [--out FILE]
+
+One packed batch, forward and backward, on one thread: 600 visual and 400 text tokens, 300 of them supervised.
+The baseline computes the logits of drafter and target for every hop and again in the backward pass. The floor
+is the products with the LM head alone: drafter and gradient for each row and hop, target for each row. Rounds
+run all of them in turn; a figure is the median of processor seconds, a ratio the median of the ratios within
+a round.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from vlmdistill.drafters.core import catalogue
+from vlmdistill.drafters.core.batch import Batch, Head
+from vlmdistill.drafters.core.config import Stage
+from vlmdistill.drafters.core.drafter import Drafter
+from vlmdistill.drafters.core.losses import CHUNK_BYTES, TERMS, Scores, TargetRows, regression
+from vlmdistill.drafters.training.unroll import unroll
+from vlmdistill.stores.schema import TargetInfo
+
+METHODS = ("eagle2", "hass", "vispec")
+PROMPT, VISUAL, SUPERVISED = 100, 600, 300
+
+
+@dataclass(frozen=True)
+class Case:
+    """One method at one size."""
+
+    method: str
+    width: int
+    vocabulary: int
+
+    @property
+    def name(self) -> str:
+        """As a line of the table begins."""
+        return f"{self.method}, width {self.width}, vocabulary {self.vocabulary}"
+
+
+def measure(case: Case, rounds: int) -> dict[str, float]:
+    """Processor seconds of a step, of the baseline and of the floor, and their ratios."""
+    torch.manual_seed(0)
+    info, config = _info(case), catalogue.config(case.method)
+    stage = config.training.schedule[-1]
+    table_VD = torch.randn(case.vocabulary, case.width) * case.width**-0.5
+    drafter = catalogue.trained(case.method)(config.model, info, Head(table_VD, table_VD)).train()
+    batch = _batch(drafter)
+    rows_RD = torch.randn(SUPERVISED, case.width)
+
+    def step() -> None:
+        _backward(unroll(drafter, batch, stage).total)
+
+    def baseline() -> None:
+        loss = drafter.loss
+        drafter.loss = lambda *arguments: _before(drafter, *arguments)  # type: ignore[method-assign]
+        try:
+            _backward(unroll(drafter, batch, stage).total)
+        finally:
+            drafter.loss = loss  # type: ignore[method-assign]
+
+    def floor() -> None:
+        for _ in range(stage.hops):
+            torch.mm(torch.mm(rows_RD, table_VD.T), table_VD)
+        torch.mm(rows_RD, table_VD.T)
+
+    pieces: dict[str, Callable[[], None]] = {"step": step, "before": baseline, "floor": floor}
+    seconds: dict[str, list[float]] = {name: [] for name in pieces}
+    for number in range(rounds + 1):
+        for name, run in pieces.items():
+            start = time.process_time()
+            run()
+            if number:  # the first round pays for what is made once
+                seconds[name].append(time.process_time() - start)
+    return {
+        "hops": stage.hops,
+        **{f"{name}, CPU-s": statistics.median(values) for name, values in seconds.items()},
+        "before / step": _ratio(seconds["before"], seconds["step"]),
+        "floor / step": _ratio(seconds["floor"], seconds["step"]),
+    }
+
+
+def _before(drafter: Drafter, states: Sequence[Tensor], rows: TargetRows, stage: Stage) -> Scores:
+    """The loss as it was: hop by hop, in chunks that the backward pass computes again; no row drops out."""
+    chunk = max(1, CHUNK_BYTES // (4 * len(drafter.lm_head_VD)))
+
+    def part(state_CD: Tensor, hidden_CD: Tensor) -> Tensor:
+        draft_CV = drafter.lm_logits(state_CD)
+        target_CV = F.linear(hidden_CD, drafter.lm_head_VD).float()
+        losses = [
+            weight
+            * (regression(state_CD, hidden_CD) if name == "regression" else TERMS[name](draft_CV, target_CV))
+            for name, weight in stage.losses.items()
+        ]
+        return torch.stack(losses).sum()
+
+    total = states[0].new_zeros(())
+    for hop, state_RD in enumerate(states):
+        index_N = rows.valid_HR[hop].nonzero()[:, 0]
+        estimate_ND = drafter.estimate(state_RD, hop)[index_N]
+        hidden_ND = rows.hidden_TD[rows.token_R[index_N] + hop]
+        blocks = zip(torch.split(estimate_ND, chunk), torch.split(hidden_ND, chunk), strict=True)
+        losses = [checkpoint(part, *block, use_reentrant=False) for block in blocks]
+        total = total + stage.hop_decay**hop * torch.stack(losses).sum()
+    return Scores(total, [])
+
+
+def _backward(total: Tensor) -> None:
+    total.backward()  # type: ignore[no-untyped-call]
+
+
+def _ratio(above: Sequence[float], below: Sequence[float]) -> float:
+    return statistics.median(one / other for one, other in zip(above, below, strict=True))
+
+
+def _info(case: Case) -> TargetInfo:
+    return TargetInfo(
+        name="benchmark",
+        family="qwen2_5_vl",
+        hidden_size=case.width,
+        intermediate_size=4 * case.width,
+        num_layers=28,
+        num_heads=case.width // 64,
+        num_kv_heads=case.width // 64,
+        head_dim=64,
+        vocab_size=case.vocabulary,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        hidden_act="silu",
+        attention_bias=True,
+        max_position=4096,
+        eos_ids=(1,),
+        visual_ids=(2,),
+    )
+
+
+def _batch(drafter: Drafter) -> Batch:
+    """One sample: a prompt with an image, then a response."""
+    text = PROMPT + SUPERVISED
+    index_T = torch.arange(text)
+    rows = {"text": text, "visual": VISUAL, "span": 1}
+    width = drafter.info.hidden_size
+    position_T = index_T + VISUAL * (index_T >= PROMPT // 2)
+    return Batch(
+        ids_T=torch.randint(3, drafter.info.vocab_size, (text,)),
+        response_T=index_T >= PROMPT,
+        position_T=position_T,
+        rope_T=position_T,
+        segment_T=torch.zeros(text, dtype=torch.long),
+        start_M=torch.tensor([PROMPT // 2]),
+        length_M=torch.tensor([VISUAL]),
+        segment_M=torch.tensor([0]),
+        features={
+            feature: torch.randn(rows[feature.where], width)
+            for feature in sorted(drafter.config.needs(drafter.info), key=lambda one: one.name)
+        },
+    )
+
+
+def main() -> None:
+    """Print one line for each case; `--out` writes the figures."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--method", action="append", choices=catalogue.NAMES)
+    parser.add_argument("--width", action="append", type=int)
+    parser.add_argument("--vocabulary", action="append", type=int)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    figures: dict[str, Any] = {}
+    for method in options.method or METHODS:
+        for width in options.width or (512, 1024):
+            for vocabulary in options.vocabulary or (32_000, 152_064):
+                case = Case(method, width, vocabulary)
+                found = figures[case.name] = measure(case, options.rounds)
+                line = ", ".join(f"{name} {value:.2f}" for name, value in found.items())
+                print(f"{case.name}: {line}", flush=True)
+    if options.out:
+        options.out.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""`vlmdistill serve`: an OpenAI-compatible endpoint for one target, and a page to try it."""
+
+import ipaddress
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vlmdistill.cli import console
+
+
+def serve(
+    model: console.Model = "demo",
+    drafter: Annotated[
+        str | None, typer.Option(help="Name or folder of a trained drafter; plain decoding without.")
+    ] = None,
+    tree: Annotated[str | None, typer.Option(help="total-depth-k such as 30-3-8, or chain-5.")] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; another machine's needs a key.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
+    key: Annotated[
+        str | None,
+        typer.Option(
+            help="Clients must send this key. The variable does not show in `ps`.", envvar="VLMDISTILL_KEY"
+        ),
+    ] = None,
+    media: Annotated[
+        Path | None, typer.Option(help="Folder whose images requests may name by file:// URLs.")
+    ] = None,
+    queue: Annotated[int, typer.Option(min=0, help="Requests that may wait; more are refused.")] = 16,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Limit for requests that set none.")] = 512,
+    attention: console.Attention = "sdpa",
+    target_dtype: console.TargetDtype = "auto",
+    compiled: console.Compiled = False,
+    runs: console.Runs = None,
+) -> None:
+    """Serve an OpenAI-compatible endpoint, and a page to try it.
+
+    The page compares plain with speculative decoding. Requests are decoded one at a time. Ctrl-C and
+    SIGTERM let running responses end for 10 seconds.
+    """
+    import socket
+
+    from vlmdistill.stores.errors import DataError
+
+    try:
+        from vlmdistill.pipelines.serving import app as server
+    except ModuleNotFoundError as error:
+        raise DataError(f"serving needs the package {error.name}: pip install 'vlmdistill[serve]'") from None
+    from vlmdistill.drafters.core.tree import Tree
+    from vlmdistill.pipelines.serving.served_decoder import open_decoder
+
+    if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key and key):
+        raise DataError("the key must be printable ASCII without spaces around it, and not empty")
+    if key is None and not _is_local(host):
+        raise DataError(f"--host {host}: other machines can connect, so set --key or VLMDISTILL_KEY")
+    if media is not None and not media.is_dir():
+        raise DataError(f"--media {media}: there is no such folder")
+    workspace = console.workspace(model, runs)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, port), family=family) as listener:
+        with console.waiting(f"loading {model}"):
+            decoder = open_decoder(
+                workspace,
+                drafter,
+                tree=Tree.parse(tree) if tree else None,
+                max_new_tokens=max_new_tokens,
+                how=console.loading(attention, target_dtype, compiled=compiled),
+            )
+        name = f"[{host}]" if ":" in host else host
+        hosts = ["*"] if key else ["localhost", "127.0.0.1", name]
+        app = server.build_app(decoder, key=key, media=media, queue_limit=queue, hosts=hosts)
+        url = f"http://{name}:{listener.getsockname()[1]}"
+        what = f"{decoder.model} with {decoder.drafter_name or 'plain decoding'}"
+        typer.echo(f"serving {what} at {url}; Ctrl-C stops")
+        try:
+            server.run(app, listener)
+        except KeyboardInterrupt:
+            raise console.CommandStopped(console.SIGINT_STATUS, "stopped") from None
+
+
+def _is_local(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

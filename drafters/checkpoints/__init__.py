@@ -1,0 +1,1 @@
+"""Trained drafters on disk: settings, weights, and export to serving engines."""

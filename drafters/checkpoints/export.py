@@ -1,0 +1,80 @@
+"""Export: a trained drafter in the form that serving engines load, `config.json` and `model.safetensors`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+
+from vlmdistill.drafters.checkpoints import checkpoint
+from vlmdistill.drafters.checkpoints.serving import KEY, Exportable
+from vlmdistill.drafters.core import catalogue
+from vlmdistill.drafters.core.batch import Head
+from vlmdistill.stores.errors import TrainingError
+from vlmdistill.stores.schema import TargetInfo
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """What was written, and how vLLM is to be started with it."""
+
+    drafter: str
+    target: str
+    out: str
+    dtype: str
+    parameters: int
+    draft_vocabulary: int
+    layers: tuple[int, ...]
+    """The layers of the target whose inputs it reads; none: the last state."""
+    engines: tuple[str, ...]
+    method: str
+    """What vLLM calls it in `--speculative-config`."""
+    drops_visual: bool
+    """It drafts without visual tokens."""
+
+
+def exportable() -> list[str]:
+    """The drafters that serving engines load for targets with images."""
+    trained = (name for name in catalogue.NAMES if catalogue.is_trained(name))
+    return [name for name in trained if issubclass(catalogue.trained(name), Exportable)]
+
+
+def export(folder: Path, out: Path, dtype: str = "bfloat16") -> Exported:
+    """Write the drafter in `folder` to the folder `out` as serving engines load it.
+
+    Embeddings stay with the target, which shares them. TrainingError when the drafter cannot be read, when
+    no engine has its method or would feed it as it was trained, and when `out` exists.
+    """
+    description = checkpoint.describe(folder)
+    name = description["drafter"]
+    if name not in exportable():
+        served = ", ".join(exportable())
+        raise TrainingError(
+            f"{name} cannot be exported: for targets with images, serving engines load {served}"
+        )
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise TrainingError(f"{out} exists: name a new folder")
+    info = TargetInfo.from_dict(description["target"])
+    nothing = torch.empty(0, info.hidden_size)
+    drafter = checkpoint.load(folder, Head(nothing, nothing), info)
+    assert isinstance(drafter, Exportable)
+    served_as = drafter.published()
+    number = getattr(torch, dtype)
+    held = {  # copies: slices of one matrix share its storage, which a file cannot
+        key: value.detach().to(number if value.is_floating_point() else value.dtype, copy=True)
+        for key, value in served_as.weights.items()
+    }
+    settings = {**served_as.settings, "torch_dtype": dtype, KEY: msgspec.to_builtins(served_as.feeding)}
+    checkpoint.put(out, settings, held)
+    return Exported(
+        drafter=name,
+        target=description["provenance"]["target"],
+        out=str(out),
+        dtype=dtype,
+        parameters=sum(value.numel() for value in held.values() if value.is_floating_point()),
+        draft_vocabulary=served_as.draft_vocabulary,
+        layers=served_as.layers,
+        engines=served_as.engines,
+        method=served_as.method,
+        drops_visual=served_as.feeding.visual == "dropped",
+    )

@@ -1,0 +1,158 @@
+"""Batches of tokens with the target's states: input of training and result of a prefill.
+
+Shapes: T text tokens of all samples (packed, never padded), U visual tokens, M visual spans, N entries or
+tokens, R rows whose output is wanted, A nodes of a draft tree, D hidden width, V vocabulary.
+"""
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from vlmdistill.stores.schema import Feature
+
+
+@dataclass(frozen=True)
+class Head:
+    """The target's frozen tables: token embeddings and the LM head (the same tensor when tied)."""
+
+    embed_VD: Tensor
+    lm_head_VD: Tensor
+
+
+@dataclass(frozen=True)
+class TokenIndex:
+    """Of each token: its sample, its position in the expanded sequence, and the last span before it."""
+
+    segment_N: Tensor
+    position_N: Tensor
+    span_N: Tensor  # -1: no image yet
+    rows_R: Tensor | None = None  # the entries whose output is wanted; None: all
+    visible_NA: Tensor | None = None
+    """In a draft tree: the drafted nodes that each entry descends from, itself included."""
+
+    def at_rows(self) -> "TokenIndex":
+        """The tokens whose output is wanted."""
+        return self if self.rows_R is None else self.only(self.rows_R)
+
+    def times(self, count: int) -> "TokenIndex":
+        """Every token repeated `count` times."""
+        if count == 1:
+            return self
+        parts = (part.repeat_interleave(count) for part in (self.segment_N, self.position_N, self.span_N))
+        return TokenIndex(*parts)
+
+    def only(self, chosen_N: Tensor) -> "TokenIndex":
+        """The chosen ones (a mask or indices), all of them wanted."""
+        return TokenIndex(self.segment_N[chosen_N], self.position_N[chosen_N], self.span_N[chosen_N])
+
+    def with_rows(self, rows_R: Tensor) -> "TokenIndex":
+        """The same tokens, with the output of `rows_R` alone wanted."""
+        return replace(self, rows_R=rows_R)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Packed samples with the target's states.
+
+    Text and visual tokens are in separate tensors; `position_T` and the spans give their positions in the
+    expanded sequence, in which every image is its visual tokens.
+    """
+
+    ids_T: Tensor
+    response_T: Tensor  # bool
+    position_T: Tensor  # index in the expanded sequence of its own sample
+    rope_T: Tensor  # the target's own rotary position
+    segment_T: Tensor  # which sample
+    start_M: Tensor  # first expanded position of each visual span
+    length_M: Tensor
+    segment_M: Tensor
+    features: Mapping[Feature, Tensor] = field(default_factory=dict)
+
+    def feature(self, source: str, where: Literal["text", "visual", "span"]) -> Tensor:
+        """The rows of one declared feature; KeyError when the drafter did not declare it."""
+        return self.features[Feature(source, where)]
+
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "Batch":
+        """The same batch on a device; `dtype` applies to the features alone."""
+        moved = {
+            item.name: getattr(self, item.name).to(device)
+            for item in dataclasses.fields(self)
+            if item.name != "features"
+        }
+        states = {name: value.to(device, dtype or value.dtype) for name, value in self.features.items()}
+        return Batch(**moved, features=states)
+
+    def having(self, features: Mapping[Feature, Tensor]) -> "Batch":
+        """The same tokens with other features."""
+        return dataclasses.replace(self, features=features)
+
+    def only(self, features: Collection[Feature]) -> "Batch":
+        """The same tokens with just these features; KeyError names what the batch lacks."""
+        if lacking := sorted(feature.name for feature in {*features} - {*self.features}):
+            raise KeyError(f"the batch lacks {', '.join(lacking)}")
+        return self.having({feature: self.features[feature] for feature in features})
+
+    @cached_property
+    def visual_tokens(self) -> TokenIndex:
+        """The U visual tokens: every span unrolled, in order."""
+        span_U = torch.repeat_interleave(
+            torch.arange(len(self.length_M), device=self.length_M.device), self.length_M
+        )
+        first_M = torch.cumsum(self.length_M, 0) - self.length_M
+        offset_U = torch.arange(len(span_U), device=span_U.device) - first_M[span_U]
+        return TokenIndex(self.segment_M[span_U], self.start_M[span_U] + offset_U, span_U)
+
+    @cached_property
+    def text_tokens(self) -> TokenIndex:
+        """The T text tokens, each with the last span before it."""
+        if len(self.start_M) == 0:
+            return TokenIndex(self.segment_T, self.position_T, torch.full_like(self.segment_T, -1))
+        far = int(self.position_T.max()) + int(self.length_M.sum()) + 1
+        key_T = self.segment_T * far + self.position_T
+        span_T = torch.searchsorted(self.segment_M * far + self.start_M, key_T, right=True) - 1
+        own_T = (span_T >= 0) & (self.segment_M[span_T.clamp(min=0)] == self.segment_T)
+        return TokenIndex(self.segment_T, self.position_T, torch.where(own_T, span_T, -1))
+
+    def before(self, source: str) -> tuple[Tensor, Tensor]:
+        """The `source` state of each token's predecessor, text tokens first, then visual ones.
+
+        The predecessor is the nearest earlier position whose state the batch has: any position; text and the
+        last token of each span; or text alone (then the token after an image is paired with the last text
+        token before it, as in HiViS eq. 3). Returns states [N, D] and `found` [N] (bool), where N is T + U if
+        the batch has visual states, else T; rows not found are zero.
+        """
+        text, visual, span = (Feature(source, where) for where in ("text", "visual", "span"))
+        segments, positions, states = [self.segment_T], [self.position_T], [self.features[text]]
+        if visual in self.features:
+            tokens = self.visual_tokens
+            segments, positions = [*segments, tokens.segment_N], [*positions, tokens.position_N]
+            states.append(self.features[visual])
+        elif span in self.features:
+            segments = [*segments, self.segment_M]
+            positions = [*positions, self.start_M + self.length_M - 1]
+            states.append(self.features[span])
+        segment_N, position_N, state_ND = torch.cat(segments), torch.cat(positions), torch.cat(states)
+        rank_N = torch.argsort(segment_N * (position_N.max() + 1) + position_N)
+        prior_N = torch.empty_like(rank_N)
+        prior_N[rank_N] = rank_N.roll(1)
+        found_N = torch.empty_like(rank_N, dtype=torch.bool)
+        found_N[rank_N] = segment_N[rank_N] == segment_N[rank_N.roll(1)]
+        found_N[rank_N[0]] = False
+        wanted = len(segment_N) if visual in self.features else len(self.segment_T)
+        return (state_ND[prior_N] * found_N[:, None])[:wanted], found_N[:wanted]
+
+
+@dataclass(frozen=True)
+class Entries:
+    """The input of one `step`: tokens, the hidden states before them, and their positions."""
+
+    ids_N: Tensor
+    hidden_ND: Tensor  # hop 0: the target's states; later hops: what `step` returned for the parent
+    rotary_N: Tensor  # the drafter's rotary position
+    tokens: TokenIndex
+    hop: int = 0  # 0: committed tokens with the target's states; n: the n-th guess after them

@@ -1,0 +1,71 @@
+"""The catalogue: every drafter by name."""
+
+import importlib
+
+from vlmdistill.drafters.checkpoints.settings import override
+from vlmdistill.drafters.core.config import DrafterConfig
+from vlmdistill.drafters.core.drafter import Drafter, Proposer
+from vlmdistill.stores.errors import DataError
+from vlmdistill.stores.suggestions import did_you_mean
+
+DRAFTERS = {
+    "eagle2": "Eagle2",
+    "eagle3": "Eagle3",
+    "hass": "Hass",
+    "hivis": "HiViS",
+    "lookahead": "Lookahead",
+    "medusa": "Medusa",
+    "msd": "MSD",
+    "sparrow": "Sparrow",
+    "specflash": "SpecFlash",
+    "specvlm": "SpecVLM",
+    "text_only": "TextOnly",
+    "vispec": "ViSpec",
+}
+"""Module -> class."""
+
+VARIANTS = {
+    "msd_vata": ("msd", ("vata=true",)),
+    "semiar": ("specflash", ("compress=false",)),
+    "viscomp": ("specflash", ("group=1", "tree=chain-4")),
+}
+"""Baselines of the papers that are a drafter with other settings: name -> (drafter, settings)."""
+
+NAMES = (*DRAFTERS, *VARIANTS)
+
+
+def load(name: str) -> type[Proposer]:
+    """The class of a drafter or variant; DataError on an unknown name."""
+    if name not in NAMES:
+        near = did_you_mean(name, NAMES)
+        raise DataError(f"there is no drafter '{name}'{near}; choose from {', '.join(sorted(NAMES))}")
+    module = base(name)
+    proposer: type[Proposer] = getattr(
+        importlib.import_module(f"vlmdistill.drafters.{module}"), DRAFTERS[module]
+    )
+    return proposer
+
+
+def trained(name: str) -> type[Drafter]:
+    """The class of a drafter that is trained; DataError when it needs no training."""
+    kind = load(name)
+    if not issubclass(kind, Drafter) or not kind.Training().stages:
+        raise DataError(f"{name} needs no training: evaluate it as it is, `vlmdistill eval {name}`")
+    return kind
+
+
+def is_trained(name: str) -> bool:
+    """Whether there is anything to train."""
+    return bool(load(name).Training().stages)
+
+
+def base(name: str) -> str:
+    """The name of the drafter that a variant is made of; another name is returned as it is."""
+    return VARIANTS[name][0] if name in VARIANTS else name
+
+
+def config(name: str) -> DrafterConfig:
+    """The paper's settings of a drafter or variant."""
+    kind = load(name)
+    settings = VARIANTS[name][1] if name in VARIANTS else ()
+    return override(DrafterConfig(kind.Config(), kind.Training(), kind.tree), settings)

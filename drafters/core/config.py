@@ -1,0 +1,134 @@
+"""The settings of a drafter: what it computes, how it is trained, and the tree that it drafts."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from vlmdistill.drafters.core.losses import TERMS
+from vlmdistill.drafters.core.tree import Tree
+from vlmdistill.stores.errors import DataError
+from vlmdistill.stores.schema import Feature, TargetInfo
+
+Positions = Literal["expanded", "target", "compact"]
+
+
+def features(*names: str) -> frozenset[Feature]:
+    """Features by name, such as `hidden.text`."""
+    return frozenset(map(Feature.parse, names))
+
+
+def at_least(settings: object, least: int, *names: str) -> None:
+    """DataError names the first of the settings that is smaller."""
+    for name in names:
+        if not (value := getattr(settings, name)) >= least:
+            raise DataError(f"{name}={value}: give a number of at least {least}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """What a drafter computes, in training and in decoding alike. A method's `Config` adds its switches."""
+
+    kv_heads: Literal["all", "target"] = "all"
+    """Key heads of the drafter's layer: as many as query heads (the published sizes), or the target's."""
+    positions: Positions = "expanded"
+    """Rotary positions: index in the expanded sequence, the target's own on text, or text tokens alone."""
+
+    def needs(self, info: TargetInfo, *, decoding: bool = False) -> frozenset[Feature]:
+        """Exactly the features that it reads in training, or of a prompt when `decoding`."""
+        return frozenset()
+
+    @property
+    def max_hops(self) -> int | None:
+        """The most tokens that it can draft in a row; None: any number.
+
+        Deeper trees are cut. Every stage trains that many hops.
+        """
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One stage of training: what data, how long, how many self-feedback hops, which losses."""
+
+    name: str
+    epochs: float = 20.0
+    """Passes over its samples. If the run counts `steps`: its share of them, relative to other stages."""
+    visual: tuple[float, float] = (0.0, 1.0)
+    """Share of samples with images, ramped over the stage; (0, 0) is text only, (1, 1) images only."""
+    hops: int = 1
+    """Draft steps unrolled per position; 1 is plain teacher forcing."""
+    hop_decay: float = 1.0
+    """Weight of each hop relative to the one before."""
+    learning_rate: float = 3e-5
+    keep_top: int = 0
+    """Dynamic filtering (HiViS): a row stops counting at the first hop whose target token is not among the
+    drafter's `keep_top` best; 0 keeps all."""
+    keep_failing: bool = False
+    """That hop itself still counts."""
+    view: str = ""
+    """View of the store that the stage is trained on; empty: the run's own."""
+    losses: Mapping[str, float] = field(default_factory=lambda: {"regression": 1.0, "cross_entropy": 0.1})
+    """Weight of each term of `losses.py`."""
+
+    def __post_init__(self) -> None:
+        at_least(self, 0, "epochs", "learning_rate", "keep_top")
+        at_least(self, 1, "hops")
+        known = ("regression", *TERMS)
+        if unknown := sorted(set(self.losses) - set(known)):
+            raise DataError(
+                f"stages.{self.name}.losses has no term '{unknown[0]}': choose from {', '.join(known)}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How a drafter is trained. A method's `Training` sets its paper's values."""
+
+    batch_tokens: int = 16384
+    """Tokens, text and visual, in one optimizer step over all ranks."""
+    max_length: int = 4096
+    """Longer samples are left out."""
+    steps: int = 0
+    """Optimizer steps of all stages together, divided in proportion to their epochs; 0: as epochs say."""
+    warmup: float = 0.05
+    """Share of the steps of a stage over which its learning rate rises."""
+    noise: float = 0.2
+    """Width of the uniform noise on input states at 512 tokens (EAGLE); it shrinks with length."""
+    clip: float = 0.5
+    """Gradient norm."""
+    detach: bool = False
+    """Cut the gradient between hops, as HASS does."""
+    stages: tuple[Stage, ...] = ()
+
+    def __post_init__(self) -> None:
+        at_least(self, 0, "steps", "noise", "warmup")
+        at_least(self, 1, "batch_tokens", "max_length")
+
+    @property
+    def schedule(self) -> tuple[Stage, ...]:
+        """The stages as trained: `stages` after the method's switches."""
+        return self.stages
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """All settings of a drafter."""
+
+    model: ModelConfig
+    training: TrainConfig
+    tree: Tree
+
+    def __post_init__(self) -> None:
+        for stage in self.training.stages:
+            if (limit := self.model.max_hops) is not None and stage.hops not in (1, limit):
+                raise DataError(
+                    f"stages.{stage.name}.hops={stage.hops}: this drafter trains all {limit} tokens that "
+                    "it can draft in a row; leave the setting out"
+                )
+
+    @property
+    def schedule(self) -> tuple[Stage, ...]:
+        """The stages as trained, after the switches of the method and with all hops that it must train."""
+        if (limit := self.model.max_hops) is None:
+            return self.training.schedule
+        return tuple(replace(stage, hops=limit) for stage in self.training.schedule)

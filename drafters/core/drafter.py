@@ -1,0 +1,133 @@
+"""The contract of drafters: one `step` that training and decoding share.
+
+The convention of EAGLE, section 3: the entry of token x_{t+1} pairs its embedding with the target's hidden
+state h_t of the token before it and has rotary position t. Its output g_{t+1} is an estimate of h_{t+1}, so
+that lm_head(g_{t+1}) predicts x_{t+2}.
+
+Shapes: T text tokens, U visual tokens, E entries (one for each text token that has a predecessor), R entries
+whose output is wanted, N tokens or states, D hidden width, V vocabulary.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from vlmdistill.drafters.core.batch import Batch, Entries, Head
+from vlmdistill.drafters.core.config import ModelConfig, Stage, TrainConfig
+from vlmdistill.drafters.core.kv_cache import KVCache
+from vlmdistill.drafters.core.losses import Scores, TargetRows, score
+from vlmdistill.drafters.core.target import Target
+from vlmdistill.drafters.core.tree import DraftSession, Tree
+from vlmdistill.drafters.core.tree_drafter import TreeDrafter
+from vlmdistill.drafters.core.vocabulary import columns_of
+from vlmdistill.stores.schema import TargetInfo
+
+
+class Proposer(nn.Module, ABC):
+    """Anything that proposes tokens to a target: a trained `Drafter`, or a method that needs no training."""
+
+    Config: ClassVar[type[ModelConfig]] = ModelConfig
+    """What it computes; the defaults are its paper's."""
+    Training: ClassVar[type[TrainConfig]] = TrainConfig
+    """How it is trained; the defaults are its paper's."""
+    tree: Tree = Tree()
+    """The tree that it drafts unless another one is asked for."""
+
+    embed_VD: Tensor
+    lm_head_VD: Tensor
+
+    def __init__(self, config: ModelConfig, info: TargetInfo, head: Head) -> None:
+        super().__init__()
+        self.config, self.info = config, info
+        # Frozen and shared with the target: part of the module, never of its checkpoint.
+        self.register_buffer("embed_VD", head.embed_VD, persistent=False)
+        self.register_buffer("lm_head_VD", head.lm_head_VD, persistent=False)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The target states concatenated into an entry's `hidden` at hop 0."""
+        return ("hidden",)
+
+    @abstractmethod
+    def draft(self, prompt: Batch, target: Target) -> DraftSession:
+        """Begin to draft after a prompt that `target` has just read: one sequence, ending in text."""
+
+
+class Drafter(Proposer, ABC):
+    """A drafter that goes step by step: how visual tokens enter, and what a step is."""
+
+    def draft(self, prompt: Batch, target: Target) -> DraftSession:
+        """Grow trees from its own steps."""
+        return TreeDrafter(self, prompt)
+
+    def condition(self, batch: Batch, cache: KVCache) -> None:
+        """Write what the drafter keeps of the visual tokens of `batch` to the cache; by default nothing."""
+
+    @abstractmethod
+    def step(self, entries: Entries, cache: KVCache) -> Tensor:
+        """One draft step: write the entries to the cache, return the states of the wanted rows, [R, D]."""
+
+    def estimate(self, state_ND: Tensor, hop: int) -> Tensor:
+        """The estimate of the target's state in what `step` returned, [N, D]; by default all of it."""
+        return state_ND
+
+    def lm_logits(self, estimate_ND: Tensor) -> Tensor:
+        """Scores of the next token for estimates of the target's state: float32 [N, V]."""
+        return nn.functional.linear(estimate_ND, self.lm_head_VD).float()
+
+    def logits(self, state_ND: Tensor, hop: int = 0) -> Tensor:
+        """Scores of the next token for states that `step` returned at `hop`: float32 [N, V]."""
+        return self.lm_logits(self.estimate(state_ND, hop))
+
+    @property
+    def lm_parameters(self) -> tuple[Tensor, ...]:
+        """What `lm_logits` trains; by default nothing, since the LM head is the target's."""
+        return ()
+
+    def loss(self, states: Sequence[Tensor], rows: TargetRows, stage: Stage) -> Scores:
+        """The stage's losses on the states that `step` returned, hop after hop; see `losses.score`."""
+        return score(
+            [self.estimate(state_RD, hop) for hop, state_RD in enumerate(states)],
+            rows,
+            self.lm_logits,
+            self.lm_head_VD,
+            stage.losses,
+            parameters=self.lm_parameters,
+            decay=stage.hop_decay,
+            keep_top=stage.keep_top,
+            keep_failing=stage.keep_failing,
+            vocabulary_K=columns_of(self),
+        )
+
+    def embed(self, ids_N: Tensor) -> Tensor:
+        """The target's token embeddings, [N, D]."""
+        return nn.functional.embedding(ids_N, self.embed_VD)
+
+    def entries(self, batch: Batch) -> tuple[Entries, Tensor]:
+        """Hop-0 entries of all text tokens that have a predecessor, and the text index of each, [E].
+
+        The token at text index j becomes the entry (embedding of x_j, state before it) at the rotary
+        position of that state.
+        """
+        states, found_T = zip(*(batch.before(source) for source in self.sources), strict=True)
+        text = len(batch.ids_T)
+        token_E = found_T[0][:text].nonzero()[:, 0]
+        entries = Entries(
+            ids_N=batch.ids_T[token_E],
+            hidden_ND=torch.cat([state[:text] for state in states], dim=-1)[token_E],
+            rotary_N=self.rotary(batch)[token_E] - 1,
+            tokens=batch.text_tokens.only(token_E),
+        )
+        return entries, token_E
+
+    def rotary(self, batch: Batch) -> Tensor:
+        """The rotary position of every text token under `config.positions`, [T]."""
+        if self.config.positions == "expanded":
+            return batch.position_T
+        if self.config.positions == "target":
+            return batch.rope_T
+        index_T = torch.arange(len(batch.segment_T), device=batch.segment_T.device)
+        return index_T - torch.searchsorted(batch.segment_T, batch.segment_T)

@@ -1,0 +1,144 @@
+"""Parts of drafters: rotary positions, the decoder layer, and EAGLE's block around it.
+
+Shapes: N entries, R rows whose output is wanted, U visual tokens, D hidden, H query heads, K key heads,
+d head width.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vlmdistill.drafters.core.batch import Batch, Entries, TokenIndex
+from vlmdistill.drafters.core.kv_cache import KVCache
+from vlmdistill.stores.schema import TargetInfo
+
+
+class Rotary:
+    """Rotary positions in the half-split layout of Llama and Qwen; angles in float32."""
+
+    def __init__(self, head_dim: int, theta: float) -> None:
+        half = head_dim // 2
+        frequency = theta ** (-torch.arange(half, dtype=torch.float64) / half)
+        # Not buffers, which casts of the module would round: angles need float32.
+        self._tables = (frequency.float().repeat(2), torch.tensor([-1.0, 1.0]).repeat_interleave(half))
+
+    def __call__(self, rotary_N: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The factors of `apply_rotary`, each [N, 1, d]; the sine has the sign of its half."""
+        if self._tables[0].device != rotary_N.device:
+            self._tables = (self._tables[0].to(rotary_N.device), self._tables[1].to(rotary_N.device))
+        frequency_d, sign_d = self._tables
+        angle_N1d = rotary_N[:, None, None] * frequency_d
+        return angle_N1d.cos().to(dtype), angle_N1d.sin().mul_(sign_d).to(dtype)
+
+
+def apply_rotary(x_NHd: Tensor, factors: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate every head by its entry's angle."""
+    cos_N1d, sin_N1d = factors
+    return torch.addcmul(x_NHd * cos_N1d, x_NHd.roll(x_NHd.shape[-1] // 2, -1), sin_N1d)
+
+
+class DecoderLayer(nn.Module):
+    """One pre-norm decoder layer of the target's shape, attending through a `KVCache`.
+
+    As in EAGLE, there is no input norm by default: the input is a projection, not a residual stream. Only
+    the wanted rows attend and get an MLP and an output; every entry gets a key and a value. Queries, keys and
+    values may read an input of another width (`inputs`) than the residual.
+    """
+
+    def __init__(
+        self, info: TargetInfo, *, kv_heads: str, input_norm: bool = False, inputs: int | None = None
+    ) -> None:
+        """`kv_heads` is "all" (one per query head) or "target"; `inputs` is the hidden width unless given."""
+        super().__init__()
+        inputs = info.hidden_size if inputs is None else inputs
+        self.heads, self.head_dim = info.num_heads, info.head_dim
+        self.kv_heads = info.num_heads if kv_heads == "all" else info.num_kv_heads
+        qkv = (self.heads + 2 * self.kv_heads) * self.head_dim
+        self.input_norm = nn.RMSNorm(inputs, info.rms_norm_eps) if input_norm else None
+        self.qkv_proj = nn.Linear(inputs, qkv, bias=info.attention_bias)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, info.hidden_size, bias=False)
+        self.post_attention_norm = nn.RMSNorm(info.hidden_size, info.rms_norm_eps)
+        self.gate_up_proj = nn.Linear(info.hidden_size, 2 * info.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(info.intermediate_size, info.hidden_size, bias=False)
+        self.rotary = Rotary(self.head_dim, info.rope_theta)
+
+    def write_kv(
+        self, x_ND: Tensor, rotary_N: Tensor, tokens: TokenIndex, cache: KVCache, hop: int = 0
+    ) -> None:
+        """Write keys and values without computing an output: all that visual entries need."""
+        _, key_NKd, value_NKd = self.qkv(x_ND, rotary_N)
+        cache.update(key_NKd, value_NKd, tokens, hop)
+
+    def forward(
+        self,
+        x_ND: Tensor,
+        rotary_N: Tensor,
+        tokens: TokenIndex,
+        cache: KVCache,
+        hop: int,
+        residual_ND: Tensor | None = None,
+    ) -> Tensor:
+        """[N, D] -> [R, D]: write all entries to the cache, then attend from the wanted rows.
+
+        The output is added to `residual_ND`, which is the input itself unless given.
+        """
+        residual_ND = x_ND if residual_ND is None else residual_ND
+        query_NHd, key_NKd, value_NKd = self.qkv(x_ND, rotary_N)
+        cache.update(key_NKd, value_NKd, tokens, hop)
+        if tokens.rows_R is not None:
+            query_NHd, residual_ND = query_NHd[tokens.rows_R], residual_ND[tokens.rows_R]
+        return self.finish(residual_ND, cache.attend(query_NHd, tokens, hop))
+
+    def qkv(self, x_ND: Tensor, rotary_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [N, H, d], keys and values [N, K, d] of all entries, rotated."""
+        if self.input_norm is not None:
+            x_ND = self.input_norm(x_ND)
+        rotated = self.heads + self.kv_heads
+        # All sizes are explicit: a batch without images has no rows from which -1 could be inferred.
+        qkv_NHd = self.qkv_proj(x_ND).view(len(x_ND), rotated + self.kv_heads, self.head_dim)
+        qk_NHd = apply_rotary(qkv_NHd[:, :rotated], self.rotary(rotary_N, x_ND.dtype))
+        return qk_NHd[:, : self.heads], qk_NHd[:, self.heads :], qkv_NHd[:, rotated:]
+
+    def finish(self, residual_RD: Tensor, mixed_RHd: Tensor) -> Tensor:
+        """The layer after attention: output projection and MLP."""
+        x_RD: Tensor = residual_RD + self.o_proj(mixed_RHd.flatten(1))
+        gate_RM, up_RM = self.gate_up_proj(self.post_attention_norm(x_RD)).chunk(2, dim=-1)
+        added_RD: Tensor = self.down_proj(F.silu(gate_RM) * up_RM)
+        return x_RD + added_RD
+
+
+class EagleBlock(nn.Module):
+    """EAGLE's drafter (section 3): one decoder layer over a projection of [embedding ; state]."""
+
+    __call__: Callable[..., Tensor]
+
+    def __init__(self, info: TargetInfo, *, kv_heads: str, input_norm: bool = False) -> None:
+        super().__init__()
+        self.fc = nn.Linear(2 * info.hidden_size, info.hidden_size)
+        self.layer = DecoderLayer(info, kv_heads=kv_heads, input_norm=input_norm)
+
+    def forward(
+        self,
+        embed_ND: Tensor,
+        hidden_ND: Tensor,
+        entries: Entries,
+        cache: KVCache,
+        offset_1D: Tensor | None = None,
+    ) -> Tensor:
+        """layer(fc([e_{t+1} ; h_t]) + offset) -> g_{t+1}, [R, D]."""
+        x_ND = self.fc(torch.cat([embed_ND, hidden_ND], dim=-1))
+        if offset_1D is not None:
+            x_ND = x_ND + offset_1D
+        state_RD: Tensor = self.layer(x_ND, entries.rotary_N, entries.tokens, cache, entries.hop)
+        return state_RD
+
+    def write_visual(self, embed_UD: Tensor, batch: Batch, cache: KVCache) -> None:
+        """Write visual tokens as entries [visual embedding ; state before it], if there is one."""
+        hidden_ND, found_N = batch.before("hidden")
+        text = len(batch.ids_T)
+        x_UD = self.fc(torch.cat([embed_UD, hidden_ND[text:]], dim=-1))
+        seen_U = found_N[text:]
+        tokens = batch.visual_tokens.only(seen_U)
+        self.layer.write_kv(x_UD[seen_U], tokens.position_N - 1, tokens, cache)

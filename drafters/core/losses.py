@@ -1,0 +1,222 @@
+"""Losses between drafter and target, on supervised rows only and never on a whole [rows, vocabulary] block.
+
+Rows are scored in chunks. A chunk computes the target's logits once for all hops, whose targets overlap by
+all but one token, and the gradient of its states at once, so that no logits are kept or computed again
+in the backward pass: two matrix products with the LM head per row and hop, and one per row for the target.
+Every term is a sum over rows; the trainer divides by the number of rows over all ranks.
+
+Shapes: H hops, R rows, C rows of one chunk, N counted rows of a chunk and hop, T text tokens, U of them in
+a chunk, L terms, D hidden, V vocabulary, K best tokens.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK_BYTES = 256 * 2**20
+"""Upper bound of one float32 block of logits."""
+
+
+@dataclass(frozen=True)
+class TargetRows:
+    """What the drafter's rows are compared with."""
+
+    hidden_TD: Tensor  # the target's hidden states
+    token_R: Tensor  # hop n of a row estimates the state of token `token_R + n`
+    valid_HR: Tensor  # bool: all tokens up to the hop's are response tokens
+
+
+@dataclass(frozen=True)
+class Score:
+    """The result of one hop; nothing in it carries a gradient."""
+
+    terms: dict[str, Tensor]  # each term's unweighted sum over the counted rows
+    count_R: Tensor  # bool: rows that counted
+    agree_R: Tensor  # bool: rows where drafter and target have the same best token
+    loss_R: Tensor  # weighted loss of each counted row, else 0
+
+    @property
+    def total(self) -> Tensor:
+        """The weighted loss, summed over the counted rows."""
+        return self.loss_R.sum()
+
+    @property
+    def sums(self) -> Tensor:
+        """Loss, rows that agree, rows that count: float64 [3]."""
+        agree = (self.agree_R & self.count_R).sum()
+        return torch.stack([self.total.double(), agree.double(), self.count_R.sum().double()])
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The results of all hops."""
+
+    total: Tensor  # weighted sum over hops, terms and counted rows; differentiable
+    hops: list[Score]
+
+
+def regression(state_CD: Tensor, target_CD: Tensor) -> Tensor:
+    """Smooth-L1 (beta 1) between hidden states, mean over the width (EAGLE eq. of L_reg): [C]."""
+    return F.smooth_l1_loss(state_CD.float(), target_CD.float(), reduction="none").mean(-1)
+
+
+def cross_entropy(draft_CV: Tensor, target_CV: Tensor) -> Tensor:
+    """Cross-entropy against the target's distribution (EAGLE, L_cls): [C]."""
+    return -(target_CV.softmax(-1) * draft_CV.log_softmax(-1)).sum(-1)
+
+
+def top_k(draft_CV: Tensor, target_CV: Tensor, k: int = 10) -> Tensor:
+    """Cross-entropy over the target's k most likely tokens, not renormalised (HASS section 3.1): [C]."""
+    best_CK = target_CV.topk(min(k, target_CV.shape[-1])).indices
+    return -(target_CV.softmax(-1).gather(1, best_CK) * draft_CV.log_softmax(-1).gather(1, best_CK)).sum(-1)
+
+
+def l1(draft_CV: Tensor, target_CV: Tensor) -> Tensor:
+    """L1 distance of the two distributions (ViSpec, official code): [C]."""
+    return (draft_CV.softmax(-1) - target_CV.softmax(-1)).abs().sum(-1)
+
+
+def list_mle(draft_CV: Tensor, target_CV: Tensor, k: int = 10) -> Tensor:
+    """Negative log-likelihood of the target's order of its k best tokens (ViSpec, official code): [C]."""
+    best_CK = target_CV.topk(min(k, target_CV.shape[-1])).indices
+    score_CK = draft_CV.gather(1, best_CK)
+    tail_CK = score_CK.flip(-1).logcumsumexp(-1).flip(-1)
+    return (tail_CK - score_CK).sum(-1)
+
+
+TERMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "cross_entropy": cross_entropy,
+    "top_k": top_k,
+    "l1": l1,
+    "list_mle": list_mle,
+}
+"""Terms on logits; `regression`, the one on states, is apart."""
+
+
+class _WithGradient(torch.autograd.Function):
+    """A scalar whose gradient was computed along with it."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, gradients: Sequence[Tensor], *inputs: Tensor) -> Tensor:
+        """Remember the gradient of `total` for each of the `inputs`."""
+        ctx.gradients = gradients
+        return total.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> Any:
+        """Scale it."""
+        return None, None, *(outer[0].to(gradient.dtype) * gradient for gradient in ctx.gradients)
+
+
+@dataclass(frozen=True)
+class _Teacher:
+    """The target's logits of all tokens that a chunk of rows is compared with, computed once."""
+
+    token_HC: Tensor  # index of each hop's token among those below
+    hidden_UD: Tensor
+    logits_UV: Tensor  # float32; over the draft vocabulary where there is one
+    best_U: Tensor  # column of the best token, -1: none
+
+    @classmethod
+    def of(
+        cls, rows: TargetRows, chunk: slice, lm_head_VD: Tensor, vocabulary_K: Tensor | None
+    ) -> "_Teacher":
+        hop_H1 = torch.arange(len(rows.valid_HR), device=rows.token_R.device)[:, None]
+        token_HC = (rows.token_R[chunk] + hop_H1).clamp(max=len(rows.hidden_TD) - 1)
+        token_U, index_HC = torch.unique(token_HC, return_inverse=True)
+        hidden_UD = rows.hidden_TD[token_U]
+        logits_UV = F.linear(hidden_UD, lm_head_VD).float()
+        best_U = logits_UV.argmax(-1)
+        if vocabulary_K is not None:  # ascending
+            column_U = torch.searchsorted(vocabulary_K, best_U).clamp(max=len(vocabulary_K) - 1)
+            best_U = torch.where(vocabulary_K[column_U] == best_U, column_U, -1)
+            logits_UV = logits_UV[:, vocabulary_K]
+        return cls(index_HC, hidden_UD, logits_UV, best_U)
+
+
+def score(
+    estimates: Sequence[Tensor],
+    rows: TargetRows,
+    logits: Callable[[Tensor], Tensor],
+    lm_head_VD: Tensor,
+    weights: Mapping[str, float],
+    *,
+    parameters: Sequence[Tensor] = (),
+    decay: float = 1.0,
+    keep_top: int = 0,
+    keep_failing: bool = False,
+    vocabulary_K: Tensor | None = None,
+    chunk_rows: int | None = None,
+) -> Scores:
+    """Score all hops: weighted losses of their rows, hop n weighing `decay` ** n, and agreement.
+
+    `estimates` are the drafter's, [R, D] for each hop. `logits(estimate_ND)` computes its float32 logits, and
+    `parameters` are those that it trains there. With `keep_top`, a row whose target token is not among the
+    drafter's `keep_top` best counts at no later hop, and at this one only with `keep_failing` (HiViS section
+    3.2). With `vocabulary_K`, the target's ids of the columns of those logits, the target's distribution is
+    renormalized over them, and a row whose target token has no column has no loss and never agrees. KeyError
+    for an unknown term.
+    """
+    if unknown := set(weights) - {*TERMS, "regression"}:
+        raise KeyError(f"unknown loss {sorted(unknown)}; there are regression, {', '.join(TERMS)}")
+    names = [name for name, weight in weights.items() if weight]
+    inputs = [*estimates, *parameters]
+    track = torch.is_grad_enabled() and any(one.requires_grad for one in inputs)
+    gradients = [torch.zeros_like(one) for one in inputs] if track else []
+    wide = torch.promote_types(lm_head_VD.dtype, torch.float32)
+    weight_L = estimates[0].new_tensor([weights[name] for name in names], dtype=wide)
+    hops, count = rows.valid_HR.shape
+    loss_HRL = weight_L.new_zeros(hops, count, len(names))
+    count_HR, agree_HR = torch.zeros_like(rows.valid_HR), torch.zeros_like(rows.valid_HR)
+
+    step = chunk_rows or max(1, CHUNK_BYTES // (4 * len(lm_head_VD)))
+    for chunk in (slice(start, start + step) for start in range(0, count, step)):
+        teacher = _Teacher.of(rows, chunk, lm_head_VD, vocabulary_K)
+        alive_R = rows.valid_HR.new_zeros(count)
+        alive_R[chunk] = True
+        for hop, estimate_RD in enumerate(estimates):
+            index_N = (alive_R & rows.valid_HR[hop]).nonzero()[:, 0]
+            token_N = teacher.token_HC[hop, index_N - chunk.start]
+            best_N, target_NV = teacher.best_U[token_N], teacher.logits_UV[token_N]
+            estimate_ND = estimate_RD.detach()[index_N].requires_grad_(track)
+            with torch.set_grad_enabled(track):
+                draft_NV = logits(estimate_ND)
+                losses = [
+                    regression(estimate_ND, teacher.hidden_UD[token_N])
+                    if name == "regression"
+                    else TERMS[name](draft_NV, target_NV)
+                    for name in names
+                ]
+                loss_NL = torch.stack(losses, dim=-1)
+            draft_NV = draft_NV.detach()
+            kept_N = torch.ones_like(best_N, dtype=torch.bool)
+            if keep_top:
+                kept_N = (draft_NV.topk(keep_top).indices == best_N[:, None]).any(-1)
+            counted_N = kept_N | keep_failing
+            has_loss_N1 = (counted_N & (best_N >= 0))[:, None]
+            if track:
+                outer_NL = (decay**hop * weight_L * has_loss_N1).to(loss_NL.dtype)
+                found = torch.autograd.grad(loss_NL, [estimate_ND, *parameters], outer_NL, allow_unused=True)
+                gradients[hop][index_N] = found[0]
+                for total, part in zip(gradients[hops:], found[1:], strict=True):
+                    if part is not None:
+                        total += part
+            loss_HRL[hop, index_N] = (loss_NL.detach() * has_loss_N1).to(loss_HRL.dtype)
+            count_HR[hop, index_N] = counted_N
+            agree_HR[hop, index_N] = draft_NV.argmax(-1) == best_N
+            alive_R = torch.zeros_like(alive_R).index_copy(0, index_N, kept_N)
+
+    weighted_HR = loss_HRL @ weight_L
+    decay_H = weight_L.new_tensor([decay**hop for hop in range(hops)])
+    total = (weighted_HR.sum(-1) * decay_H).sum()
+    scores = [
+        Score(dict(zip(names, loss_HRL[hop].sum(0), strict=True)), *columns)
+        for hop, columns in enumerate(zip(count_HR, agree_HR, weighted_HR, strict=True))
+    ]
+    if track:
+        total = _WithGradient.apply(total, gradients, *inputs)  # type: ignore[no-untyped-call]
+    return Scores(total, scores)

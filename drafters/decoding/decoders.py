@@ -1,0 +1,133 @@
+"""The two decoders: speculative and plain.
+
+Every operation between a caller's `next` and the cycle that it gets is inside that cycle's seconds, so the
+seconds of a response add up to the time that passes outside, minus the caller's own work between cycles.
+
+Shapes: K tokens of a cycle, N nodes of a tree, D hidden.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vlmdistill.drafters.core.batch import Batch
+from vlmdistill.drafters.core.drafter import Proposer
+from vlmdistill.drafters.core.target import Target
+from vlmdistill.drafters.core.tree import Observer, Tree
+from vlmdistill.drafters.decoding.acceptance import choose, verify
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """One call of the target after the prefill (whose own token is a cycle without drafts)."""
+
+    ids: list[int]  # the tokens gained, the bonus last
+    accepted: int  # how many of them were drafted
+    chain: tuple[int, int]  # best-guess chain: nodes accepted, nodes verified
+    seconds: float  # since the caller asked for this cycle
+
+
+def speculate(
+    target: Target,
+    drafter: Proposer,
+    prompt: Any,
+    *,
+    tree: Tree,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    generator: torch.Generator | None = None,
+) -> Iterator[Cycle]:
+    """Decode with draft trees. The tokens are the target's own, for any drafter.
+
+    Ends after any EOS of the target, or at `max_new_tokens`; nothing follows an EOS.
+    """
+    start = time.perf_counter()
+    needs = drafter.config.needs(target.info, decoding=True)
+    limit = _Limit(target, max_new_tokens)
+    with torch.inference_mode():
+        prefix = target.prefill(prompt, needs)
+        draft = drafter.draft(prefix, target)
+        observer = draft if isinstance(draft, Observer) else None
+        last_1D = {source: prefix.feature(source, "text")[-1:] for source in {"hidden", *drafter.sources}}
+        bonus_1 = choose(target.logits(last_1D["hidden"]), temperature, generator)
+        draft.commit(bonus_1, torch.cat([last_1D[source] for source in drafter.sources], dim=-1))
+        yield Cycle(limit.cut(bonus_1.tolist()), 0, (0, 0), time.perf_counter() - start)
+        while not limit.reached:
+            start = time.perf_counter()
+            nodes = draft.grow(tree)
+            states = target.extend(nodes.ids_N, nodes.depth_N, nodes.visible_NN, last_1D.keys())
+            logits_NV = target.logits(states["hidden"])
+            accepted = verify(nodes, logits_NV, temperature, generator)
+            if observer is not None:
+                observer.observe(logits_NV)
+            fetched = [
+                accepted.length_1,
+                accepted.bonus_1,
+                nodes.ids_N[accepted.path_N],
+                nodes.greedy_N[accepted.path_N],
+            ]
+            length, bonus, *rest = torch.cat(fetched).tolist()  # the only wait for the GPU
+            ids, greedy = rest[: len(rest) // 2], rest[len(rest) // 2 :]
+            path_K = accepted.path_N[:length]
+            target.commit(path_K)
+            kept = limit.cut([*ids[1:length], bonus])
+            if not limit.reached:
+                before_KD = torch.cat([states[source][path_K] for source in drafter.sources], dim=-1)
+                draft.commit(torch.cat([nodes.ids_N[path_K[1:]], accepted.bonus_1]), before_KD)
+            chain = (sum(greedy[:length]) - 1, sum(greedy) - 1)
+            yield Cycle(kept, min(length - 1, len(kept)), chain, time.perf_counter() - start)
+
+
+def plain(
+    target: Target,
+    prompt: Any,
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    generator: torch.Generator | None = None,
+) -> Iterator[Cycle]:
+    """Decode one token at a time with a KV cache: the baseline of every speedup."""
+    start = time.perf_counter()
+    limit = _Limit(target, max_new_tokens)
+    with torch.inference_mode():
+        prefix: Batch = target.prefill(prompt, ())
+        token_1 = choose(target.logits(prefix.feature("hidden", "text")[-1:]), temperature, generator)
+        one = torch.ones(1, dtype=torch.long, device=token_1.device)
+        row = torch.zeros_like(one)
+        yield Cycle(limit.cut(token_1.tolist()), 0, (0, 0), time.perf_counter() - start)
+        while not limit.reached:
+            start = time.perf_counter()
+            hidden_1D = target.extend(token_1, one, None, ("hidden",))["hidden"]
+            token_1 = choose(target.logits(hidden_1D), temperature, generator)
+            target.commit(row)
+            yield Cycle(limit.cut(token_1.tolist()), 0, (0, 0), time.perf_counter() - start)
+
+
+def decode(
+    target: Target, drafter: Proposer | None, prompt: Any, *, tree: Tree | None = None, **options: Any
+) -> Iterator[Cycle]:
+    """Decode with a drafter, by its own tree unless another is given, or plainly with None.
+
+    `options` are those that `speculate` and `plain` share.
+    """
+    if drafter is None:
+        return plain(target, prompt, **options)
+    return speculate(target, drafter, prompt, tree=tree or drafter.tree, **options)
+
+
+class _Limit:
+    """Cuts the tokens of a cycle at the first EOS and at the token limit."""
+
+    def __init__(self, target: Target, max_new_tokens: int) -> None:
+        self.eos, self.left = set(target.info.eos_ids), max_new_tokens
+        self.reached = max_new_tokens < 1
+
+    def cut(self, ids: list[int]) -> list[int]:
+        end = next((i + 1 for i, token in enumerate(ids) if token in self.eos), len(ids))
+        kept = ids[: min(end, self.left)]
+        self.left -= len(kept)
+        self.reached = self.left == 0 or (bool(kept) and kept[-1] in self.eos)
+        return kept

@@ -1,0 +1,77 @@
+"""Samples of a store as packed batches, and which samples an epoch takes."""
+
+import hashlib
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vlmdistill.drafters.core.batch import Batch
+from vlmdistill.drafters.core.config import Stage, TrainConfig
+from vlmdistill.stores.loader.tensors import as_torch
+from vlmdistill.stores.schema import PackedSamples
+from vlmdistill.stores.store import Store
+
+
+def as_batch(samples: PackedSamples, dtype: str) -> Batch:
+    """A torch batch; features share memory. `dtype` is that of the store (bfloat16 comes as uint16)."""
+    ids_T, position_T, rope_T, response_T = torch.from_numpy(samples.tokens_T4).long().T.contiguous()
+    segment_M, start_M, length_M = torch.from_numpy(samples.span_M3).T.contiguous()
+    text_tokens_B = torch.from_numpy(samples.text_tokens_B)
+    return Batch(
+        ids_T=ids_T,
+        response_T=response_T.bool(),
+        position_T=position_T,
+        rope_T=rope_T,
+        segment_T=torch.repeat_interleave(torch.arange(len(samples)), text_tokens_B),
+        start_M=start_M,
+        length_M=length_M,
+        segment_M=segment_M,
+        features={feature: as_torch(rows, dtype) for feature, rows in samples.features.items()},
+    )
+
+
+@dataclass(frozen=True)
+class DataSplit:
+    """The keys of a run: samples with images, text-only ones, and those kept apart."""
+
+    visual: Sequence[str]
+    text: Sequence[str]
+    held_out: Sequence[str]
+
+    def draw(self, stage: Stage, progress: float, seed: int) -> list[str]:
+        """The samples of one epoch: the share with images moves with `progress` (0 to 1) of the stage.
+
+        An unmixed epoch takes every sample of its kind. A mixed one is as long as the shorter kind, as in
+        MSD's code; where the store holds one kind alone, it takes that.
+        """
+        start, end = stage.visual
+        share = start + (end - start) * progress
+        if share in (0.0, 1.0):
+            return list(self.visual if share else self.text)
+        if not (self.visual and self.text):
+            return [*self.visual, *self.text]
+        random_ = random.Random(seed)
+        length = min(len(self.visual), len(self.text))
+        images = sum(random_.random() < share for _ in range(length))
+        return random_.sample(self.visual, images) + random_.sample(self.text, length - images)
+
+
+def split(store: Store, view: str | None, config: TrainConfig, held_out: float) -> DataSplit:
+    """Sort the samples of a view; those longer than `config.max_length` are left out.
+
+    What is held out hangs on each key alone, so that it stays held out when the store grows.
+    """
+    visual: list[str] = []
+    text: list[str] = []
+    apart: list[str] = []
+    rows = store.view(view).select("key", "text_tokens", "visual_tokens", "response_tokens")
+    for key, text_tokens, visual_tokens, response_tokens in rows.iter_rows():
+        if text_tokens + visual_tokens > config.max_length or response_tokens < 2:
+            continue
+        if int(hashlib.sha256(key.encode()).hexdigest()[:8], 16) < held_out * 2**32:
+            apart.append(key)
+        else:
+            (visual if visual_tokens else text).append(key)
+    return DataSplit(visual, text, apart)

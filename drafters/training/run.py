@@ -1,0 +1,124 @@
+"""A training run: its settings, its samples, and how far it has come on disk."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vlmdistill.drafters.checkpoints import checkpoint
+from vlmdistill.drafters.checkpoints.settings import flat, to_dict
+from vlmdistill.drafters.core.config import DrafterConfig
+from vlmdistill.drafters.training import ranks, saved
+from vlmdistill.drafters.training.batches import DataSplit, split
+from vlmdistill.drafters.training.saved import Saved
+from vlmdistill.stores.errors import TrainingError
+from vlmdistill.stores.schema import Feature, content_hash
+from vlmdistill.stores.store import Store
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One training run: the drafter, its settings, the data, and the folder to write."""
+
+    drafter: str
+    config: DrafterConfig
+    store: str  # a folder or a URL
+    out: Path
+    view: str | None = None
+    seed: int = 0
+    zero: int = 0
+    dtype: str = "auto"  # bfloat16 on a GPU, float32 on a CPU
+    micro_tokens: int = 8192  # tokens of one forward pass on one rank
+    held_out: float = 0.02  # share of samples kept apart to measure agreement on
+    save_every: int = 200  # optimizer steps between checkpoints
+
+    @property
+    def state(self) -> Path:
+        """The folder of the run's checkpoint and logs, next to the drafter's own folder."""
+        return self.out.with_name(f"{self.out.name}.training")
+
+    @property
+    def precision(self) -> str:
+        """The dtype that the run computes in."""
+        automatic = "bfloat16" if torch.cuda.is_available() else "float32"
+        return automatic if self.dtype == "auto" else self.dtype
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What a run reads: the samples of each of its stages, and a hash that identifies the run."""
+
+    store: Store
+    needs: frozenset[Feature]
+    samples: Sequence[DataSplit]
+    signature: str
+    settings: dict[str, Any]  # what the signature is a hash of, by name
+
+    @classmethod
+    def of(cls, run: Run) -> "RunData":
+        """Open the store; TrainingError when it lacks what the drafter needs."""
+        store = Store.open(run.store)
+        needs = run.config.model.needs(store.info)
+        if missing := sorted(feature.name for feature in needs - {*store.layout.features}):
+            raise TrainingError(
+                f"{run.store} does not hold {', '.join(missing)}, which {run.drafter} needs: capture "
+                f"them into another store with `vlmdistill features --for {run.drafter} --store DIR`"
+            )
+        samples = [
+            split(store, stage.view or run.view, run.config.training, run.held_out)
+            for stage in run.config.schedule
+        ]
+        keys = [sorted([*one.visual, *one.text]) for one in samples]
+        settings = {"drafter": run.drafter, "seed": run.seed, **flat(run.config)}
+        settings["samples"] = f"{len({*chain.from_iterable(keys)})} ({content_hash(keys)})"
+        signature = content_hash([run.drafter, to_dict(run.config), run.seed, keys])
+        return cls(store, needs, samples, signature, settings)
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """All samples that any stage trains on."""
+        return sorted({key for one in self.samples for key in (*one.visual, *one.text)})
+
+
+def finished(run: Run, data: RunData) -> bool:
+    """Whether the run is done; TrainingError when the folders hold another run, done or not."""
+    if run.out.exists():
+        description = checkpoint.describe(run.out)
+        done = description.get("training", {})
+        if done.get("signature") == data.signature:
+            return True
+        theirs = {"drafter": description["drafter"], "seed": done.get("seed"), **flat(description["config"])}
+        odd = ranks.differences(
+            {name: value for name, value in data.settings.items() if name in theirs}, theirs
+        )
+        raise TrainingError(
+            f"{run.out} holds a drafter trained with other settings or data ({odd or 'other samples'}): give "
+            "this one a --name of its own, or --force to replace it"
+        )
+    found = saved.read(run.state)
+    if found is not None and found.signature != data.signature:
+        odd = ranks.differences(data.settings, found.settings)
+        raise TrainingError(
+            f"an unfinished run in {run.state} has other settings or data ({odd}): repeat its settings to "
+            "continue it, give this one a --name of its own, or --force to start over"
+        )
+    return False
+
+
+def furthest(run: Run, data: RunData) -> tuple[Saved | None, int]:
+    """The run's last checkpoint, if any, and the rank whose disk holds it.
+
+    Without a shared disk, that is an earlier rank 0, which may have another number now.
+    """
+    try:
+        here = saved.read(run.state)
+    except TrainingError:  # damaged: rank 0 has stopped before this; other ranks ignore theirs
+        here = None
+    found = [one if one and one.signature == data.signature else None for _, one in ranks.of_each(here)]
+    steps = [one.position.total if one else 0 for one in found]
+    source = steps.index(max(steps))
+    return found[source], source

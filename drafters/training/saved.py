@@ -1,0 +1,158 @@
+"""Checkpoints of an unfinished run, from which any number of ranks can continue.
+
+    <run>.training/checkpoint.json      position and settings of the run; sealed, written last
+                   step<N>.safetensors  weights, Adam's moments and steps, buffers; see `deepspeed_engine`
+
+Rank 0 writes it; the others get it from the rank that has it. Nothing in it can run code, and all of it is
+checked before use: a checkpoint may come from someone else.
+"""
+
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from blake3 import blake3
+from msgspec import Meta
+from msgspec.structs import replace
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from vlmdistill.drafters.training.deepspeed_engine import MOMENTS, STEP, PartEntry
+from vlmdistill.stores.backends.local import sync
+from vlmdistill.stores.errors import StoreError, TrainingError, one_line
+from vlmdistill.stores.manifest import Record, seal, unseal
+from vlmdistill.stores.schema import SCHEMA_VERSION
+
+RECORD = "checkpoint.json"
+RANKS = 2**16  # the most that a run may have had
+
+Count = Annotated[int, Meta(ge=0)]
+
+
+@dataclass
+class Position:
+    """How far a run has come."""
+
+    stage: Count = 0
+    epoch: Count = 0
+    taken: Count = 0  # optimizer steps of the stage
+    begun: Count = 0  # of those, done when the epoch began
+    total: Count = 0  # optimizer steps done in all
+    reader: dict[str, Any] | None = None  # how far the epoch has been read, see `Epoch.state`
+    history: list[dict[str, Any]] = field(default_factory=list)  # agreement on held-out samples so far
+
+
+class Saved(Record, frozen=True, kw_only=True):
+    """The record of a checkpoint."""
+
+    schema: Annotated[int, Meta(ge=1, le=SCHEMA_VERSION)] = SCHEMA_VERSION
+    format: Literal[1] = 1
+    signature: str
+    settings: dict[str, Any]  # by name, to tell which of them differ
+    ranks: Annotated[int, Meta(ge=1, le=RANKS)]
+    dtype: str
+    position: Position
+    checksum: str = ""  # of the tensors' file
+
+    @property
+    def file(self) -> str:
+        """The name of its tensors' file: never taken from the record itself."""
+        return f"step{self.position.total}.safetensors"
+
+    def wrong(self, name: str) -> str | None:
+        """Check the parts of the position that have no type: reader and history."""
+        legs = self.position.reader.get("history", ()) if self.position.reader is not None else ()
+        sound = all(map(_is_leg, legs)) and all(map(_is_measured, self.position.history))
+        return None if sound else "its position is not one of a run"
+
+
+def write(folder: Path, saved: Saved, tensors: Mapping[str, Tensor]) -> None:
+    """Write a checkpoint, then delete the one before.
+
+    TrainingError when it cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _replacing(folder / saved.file) as new:
+            save_file(dict(tensors), new)
+            saved = replace(saved, checksum=_hash(new))
+        with _replacing(folder / RECORD) as new:
+            new.write_bytes(seal(saved))
+    except (OSError, SafetensorError, StoreError) as error:
+        raise TrainingError(f"no checkpoint can be written to {folder} ({one_line(error)})") from None
+    for old in folder.glob("step*"):
+        if old.name != saved.file:
+            with suppress(OSError):
+                shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
+
+
+def read(folder: Path) -> Saved | None:
+    """The record of the checkpoint in a folder, if any; TrainingError when it is damaged."""
+    file = folder / RECORD
+    try:
+        return unseal(file.read_bytes(), Saved, RECORD)
+    except FileNotFoundError:
+        return None
+    except (OSError, StoreError, ValueError):
+        raise _damaged(file) from None
+
+
+def tensors(folder: Path, saved: Saved, expected: Mapping[str, PartEntry]) -> dict[str, Tensor]:
+    """The tensors of a checkpoint: all that a drafter needs, and none that it does not have.
+
+    TrainingError when they are damaged, or of another drafter.
+    """
+    file = folder / saved.file
+    try:
+        if _hash(file) != saved.checksum:
+            raise _damaged(file)
+        values = load_file(file)
+    except (OSError, SafetensorError, ValueError):
+        raise _damaged(file) from None
+    found = {key: PartEntry(key, tuple(value.shape), value.dtype) for key, value in values.items()}
+    needed = {key for key in expected if not key.startswith((STEP, *MOMENTS))}
+    if needed - set(found) or any(expected.get(key) != entry for key, entry in found.items()):
+        raise TrainingError(f"{file} is not a checkpoint of this drafter: --force starts over")
+    return values
+
+
+def _is_leg(leg: Any) -> bool:
+    """A part of an epoch: the tokens of a batch, the ranks, and the batches that each rank took."""
+    counts = isinstance(leg, list | tuple) and len(leg) == 3 and all(type(one) is int for one in leg)
+    return counts and leg[0] > 0 and 0 < leg[1] <= RANKS and leg[2] >= 0
+
+
+def _is_measured(entry: Any) -> bool:
+    """An entry of a history, as the trainer makes them."""
+    return (
+        entry.keys() == {"stage", "step", "held_out_agreement"}
+        and isinstance(entry["stage"], str)
+        and type(entry["step"]) is int
+        and isinstance(entry["held_out_agreement"], list)
+        and all(isinstance(share, float) for share in entry["held_out_agreement"])
+    )
+
+
+@contextmanager
+def _replacing(file: Path) -> Iterator[Path]:
+    """Yield a path to write to. At the end it replaces `file`, complete and on disk, or not at all."""
+    new = file.with_name(f".{file.name}")
+    try:
+        yield new
+        sync(new)
+        new.replace(file)
+        sync(file.parent)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def _hash(file: Path) -> str:
+    return blake3(max_threads=blake3.AUTO).update_mmap(file).hexdigest()
+
+
+def _damaged(file: Path) -> TrainingError:
+    return TrainingError(f"the checkpoint {file} is damaged: --force starts the run over")

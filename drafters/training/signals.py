@@ -1,0 +1,44 @@
+"""Stop a run on SIGINT (Ctrl-C) or SIGTERM (Slurm, docker, torchrun)."""
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+from vlmdistill.stores.errors import StoppedError
+
+ASKING = (signal.SIGINT, signal.SIGTERM)
+
+
+class Signals:
+    """In this context a signal ends the run with StoppedError, whose message `where` returns.
+
+    It ends at once, unless `patient` is set: then the first signal only sets `received`, which the trainer
+    checks between two steps, and a second one ends the run.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self.patient = False
+        self.where: Callable[[], str] = lambda: "no step was taken yet; the same command goes on from here"
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "Signals":
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._receive) for number in ASKING}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if kind is KeyboardInterrupt and self.received is not None:
+            raise StoppedError(self.where(), self.received) from None
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        wait = self.patient and self.received is None
+        self.received = number
+        if not wait:
+            raise KeyboardInterrupt  # no library handles it as an error

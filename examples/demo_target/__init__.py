@@ -1,0 +1,1 @@
+"""How the embedded targets are made: their curriculum, wired heads, training and scores."""

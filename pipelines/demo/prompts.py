@@ -1,0 +1,66 @@
+"""Writes the demo data to files and imports them as prompts, like a user's own files."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from vlmdistill.pipelines.demo import files as data
+from vlmdistill.pipelines.demo.clips import patches_for
+from vlmdistill.pipelines.prompts.importing import Choices, ImportSummary, Split, import_prompts
+
+
+@dataclass(frozen=True)
+class DemoSize:
+    """The numbers of demo prompts for training and evaluation."""
+
+    images: int
+    dialogues: int
+    videos: int = 0
+    held_out: tuple[int, int, int] = (40, 10, 0)
+    """Images, dialogues and videos for evaluation."""
+    video_tokens: int = 72
+    """The approximate number of visual tokens of a video."""
+
+
+AMOUNTS = {"demo": DemoSize(1200, 240), "demo-video": DemoSize(300, 240, 600, (10, 10, 30))}
+"""By embedded target."""
+
+
+def import_demo(
+    folder: Path,
+    out: Path,
+    amount: DemoSize = AMOUNTS["demo"],
+    choices: Choices | None = None,
+    *,
+    seed: int = 0,
+    progress: Callable[[int], None] = lambda rows: None,
+) -> ImportSummary:
+    """Write scenes, dialogues and videos below `folder` and import them into `out`. Videos need PyAV.
+
+    Training and evaluation share no image or video, and the embedded targets were trained on none of them.
+    """
+    choices = choices or Choices()
+    choices.check()
+    sides: tuple[tuple[Split, data.Side, tuple[int, int, int]], ...] = (
+        ("eval", "evaluation", amount.held_out),
+        ("train", "drafter", (amount.images, amount.dialogues, amount.videos)),
+    )
+    done = []
+    for side, split, (images, dialogues, videos) in sides:
+        written = data.write(folder / side, images=images, dialogues=dialogues, seed=seed, split=split)
+        shown = dataclasses.replace(choices, images=written.images, split=side)
+        files = [str(written.llava), str(written.sharegpt)]
+        done.append(import_prompts(files, out, choices=shown, progress=progress))
+        if videos:
+            tokens = amount.video_tokens
+            films = data.write_videos(folder / side, videos=videos, seed=seed, tokens=tokens, split=split)
+            shown = dataclasses.replace(shown, images=films.videos, fps=None, frames=2 * patches_for(tokens))
+            done.append(import_prompts([str(films.llava)], out, choices=shown, progress=progress))
+    return dataclasses.replace(
+        done[-1],
+        added=sum(one.added for one in done),
+        present=sum(one.present for one in done),
+        skipped=sum((one.skipped for one in done), Counter()),
+    )

@@ -1,0 +1,1 @@
+"""Responses and features with vLLM: a process in the engine environment runs the target, ours stores."""

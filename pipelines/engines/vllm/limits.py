@@ -1,0 +1,51 @@
+"""What the plugin supports; everything else is refused in one line before a request is served."""
+
+from typing import Any
+
+import msgspec
+
+from vlmdistill.drafters.checkpoints.serving import KEY, Feeding
+
+SUPPORTED = "0.32"
+"""The one version of vLLM whose hooks the plugin knows."""
+
+
+def check_version(version: str) -> None:
+    """ValueError unless the plugin knows this version of vLLM."""
+    if not version.startswith(f"{SUPPORTED}."):
+        raise ValueError(
+            f"vlmdistill serves drafters with vLLM {SUPPORTED}, and this is vLLM {version}: install "
+            f"vllm=={SUPPORTED}.*, or set VLLM_PLUGINS='' to run vLLM without the plugin"
+        )
+
+
+def feeding_of(vllm_config: Any) -> Feeding | None:
+    """How the drafter that vLLM is to run must be fed; None when it is not one of ours."""
+    speculative = vllm_config.speculative_config
+    settings = getattr(getattr(speculative, "draft_model_config", None), "hf_config", None)
+    found = getattr(settings, KEY, None)
+    if found is None:
+        return None
+    try:
+        return msgspec.convert(found, Feeding)
+    except msgspec.ValidationError as error:
+        raise ValueError(
+            f"config.json of the drafter: {KEY}: {error}; export it again with this version of vlmdistill"
+        ) from None
+
+
+def check_limits(vllm_config: Any, feeding: Feeding) -> None:
+    """ValueError when vLLM is to run the drafter in a way that the plugin does not support."""
+    if vllm_config.use_v2_model_runner:
+        raise ValueError(
+            "vlmdistill's drafters run only on vLLM's V1 model runner: set VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+    parallel = vllm_config.parallel_config
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"):
+        if (size := getattr(parallel, name)) > 1:
+            raise ValueError(f"vlmdistill's drafters do not run with {name}={size}: set it to 1")
+    if feeding.visual == "dropped" and vllm_config.cache_config.enable_prefix_caching:
+        raise ValueError(
+            f"{feeding.drafter} drops visual tokens from the drafter's KV cache, which prefix caching cannot "
+            "share: start vLLM with --no-enable-prefix-caching"
+        )

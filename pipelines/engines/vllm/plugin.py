@@ -1,0 +1,25 @@
+"""The entry point `vllm.general_plugins`: vLLM calls `register` in each of its processes."""
+
+
+def register() -> None:
+    """Add the drafter classes to vLLM's registry, and the proposer that feeds them.
+
+    vLLM 0.32 loads plugins in plugins/__init__.py `load_general_plugins`, before it imports
+    v1/worker/gpu_model_runner.py, which takes `EagleProposer` from v1/spec_decode/eagle.py. Drafters of other
+    origin run unchanged. ValueError on another version of vLLM.
+    """
+    import vllm
+    from vllm import ModelRegistry
+
+    from vlmdistill.pipelines.engines.vllm.limits import check_version
+
+    check_version(vllm.__version__)
+    models = "vlmdistill.pipelines.engines.vllm.served_model"
+    ModelRegistry.register_model("EagleVlmdistill", f"{models}:EagleVlmdistill")
+    ModelRegistry.register_model("LlamaForCausalLMEagle3", f"{models}:Eagle3Vlmdistill")
+
+    from vllm.v1.spec_decode import eagle
+
+    from vlmdistill.pipelines.engines.vllm.proposer import ChosenProposer
+
+    eagle.EagleProposer = ChosenProposer

@@ -1,0 +1,158 @@
+"""Drafters as models of vLLM 0.32: EAGLE's block, and vLLM's own EAGLE-3 with image embeddings.
+
+Shapes: N rows of a step, U visual tokens among them, G rows of the guess table, D hidden, V vocabulary.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.linear import ReplicatedLinear
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.models.llama_eagle import LlamaDecoderLayer
+from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
+from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
+
+from vlmdistill.pipelines.engines.vllm.limits import check_limits, feeding_of
+
+
+class ServedEagleBlock(nn.Module):
+    """`drafters.core.layers.EagleBlock` of vLLM's own layers: one decoder layer over [embedding ; state]."""
+
+    guess_1: Tensor
+    """Number of guesses before the rows of a pass, at most G - 1; a tensor, which captured graphs read."""
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
+        super().__init__()
+        config = vllm_config.speculative_config.draft_model_config.hf_config
+        feeding = feeding_of(vllm_config)
+        assert feeding is not None, "vLLM builds this class only for exported drafters"
+        width = config.hidden_size
+        # The proposer replaces it with the target's table (llm_base_proposer.py `_maybe_share_embeddings`).
+        self.embed_tokens = VocabParallelEmbedding(
+            config.vocab_size, width, prefix=maybe_prefix(prefix, "embed_tokens")
+        )
+        self.fc = ReplicatedLinear(
+            2 * width, width, bias=True, return_bias=False, prefix=maybe_prefix(prefix, "fc")
+        )
+        # Numbered after the target's layers: vLLM distinguishes KV caches by this number.
+        number = vllm_config.model_config.get_num_layers(vllm_config.parallel_config)
+        self.layer = LlamaDecoderLayer(
+            vllm_config,
+            disable_input_layernorm=not feeding.input_norm,
+            prefix=maybe_prefix(prefix, f"layers.{number}"),
+            config=config,
+        )
+        self.guesses_GD: nn.Parameter | None = None
+        if feeding.guesses:
+            self.guesses_GD = nn.Parameter(torch.zeros(feeding.guesses, width), requires_grad=False)
+        self.register_buffer("guess_1", torch.zeros(1, dtype=torch.long), persistent=False)
+        self.raw_N: Tensor | None = None
+        """Rows of the next pass that enter as bare visual embeddings."""
+
+    def forward(self, positions_N: Tensor, hidden_ND: Tensor, embed_ND: Tensor) -> Tensor:
+        """The drafter's states, [N, D]."""
+        x_ND = self.fc(torch.cat([embed_ND, hidden_ND], dim=-1))
+        if self.guesses_GD is not None:
+            x_ND = x_ND + self.guesses_GD[self.guess_1]
+        if self.raw_N is not None:
+            count = len(self.raw_N)  # vLLM may have padded the rows
+            x_ND[:count] = torch.where(self.raw_N[:, None], embed_ND[:count], x_ND[:count])
+            self.raw_N = None
+        state_ND, residual_ND = self.layer(positions_N, x_ND, None)
+        sum_ND: Tensor = state_ND + residual_ND
+        return sum_ND
+
+
+class EagleVlmdistill(nn.Module):
+    """A drafter that is one `EagleBlock` on the target's last state, with the target's tables.
+
+    vLLM calls it as it calls models/llama_eagle.py `EagleLlamaForCausalLM`.
+    """
+
+    has_own_embed_tokens = False
+    has_own_lm_head = False
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        self.config = vllm_config.speculative_config.draft_model_config.hf_config
+        feeding = feeding_of(vllm_config)
+        assert feeding is not None, "vLLM builds this class only for exported drafters"
+        check_limits(vllm_config, feeding)
+        self.supports_multimodal_embeddings = feeding.visual != "dropped"
+        self.model = ServedEagleBlock(vllm_config, maybe_prefix(prefix, "model"))
+        self.logits_processor = LogitsProcessor(self.config.vocab_size)
+
+    def embed_input_ids(
+        self,
+        input_ids: Tensor,
+        multimodal_embeddings: Sequence[Tensor] | None = None,
+        is_multimodal: Tensor | None = None,
+    ) -> Tensor:
+        """Token embeddings, visual ones instead of those of the placeholders, [N, D]."""
+        return with_images(self.model.embed_tokens(input_ids), multimodal_embeddings, is_multimodal)
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        hidden_states: Tensor,
+        inputs_embeds: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The drafter's states twice: what is scored, and what the next step reads, [N, D]."""
+        embed_ND = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        state_ND = self.model(positions, hidden_states, embed_ND)
+        return state_ND, state_ND
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """Scores of the next token by the target's LM head, which the proposer sets, [N, V]."""
+        logits_NV: Tensor = self.logits_processor(self.lm_head, hidden_states)
+        return logits_NV
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Load an exported folder; ValueError when it lacks a weight."""
+        mapper = WeightsMapper(
+            orig_to_new_substr={"guesses": "guesses_GD"},
+            orig_to_new_stacked={
+                **{f".{name}_proj": (".qkv_proj", name) for name in "qkv"},
+                ".gate_proj": (".gate_up_proj", 0),
+                ".up_proj": (".gate_up_proj", 1),
+            },
+        )
+        loaded = AutoWeightsLoader(self.model).load_weights(weights, mapper=mapper)
+        expected = {name for name, _ in self.model.named_parameters() if "embed_tokens" not in name}
+        if lacking := sorted(expected - loaded):
+            raise ValueError(f"the drafter's folder lacks {', '.join(lacking)}: export it again")
+
+
+class Eagle3Vlmdistill(Eagle3LlamaForCausalLM):
+    """vLLM's EAGLE-3, given the image embeddings that an exported drafter was trained with.
+
+    A folder of other origin runs as in vLLM, with the embedding of the placeholder.
+    """
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        feeding = feeding_of(vllm_config)
+        self.supports_multimodal_embeddings = feeding is not None
+        if feeding is not None:
+            check_limits(vllm_config, feeding)
+
+    def embed_input_ids(
+        self,
+        input_ids: Tensor,
+        multimodal_embeddings: Sequence[Tensor] | None = None,
+        is_multimodal: Tensor | None = None,
+    ) -> Tensor:
+        """Token embeddings, visual ones instead of those of the placeholders, [N, D]."""
+        return with_images(self.model.embed_input_ids(input_ids), multimodal_embeddings, is_multimodal)
+
+
+def with_images(embed_ND: Tensor, visual_UD: Sequence[Tensor] | None, is_visual_N: Tensor | None) -> Tensor:
+    """Visual embeddings in their rows: the first D columns, since Qwen3-VL has deep features after them."""
+    if visual_UD and is_visual_N is not None:
+        narrow_UD = torch.cat([one[:, : embed_ND.shape[-1]] for one in visual_UD])
+        embed_ND[is_visual_N.to(embed_ND.device)] = narrow_UD.to(embed_ND)
+    return embed_ND

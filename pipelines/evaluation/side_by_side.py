@@ -1,0 +1,175 @@
+"""Decodes each prompt with plain decoding and every drafter in alternation, checks and counts the results."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from vlmdistill.drafters.core.drafter import Proposer
+from vlmdistill.drafters.core.tree import Tree
+from vlmdistill.drafters.decoding.clock import Timed, timed
+from vlmdistill.drafters.decoding.decoders import Cycle, decode
+from vlmdistill.pipelines.evaluation.records import (
+    Check,
+    Decoding,
+    Measurement,
+    Piece,
+    PromptKind,
+    PromptResult,
+    ShownResponse,
+)
+from vlmdistill.pipelines.prompts.importing import Prompt
+from vlmdistill.pipelines.responses.generate import pieces
+from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
+
+PLAIN = ""  # instead of a drafter's name
+SHOWN = 6  # prompts whose responses are kept for the report
+NEAR_TIE = 16  # in units of the dtype's rounding error at the largest logit
+
+
+class SideBySide:
+    """All decoders on all prompts at one temperature."""
+
+    def __init__(
+        self,
+        target: VisionLanguageTarget,
+        drafters: Mapping[str, Proposer],
+        *,
+        temperature: float,
+        max_new_tokens: int,
+        tree: Tree | None,
+        seed: int,
+    ) -> None:
+        self.target, self.drafters, self.tree = target, drafters, tree
+        self.temperature, self.max_new_tokens, self.seed = temperature, max_new_tokens, seed
+        self._results: dict[str, list[PromptResult]] = {name: [] for name in drafters}
+        self._shown: dict[str, list[ShownResponse]] = {name: [] for name in drafters}
+
+    def decode(self, number: int, prompt: Prompt) -> None:
+        """Decode a prompt with every decoder, in an order that rotates with `number`."""
+        encoded = self.target.encode(prompt.messages)
+        names = [PLAIN, *self.drafters]
+        turn = number % len(names)
+        decoded: dict[str, Timed] = {}
+        for name in [*names[turn:], *names[:turn]]:
+            if number == 0:
+                self._decode(name, encoded, number)  # a warm-up run
+            decoded[name] = self._decode(name, encoded, number)
+        checks: dict[str, Check] = {}
+        reference = None
+        if self.temperature == 0:
+            reference = self.target.reference(encoded, max_new_tokens=self.max_new_tokens)
+        if reference is not None:
+            checks = {name: self._check(encoded, list(reference.ids), decoded[name].ids) for name in names}
+        base = _counted(decoded[PLAIN], checks.get(PLAIN))
+        for name in self.drafters:
+            self._results[name].append(
+                PromptResult(
+                    key=prompt.key,
+                    dataset=prompt.dataset,
+                    kind=_kind(prompt),
+                    plain=base,
+                    drafted=_counted(decoded[name], checks.get(name)),
+                )
+            )
+            if number < SHOWN:
+                self._shown[name].append(self._show(prompt, decoded[name].cycles))
+
+    def measurement(self, name: str) -> Measurement:
+        """The results of one drafter."""
+        return Measurement(
+            temperature=self.temperature,
+            prompts=tuple(self._results[name]),
+            shown=tuple(self._shown[name]),
+        )
+
+    def _decode(self, name: str, encoded: Any, number: int) -> Timed:
+        seed = self.seed * 1_000_003 + number
+        generator = torch.Generator(self.target.device).manual_seed(seed)
+
+        def decoder() -> Iterator[Cycle]:
+            return decode(
+                self.target,
+                None if name == PLAIN else self.drafters[name],
+                encoded,
+                tree=self.tree,
+                max_new_tokens=self.max_new_tokens,
+                temperature=self.temperature,
+                generator=generator,
+            )
+
+        return timed(decoder, self.target.device)
+
+    def _check(self, encoded: Any, reference: list[int], got: list[int]) -> Check:
+        """Compare with the reference; `near_tie`: where they first differ, the two logits round alike."""
+        if got == reference:
+            return "identical"
+        pairs = zip(reference, got, strict=False)
+        first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(reference), len(got)))
+        if first >= min(len(reference), len(got)):
+            return "different"
+        with torch.inference_mode():
+            prefix = self.target.prefill(encoded, ())
+            hidden_1D = prefix.feature("hidden", "text")[-1:]
+            device = hidden_1D.device
+            one = torch.ones(1, dtype=torch.long, device=device)
+            for token in reference[:first]:
+                hidden_1D = self.target.extend(one * token, one, None, ("hidden",))["hidden"]
+                self.target.commit(one - 1)
+            logits_V = self.target.logits(hidden_1D)[0]
+        rounding = torch.finfo(hidden_1D.dtype).eps * float(logits_V.abs().max())
+        gap = abs(float(logits_V[reference[first]] - logits_V[got[first]]))
+        return "near_tie" if gap <= NEAR_TIE * rounding else "different"
+
+    def _show(self, prompt: Prompt, cycles: list[Cycle]) -> ShownResponse:
+        """A response in pieces, each drafted or the target's own."""
+        shown: list[Piece] = []
+        for piece in pieces(cycles, self.target.tokenizer):
+            if shown and shown[-1].drafted and piece.drafted:
+                shown[-1] = Piece(shown[-1].text + piece.text, drafted=True)
+            else:
+                shown.append(piece)
+        prompts = [
+            part["text"]
+            for message in prompt.messages
+            if message["role"] == "user"
+            for part in message["content"]
+            if part["type"] == "text"
+        ]
+        return ShownResponse(
+            key=prompt.key,
+            prompt="\n".join(prompts),
+            files=tuple(prompt.files),
+            pieces=tuple(shown),
+            tau=sum(len(cycle.ids) for cycle in cycles[1:]) / max(1, len(cycles) - 1),
+        )
+
+
+def _counted(decoded: Timed, check: Check | None) -> Decoding:
+    """The numbers of a response."""
+    cycles = decoded.cycles[1:]
+    longest = max((cycle.chain[1] for cycle in cycles), default=0)
+    tried, accepted = [0] * longest, [0] * longest
+    for taken, verified in (cycle.chain for cycle in cycles):
+        for position in range(min(taken + 1, verified)):
+            tried[position] += 1
+            accepted[position] += position < taken
+    return Decoding(
+        tokens=len(decoded.ids),
+        calls=len(cycles),
+        accepted=sum(cycle.accepted for cycle in cycles),
+        seconds=decoded.seconds,
+        prefill_seconds=decoded.prefill_seconds,
+        decode_seconds=decoded.decode_seconds,
+        chain_tried=tuple(tried),
+        chain_accepted=tuple(accepted),
+        check=check,
+    )
+
+
+def _kind(prompt: Prompt) -> PromptKind:
+    types = [part["type"] for message in prompt.messages for part in message["content"]]
+    if "video" in types:
+        return "video"
+    images = types.count("image")
+    return "images" if images > 1 else "image" if images else "text"

@@ -1,0 +1,217 @@
+"""The metrics of a measurement and their bootstrap intervals over prompts.
+
+All metrics are pooled over prompts:
+
+- `tau`: tokens per verification call of the target, bonus counted (MSD, Sparrow);
+- `accepted`: accepted draft tokens per call, bonus not counted (ViSpec's tau);
+- `alpha[n]`: acceptance rate of the n-th token of the most likely chain, of the cycles that verified it and
+  accepted all before it;
+- `speedup`: plain over speculative seconds per token, by the clock outside the decoders, vision and prefill
+  included;
+- `decode_speedup`: the same for the cycles after the prefill;
+- `prefill_share`: the share of the prefill in the speculative seconds.
+
+The first token comes from the prefill, not from a call: `tau` and `accepted` exclude it.
+
+Intervals are 95% bootstrap intervals over prompts with expanded percentiles (Hesterberg 2015, "What Teachers
+Should Know About the Bootstrap"), since plain percentiles are too narrow for few prompts. Drafters are
+compared on the same resamples of the same prompts, so that the difficulty of a prompt cancels.
+
+Shapes: R resamples, P prompts.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import zip_longest
+from statistics import NormalDist
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from vlmdistill.pipelines.evaluation.records import Decoding, Measurement, PromptResult
+
+RESAMPLES = 2000
+FEWEST = 6  # prompts for an interval: five agree by chance in more than 5% of cases
+TOLERANCE = 0.02  # share of the elapsed seconds that the cycles may leave unaccounted
+
+Floats = npt.NDArray[np.float64]
+Rate = Literal["tau", "accepted", "speedup", "decode_speedup"]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A 95% interval over prompts."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Checks:
+    """Counts of responses at temperature 0 by their comparison with the stock model."""
+
+    identical: int
+    near_tie: int
+    different: int
+
+    @property
+    def total(self) -> int:
+        """The number of compared responses."""
+        return self.identical + self.near_tie + self.different
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """The metrics of one drafter at one temperature, see the top of the file."""
+
+    prompts: int
+    tau: float
+    accepted: float
+    alpha: tuple[float, ...]
+    speedup: float
+    decode_speedup: float
+    intervals: dict[Rate, Interval]  # empty for fewer than `FEWEST` prompts
+    prefill_share: float
+    tokens: int
+    plain_tokens: int
+    calls: int
+    seconds: float
+    plain_seconds: float
+    tokens_per_second: float
+    plain_tokens_per_second: float
+    accounted: float  # share of the elapsed seconds that the cycles account for
+    plain_accounted: float
+    lossless: Checks
+    plain_lossless: Checks
+    warnings: tuple[str, ...]  # problems of these metrics
+
+
+def figures(measurement: Measurement) -> Figures:
+    """Compute the metrics of a measurement."""
+    prompts = measurement.prompts
+    plain, own = [one.plain for one in prompts], [one.drafted for one in prompts]
+    rates = _rates(prompts, np.ones((1, len(prompts))))
+    seconds, plain_seconds = (sum(one.seconds for one in side) for side in (own, plain))
+    tokens, plain_tokens = (sum(one.tokens for one in side) for side in (own, plain))
+    accounted, plain_accounted = _accounted(own), _accounted(plain)
+    return Figures(
+        prompts=len(prompts),
+        tau=float(rates["tau"][0]),
+        accepted=float(rates["accepted"][0]),
+        alpha=_alpha(own),
+        speedup=float(rates["speedup"][0]),
+        decode_speedup=float(rates["decode_speedup"][0]),
+        intervals=_intervals(prompts),
+        prefill_share=_ratio(sum(one.prefill_seconds for one in own), seconds),
+        tokens=tokens,
+        plain_tokens=plain_tokens,
+        calls=sum(one.calls for one in own),
+        seconds=seconds,
+        plain_seconds=plain_seconds,
+        tokens_per_second=_ratio(tokens, seconds),
+        plain_tokens_per_second=_ratio(plain_tokens, plain_seconds),
+        accounted=accounted,
+        plain_accounted=plain_accounted,
+        lossless=_checks(own),
+        plain_lossless=_checks(plain),
+        warnings=(*_unaccounted("the", accounted), *_unaccounted("plain decoding's", plain_accounted)),
+    )
+
+
+def advantage(one: Measurement, other: Measurement, rate: Rate = "speedup") -> Interval | None:
+    """The interval of the ratio of two drafters' rates, over the same resamples of their prompts.
+
+    None for fewer than `FEWEST` prompts. If the interval contains 1, they do not differ significantly.
+    """
+    count = len(one.prompts)
+    if count < FEWEST:
+        return None
+    weight_RP = _resamples(count)
+    mine_R, its_R = (_rates(at.prompts, weight_RP)[rate] for at in (one, other))
+    known_R = its_R > 0
+    return _interval(mine_R[known_R] / its_R[known_R], count) if known_R.any() else None
+
+
+def _rates(prompts: Sequence[PromptResult], weight_RP: Floats) -> dict[Rate, Floats]:
+    """The rates [R] if prompt p counts `weight_RP[r, p]` times."""
+
+    def totals(value: Callable[[PromptResult], float]) -> Floats:
+        sums_R: Floats = weight_RP @ np.array([value(one) for one in prompts], dtype=np.float64)
+        return sums_R
+
+    calls_R = totals(lambda one: one.drafted.calls)
+    gained_R = totals(lambda one: one.drafted.tokens - 1)
+    pace_R = _over(totals(lambda one: one.drafted.seconds), totals(lambda one: one.drafted.tokens))
+    plain_pace_R = _over(totals(lambda one: one.plain.seconds), totals(lambda one: one.plain.tokens))
+    decode_R = _over(totals(lambda one: one.drafted.decode_seconds), gained_R)
+    plain_decode_R = _over(
+        totals(lambda one: one.plain.decode_seconds), totals(lambda one: one.plain.tokens - 1)
+    )
+    return {
+        "tau": _over(gained_R, calls_R),
+        "accepted": _over(totals(lambda one: one.drafted.accepted), calls_R),
+        "speedup": _over(plain_pace_R, pace_R),
+        "decode_speedup": _over(plain_decode_R, decode_R),
+    }
+
+
+def _intervals(prompts: Sequence[PromptResult]) -> dict[Rate, Interval]:
+    count = len(prompts)
+    if count < FEWEST:
+        return {}
+    rates = _rates(prompts, _resamples(count))
+    return {rate: _interval(value_R, count) for rate, value_R in rates.items()}
+
+
+@lru_cache(maxsize=4)
+def _resamples(count: int) -> Floats:
+    """How often each resample draws each of `count` prompts: the same for every measurement of that size."""
+    draws = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
+    return draws.astype(np.float64)
+
+
+def _interval(value_R: Floats, count: int) -> Interval:
+    """Percentiles, expanded so that the interval of a mean is as wide as Student's t interval."""
+    normal, free = NormalDist(), count - 1
+    z = normal.inv_cdf(0.975)
+    student = z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
+    tail = normal.cdf(-student * (count / free) ** 0.5)
+    low, high = np.quantile(value_R, [tail, 1 - tail])
+    return Interval(float(low), float(high))
+
+
+def _alpha(decoded: Sequence[Decoding]) -> tuple[float, ...]:
+    tried = [sum(column) for column in zip_longest(*(one.chain_tried for one in decoded), fillvalue=0)]
+    kept = [sum(column) for column in zip_longest(*(one.chain_accepted for one in decoded), fillvalue=0)]
+    return tuple(_ratio(above, below) for above, below in zip(kept, tried, strict=True))
+
+
+def _checks(decoded: Sequence[Decoding]) -> Checks:
+    counts = Counter(one.check for one in decoded)
+    return Checks(counts["identical"], counts["near_tie"], counts["different"])
+
+
+def _accounted(decoded: Sequence[Decoding]) -> float:
+    inside = sum(one.prefill_seconds + one.decode_seconds for one in decoded)
+    outside = sum(one.seconds for one in decoded)
+    return inside / outside if outside else 1.0
+
+
+def _unaccounted(whose: str, share: float) -> list[str]:
+    if abs(1 - share) <= TOLERANCE:
+        return []
+    return [
+        f"{whose} cycles account for {share:.1%} of the elapsed seconds: speedup includes all seconds, "
+        "decode_speedup and prefill_share only those of the cycles"
+    ]
+
+
+def _ratio(above: float, below: float) -> float:
+    return above / below if below else 0.0
+
+
+def _over(above_R: Floats, below_R: Floats) -> Floats:
+    return np.divide(above_R, below_R, out=np.zeros_like(above_R), where=below_R > 0)

@@ -1,0 +1,1 @@
+"""Stage 3: capture the target's features into the store."""

@@ -1,0 +1,393 @@
+"""Stage 3: Ray actors run the target over prompts and responses and write its hidden states into the store.
+
+The target runs teacher-forced, in batches of similar length, once for all features that the chosen drafters
+need. The actor that computes a shard writes it and returns counts. A rerun captures only the missing samples.
+"""
+
+import dataclasses
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from vlmdistill.pipelines.engines.environment import EngineName, check_environment
+from vlmdistill.pipelines.features.selection import check_encoding, select_features, store_at
+from vlmdistill.pipelines.prompts.importing import Prompt
+from vlmdistill.pipelines.responses import dataset
+from vlmdistill.pipelines.responses.dataset import ResponseRow
+from vlmdistill.pipelines.runtime.cluster import MIB, session
+from vlmdistill.pipelines.runtime.reporting import OnProgress, silent
+from vlmdistill.pipelines.runtime.shared import Shared, marked, some_media
+from vlmdistill.pipelines.runtime.workers import ActorPool, WorkerOptions, weight_bytes
+from vlmdistill.pipelines.targets.checkpoints.fingerprint import Fingerprint, checkpoint
+from vlmdistill.pipelines.targets.checkpoints.registry import Options
+from vlmdistill.pipelines.workspace import absolute, only_writer
+from vlmdistill.stores.errors import DataError, StoreError, TargetError, one_line
+from vlmdistill.stores.loader.tensors import as_numpy
+from vlmdistill.stores.schema import FrozenTables, content_hash
+from vlmdistill.stores.store import Store
+from vlmdistill.stores.views.text_stats import text_stats
+
+SHARD_SAMPLES = 256  # at most
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureSettings:
+    """What is captured, and in which shape."""
+
+    drafters: Sequence[str] | None = None  # whose needs are captured; None: all drafters
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"  # of the stored features
+    encoding: Mapping[str, str] = field(default_factory=dict)  # feature -> raw (default) or int8
+    batch_tokens: int = 8192  # of one forward pass, padding included
+    shard_bytes: int = 512 * MIB
+
+
+@dataclass(frozen=True)
+class CaptureItem:
+    """One sample to capture."""
+
+    prompt: Prompt
+    response: ResponseRow
+
+    @property
+    def tokens(self) -> int:
+        """The length of prompt and response, visual tokens included."""
+        return self.response.prompt_tokens + len(self.response.ids)
+
+    @property
+    def meta(self) -> dict[str, str | int | float]:
+        """Columns of the store's index, to filter by."""
+        return {
+            "dataset": self.prompt.dataset,
+            "split": self.prompt.split,
+            "augmentation": self.prompt.augmentation,
+            "finish": self.response.finish,
+            **text_stats(self.response.text),  # the named filters of views read these
+        }
+
+
+@dataclass(frozen=True)
+class CaptureTask:
+    """Samples of similar length that become one shard."""
+
+    items: tuple[CaptureItem, ...]
+    name: str  # follows from the samples: a shard that is captured twice counts once
+
+    @classmethod
+    def of(cls, items: Iterable[CaptureItem]) -> "CaptureTask":
+        """The task of these samples."""
+        items = tuple(items)
+        return cls(items, content_hash(sorted(item.prompt.key for item in items)))
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys of the samples."""
+        return [item.prompt.key for item in self.items]
+
+    def only(self, keys: Collection[str]) -> "CaptureTask":
+        """The task of these samples only."""
+        return CaptureTask.of(item for item in self.items if item.prompt.key in keys)
+
+
+@dataclass
+class CaptureResult:
+    """What a worker returns for one task: counts, never tensors."""
+
+    samples: int = 0
+    tokens: int = 0  # text and visual
+    failed: dict[str, str] = field(default_factory=dict)  # key -> error on this machine
+
+
+@dataclass(frozen=True)
+class CaptureFacts:
+    """What the driver plans shards with; equal for all workers."""
+
+    target: str  # fingerprint
+    features: tuple[str, ...]
+    text_bytes: int  # of one text token
+    visual_bytes: int  # of one visual token
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureSummary:
+    """What a run did, and what the store holds after it."""
+
+    store: str
+    features: tuple[str, ...]
+    samples: int  # in the store
+    captured: int  # by this run
+    no_response: int  # prompts that have none
+    dropped: Counter[str]  # responses that the filters dropped: reason -> count
+    failed: dict[str, str]  # key -> error, in this run
+    samples_per_second: float
+    tokens_per_second: float
+    seconds: float
+
+
+class Capturer:
+    """The worker: loads the target once and captures task after task, each into one shard."""
+
+    def __init__(
+        self,
+        model: str,
+        store: str,
+        sampling: str,
+        settings: CaptureSettings,
+        load_options: Options | None = None,
+        engine: EngineName = "transformers",
+    ) -> None:
+        from vlmdistill.pipelines.engines.capture.engine_target import EngineTarget, loaded
+
+        self.target = loaded(model, load_options or Options(), engine)
+        there = store_at(store)
+        check_dtype(there, self.target.dtype_name)
+        check_engine(there, engine)
+        self.features = select_features(there, settings.drafters, self.target.info)
+        self.settings = settings
+        self.engine = None
+        provenance = self.target.provenance(self.features, settings.dtype, sampling)
+        if engine == "vllm":
+            self.engine = EngineTarget(self.target, self.features, settings.batch_tokens)
+            provenance = msgspec.structs.replace(provenance, engine=self.engine.name)
+        check_encoding(there, self.features, settings.encoding)
+        encoding = {name: how for name, how in settings.encoding.items() if how != "raw"}
+        made = encoding if there is None else None  # an existing store keeps its own
+        self.store = Store.create(store, provenance, self.target.info, stored_head(self.target), made)
+
+    def facts(self) -> CaptureFacts:
+        """What the driver plans shards with."""
+        row_bytes = {"text": 0, "visual": 0, "span": 0}
+        for feature in self.features:
+            eight = self.store.layout.encoding.get(feature.name) == "int8"
+            number = 1 if eight else 4 if self.settings.dtype == "float32" else 2
+            row_bytes[feature.where] += number * self.target.info.hidden_size
+        return CaptureFacts(
+            str(self.target.fingerprint),
+            tuple(sorted(feature.name for feature in self.features)),
+            row_bytes["text"],
+            row_bytes["visual"],
+        )
+
+    def work(self, task: CaptureTask) -> CaptureResult:
+        """Capture a task and commit it as one shard, without the samples whose prompt has changed."""
+        try:
+            return self._capture(task)
+        except DataError:
+            failed = {item.prompt.key: why for item in task.items if (why := self._problem(item))}
+            if not failed:
+                raise
+        rest = task.only([key for key in task.keys if key not in failed])
+        result = self._capture(rest) if rest.items else CaptureResult()
+        return dataclasses.replace(result, failed=failed)
+
+    def _capture(self, task: CaptureTask) -> CaptureResult:
+        """Encode prompts batch by batch: a shard of long videos would not fit into memory."""
+        from vlmdistill.pipelines.targets.batching import packed
+
+        result = CaptureResult()
+        with self.store.writer(task.name) as writer:
+            for batch in packed(task.items, lambda item: item.tokens, self.settings.batch_tokens):
+                prompts = [self._encode(item) for item in batch]
+                responses = [[int(i) for i in item.response.ids] for item in batch]
+                keys, dtype = [item.prompt.key for item in batch], self.settings.dtype
+                if self.engine:
+                    samples = self.engine.capture(prompts, responses, dtype, keys)
+                else:
+                    samples = self.target.capture(prompts, responses, self.features, dtype, keys)
+                for item, prompt, sample in zip(batch, prompts, samples, strict=True):
+                    meta = {**item.meta, **media_columns(item.prompt, prompt.samplings)}
+                    writer.add(dataclasses.replace(sample, meta=meta))
+                    result.samples += 1
+                    result.tokens += item.tokens
+            if self.engine:  # before the shard is committed: one sample of its last batch
+                self.engine.check(prompts, responses, samples, self.settings.dtype)
+        return result
+
+    def _encode(self, item: CaptureItem) -> Any:
+        """The prompt as the target read it for the response; DataError if its length has changed."""
+        prompt = self.target.encode(item.prompt.messages)
+        if prompt.length != item.response.prompt_tokens:
+            raise DataError(
+                f"the prompt has {prompt.length} tokens, but had {item.response.prompt_tokens} when the "
+                "response was generated: check if its image or video has changed"
+            )
+        return prompt
+
+    def _problem(self, item: CaptureItem) -> str:
+        """Why a prompt cannot be captured; empty if it can."""
+        try:
+            self._encode(item)
+        except DataError as error:
+            return one_line(error)
+        return ""
+
+
+def media_columns(prompt: Prompt, samplings: Sequence[Any]) -> dict[str, str | int]:
+    """Columns of the index: the number of images, videos and frames; and each of them, with frame times."""
+    parts = [part for message in prompt.messages for part in message["content"] if part["type"] != "text"]
+    videos, media = iter(samplings), list[dict[str, Any]]()
+    for part in parts:
+        fact: dict[str, Any] = {part["type"]: part["path"]}
+        if part["type"] == "video":
+            sampling = next(videos)
+            fact |= {"of": sampling.total, "fps": sampling.fps}
+            fact["seconds"] = [round(second, 3) for second in sampling.seconds]
+        media.append(fact)
+    return {
+        "images": sum(part["type"] == "image" for part in parts),
+        "videos": len(samplings),
+        "frames": sum(len(sampling.indices) for sampling in samplings),
+        "media": json.dumps(media),
+    }
+
+
+def stored_head(target: Any) -> FrozenTables:
+    """The target's embedding table and LM head, in the dtype in which the target runs."""
+    embed = as_numpy(target.head.embed_VD)
+    tied = target.head.lm_head_VD is target.head.embed_VD
+    config = target.folder / "generation_config.json"
+    return FrozenTables(
+        embed_VD=embed,
+        lm_head_VD=embed if tied else as_numpy(target.head.lm_head_VD),
+        dtype=target.dtype_name,
+        generation=json.loads(config.read_text()) if config.is_file() else {},
+    )
+
+
+def capture(
+    prompts: Sequence[Prompt],
+    responses: Path,
+    store: str,
+    model: str,
+    settings: CaptureSettings | None = None,
+    options: WorkerOptions | None = None,
+    report: OnProgress = silent,
+) -> CaptureSummary:
+    """Capture the features of all kept responses to `prompts` that `store` lacks.
+
+    Stopped at any time, it keeps what is done. DataError if there are no responses, or if another target
+    generated them. StoreError if the store is of another target, keeps a feature in another encoding, or is
+    not the same on all machines.
+    """
+    settings, options = settings or CaptureSettings(), options or WorkerOptions()
+    check_environment(options.engine)  # before Ray starts
+    store = os.path.expanduser(store)
+    local = "://" not in store
+    fingerprint = checkpoint(model)
+    check_origin(fingerprint, responses, store)
+    by_key = {prompt.key: prompt for prompt in prompts}
+    items = [CaptureItem(by_key[row.key], row) for row in dataset.read(responses) if row.key in by_key]
+    if not items:
+        raise DataError(
+            f"{responses} holds no kept response to any of the {len(prompts)} prompts: generate some with "
+            f"`vlmdistill responses -m {model}`"
+        )
+    with only_writer(Path(store)) if local else nullcontext():
+        there = set[str]()
+        if (opened := store_at(store)) is not None:
+            check_engine(opened, options.engine)
+            there = opened.keys()
+            check_encoding(opened, select_features(opened, settings.drafters, opened.info), settings.encoding)
+        missing = {item.prompt.key: item for item in items if item.prompt.key not in there}
+        start, done, tokens, failed = time.monotonic(), len(items) - len(missing), 0, dict[str, str]()
+        if missing:
+            report(done, len(items), "starting")
+            sampling = str(dataset.read_settings(responses)[0])
+            url = str(Path(store).absolute()) if local else store
+            worker = partial(Capturer, absolute(model), url, sampling, settings, options.load, options.engine)
+            media = some_media(item.prompt for item in missing.values())
+            weights = weight_bytes(model, options.load)
+            pool = ActorPool[CaptureTask, CaptureResult]
+            with session(), marked(store) as mark:
+                shared = Shared(absolute(model), fingerprint, media, url, mark)
+                with pool(worker, shared, options, weights=weights) as workers:
+                    tasks = plan(list(missing.values()), workers.facts(), settings.shard_bytes)
+                    start = time.monotonic()
+                    for ended in workers.run(tasks):
+                        done += (ended.result.samples if ended.result else 0) + len(ended.failed)
+                        tokens += ended.result.tokens if ended.result else 0
+                        failed |= ended.failed
+                        report(done, len(items), f"{tokens / (time.monotonic() - start):.0f} tokens/s")
+        seconds = time.monotonic() - start
+        final = Store.open(store)
+        stored = final.keys()  # this counts, not what workers return
+        failed = {
+            key: failed.get(
+                key, f"it is not in {store} after capture: check that all machines see this store"
+            )
+            for key in missing.keys() - stored
+        }
+        if failed and len(failed) == len(items):
+            key, why = next(iter(failed.items()))
+            raise TargetError(f"all {len(failed)} samples failed; {key}: {why}")
+        captured = len(missing) - len(failed)
+        reasons = dataset.drop_reasons(responses)
+        return CaptureSummary(
+            store=store,
+            features=final.provenance.features,
+            samples=len(stored),
+            captured=captured,
+            no_response=len(by_key.keys() - reasons.keys()),
+            dropped=Counter(reasons[key] for key in by_key if reasons.get(key)),
+            failed=failed,
+            samples_per_second=captured / seconds if captured else 0.0,
+            tokens_per_second=tokens / seconds if captured else 0.0,
+            seconds=seconds,
+        )
+
+
+def plan(items: Sequence[CaptureItem], facts: CaptureFacts, shard_bytes: int) -> list[CaptureTask]:
+    """Tasks of similar length, each a shard of about `shard_bytes`; the longest first."""
+    tasks: list[CaptureTask] = []
+    chunk: list[CaptureItem] = []
+    size = 0
+    for item in sorted(items, key=lambda item: (-item.tokens, item.prompt.key)):
+        visual = item.response.visual_tokens
+        weight = (item.tokens - visual) * facts.text_bytes + visual * facts.visual_bytes
+        if chunk and (size + weight > shard_bytes or len(chunk) >= SHARD_SAMPLES):
+            tasks.append(CaptureTask.of(chunk))
+            chunk, size = [], 0
+        chunk.append(item)
+        size += weight
+    return [*tasks, CaptureTask.of(chunk)]
+
+
+def check_dtype(store: Store | None, dtype: str) -> None:
+    """StoreError if the features in the store come from a target that ran in another dtype."""
+    if store is not None and (theirs := store.record.head.dtype) != dtype:
+        raise StoreError(
+            f"the store {store.path} holds features of a target that ran in {theirs}, and this one runs in "
+            f"{dtype}: give --target-dtype {theirs}, or another --store"
+        )
+
+
+def check_engine(store: Store | None, engine: EngineName) -> None:
+    """StoreError if another engine computed the features in the store."""
+    if store is not None and (theirs := store.provenance.engine.partition(" ")[0]) != engine:
+        raise StoreError(
+            f"the store {store.path} holds features that {theirs} computed: give --engine {theirs}, or "
+            "another --store"
+        )
+
+
+def check_origin(fingerprint: Fingerprint, responses: Path, store: str) -> None:
+    """DataError or StoreError that names the hash in which the responses or the store differ."""
+    dataset.check_settings(responses, {"checkpoint": str(fingerprint)})
+    there = store_at(store)
+    if there is None:
+        return
+    for name in ("config", "weights", "processor"):
+        theirs, mine = getattr(there.provenance, f"{name}_hash"), getattr(fingerprint, name)
+        if theirs != mine:
+            raise StoreError(
+                f"the store {store} is of another target ({name}_hash: {theirs}, not {mine}): give another "
+                "--store"
+            )

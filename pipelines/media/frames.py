@@ -1,0 +1,221 @@
+"""Read frames of a video: a file, a folder of images, an animated image, an array or a list of images.
+
+The caller chooses the frames: it gets their number and rate, and `read` decodes only the chosen ones.
+
+Shapes: F frames, H height, W width, C colors (red, green, blue).
+"""
+
+import mimetypes
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from vlmdistill.pipelines.media.images import BROKEN, MediaError, upright
+from vlmdistill.stores.schema import Array
+
+GIF_MILLISECONDS = 100  # of a frame without a duration, as in browsers
+
+
+@dataclass(frozen=True)
+class Footage:
+    """The frames of a video to choose from."""
+
+    total: int  # frames
+    fps: float | None  # average; None for separate images
+
+
+class NoDecoderError(MediaError):
+    """PyAV, which decodes video files, is not installed."""
+
+
+Choose = Callable[[Footage], Sequence[int]]  # the indices to decode, in order
+
+
+@dataclass(frozen=True)
+class SampledFrames:
+    """The decoded frames, and the video that they come from."""
+
+    frames_FHWC: Array  # uint8
+    indices: tuple[int, ...]
+    footage: Footage
+
+
+def read(source: Any, choose: Choose) -> SampledFrames:
+    """Decode the frames that `choose` returns, from a path, an array [F, H, W, C] or a list of images.
+
+    MediaError if the video is missing or unreadable, has no frames or frames of several sizes, or needs PyAV.
+    """
+    if isinstance(source, str | Path):
+        return _path(Path(source).expanduser(), choose)
+    if isinstance(source, list | tuple):
+        return _images(source, f"a video of {len(source)} images", choose)
+    try:
+        array = np.asarray(source)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise MediaError(f"a video cannot be a {type(source).__name__}: {error}") from None
+    if array.ndim != 4 or array.shape[-1] != 3 or array.dtype != np.uint8:
+        raise MediaError(
+            f"a video as an array is uint8 [frames, height, width, 3], not {array.dtype} {list(array.shape)}"
+        )
+    indices = _chosen(Footage(len(array), None), choose, "a video as an array")
+    return SampledFrames(array[list(indices)], indices, Footage(len(array), None))
+
+
+def probe(path: Path) -> Footage:
+    """The number and rate of the frames, after decoding the first; MediaError as `read`."""
+    return read(path, lambda footage: [0]).footage
+
+
+def files(path: Path) -> list[Path]:
+    """The files of a video: itself, or the images of a folder, sorted by the numbers in their names.
+
+    Hidden files are ignored.
+    """
+    if not path.is_dir():
+        return [path]
+    seen = [p for p in path.iterdir() if not p.name.startswith(".")]
+    found = [p for p in seen if (mimetypes.guess_type(p.name)[0] or "").startswith("image/")]
+    return sorted(found, key=lambda p: [(not s.isdecimal(), int(s) if s.isdecimal() else s) for s in _cut(p)])
+
+
+def _cut(path: Path) -> list[str]:
+    return [piece for piece in re.split(r"(\d+)", path.name) if piece]
+
+
+def _path(path: Path, choose: Choose) -> SampledFrames:
+    if path.is_dir():
+        return _images(files(path), str(path), choose)
+    if not path.exists():
+        raise MediaError(f"video {path} does not exist")
+    try:
+        with Image.open(path) as image:
+            if image.format != "MPEG":  # which Pillow identifies but cannot decode
+                return _animation(image, path, choose)
+    except MediaError:
+        raise
+    except BROKEN as error:
+        if (mimetypes.guess_type(path.name)[0] or "").startswith("image/"):
+            raise MediaError(f"video {path} cannot be read: {error}") from None
+    return _film(path, choose)
+
+
+def _chosen(footage: Footage, choose: Choose, what: str) -> tuple[int, ...]:
+    if not footage.total:
+        raise MediaError(f"{what} has no frames")
+    return tuple(int(index) for index in choose(footage))
+
+
+def _stacked(frames: Sequence[Array], what: str) -> Array:
+    for number, frame in enumerate(frames):
+        if frame.shape != frames[0].shape:
+            (height, width), (h, w) = frames[0].shape[:2], frame.shape[:2]
+            raise MediaError(f"{what}: frame {number} is {w}x{h}, the first {width}x{height}")
+    return np.stack(frames)
+
+
+def _images(images: Sequence[Any], what: str, choose: Choose) -> SampledFrames:
+    """Images as frames, without a frame rate."""
+    footage = Footage(len(images), None)
+    indices = _chosen(footage, choose, what)
+    return SampledFrames(_stacked([_image(images[index], what) for index in indices], what), indices, footage)
+
+
+def _image(source: Any, what: str) -> Array:
+    try:
+        if isinstance(source, str | Path):
+            with Image.open(source) as image:
+                return _pixels(image)
+        return _pixels(source if isinstance(source, Image.Image) else Image.fromarray(np.asarray(source)))
+    except BROKEN as error:
+        name = source if isinstance(source, str | Path) else f"a {type(source).__name__}"
+        raise MediaError(f"{what}: {name} cannot be read: {error}") from None
+
+
+def _pixels(image: Image.Image) -> Array:
+    return np.asarray(upright(image))
+
+
+def _animation(image: Image.Image, path: Path, choose: Choose) -> SampledFrames:
+    """An animated GIF, WebP or PNG; a still image is a video of one frame."""
+    total, milliseconds = int(getattr(image, "n_frames", 1)), 0.0
+    for number in range(total):
+        image.seek(number)
+        image.load()  # a WebP has the duration only after this
+        milliseconds += image.info.get("duration") or GIF_MILLISECONDS
+    footage = Footage(total, 1000 * total / milliseconds if total > 1 else None)
+    frames, indices = [], _chosen(footage, choose, f"video {path}")
+    for index in indices:
+        image.seek(index)
+        frames.append(_pixels(image))
+    return SampledFrames(_stacked(frames, f"video {path}"), indices, footage)
+
+
+def _film(path: Path, choose: Choose) -> SampledFrames:
+    """A video file, decoded up to the last chosen frame."""
+    try:
+        import av
+    except ImportError:
+        raise NoDecoderError(
+            f"reading the video {path} needs PyAV: pip install 'vlmdistill[video]'"
+        ) from None
+    try:
+        footage = _count(av, path)
+        indices = _chosen(footage, choose, f"video {path}")
+        frames, seen = _decode(av, path, indices)
+        if len(frames) < len(set(indices)):  # the header promised more frames than can be decoded
+            footage = Footage(seen, footage.fps)
+            indices = _chosen(footage, choose, f"video {path}")
+            frames, seen = _decode(av, path, indices)
+    except (av.error.FFmpegError, *BROKEN) as error:
+        raise MediaError(f"video {path} cannot be read: {error}") from None
+    return SampledFrames(_stacked([frames[index] for index in indices], f"video {path}"), indices, footage)
+
+
+def _count(av: Any, path: Path) -> Footage:
+    """The number of frames by the packets, since headers may be wrong or missing."""
+    with av.open(str(path)) as container:
+        if not container.streams.video:
+            raise MediaError(f"video {path} holds no video stream")
+        stream = container.streams.video[0]
+        packets = [(p.pts, p.duration, p.dts) for p in container.demux(stream) if p.size]
+    header = stream.average_rate or stream.guessed_rate
+    return Footage(len(packets), _rate(packets, stream.time_base, float(header) if header else None))
+
+
+def _rate(packets: Sequence[tuple[int | None, ...]], tick: Any, header: float | None) -> float | None:
+    """Average frames per second: the header's rate, unless the times of the packets contradict it.
+
+    A Matroska header has one rate even if the rate varies. A packet is pts, duration and dts, in ticks.
+    """
+    times = [(pts, duration or 0) for pts, duration, _ in packets if pts is not None]
+    order = [dts for _, _, dts in packets if dts is not None]
+    if len(times) < max(2, len(packets)) or order != sorted(order):  # no times, or times that restart
+        return header
+    first, (last, shown) = min(times)[0], max(times)
+    shown = shown or (last - first) // (len(times) - 1)
+    seconds = float((last + shown - first) * tick)
+    rounding = max(2 * float(tick), 0.01 * seconds)
+    if seconds <= 0 or (header and abs(len(packets) / header - seconds) <= rounding):
+        return header
+    return len(packets) / seconds
+
+
+def _decode(av: Any, path: Path, indices: Sequence[int]) -> tuple[dict[int, Array], int]:
+    """The frames at these indices, upright, and the number of frames decoded."""
+    wanted, frames, seen = set(indices), dict[int, Array](), 0
+    with av.open(str(path)) as container:
+        stream = container.streams.video[0]
+        stream.thread_type = "AUTO"
+        for frame in container.decode(stream):
+            if seen in wanted:
+                # Both angles are counterclockwise.
+                frames[seen] = np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))
+            seen += 1
+            if len(frames) == len(wanted):
+                break
+    return frames, seen

@@ -1,0 +1,129 @@
+"""Find the images and videos of prompts, check that they decode, and hash their content."""
+
+import errno
+import io
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from vlmdistill.pipelines.media import frames
+from vlmdistill.pipelines.media.images import BROKEN, upright
+from vlmdistill.pipelines.prompts.formats import Media, from_base64
+from vlmdistill.pipelines.prompts.sources import BadRowError, half_character
+from vlmdistill.pipelines.workspace import written_aside
+from vlmdistill.stores.errors import DataError
+
+THREADS = 8
+
+
+class MediaResolver:
+    """Finds media files, checks that they can be read, and keeps those that come as bytes.
+
+    A path is relative to `images`, else to the folder of the file that names it. Bytes (from datasets and
+    data URLs) are written into `keep`, named by their hash. A video is a file or a folder of images.
+    """
+
+    def __init__(self, images: Path | None, keep: Path) -> None:
+        self.images = images
+        self.keep = keep
+        self._checked: dict[tuple[str, Path], str | BadRowError] = {}
+
+    def check_all(self, wanted: Iterable[tuple[dict[str, Any], Path]]) -> None:
+        """Check the files of many parts in parallel, ahead of `resolve`."""
+        found = [(part["type"], self._find(part["type"], part["media"], folder)) for part, folder in wanted]
+        paths = {(kind, path) for kind, path in found if isinstance(path, Path)}
+        fresh = sorted(paths - self._checked.keys())
+        with ThreadPoolExecutor(THREADS) as pool:
+            self._checked.update(zip(fresh, pool.map(lambda one: _digest(*one), fresh), strict=True))
+
+    def resolve(self, part: dict[str, Any], folder: Path) -> str:
+        """Set the `path` and `digest` of a part and return the digest; BadRowError if it cannot be used."""
+        kind, found = part["type"], self._find(part["type"], part["media"], folder)
+        if isinstance(found, BadRowError):
+            raise found
+        if isinstance(found, bytes):
+            found = self._store(found)
+        if (kind, found) not in self._checked:
+            self._checked[kind, found] = _digest(kind, found)
+        digest = self._checked[kind, found]
+        if isinstance(digest, BadRowError):
+            raise digest
+        part["path"], part["digest"] = str(found), digest
+        return digest
+
+    def _find(self, kind: str, media: Media, folder: Path) -> Path | bytes | BadRowError:
+        """The path of a media file, or its bytes if the row holds them, or the problem."""
+        if isinstance(media, bytes):
+            return media
+        if media.startswith("data:"):
+            try:
+                return from_base64(media.partition(",")[2])
+            except ValueError as error:
+                return BadRowError(f"unreadable {kind}", f"data URL: {error}")
+        if "://" in media:
+            return BadRowError(f"{kind} is a URL", f"{media[:200]}: download it and give its path")
+        paths = [one / media for one in (self.images, folder) if one]
+        try:
+            for path in paths:
+                if half_character(str(path)):
+                    return BadRowError("name not UTF-8", f"{kind} {path}")
+                if path.is_file() or (kind == "video" and path.is_dir()):
+                    return path.resolve()
+        except OSError as error:  # for example a name that is too long
+            hint = "write base64 as a data URL" if error.errno == errno.ENAMETOOLONG else "give a path"
+            return BadRowError(f"missing {kind}", f"{media[:80]}: {error.strerror}: {hint}")
+        return BadRowError(f"missing {kind}", " and ".join(map(str, dict.fromkeys(paths))))
+
+    def _store(self, data: bytes) -> Path:
+        """Write bytes into a file named by their hash, unless it exists."""
+        from blake3 import blake3
+
+        suffix = "." + (_image_format(data) or "bin")
+        path = self.keep.resolve() / (blake3(data).hexdigest()[:32] + suffix)
+        if not path.exists():
+            with written_aside(path) as file:
+                file.write_bytes(data)
+        return path
+
+
+def _image_format(data: bytes) -> str | None:
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            return (image.format or "").lower()
+    except BROKEN:
+        return None
+
+
+def _digest(kind: str, path: Path) -> str | BadRowError:
+    """The hash of a file, after decoding an image fully or the first frame of a video; or the problem."""
+    from blake3 import blake3
+
+    hasher = blake3()
+    try:
+        if kind == "video":
+            frames.probe(path)
+        else:
+            _decode(path)
+        for file in frames.files(path):
+            hasher.update_mmap(file)
+    except frames.NoDecoderError:  # not a problem of one row
+        raise
+    except (DataError, *BROKEN) as error:
+        where = "" if isinstance(error, DataError) else f"{path}: "
+        return BadRowError(f"unreadable {kind}", f"{where}{error}")
+    return str(hasher.hexdigest()[:32])
+
+
+def _decode(path: Path) -> None:
+    """Decode an image fully; raises one of BROKEN."""
+    from PIL import Image
+
+    if path.stat().st_size == 0:
+        raise OSError("the file is empty")
+    with Image.open(path) as image:
+        # A JPEG is read fully, but decoded at an eighth of its size.
+        image.draft("RGB", (max(1, image.width // 8), max(1, image.height // 8)))
+        upright(image)

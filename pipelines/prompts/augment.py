@@ -1,0 +1,84 @@
+"""Prompt augmentations: named texts that are added to the last question to get long responses.
+
+The papers train and evaluate on long responses, which they get with such a text. It changes every result, so
+its name is recorded with each prompt.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from vlmdistill.stores.errors import DataError
+from vlmdistill.stores.suggestions import did_you_mean
+
+# {"role": ..., "content": [{"type": "text"|"image"|"video", "text"|"path": ..., "fps"|"frames" of a video}]}
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """A text, and how it is joined to the question."""
+
+    name: str
+    text: str
+    source: str
+    joint: str = " "  # between the question and the text
+    replaces: bool = False  # the text replaces the question
+
+    def apply(self, messages: list[Message]) -> list[Message]:
+        """A copy of the conversation with the text added to its last turn."""
+        if not self.text:
+            return messages
+        last = messages[-1]
+        parts = list(last["content"])
+        if self.replaces:
+            parts = [part for part in parts if part["type"] != "text"]
+        if parts and parts[-1]["type"] == "text":
+            parts[-1] = {"type": "text", "text": parts[-1]["text"].rstrip() + self.joint + self.text}
+        else:
+            parts.append({"type": "text", "text": self.text})
+        return [*messages[:-1], {"role": last["role"], "content": parts}]
+
+
+AUGMENTATIONS = {
+    item.name: item
+    for item in (
+        Augmentation("none", "", "the question unchanged"),
+        Augmentation(
+            "long",
+            "Please answer with at least 1000 words.",
+            "ViSpec, training data of stage 2 (responses of the target to LLaVA-Pretrain)",
+        ),
+        Augmentation(
+            "explain",
+            "Please answer with an explanation.",
+            "ViSpec, evaluation on visual question answering",
+        ),
+        Augmentation(
+            "ocr",
+            "Perform an OCR task on the provided image. Please extract the text accurately and provide a "
+            "detailed explanation of the process. Ensure the response is comprehensive and well-structured.",
+            "ViSpec, evaluation on TextVQA",
+        ),
+        Augmentation(
+            "describe",
+            "Please provide a detailed description of the given image.",
+            "ViSpec, evaluation on COCO captions: the whole question",
+            replaces=True,
+        ),
+        Augmentation(
+            "reason",
+            "For the following question, provide a detailed explanation of your reasoning "
+            "leading to the answer.",
+            "MSD, evaluation through lmms-eval",
+            joint="\n",
+        ),
+    )
+}
+
+
+def find(name: str) -> Augmentation:
+    """The augmentation of that name; DataError lists the names."""
+    if name not in AUGMENTATIONS:
+        near = did_you_mean(name, AUGMENTATIONS)
+        raise DataError(f"there is no augmentation '{name}'{near}: choose from {', '.join(AUGMENTATIONS)}")
+    return AUGMENTATIONS[name]

@@ -1,0 +1,293 @@
+"""Convert rows of the supported formats into conversations: LLaVA, ShareGPT, chat messages, question columns.
+
+A row becomes a `Conversation` or raises BadRowError: nothing is dropped silently or repaired by guessing.
+`docs/inputs.md` shows a row of each format.
+"""
+
+import base64
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+from vlmdistill.pipelines.prompts import columns, sources
+from vlmdistill.pipelines.prompts.augment import Message
+from vlmdistill.pipelines.prompts.sources import BadRowError, Row, half_character
+from vlmdistill.stores.errors import DataError
+
+Format = Literal["auto", "llava", "sharegpt", "chat", "hf"]
+Media = str | bytes  # a path from the row, or the content of the file
+Sampling = Mapping[str, float | int]  # "fps" or "frames" of a video; empty: the target's own
+
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+}
+TOOLS = ("tool", "function", "function_call", "tool_call", "tool_response", "observation", "ipython")
+TURNS = ("messages", "conversations", "conversation", "items", "texts", "prompt")
+FILES = {"image": ("image", "images"), "video": ("video", "videos")}
+COUNTS = ("frames", "nframes", "num_frames")  # keys for the number of frames of a video
+SAMPLING = ("fps", *COUNTS)
+CLIPS = ("video_start", "video_end", "start", "end", "start_time", "end_time", "start_sec", "end_sec")
+MOST = 2**31 - 1  # frames, or frames per second, of a video
+TAG = re.compile(r"\s*<(image|video)>\s*")
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Turns with known roles. Image and video parts hold `media` (path or bytes), not checked yet."""
+
+    messages: list[Message]
+    trimmed: bool = False  # without assistant turns before the first question
+    unread: tuple[str, ...] = ()  # columns with text, and keys of media parts, that were not used
+
+
+def detect(source: str, wanted: Format = "auto") -> Format:
+    """The format of a source; DataError if it does not exist or has no known format."""
+    sources.check(source, hub=wanted == "hf")
+    if wanted != "auto":
+        return wanted
+    if Path(source).expanduser().is_dir():
+        return "hf"
+    first = None
+    for row in sources.read(source):
+        first = first or row
+        if not isinstance(row.value, Mapping):
+            continue
+        name, given = _turns(row.value)
+        if given is not None:
+            pictured = row.value.keys() & {name for names in FILES.values() for name in names}
+            return "chat" if name == "messages" else "llava" if pictured else "sharegpt"
+        if row.value.keys() & {*columns.QUESTIONS, *columns.MORE[:1]}:
+            return "hf"
+    raise DataError(
+        f"{source}: no row has 'conversations' (LLaVA, ShareGPT), 'messages' (chat) or a 'question': "
+        f"{first or 'it has no rows'}. `vlmdistill prompts --help` shows a row of each format"
+    )
+
+
+def conversation(row: Row, kind: Format, sampling: Sampling | None = None) -> Conversation:
+    """The checked conversation of a row; BadRowError if the row cannot be used.
+
+    A `sampling` that is not empty overrides that of the row's videos.
+    """
+    if row.problem:
+        raise row.problem
+    value = row.value
+    if not isinstance(value, Mapping):
+        raise BadRowError("not an object", f"{type(value).__name__} instead of a JSON object")
+    name, raw = _turns(value)
+    read = {name}
+    if raw is None:
+        made = columns.turns_of(value)
+        if made is None:
+            raise BadRowError("no conversation", f"columns: {', '.join(map(str, value))}")
+        raw, read = made.turns, set(made.columns)
+    system = columns.system(value)
+    if system and not any(ROLES.get(_role(turn)) == "system" for turn in raw):
+        raw = [{"role": "system", "content": "\n".join(system.values())}, *raw]
+        read |= set(system)
+    media = _MediaOfRow(value, kind, sampling)
+    messages = [_message(turn, media) for turn in raw]
+    users = [message for message in messages if message["role"] == "user"]
+    if not users:
+        raise BadRowError("no user turn")
+    users[0]["content"] = media.untagged() + users[0]["content"]
+    unread = [name for name, text in value.items() if isinstance(text, str | list | dict) and text]
+    left = [str(name) for name in unread if name not in {"id", *read, *media.columns}]
+    return _ordered(messages, (*left, *media.unread))
+
+
+def _turns(value: Mapping[str, Any]) -> tuple[str, list[Any] | None]:
+    """The turns of a row, and their column; a pair of user and assistant text becomes two turns."""
+    for name in TURNS:
+        items = value.get(name)
+        if isinstance(items, list) and (not items or any(isinstance(item, Mapping) for item in items)):
+            return name, [turn for item in items for turn in _spread(item)]
+    return "", None
+
+
+def _spread(item: Any) -> list[Any]:
+    """The turns of one item: a turn, or a pair such as {"user": ..., "assistant": ...}."""
+    if not isinstance(item, Mapping) or item.keys() & {"role", "from"} or "assistant" not in item:
+        return [item]
+    question = item.get("user", item.get("human"))
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": item["assistant"]}]
+
+
+def _ordered(messages: list[Message], unread: tuple[str, ...]) -> Conversation:
+    """Check that roles alternate; remove assistant turns before the first question."""
+    system = [message for message in messages if message["role"] == "system"]
+    spoken = [message for message in messages if message["role"] != "system"]
+    if system and messages[: len(system)] != system:
+        raise BadRowError("late system turn")
+    first = next(index for index, message in enumerate(spoken) if message["role"] == "user")
+    kept = spoken[first:]
+    for before, after in pairwise(kept):
+        if before["role"] == after["role"]:
+            raise BadRowError("roles do not alternate", f"two {after['role']} turns in a row")
+    return Conversation(system + kept, first > 0, unread)
+
+
+class _MediaOfRow:
+    """The images and videos of a row's columns, which tags and parts use up in order."""
+
+    def __init__(self, value: Mapping[str, Any], kind: Format, sampling: Sampling | None) -> None:
+        self.value, self.sampling = value, sampling
+        found = {what: next((n for n in names if value.get(n)), "") for what, names in FILES.items()}
+        self.given = {what: _listed(value.get(name) or []) for what, name in found.items()}
+        self.placed: Counter[str] = Counter()
+        self.tagged = kind == "llava" or any(self.given.values())  # else <image> is ordinary text
+        self.columns = {*found.values(), *(SAMPLING if self.given["video"] else ())}
+        self.unread: list[str] = []  # keys of parts
+
+    def next(self, what: str) -> Media:
+        """The next image or video of the row, for a tag or a part without a path."""
+        given, at = self.given[what], self.placed[what]
+        if at >= len(given):
+            raise BadRowError(
+                f"{what} count", f"the text has more <{what}> than the row has files ({len(given)})"
+            )
+        self.placed[what] += 1
+        return given[at]
+
+    def tag(self, what: str) -> dict[str, Any]:
+        """The part of a tag. LLaVA uses <image> for videos too."""
+        if what == "image" and self.given["video"] and not self.given["image"]:
+            what = "video"
+        return self.part(what, {}, self.next(what))
+
+    def part(self, what: str, keys: Mapping[str, Any], media: Media) -> dict[str, Any]:
+        """The part of an image or video with its own keys."""
+        used = {"type", "text", what, f"{what}_url", "path", "url", "bytes", *SAMPLING}
+        self.unread += [f"{what}.{key}" for key in keys if keys[key] is not None and key not in used]
+        if what == "image":
+            return {"type": what, "media": media}
+        _whole(keys)
+        _whole(self.value)
+        return {"type": what, "media": media, **(self.sampling or _sampling(keys) or _sampling(self.value))}
+
+    def untagged(self) -> list[dict[str, Any]]:
+        """The parts of media without tags, put first as in LLaVA. BadRowError if only some have tags."""
+        parts = []
+        for what, given in self.given.items():
+            if given and not self.placed[what]:
+                parts += [self.part(what, {}, media) for media in given]
+            elif len(given) != self.placed[what]:
+                counts = f"{self.placed[what]} <{what}> in the text, {len(given)} given"
+                raise BadRowError(f"{what} count", counts)
+        return parts
+
+
+def _listed(found: Any) -> list[Media]:
+    """The media of a column: one, or a list."""
+    return [_media(item) for item in (found if isinstance(found, list) else [found])]
+
+
+def _media(item: Any) -> Media:
+    """The path or the bytes of a file, in any form that rows use."""
+    if isinstance(item, Mapping):
+        if isinstance(encoded := item.get("bytes"), str) and encoded:
+            try:
+                return from_base64(encoded)
+            except ValueError as error:
+                raise BadRowError("no media file", f"its bytes are text, but not base64: {error}") from None
+        item = item.get("bytes") or item.get("path") or item.get("url")
+    if isinstance(item, str) and item:
+        return item.removeprefix("file://")
+    if isinstance(item, bytes):
+        return item
+    if isinstance(item, list):
+        raise BadRowError("list of frames", "put the frames of a video into a folder and give its path")
+    raise BadRowError("no media file", f"neither path nor bytes: {str(item)[:60]}")
+
+
+def from_base64(text: str) -> bytes:
+    """Decode base64, with or without line breaks; ValueError if it is malformed."""
+    return base64.b64decode("".join(text.split()), validate=True)
+
+
+def _role(turn: Any) -> str:
+    """The role of a turn in lower case; empty if it is not a turn."""
+    return str(turn.get("role") or turn.get("from")).lower() if isinstance(turn, Mapping) else ""
+
+
+def _message(turn: Any, media: _MediaOfRow) -> Message:
+    """One turn of either style: from/value or role/content."""
+    if not isinstance(turn, Mapping):
+        raise BadRowError("not an object", f"a turn is {type(turn).__name__}")
+    role = _role(turn)
+    if role in TOOLS or turn.get("tool_calls") or turn.get("function_call"):
+        raise BadRowError("tool call", f"a turn of '{role}': prompts cannot call tools")
+    if role not in ROLES:
+        raise BadRowError("unknown role", f"{role}, in a turn with {', '.join(map(str, turn))}")
+    content = next((turn[name] for name in ("content", "value", "text") if turn.get(name) is not None), None)
+    parts: list[dict[str, Any]] = []
+    for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
+        parts += _parts(part, media)
+    if not parts or (ROLES[role] != "user" and not any(part["type"] == "text" for part in parts)):
+        raise BadRowError("empty turn", role)
+    return {"role": ROLES[role], "content": parts}
+
+
+def _parts(part: Any, media: _MediaOfRow) -> list[dict[str, Any]]:
+    """The parts of one content item: several if its text has <image> tags."""
+    if isinstance(part, str):
+        part = {"type": "text", "text": part}
+    kind = str(part.get("type", "text")) if isinstance(part, Mapping) else ""
+    what = kind.removeprefix("input_").removesuffix("_url")
+    if what == "text":
+        text = part.get("text")
+        if text is None:
+            return []
+        if not isinstance(text, str):
+            raise BadRowError("text is not a string", type(text).__name__)
+        if position := half_character(text):
+            raise BadRowError("text is not Unicode", f"unpaired surrogate at character {position}")
+        made: list[dict[str, Any]] = []
+        for index, piece in enumerate(TAG.split(text) if media.tagged else [text]):
+            if index % 2:
+                made.append(media.tag(piece))
+            elif piece.strip():
+                made.append({"type": "text", "text": piece})
+        return made
+    if what not in FILES:
+        raise BadRowError("unknown part", kind or type(part).__name__)
+    names = (what, f"{what}_url", "path", "url", "bytes")
+    name = next((name for name in names if part.get(name)), None)
+    given = {"bytes": part[name]} if name == "bytes" else part[name] if name else None
+    return [media.part(what, part, media.next(what) if given is None else _media(given))]
+
+
+def _whole(keys: Mapping[str, Any]) -> None:
+    """BadRowError if the row uses only a part of a video, which prompts do not support."""
+    if bounds := [f"{name} {keys[name]}" for name in CLIPS if keys.get(name)]:
+        raise BadRowError("part of a video", f"{', '.join(bounds)}: cut it into a separate file")
+
+
+def _sampling(keys: Mapping[str, Any]) -> dict[str, float | int]:
+    """The video sampling of a row: frames per second, a number of frames, or empty."""
+    fps: Any = keys.get("fps")
+    count: Any = next((keys[name] for name in COUNTS if keys.get(name) is not None), None)
+    if fps is None and count is None:
+        return {}
+    if fps is not None and count is not None:
+        raise BadRowError("video sampling", f"fps {fps} and frames {count}: give one of them, or --fps")
+    try:
+        sampling: dict[str, float | int] = {"frames": int(count)} if fps is None else {"fps": float(fps)}
+    except (TypeError, ValueError, OverflowError):
+        sampling = {}
+    if not sampling or not 0 < min(sampling.values()) <= MOST:
+        problem = f"fps {fps}, frames {str(count)[:40]}: give a number above 0, at most {MOST}"
+        raise BadRowError("video sampling", problem)
+    return sampling

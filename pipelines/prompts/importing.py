@@ -1,0 +1,378 @@
+"""Import conversations of any supported format as prompts into one Parquet file.
+
+A prompt is a conversation up to an assistant turn. Its key is a hash of its roles, texts, image and video
+bytes, and video sampling. So a second import adds only new prompts, and moving the images changes nothing.
+
+The train/eval split is a hash of the images, or of the first question if there are none: an image is never in
+both splits.
+"""
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+from vlmdistill.pipelines.media.images import large_images
+from vlmdistill.pipelines.media.resolver import MediaResolver
+from vlmdistill.pipelines.prompts import augment, formats
+from vlmdistill.pipelines.prompts.augment import Message
+from vlmdistill.pipelines.prompts.formats import MOST, Conversation, Format
+from vlmdistill.pipelines.prompts.sources import BadRowError, Row
+from vlmdistill.pipelines.prompts.sources import read as read_rows
+from vlmdistill.pipelines.workspace import written_aside
+from vlmdistill.stores.errors import DataError
+from vlmdistill.stores.schema import content_hash
+
+Split = Literal["train", "eval"]
+CHUNK = 256  # rows whose images are checked together
+SAMPLING = ("fps", "frames")  # what a part may say about its video
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt. The order of the attributes is the column order of the file."""
+
+    key: str
+    dataset: str
+    split: Split
+    messages: list[Message]  # parts: {"type": "text", "text"} or {"type": "image"|"video", "path"}
+    augmentation: str
+    augmentation_text: str
+    reference: str | None  # the dataset's own response
+    source: str
+    row: int
+    turn: int  # which user turn of the row it ends with, from 1
+
+    @property
+    def files(self) -> list[str]:
+        """The paths of its images and videos."""
+        parts = [part for message in self.messages for part in message["content"]]
+        return [part["path"] for part in parts if part["type"] != "text"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """How rows become prompts."""
+
+    images: Path | None = None
+    fps: float | None = None  # of every video; None: the row's, else the target's
+    frames: int | None = None  # of every video, instead of `fps`
+    limit: int | None = None  # prompts to import
+    turns: Literal["first", "all"] = "first"
+    augment: Sequence[str] = ("none",)  # one prompt each, for rows with images or videos
+    augment_text: Sequence[str] = ("none",)  # the same for text-only rows
+    eval_share: float = 0.05
+    split: Split | None = None  # of all prompts, instead of `eval_share`
+
+    @property
+    def sampling(self) -> dict[str, float | int]:
+        """The sampling of all videos; empty: the row's, else the target's."""
+        return {name: getattr(self, name) for name in SAMPLING if getattr(self, name) is not None}
+
+    def check(self) -> None:
+        """DataError if a value is out of range."""
+        if self.limit is not None and self.limit < 1:
+            raise DataError(f"--limit {self.limit}: give a number of prompts above 0")
+        if not 0 <= self.eval_share < 1:
+            raise DataError(f"--eval-share {self.eval_share}: give a share from 0 to below 1")
+        if self.fps is not None and self.frames is not None:
+            raise DataError(f"--fps {self.fps} and --frames {self.frames}: give one of them")
+        for name, value in (("--fps", self.fps), ("--frames", self.frames)):
+            if value is not None and not 0 < value <= MOST:
+                raise DataError(f"{name} {value}: give a number above 0, at most {MOST}")
+        if self.images and not self.images.is_dir():
+            raise DataError(f"--images {self.images}: the folder does not exist")
+        for name in (*self.augment, *self.augment_text):
+            augment.find(name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportSummary:
+    """What an import did, and what the file holds after it."""
+
+    out: Path
+    skipped_file: Path
+    added: int
+    present: int  # prompts of this import that the file already held
+    trimmed: int  # conversations without the assistant turn before their first question
+    skipped: Counter[str]  # by reason
+    unread_columns: Counter[str]  # columns with text, and keys of media parts, that were not used
+    total: int
+    train: int
+    eval: int
+    datasets: Counter[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return {**vars(self), "out": str(self.out), "skipped_file": str(self.skipped_file)}
+
+
+def schema() -> Any:
+    """The Arrow schema of the prompts file."""
+    import pyarrow as pa
+
+    part = pa.struct(
+        [
+            ("type", pa.string()),
+            ("text", pa.string()),
+            ("path", pa.string()),
+            ("fps", pa.float64()),  # video sampling; both null: the target's own
+            ("frames", pa.int32()),
+        ]
+    )
+    message = pa.struct([("role", pa.string()), ("content", pa.list_(part))])
+    return pa.schema(
+        [
+            ("key", pa.string()),
+            ("dataset", pa.string()),
+            ("split", pa.string()),
+            ("messages", pa.list_(message)),
+            ("augmentation", pa.string()),
+            ("augmentation_text", pa.string()),
+            ("reference", pa.string()),
+            ("source", pa.string()),
+            ("row", pa.int64()),
+            ("turn", pa.int32()),
+        ],
+        metadata={"vlmdistill.prompts": "1"},
+    )
+
+
+def read(path: Path, model: str = "M") -> list[Prompt]:
+    """The prompts of a file, in its order; DataError if it is missing or not a prompts file.
+
+    `model` is the target that the error message names.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if not path.is_file():
+        raise DataError(
+            f"no prompts in {path}: import yours with `vlmdistill prompts FILE... -m {model}`, "
+            f"or the demo's with `vlmdistill prompts demo -m {model}`"
+        )
+    try:
+        table = pq.read_table(path)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise DataError(f"{path} cannot be read as Parquet: {str(error).splitlines()[0]}") from None
+    missing = [name for name in schema().names if name not in table.column_names]
+    if missing:
+        raise DataError(f"{path} is not a prompts file: it lacks the columns {', '.join(missing)}")
+    rows = table.select(schema().names).to_pylist()
+    for row in rows:
+        for message in row["messages"]:
+            message["content"] = [{k: v for k, v in p.items() if v is not None} for p in message["content"]]
+    return [Prompt(**row) for row in rows]
+
+
+def select(prompts: Sequence[Prompt], split: str = "all", limit: int | None = None) -> list[Prompt]:
+    """The first `limit` prompts of a split (train, eval or all); DataError if it has none."""
+    chosen = [prompt for prompt in prompts if split in ("all", prompt.split)][:limit]
+    if not chosen:
+        raise DataError(
+            f"the split '{split}' has none of the {len(prompts)} prompts: import some with --split {split}"
+        )
+    return chosen
+
+
+def import_prompts(
+    sources: Sequence[str],
+    out: Path,
+    kind: Format = "auto",
+    choices: Choices | None = None,
+    progress: Callable[[int], None] = lambda rows: None,
+) -> ImportSummary:
+    """Import `sources` into the prompts file `out`, adding to what it holds.
+
+    Rows that cannot be used are listed with the reason in `<name>.skipped.jsonl`. DataError if no row can be
+    used. `progress` gets the number of rows read.
+    """
+    choices = choices or Choices()
+    choices.check()
+    kinds = [formats.detect(source, kind) for source in sources]  # all, before the first is read
+    prompts = {prompt.key: prompt for prompt in read(out)} if out.exists() else {}
+    job = _Import(choices, MediaResolver(choices.images, out.parent / "images"), progress)
+    with large_images():
+        for source, its_kind in zip(sources, kinds, strict=True):
+            job.read(source, its_kind)
+    skipped_file = out.with_suffix(".skipped.jsonl")
+    _write_skipped(skipped_file, job.skipped, job.sources)
+    reasons = Counter(entry["reason"] for entry in job.skipped)
+    if not job.made:
+        counts = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common()) or "no rows"
+        more = f"; row by row in {skipped_file}" if job.skipped else ""
+        raise DataError(f"nothing to import from {', '.join(sources)}: {counts}{more}")
+    present = len(prompts.keys() & job.made.keys())
+    for key, prompt in job.made.items():
+        old = prompts.get(key)
+        # The split stays; the paths may have changed.
+        prompts[key] = prompt if old is None else dataclasses.replace(prompt, split=old.split)
+    _write(out, prompts.values())
+    splits = Counter(prompt.split for prompt in prompts.values())
+    return ImportSummary(
+        out=out,
+        skipped_file=skipped_file,
+        added=len(job.made) - present,
+        present=present,
+        trimmed=job.trimmed,
+        skipped=reasons,
+        unread_columns=job.unread,
+        total=len(prompts),
+        train=splits["train"],
+        eval=splits["eval"],
+        datasets=Counter(prompt.dataset for prompt in prompts.values()),
+    )
+
+
+class _Import:
+    """The state of an import: prompts made, rows skipped."""
+
+    def __init__(self, choices: Choices, resolver: MediaResolver, progress: Callable[[int], None]) -> None:
+        self.choices = choices
+        self.resolver = resolver
+        self.progress = progress
+        self.made: dict[str, Prompt] = {}
+        self.skipped: list[dict[str, Any]] = []
+        self.sources: set[str] = set()
+        self.unread: Counter[str] = Counter()
+        self.trimmed = 0
+        self.rows = 0
+
+    @property
+    def full(self) -> bool:
+        """Whether the limit is reached."""
+        return self.choices.limit is not None and len(self.made) >= self.choices.limit
+
+    def read(self, source: str, kind: Format) -> None:
+        """Take the rows of one source, until the limit."""
+        rows = read_rows(source)
+        while not self.full and (chunk := list(islice(rows, CHUNK))):
+            talks = [self._conversation(row, kind) for row in chunk]
+            self.resolver.check_all(
+                (part, row.folder)
+                for row, talk in zip(chunk, talks, strict=True)
+                if talk
+                for part in _media_parts(talk.messages)
+            )
+            for row, talk in zip(chunk, talks, strict=True):
+                self.sources.add(row.source)
+                if talk and not self.full:
+                    self._take(row, talk)
+            self.rows += len(chunk)
+            self.progress(self.rows)
+
+    def _conversation(self, row: Row, kind: Format) -> Conversation | None:
+        try:
+            return formats.conversation(row, kind, self.choices.sampling)
+        except BadRowError as error:
+            self._skip(row, error)
+            return None
+
+    def _skip(self, row: Row, error: BadRowError) -> None:
+        entry = {"source": row.source, "row": row.number, "line": row.line}
+        self.skipped.append({**entry, "reason": error.reason, "detail": error.detail})
+
+    def _take(self, row: Row, talk: Conversation) -> None:
+        """Make the prompts of one conversation."""
+        try:
+            digests = [self.resolver.resolve(part, row.folder) for part in _media_parts(talk.messages)]
+        except BadRowError as error:
+            self._skip(row, error)
+            return
+        self.trimmed += talk.trimmed
+        self.unread.update(talk.unread)
+        names = self.choices.augment if digests else self.choices.augment_text
+        first = next(message for message in talk.messages if message["role"] == "user")
+        held = self._split(digests or _content([first]))
+        for turn, (asked, reference) in enumerate(_questions(talk.messages, self.choices.turns), 1):
+            for name in names:
+                augmentation = augment.find(name)
+                messages = augmentation.apply(asked)
+                prompt = Prompt(
+                    key=content_hash(_content(messages)),
+                    dataset=row.dataset,
+                    split=held,
+                    messages=[_bare(message) for message in messages],
+                    augmentation=name,
+                    augmentation_text=augmentation.text,
+                    reference=reference,
+                    source=row.source,
+                    row=row.number,
+                    turn=turn,
+                )
+                earlier = self.made.setdefault(prompt.key, prompt)
+                if earlier is not prompt:
+                    where = f"the same prompt as row {earlier.row} of {Path(earlier.source).name}"
+                    self._skip(row, BadRowError("duplicate", where))
+                if self.full:
+                    return
+
+    def _split(self, origin: Any) -> Split:
+        if self.choices.split:
+            return self.choices.split
+        return "eval" if int(content_hash(origin), 16) < self.choices.eval_share * 2**64 else "train"
+
+
+def _media_parts(messages: Iterable[Message]) -> Iterator[dict[str, Any]]:
+    """The parts that are images or videos, in order."""
+    for message in messages:
+        yield from (part for part in message["content"] if part["type"] != "text")
+
+
+def _content(messages: Iterable[Message]) -> list[Any]:
+    """The content that identifies a prompt, without the paths of its files."""
+    return [
+        [
+            message["role"],
+            [
+                [part["type"], part.get("digest") or part["text"], *_only(part, SAMPLING).items()]
+                for part in message["content"]
+            ],
+        ]
+        for message in messages
+    ]
+
+
+def _bare(message: Message) -> Message:
+    """The message as stored: type, text or path, and video sampling."""
+    parts = [_only(part, ("type", "text", "path", *SAMPLING)) for part in message["content"]]
+    return {"role": message["role"], "content": parts}
+
+
+def _only(part: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: part[name] for name in names if name in part}
+
+
+def _questions(
+    messages: Sequence[Message], which: Literal["first", "all"]
+) -> Iterator[tuple[list[Message], str | None]]:
+    """Each prompt of a conversation, with the response of the dataset."""
+    for index, message in enumerate(messages):
+        if message["role"] != "user":
+            continue
+        reference = messages[index + 1]["content"] if index + 1 < len(messages) else []
+        text = "\n".join(part["text"] for part in reference if part["type"] == "text")
+        yield list(messages[: index + 1]), text or None
+        if which == "first":
+            return
+
+
+def _write(out: Path, prompts: Iterable[Prompt]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pa.Table.from_pylist([vars(prompt) for prompt in prompts], schema())
+    with written_aside(out) as file:
+        pq.write_table(table, file, compression="zstd")
+
+
+def _write_skipped(path: Path, skipped: list[dict[str, Any]], sources: set[str]) -> None:
+    """Replace the entries of `sources` in the list of skipped rows; those of others stay."""
+    lines = path.read_text().splitlines() if path.is_file() else []
+    kept = [entry for entry in map(json.loads, lines) if entry["source"] not in sources]
+    with written_aside(path) as file:
+        file.write_text("".join(json.dumps(entry) + "\n" for entry in [*kept, *skipped]))

@@ -1,0 +1,231 @@
+"""Read the rows of a source: JSON, JSON lines or Parquet files, also compressed, and Hugging Face datasets.
+
+A bad row is yielded with its problem; a file that cannot be read raises DataError.
+"""
+
+import bz2
+import gzip
+import json
+import lzma
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from vlmdistill.stores.errors import DataError, one_line
+
+COMPRESSED: dict[bytes, Callable[..., Any]] = {
+    b"\x1f\x8b": gzip.open,
+    b"BZh": bz2.open,
+    b"\xfd7zXZ\0": lzma.open,
+}
+PARQUET = b"PAR1"
+REFUSED = {  # first bytes of a file -> what it is
+    b"PK\x03\x04": "a zip archive",
+    b"7z\xbc\xaf": "a 7z archive",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd",
+    b"ARROW1": "an Arrow file",
+}
+TAR = 257  # offset of the magic bytes of a tar archive
+FILES = (".json", ".jsonl", ".parquet", ".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".csv", ".txt")
+ROWS_AT_ONCE = 16  # of Parquet: they may hold images
+
+
+class BadRowError(Exception):
+    """A row that cannot be used. Rows are counted by `reason`; `detail` names the value."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
+        self.detail = detail
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a source, or its problem. `number` and `line` count from 1."""
+
+    source: str
+    dataset: str
+    number: int
+    value: Any
+    line: int | None = None
+    problem: BadRowError | None = None
+
+    @property
+    def folder(self) -> Path:
+        """The folder to which paths in the row are relative."""
+        path = Path(self.source)
+        return path if path.is_dir() else path.parent
+
+    def __str__(self) -> str:
+        """A description of the row, for messages."""
+        if self.problem:
+            return f"line {self.line} is {self.problem}"
+        if isinstance(self.value, Mapping):
+            return f"row {self.number} has the columns {', '.join(map(str, self.value)) or '(none)'}"
+        return f"row {self.number} is a {type(self.value).__name__}, not an object"
+
+
+def check(source: str, hub: bool) -> None:
+    """DataError if a source is neither a file nor a folder nor, with `hub`, a name on the hub."""
+    path = Path(source).expanduser()
+    if half_character(str(path.absolute())):
+        raise DataError(f"{source}: the name is not UTF-8: rename the file")
+    local = source.startswith((".", "/", "~")) or source.lower().endswith(FILES)
+    if not path.exists() and (local or not hub):
+        hint = "" if local else " (a Hugging Face dataset by name: add --format hf)"
+        raise DataError(f"there is no file {source}{hint}")
+
+
+def half_character(text: str) -> int | None:
+    """The position of an unpaired surrogate, from 1. JSON can hold one, UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return error.start + 1
+    return None
+
+
+def read(source: str) -> Iterator[Row]:
+    """Every row of a source, in order. A local path is never looked up on the hub."""
+    path = Path(source).expanduser()
+    if not path.is_file():
+        yield from _dataset(source)
+        return
+    with path.open("rb") as plain:
+        start = plain.read(8)
+    opened = next((function for magic, function in COMPRESSED.items() if start.startswith(magic)), open)
+    try:
+        with opened(path, "rb") as file:
+            yield from _file(file, path)
+    except (gzip.BadGzipFile, lzma.LZMAError, zlib.error, EOFError) as error:
+        raise DataError(f"{path} cannot be decompressed ({one_line(error)}): download it again") from None
+
+
+def _file(file: IO[bytes], path: Path) -> Iterator[Row]:
+    """The rows of an open file, whose first bytes decide the format."""
+    start = file.read(TAR + 5)
+    file.seek(0)
+    what = next((name for magic, name in REFUSED.items() if start.startswith(magic)), None)
+    if start[TAR:] == b"ustar":
+        what = "a tar archive"
+    if what:
+        raise DataError(
+            f"{path} is {what}: unpack it and import the JSON or Parquet files in it, with --images for the "
+            "folder of its images and videos"
+        )
+    if start.startswith(PARQUET):
+        return _parquet(file, path)
+    try:
+        text = file.read().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path} is neither UTF-8 text nor Parquet ({error.reason} at byte {error.start})"
+        ) from None
+    rows = _array(text, path) if text.lstrip().startswith("[") else _lines(text)
+    return (
+        Row(str(path.resolve()), _stem(path), number, value, line, problem)
+        for number, (value, line, problem) in rows
+    )
+
+
+def _stem(path: Path) -> str:
+    """The name of a file without the endings of its format."""
+    name = path.name
+    while (end := Path(name).suffix.lower()) in FILES:
+        name = name[: -len(end)]
+    return name or path.name
+
+
+Numbered = tuple[int, tuple[Any, int, BadRowError | None]]  # row number: value, line, problem
+
+
+def _lines(text: str) -> Iterator[Numbered]:
+    """JSON lines, or one object over several lines. Rows are numbered by their line."""
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            value, problem = _parse(line)
+            if problem and number == 1 and isinstance(whole := _parse(text)[0], Mapping):
+                yield 1, (whole, 1, None)
+                return
+            yield number, (value, number, problem)
+
+
+def _parse(text: str) -> tuple[Any, BadRowError | None]:
+    try:
+        return json.loads(text), None
+    except json.JSONDecodeError as error:
+        where = f"{error.msg} at column {error.colno}: {text[:40].strip()!r}"
+    except (ValueError, RecursionError) as error:  # a number of too many digits; nested too deeply
+        where = one_line(error)
+    return None, BadRowError("invalid JSON", where)
+
+
+def _array(text: str, path: Path) -> Iterator[Numbered]:
+    """The items of a JSON array, with the line on which each begins."""
+    decoder, blank = json.JSONDecoder(), re.compile(r"\s*")
+
+    def skip(at: int) -> int:
+        match = blank.match(text, at)
+        return match.end() if match else at
+
+    at = skip(text.index("[") + 1)
+    number, line, seen = 0, 1, 0
+    try:
+        while text[at : at + 1] != "]":
+            number, line, seen = number + 1, line + text.count("\n", seen, at), at
+            value, at = decoder.raw_decode(text, at)
+            yield number, (value, line, None)
+            at = skip(at)
+            if text[at : at + 1] == ",":
+                at = skip(at + 1)
+            elif text[at : at + 1] != "]":
+                raise json.JSONDecodeError("Expecting ',' or ']'", text, at)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path} is not valid JSON: {error.msg} at line {error.lineno}") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not valid JSON: {one_line(error)} at line {line}") from None
+
+
+def _parquet(file: IO[bytes], path: Path) -> Iterator[Row]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    source, number = str(path.resolve()), 0
+    try:
+        for batch in pq.ParquetFile(file).iter_batches(ROWS_AT_ONCE):
+            for value in batch.to_pylist():
+                number += 1
+                yield Row(source, _stem(path), number, value)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read as Parquet: {one_line(error)}") from None
+
+
+def _dataset(source: str) -> Iterator[Row]:
+    """The rows of a Hugging Face dataset: `name`, `name:subset`, `...@split`, or a local folder."""
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(
+            f"reading the dataset {source} needs the package datasets: pip install 'vlmdistill[hf]'"
+        ) from None
+    name, _, split = source.partition("@")
+    name, _, subset = (name, "", "") if Path(name).exists() else name.partition(":")
+    split = split or "train"
+    try:
+        folder = Path(name).expanduser()
+        if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+            loaded = datasets.load_from_disk(str(folder))
+            data = loaded[split] if isinstance(loaded, Mapping) else loaded
+        else:
+            data = datasets.load_dataset(name, subset or None, split=split)
+    except KeyError:
+        raise DataError(f"the dataset {name} has no split '{split}': write {name}@SPLIT") from None
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DataError(f"cannot read the dataset {name}: {reason}") from None
+    # Arrow rows hold images as encoded bytes, not decoded.
+    for number, table in enumerate(data.with_format("arrow").iter(batch_size=1), 1):
+        yield Row(source, folder.name, number, table.to_pylist()[0])

@@ -1,0 +1,1 @@
+"""Stage 2: generate and keep the target's responses."""

@@ -1,0 +1,194 @@
+"""The responses of a target on disk: a folder of Parquet files, and the settings that all of them share.
+
+    settings.json        target, sampling and filters; a run with other settings is refused
+    part-<task>.parquet  the responses to the prompts of one task, written atomically
+    failed.jsonl         prompts that failed in the last run
+
+Responses that a filter dropped stay here with the reason, so that they are not generated again.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vlmdistill.pipelines.prompts.importing import Prompt
+from vlmdistill.pipelines.responses.quality import Filters
+from vlmdistill.pipelines.workspace import written_aside
+from vlmdistill.stores.errors import DataError
+from vlmdistill.stores.schema import Array
+
+SETTINGS = "settings.json"
+FAILED = "failed.jsonl"
+PART = "part-{}.parquet"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingSettings:
+    """How responses are sampled. The defaults sample the target's own distribution."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_new_tokens: int = 1024
+    seed: int = 0
+
+    def check(self) -> None:
+        """DataError if a value is out of range."""
+        if not 0 <= self.temperature < math.inf:
+            raise DataError(
+                f"--temperature {self.temperature}: give 0 for greedy decoding, or a number above 0"
+            )
+        if not 0 < self.top_p <= 1:
+            raise DataError(f"--top-p {self.top_p}: give a share above 0, at most 1")
+        if self.max_new_tokens < 1:
+            raise DataError(f"--max-new-tokens {self.max_new_tokens}: give a number above 0")
+
+    def __str__(self) -> str:
+        values = dataclasses.asdict(self)
+        return " ".join(f"{name}={value}" for name, value in values.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResponseRow:
+    """One row: the response to one prompt. The field order is the column order."""
+
+    key: str
+    ids: Array | Sequence[int] = ()  # int32, EOS included
+    text: str = ""
+    finish: str = ""
+    prompt_tokens: int = 0  # visual tokens included
+    visual_tokens: int = 0
+    words: int = 0
+    repetition: float = 0.0
+    keep: bool
+    reason: str = ""  # why it is not kept
+    detail: str = ""
+    temperature: float
+    top_p: float
+    max_new_tokens: int
+    seed: int = 0  # of its batch
+    target: str  # fingerprint
+
+
+def check_settings(out: Path, settings: Mapping[str, Any]) -> None:
+    """DataError that names the first setting in which `out` differs."""
+    path = out / SETTINGS
+    if not path.is_file():
+        return
+    there = {"engine": "transformers", **_flat(json.loads(path.read_text()))}
+    for name, value in _flat(settings).items():
+        if name in there and there[name] != value:
+            raise DataError(
+                f"{out} was made with {name} {there[name]}, not {value}: use {there[name]}, or another "
+                "folder with --out"
+            )
+
+
+def write_settings(out: Path, settings: Mapping[str, Any]) -> None:
+    """Write the settings of a new folder; see `check_settings` for one that has settings."""
+    check_settings(out, settings)
+    if not (out / SETTINGS).is_file():
+        with written_aside(out / SETTINGS) as file:
+            file.write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def read_settings(out: Path) -> tuple[SamplingSettings, Filters]:
+    """The settings of the responses in `out`; the defaults if there are none."""
+    path = out / SETTINGS
+    if not path.is_file():
+        return SamplingSettings(), Filters()
+    settings = json.loads(path.read_text())
+    return SamplingSettings(**settings["sampling"]), Filters(**settings["filters"])
+
+
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= value if isinstance(value, dict) else {name: value}
+    return flat
+
+
+def schema() -> Any:
+    """The Arrow schema of the Parquet files."""
+    import pyarrow as pa
+
+    types: dict[Any, Any] = {str: pa.string(), int: pa.int32(), float: pa.float64(), bool: pa.bool_()}
+    special = {"ids": pa.list_(pa.int32()), "repetition": pa.float32(), "seed": pa.int64()}
+    columns = dataclasses.fields(ResponseRow)
+    return pa.schema([(one.name, special.get(one.name) or types[one.type]) for one in columns])
+
+
+def write_part(out: Path, name: str, rows: Sequence[ResponseRow]) -> None:
+    """Write the rows of one task atomically; nothing if there are none."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if rows:
+        with written_aside(out / PART.format(name)) as file:
+            pq.write_table(
+                pa.Table.from_pylist([vars(row) for row in rows], schema()), file, compression="zstd"
+            )
+
+
+def table(out: Path, columns: Sequence[str] | None = None) -> Any:
+    """All responses as one Arrow table; DataError names a file that cannot be read."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    wanted = list(columns or schema().names)
+    tables = []
+    for path in sorted(out.glob(PART.format("*"))):
+        try:
+            tables.append(pq.read_table(path, columns=wanted))
+        except (OSError, pa.ArrowInvalid) as error:
+            raise DataError(
+                f"{path} is damaged ({str(error).splitlines()[0]}): remove it, and run again"
+            ) from None
+    empty = pa.schema([schema().field(name) for name in wanted]).empty_table()
+    return pa.concat_tables([empty, *tables])
+
+
+def keys(out: Path) -> set[str]:
+    """The keys of all prompts that have a response, kept or not."""
+    return set(table(out, ["key"])["key"].to_pylist())
+
+
+def without_response(prompts: Sequence[Prompt], out: Path) -> list[Prompt]:
+    """The prompts that have no response in `out`."""
+    there = keys(out)
+    return [prompt for prompt in prompts if prompt.key not in there]
+
+
+def drop_reasons(out: Path) -> dict[str, str]:
+    """Why each response is not kept, by the key of its prompt; empty if it is kept."""
+    rows = table(out, ["key", "reason"])
+    return dict(zip(rows["key"].to_pylist(), rows["reason"].to_pylist(), strict=True))
+
+
+def read(out: Path, kept: bool = True) -> Iterator[ResponseRow]:
+    """The responses in a folder; with `kept`, only those that passed the filters."""
+    import pyarrow.compute as pc
+
+    rows = table(out)
+    if kept:
+        rows = rows.filter(pc.field("keep"))
+    for batch in rows.to_batches(max_chunksize=1024):
+        ids = batch.column("ids")
+        flat, lengths = ids.flatten().to_numpy(), ids.value_lengths().to_numpy()
+        start = 0
+        for row, length in zip(batch.drop_columns(["ids"]).to_pylist(), lengths, strict=True):
+            yield ResponseRow(ids=flat[start : start + length], **row)
+            start += length
+
+
+def write_failed(out: Path, failed: Mapping[str, str]) -> None:
+    """List the failed prompts with the reason; remove the list if there are none."""
+    path = out / FAILED
+    if not failed:
+        path.unlink(missing_ok=True)
+        return
+    with written_aside(path) as file:
+        file.write_text("".join(json.dumps({"key": k, "reason": why}) + "\n" for k, why in failed.items()))

@@ -1,0 +1,1 @@
+"""Ray workers and training processes."""

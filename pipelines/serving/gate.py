@@ -1,0 +1,64 @@
+"""What is refused before the body of a request is read, and errors in the form of the OpenAI API."""
+
+import hmac
+import json
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+OPEN = ("/", "/health")  # need no key: they show no data
+MAX_BODY = 32 * 1024**2  # bytes
+
+
+class ApiError(HTTPException):
+    """An HTTP status, a message, and the request's parameter that caused it."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
+        super().__init__(status, message)
+        self.param, self.code = param, code
+
+
+def json_response(content: Any, status: int = 200) -> Response:
+    """JSON in ASCII: a message may quote half a character, which UTF-8 cannot encode."""
+    return Response(json.dumps(content), status, media_type="application/json")
+
+
+def error_response(error: HTTPException) -> Response:
+    """The response to a request that fails with `error`."""
+    kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+    facts = {"param": getattr(error, "param", None), "code": getattr(error, "code", None)}
+    return json_response({"error": {"message": error.detail, "type": kind, **facts}}, error.status_code)
+
+
+class Gate:
+    """ASGI middleware that refuses a request without the key, or with a body larger than MAX_BODY."""
+
+    def __init__(self, app: ASGIApp, key: str | None) -> None:
+        self.app, self.key = app, key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuse the request, or pass it on with a `receive` that counts the bytes of its body."""
+        headers, left = Headers(scope=scope), MAX_BODY
+        too_large = ApiError(413, f"the body is larger than {MAX_BODY} bytes: send smaller images")
+
+        async def limited() -> Message:
+            nonlocal left
+            message = await receive()
+            left -= len(message.get("body", b""))
+            if left < 0:
+                raise too_large
+            return message
+
+        length = headers.get("content-length", "")
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        known = scheme.lower() == "bearer" and hmac.compare_digest(given.encode(), (self.key or "").encode())
+        if self.key is not None and scope["path"] not in OPEN and not known:
+            message = "the key is missing or wrong: send the header 'Authorization: Bearer KEY'"
+            await error_response(ApiError(401, message, code="invalid_api_key"))(scope, receive, send)
+        elif length.isdecimal() and int(length) > MAX_BODY:
+            await error_response(too_large)(scope, receive, send)
+        else:
+            await self.app(scope, limited, send)

@@ -1,0 +1,160 @@
+"""The decoder of a server: one loaded target and at most one drafter."""
+
+import secrets
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from vlmdistill.drafters.checkpoints import checkpoint
+from vlmdistill.drafters.core.drafter import Proposer
+from vlmdistill.drafters.core.tree import Tree
+from vlmdistill.drafters.decoding.decoders import Cycle, decode
+from vlmdistill.pipelines.evaluation.records import Decoding
+from vlmdistill.pipelines.responses.generate import pieces
+from vlmdistill.pipelines.serving.chat import ChatRequest
+from vlmdistill.pipelines.targets.checkpoints.loading import load
+from vlmdistill.pipelines.targets.checkpoints.registry import Options
+from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
+from vlmdistill.pipelines.workspace import Workspace, checkpoint_folder
+from vlmdistill.stores.errors import DataError
+
+
+@dataclass(frozen=True)
+class TimedPiece:
+    """A run of text, and when it was generated."""
+
+    text: str
+    drafted: bool  # proposed by the drafter
+    seconds: float  # since decoding began, by the decoder's clock
+
+
+@dataclass(frozen=True)
+class ServedDecoder:
+    """A target and a drafter in one process. It decodes one response at a time."""
+
+    model: str  # the name that requests give
+    target: VisionLanguageTarget
+    drafter: Proposer | None = None
+    drafter_name: str | None = None
+    tree: Tree | None = None  # None: the drafter's own
+    max_new_tokens: int = 512  # of a request that sets no limit
+
+    def decode(self, request: ChatRequest, media: Path | None) -> tuple[int, Iterator[Cycle]]:
+        """The length of the prompt and the cycles; DataError or ApiError when the prompt cannot be used."""
+        prompt = self.target.encode(request.conversation(media))
+        room = self.target.info.max_position - prompt.length
+        if room < 1:
+            raise DataError(f"the prompt has {prompt.length} tokens and leaves no room for a response")
+        limit = request.max_completion_tokens or request.max_tokens or self.max_new_tokens
+        seed = secrets.randbits(63) if request.seed is None else request.seed
+        generator = torch.Generator(self.target.device).manual_seed(seed)
+        cycles = decode(
+            self.target,
+            self.drafter if request.speculate else None,
+            prompt,
+            tree=self.tree,
+            max_new_tokens=min(limit, room),
+            temperature=request.temperature,
+            generator=generator,
+        )
+        return prompt.length, cycles
+
+
+@dataclass
+class ServedResponse:
+    """The response to one request: iterate over `pieces`; the other facts are complete after that."""
+
+    decoder: ServedDecoder
+    request: ChatRequest
+    media: Path | None = None
+    prompt_tokens: int = 0
+    cycles: list[Cycle] = field(default_factory=list)
+    seconds: float = 0.0  # of the cycles
+    finish: str = "length"  # or "stop": the target ended the response, or a stop string occurred
+
+    @property
+    def decoding(self) -> Decoding:
+        """What it took so far; the EOS counts as a token."""
+        prefill = sum(cycle.seconds for cycle in self.cycles[:1])
+        return Decoding(
+            tokens=sum(len(cycle.ids) for cycle in self.cycles),
+            calls=max(0, len(self.cycles) - 1),
+            accepted=sum(cycle.accepted for cycle in self.cycles),
+            seconds=self.seconds,
+            prefill_seconds=prefill,
+            decode_seconds=self.seconds - prefill,
+        )
+
+    def pieces(self) -> Generator[TimedPiece]:
+        """Decode; DataError or ApiError when the prompt cannot be used."""
+        self.prompt_tokens, cycles = self.decoder.decode(self.request, self.media)
+        target = self.decoder.target
+        text = pieces(self._recorded(cycles), target.tokenizer)
+        timed = (TimedPiece(one.text, one.drafted, self.seconds) for one in text)
+        stopped = yield from until_stop(timed, self.request.stop)
+        if stopped or self.cycles[-1].ids[-1] in target.info.eos_ids:
+            self.finish = "stop"
+
+    def _recorded(self, cycles: Iterator[Cycle]) -> Iterator[Cycle]:
+        for cycle in cycles:
+            self.cycles.append(cycle)
+            self.seconds += cycle.seconds
+            yield cycle
+
+
+def until_stop(pieces: Iterable[TimedPiece], stop: Sequence[str]) -> Generator[TimedPiece, None, bool]:
+    """The pieces before the first stop string; returns whether there was one.
+
+    Pieces whose text may begin a stop string are held back until that is decided.
+    """
+    held: list[TimedPiece] = []
+    for piece in pieces:
+        held.append(piece)
+        text = "".join(one.text for one in held)
+        found = [at for word in stop if (at := text.find(word)) >= 0]
+        open_ends = [n for word in stop for n in range(1, len(word)) if text.endswith(word[:n])]
+        ready = min(found) if found else len(text) - max(open_ends, default=0)
+        while held and (len(held[0].text) <= ready or found):
+            first = held.pop(0)
+            if ready > 0:
+                yield replace(first, text=first.text[:ready])
+            ready -= len(first.text)
+        if found:
+            return True
+    yield from held
+    return False
+
+
+def open_decoder(
+    workspace: Workspace,
+    drafter: str | None = None,
+    *,
+    tree: Tree | None = None,
+    max_new_tokens: int = 512,
+    how: Options | None = None,
+) -> ServedDecoder:
+    """Load a target, and a drafter by its name in the workspace or by its folder; decode a few tokens.
+
+    The few tokens compile and allocate what the first request would wait for. TargetError and TrainingError
+    say what cannot be loaded.
+    """
+    folder = None if drafter is None else workspace.trained(drafter)
+    if folder is not None:
+        checkpoint.describe(folder)  # fails before the target is loaded
+    local = checkpoint_folder(workspace.model)
+    target = load(workspace.model, **(how or Options()))
+    decoder = ServedDecoder(
+        local.name if local else workspace.model, target, tree=tree, max_new_tokens=max_new_tokens
+    )
+    if folder is not None:
+        provenance = target.provenance((), "float32")
+        proposer = checkpoint.load(folder, target.head, target.info, provenance=provenance)
+        decoder = replace(decoder, drafter=proposer, drafter_name=folder.name)
+    hello = {"model": decoder.model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
+    for speculative in (False, True):
+        request = ChatRequest.model_validate({**hello, "speculate": speculative})
+        for _ in ServedResponse(decoder, request).pieces():
+            pass
+    return decoder

@@ -1,0 +1,1 @@
+"""A target's checkpoint: found by name, identified, described and loaded."""

@@ -1,0 +1,7 @@
+"""The embedded targets: checkpoints of small Qwen2.5-VL models, made by `examples/demo_target`."""
+
+from pathlib import Path
+
+_HERE = Path(__file__).parent
+EMBEDDED = {name: _HERE / name for name in ("demo", "demo-video")}
+"""Their checkpoint folders by name: `demo` knows images, `demo-video` videos as well."""

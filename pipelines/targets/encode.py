@@ -1,0 +1,191 @@
+"""Encodes a conversation for the target: token ids, spans of visual tokens, rotary positions, pixels.
+
+Shapes: L positions of the expanded prompt, A rotary axes.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from vlmdistill.pipelines.media.images import BROKEN, MediaError, large_images, upright
+from vlmdistill.pipelines.prompts.sources import half_character
+from vlmdistill.pipelines.targets.checkpoints.folder import first_line
+from vlmdistill.pipelines.targets.families.family import IMAGE, VIDEO, Family, Inputs
+from vlmdistill.pipelines.targets.video import FrameProcessor, FrameSampling
+from vlmdistill.stores.errors import DataError
+from vlmdistill.stores.schema import Span
+
+Messages = Sequence[Mapping[str, Any]]
+NOT_VISUAL = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "video_metadata")
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """An encoded conversation, on the CPU."""
+
+    ids_L: Tensor  # int64, placeholders expanded to one per visual token
+    rope_AL: Tensor  # int64, the target's own rotary positions
+    kind_L: Tensor  # int64: 0 at text, 1 at image, 2 at video tokens
+    spans: tuple[Span, ...]  # one per image, and per contiguous run of a video's tokens
+    inputs: Inputs  # pixel_values and their sizes; empty without images and videos
+    samplings: tuple[FrameSampling, ...] = ()  # which frames are sampled, one per video
+
+    @property
+    def length(self) -> int:
+        """L, visual tokens included."""
+        return len(self.ids_L)
+
+    @property
+    def next_rope(self) -> int:
+        """The rotary position of the first token after the prompt."""
+        return int(self.rope_AL.max()) + 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the visual inputs; gigabytes for a long video."""
+        return sum(value.nbytes for value in self.inputs.values())
+
+    @property
+    def visual_L(self) -> Tensor:
+        """Which positions are visual tokens."""
+        return self.kind_L > 0
+
+
+@dataclass(frozen=True)
+class EncodedResponse:
+    """A response: token ids including the EOS that ends it, and its text."""
+
+    ids: tuple[int, ...]
+    finish: Literal["stop", "length"]
+    text: str
+
+
+def encode(
+    messages: Messages, *, family: Family, model: Any, processor: Any, max_length: int
+) -> EncodedPrompt:
+    """Run chat template and processor once over OpenAI-like messages.
+
+    Content is a string or a list of parts: {"type": "text", "text"}, {"type": "image", "path" or "image": a
+    path or a PIL image} or {"type": "video", "path" or "video": a file, a folder, an array or a list of
+    images}; a video may have the "fps" or the number of "frames" to sample it by. DataError names the part
+    that cannot be used; it is a MediaError if a file cannot be read.
+    """
+    videos = VideoSampler(family.name, getattr(processor, "video_processor", None))
+    conversation = [_turn(message, videos) for message in messages]
+    if not conversation:
+        raise DataError("a prompt needs at least one message")
+    for text in (part.get("text", "") for turn in conversation for part in turn["content"]):
+        if position := half_character(text):
+            raise DataError(f"a prompt's text is not Unicode: a lone surrogate at position {position}")
+        for placeholder in (processor.image_token, getattr(processor, "video_token", None)):
+            if placeholder and placeholder in text:
+                raise DataError(f"a prompt's text contains '{placeholder}', a placeholder of the target")
+    kinds = [part["type"] for turn in conversation for part in turn["content"]]
+    metadata = [sampling.metadata for sampling in videos.samplings]
+    try:
+        batch = processor.apply_chat_template(
+            conversation,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            processor_kwargs={"video_metadata": metadata, "do_sample_frames": False} if metadata else {},
+        )
+    except Exception as error:  # templates and processors raise anything
+        raise DataError(f"the target's processor refuses this prompt: {first_line(error)}") from error
+    ids_L = batch["input_ids"][0]
+    if len(ids_L) > max_length:
+        raise DataError(f"the prompt has {len(ids_L)} tokens and the target reads at most {max_length}")
+    visual = {k: v for k, v in batch.items() if k not in NOT_VISUAL} if {"image", "video"} & {*kinds} else {}
+    inputs = {name: torch.as_tensor(value) for name, value in family.join_videos(visual).items()}
+    kind_L = torch.zeros_like(ids_L)
+    for kind, visual_id in zip((IMAGE, VIDEO), family.visual_ids(model.config), strict=False):
+        kind_L[ids_L == visual_id] = kind
+    lengths = {
+        IMAGE: [
+            processor.replace_image_token(batch, image_idx=i).count(processor.image_token)
+            for i in range(kinds.count("image"))
+        ],
+        VIDEO: family.video_runs(processor, inputs),
+    }
+    return EncodedPrompt(
+        ids_L=ids_L,
+        rope_AL=family.rope(model, kind_L, inputs),
+        kind_L=kind_L,
+        spans=_spans(kind_L, lengths),
+        inputs=inputs,
+        samplings=tuple(videos.samplings),
+    )
+
+
+@dataclass
+class VideoSampler:
+    """Samples the videos of one prompt and records the frames of each."""
+
+    family: str
+    processor: FrameProcessor | None
+    samplings: list[FrameSampling] = field(default_factory=list)
+
+    def sample(self, source: Any, part: Mapping[str, Any]) -> dict[str, Any]:
+        """The part with its frames; DataError if the family does not support video."""
+        if self.processor is None:
+            raise DataError(f"targets of the family {self.family} support images, not videos")
+        frames_FHWC, sampling = self.processor.sample(source, part.get("fps"), part.get("frames"))
+        self.samplings.append(sampling)
+        return {"type": "video", "video": frames_FHWC}
+
+
+def _turn(message: Mapping[str, Any], videos: VideoSampler) -> dict[str, Any]:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if "role" not in message or not isinstance(content, str | Sequence):
+        raise DataError(f"a message needs a role and a content, not {str(message)[:80]}")
+    listed = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return {"role": message["role"], "content": [_part(part, videos) for part in listed]}
+
+
+def _part(part: Mapping[str, Any], videos: VideoSampler) -> dict[str, Any]:
+    match part:
+        case {"type": "text", "text": str(text)}:
+            return {"type": "text", "text": text}
+        case {"type": "image", "image": source} | {"type": "image", "path": source}:
+            return {"type": "image", "image": read_image(source)}
+        case {"type": "video", "video": source} | {"type": "video", "path": source}:
+            return videos.sample(source, part)
+    raise DataError(f"a message part is a text, an image or a video with its path, not {str(part)[:80]}")
+
+
+def read_image(source: str | Path | Image.Image) -> Image.Image:
+    """Load an image upright and in RGB; MediaError names a file that is missing or unreadable."""
+    try:
+        if isinstance(source, Image.Image):
+            return upright(source)
+        with large_images(), Image.open(source) as image:
+            return upright(image)
+    except FileNotFoundError:
+        raise MediaError(f"image {source} does not exist") from None
+    except BROKEN as error:
+        raise MediaError(f"image {source} cannot be read: {error}") from None
+
+
+def _spans(kind_L: Tensor, lengths: Mapping[int, Sequence[int]]) -> tuple[Span, ...]:
+    """One span per image or run, even if no token is between two; `lengths` are by kind, in order."""
+    spans = []
+    for kind, runs in lengths.items():
+        positions, taken = torch.nonzero(kind_L == kind).flatten().tolist(), 0
+        if sum(runs) != len(positions):
+            raise DataError(
+                f"the prompt has {len(positions)} visual tokens and its images or videos need {sum(runs)}: "
+                "does the chat template insert each exactly once?"
+            )
+        for length in runs:
+            start = positions[taken]
+            if positions[taken + length - 1] != start + length - 1:
+                raise DataError("the visual tokens of an image are not contiguous in this prompt")
+            spans.append(Span(start, length))
+            taken += length
+    return tuple(sorted(spans, key=lambda span: span.start))

@@ -1,0 +1,165 @@
+"""The interface of a family of vision-language models: all that the common code cannot do for every family.
+
+Shapes: L positions of one expanded prompt, A rotary axes (1, or 3 for M-RoPE), U visual tokens,
+D hidden width.
+"""
+
+import abc
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import transformers
+from torch import Tensor
+from transformers.utils import is_torchvision_available
+
+from vlmdistill.pipelines.targets.video import FrameProcessor, concatenated, settings
+from vlmdistill.stores.errors import TargetError
+
+Inputs = Mapping[str, Tensor]
+Fact = tuple[str, Any, Any]  # its name, the processor's value, the model's value
+IMAGE, VIDEO = 1, 2  # kinds of a position; 0 is text
+
+
+@dataclass(frozen=True)
+class Visual:
+    """The vision tower's output for the language model, in reading order."""
+
+    embed_UD: Tensor  # replaces the embeddings of the placeholders
+    deepstack: tuple[Tensor, ...] = ()  # each [U, D]: added to the output of layers 0, 1, ...
+
+
+class Family(abc.ABC):
+    """One family: its processor, its visual tokens and their positions, its vision tower."""
+
+    name: ClassVar[str]
+    model_type: ClassVar[str]  # of config.json
+    text_types: ClassVar[tuple[str, ...]]  # the model_type of the supported text models
+    processor_class: ClassVar[str]  # in transformers
+    image_processors: ClassVar[tuple[str, ...]]  # class names, without the suffix of a backend
+    frame_processor: ClassVar[type[FrameProcessor] | None] = None  # of videos; None: images only
+    mrope: ClassVar[bool] = False  # visual tokens have (time, height, width) positions
+
+    @abc.abstractmethod
+    def facts(self, config: Any, processor: Any) -> list[Fact]:
+        """The facts on which a model's configuration and its processor have to agree.
+
+        TargetError for a setting of either that is not supported.
+        """
+
+    @abc.abstractmethod
+    def encode_images(self, model: Any, inputs: Inputs) -> Visual:
+        """Encode and project all images of a batch, each once."""
+
+    def encode_videos(self, model: Any, inputs: Inputs) -> Visual:
+        """Encode and project all videos of a batch, each once, a few frames at a time."""
+        raise TargetError(f"{self.name} does not support video")
+
+    def load_processor(self, folder: Path) -> Any:
+        """Load the processor of a local checkpoint; raises what transformers raises."""
+        base = getattr(transformers, self.processor_class)
+        if not is_torchvision_available():
+            base = _without_video_processor(base)
+        processor = base.from_pretrained(folder, local_files_only=True)
+        if self.frame_processor is not None:
+            # Always this project's own: features must not depend on whether torchvision is installed.
+            processor.video_processor = self.frame_processor(settings(folder))
+            processor.skip_tensor_conversion = [*processor.skip_tensor_conversion, "pixel_values_videos"]
+        return processor
+
+    def collate(self, samples: Sequence[Inputs]) -> Inputs:
+        """Batch the visual inputs of several prompts; a prompt may have none."""
+        rows: dict[str, list[Tensor]] = {}
+        for sample in samples:
+            for name, value in sample.items():
+                rows.setdefault(name, []).append(value)
+        return {name: concatenated(values) for name, values in rows.items()}
+
+    def join_videos(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The processor's output for one prompt, with its videos in one tensor."""
+        return inputs
+
+    def video_runs(self, processor: Any, inputs: Inputs) -> list[int]:
+        """The length of each contiguous run of visual tokens that the videos of a prompt have."""
+        return []
+
+    def stock_inputs(self, inputs: Inputs) -> Inputs | None:
+        """Visual inputs as the stock model takes them; None if it cannot take them in one batch."""
+        return inputs
+
+    def rope(self, model: Any, kind_L: Tensor, inputs: Inputs) -> Tensor:
+        """The rotary positions of a prompt [A, L]; `kind_L` is 0 at text, 1 at image, 2 at video tokens."""
+        return torch.arange(len(kind_L))[None]
+
+    def visual_ids(self, config: Any) -> tuple[int, ...]:
+        """The ids of the image placeholder and, if the family has one, of the video placeholder."""
+        ids = (getattr(config, "image_token_id", None), getattr(config, "video_token_id", None))
+        return tuple(int(i) for i in ids if i is not None)
+
+
+def _without_video_processor(base: Any) -> Any:
+    """A processor class that loads without a video processor, which needs torchvision even for images."""
+
+    class ImageProcessorOnly(base):  # type: ignore[misc]
+        @classmethod
+        def get_attributes(cls) -> list[str]:
+            return [name for name in super().get_attributes() if name != "video_processor"]
+
+    return ImageProcessorOnly
+
+
+def disagreement(facts: Sequence[Fact]) -> str | None:
+    """The first fact on which processor and model differ, in words."""
+    for name, processor, model in facts:
+        if processor != model:
+            return f"{name} is {processor} in the processor and {model} in the model"
+    return None
+
+
+def placeholders(config: Any, processor: Any, kinds: Sequence[str]) -> list[Fact]:
+    """The ids of the placeholders of images and videos."""
+    to_id = processor.tokenizer.convert_tokens_to_ids
+    return [
+        (
+            f"the {kind} placeholder",
+            to_id(getattr(processor, f"{kind}_token")),
+            getattr(config, f"{kind}_token_id"),
+        )
+        for kind in kinds
+    ]
+
+
+def encode_visual(family: Family, model: Any, inputs: Inputs, kind_U: Tensor) -> Visual:
+    """All images and videos of a batch, in reading order; `kind_U` are the kinds of its visual tokens.
+
+    TargetError if the vision tower's number of tokens of a kind differs from the placeholders'.
+    """
+    parts: list[tuple[Tensor, Visual]] = []
+    for kind, encode, name in (
+        (IMAGE, family.encode_images, "pixel_values"),
+        (VIDEO, family.encode_videos, "pixel_values_videos"),
+    ):
+        chosen_U = kind_U == kind
+        expected = int(chosen_U.sum())
+        if not expected:
+            continue
+        visual = encode(model, inputs) if name in inputs else Visual(torch.empty(0, 0))
+        if len(visual.embed_UD) != expected:
+            raise TargetError(
+                "the processor does not match the model: "
+                f"{expected} placeholders for {len(visual.embed_UD)} visual tokens"
+            )
+        parts.append((chosen_U, visual))
+    if len(parts) == 1:
+        return parts[0][1]
+
+    def merged(values: Sequence[Tensor]) -> Tensor:
+        all_UD = values[0].new_empty(len(kind_U), values[0].shape[1])
+        for (chosen_U, _), value in zip(parts, values, strict=True):
+            all_UD[chosen_U] = value
+        return all_UD
+
+    levels = zip(*(visual.deepstack for _, visual in parts), strict=True)
+    return Visual(merged([visual.embed_UD for _, visual in parts]), tuple(merged(level) for level in levels))

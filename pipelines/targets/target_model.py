@@ -1,0 +1,302 @@
+"""A loaded target VLM: it encodes prompts, generates responses and captures hidden states.
+
+Shapes: B samples, L positions, N tokens, A rotary axes, D hidden width, V vocabulary.
+"""
+
+import abc
+from collections.abc import Collection, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor
+
+from vlmdistill.drafters.core.batch import Head
+from vlmdistill.pipelines.targets.batching import HalveOnOom, pad
+from vlmdistill.pipelines.targets.capture import DTYPES, Transcript, samples
+from vlmdistill.pipelines.targets.checkpoints.fingerprint import Fingerprint, code_version, fingerprint
+from vlmdistill.pipelines.targets.checkpoints.info import target_info
+from vlmdistill.pipelines.targets.encode import EncodedPrompt, EncodedResponse, Messages, encode
+from vlmdistill.pipelines.targets.families.family import Family, Inputs, Visual, encode_visual
+from vlmdistill.pipelines.targets.generation import Sampler
+from vlmdistill.pipelines.targets.text_layers import LayerCache, run_layers
+from vlmdistill.stores.errors import DataError, TargetError
+from vlmdistill.stores.schema import Feature, Provenance, Sample, TargetInfo
+
+UNREADABLE = "the stock model cannot read this prompt: its videos differ in length"
+
+
+class TargetModel(abc.ABC):
+    """What a target can do on one device or several; `loading.load_for_capture` makes one."""
+
+    def __init__(
+        self, *, name: str, folder: Path, family: Family, model: Any, processor: Any, attention: str = "sdpa"
+    ):
+        self.name = name
+        self.folder = folder
+        self.family = family
+        self.model = model
+        self.processor = processor
+        self.tokenizer = processor.tokenizer
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.dtype
+        self._text = model.model.language_model
+        self._eager = attention == "eager"
+        self._head: Tensor = model.get_output_embeddings().weight
+        self._checked = False
+        self._halve_generate, self._halve_capture = HalveOnOom(), HalveOnOom()
+        eos_ids = self.info.eos_ids
+        pad_id = self.tokenizer.pad_token_id
+        self._pad_id = int(pad_id if pad_id is not None else eos_ids[0])
+        # A checkpoint's own settings (greedy, top_k, repetition penalty) would change every `generate`.
+        model.generation_config = self._generation_config()
+
+    def _generation_config(self, **more: Any) -> transformers.GenerationConfig:
+        return transformers.GenerationConfig(
+            eos_token_id=list(self.info.eos_ids), pad_token_id=self._pad_id, **more
+        )
+
+    # Identity
+
+    @cached_property
+    def info(self) -> TargetInfo:
+        """The facts a drafter is built from."""
+        return target_info(self.name, self.family, self.model, self.tokenizer)
+
+    @property
+    def head(self) -> Head:
+        """The frozen embedding table and LM head, on the target's device."""
+        return Head(embed_VD=self.model.get_input_embeddings().weight, lm_head_VD=self._head)
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """Hashes of configuration, weights, processor and chat template."""
+        return fingerprint(self.folder, self.processor.chat_template)
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype of the weights, such as bfloat16."""
+        return str(self.dtype).removeprefix("torch.")
+
+    def provenance(self, features: Collection[Feature], dtype: str, sampling: str = "") -> Provenance:
+        """The provenance that a store of these features records."""
+        hashes = self.fingerprint
+        return Provenance(
+            target=self.name,
+            config_hash=hashes.config,
+            weights_hash=hashes.weights,
+            processor_hash=hashes.processor,
+            template_hash=hashes.template,
+            features=tuple(sorted(feature.name for feature in features)),
+            dtype=dtype,
+            revision=hashes.revision,
+            sampling=sampling,
+            code_version=code_version(),
+        )
+
+    # Prompts and responses
+
+    def encode(self, messages: Messages) -> EncodedPrompt:
+        """Encode a conversation, see `encode.encode`; DataError names what cannot be used."""
+        return encode(
+            messages,
+            family=self.family,
+            model=self.model,
+            processor=self.processor,
+            max_length=self.info.max_position,
+        )
+
+    def generate(
+        self,
+        prompts: Sequence[EncodedPrompt],
+        *,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> list[EncodedResponse]:
+        """Generate a response to each prompt: greedy at temperature 0, else sampled.
+
+        The same prompts, settings and seed give the same responses. A batch that exceeds the GPU's memory is
+        halved. Raises DataError on an invalid setting, TargetError if a single prompt exceeds the memory.
+        """
+        if max_new_tokens < 1 or not 0 <= temperature < float("inf") or not 0 < top_p <= 1:
+            raise DataError(
+                f"cannot generate with max_new_tokens {max_new_tokens} (at least 1), "
+                f"temperature {temperature} (at least 0), top_p {top_p} (above 0, up to 1)"
+            )
+        sampler = Sampler(temperature, top_p, seed)
+        return self._halve_generate(
+            list(prompts),
+            lambda prompt: prompt.length + max_new_tokens,
+            lambda part: [self.response(ids) for ids in self._generate(part, max_new_tokens, sampler)],
+        )
+
+    @abc.abstractmethod
+    def _generate(
+        self, prompts: Sequence[EncodedPrompt], max_new_tokens: int, sampler: Sampler
+    ) -> list[list[int]]:
+        """The tokens of the response to each prompt, with the EOS that ends it."""
+
+    @torch.inference_mode()
+    def reference(self, prompt: EncodedPrompt, *, max_new_tokens: int) -> EncodedResponse | None:
+        """The greedy response of the stock model's own `generate`, which decoding is checked against.
+
+        None if the stock model cannot read the prompt.
+        """
+        inputs = self._stock_inputs([prompt])
+        if inputs is None:
+            return None
+        config = self._generation_config(max_new_tokens=max_new_tokens, do_sample=False)
+        out_1L = self.model.generate(**inputs, generation_config=config)
+        return self.response(out_1L[0, prompt.length :].tolist())
+
+    def response(self, ids: list[int]) -> EncodedResponse:
+        """Generated token ids, with the EOS that ended them, as a response."""
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        stopped = ids[-1] in self.info.eos_ids
+        return EncodedResponse(ids=tuple(ids), finish="stop" if stopped else "length", text=text)
+
+    def _stock_inputs(self, prompts: Sequence[EncodedPrompt]) -> dict[str, Tensor] | None:
+        """A left-padded batch for the stock model; None if it cannot take these prompts in one batch."""
+        visual = self.family.stock_inputs(self.family.collate([prompt.inputs for prompt in prompts]))
+        if visual is None:
+            return None
+        inputs = {
+            "input_ids": pad([prompt.ids_L for prompt in prompts], self._pad_id, left=True),
+            "attention_mask": pad([torch.ones_like(prompt.ids_L) for prompt in prompts], 0, left=True),
+        }
+        if self.family.mrope:
+            inputs["mm_token_type_ids"] = pad([prompt.kind_L for prompt in prompts], 0, left=True)
+        return self._on_device({**inputs, **visual})
+
+    def _on_device(self, inputs: Inputs) -> dict[str, Tensor]:
+        """Pixels in the model's dtype, all else (such as the seconds between frames) in its own."""
+        return {
+            name: value.to(
+                self.device, self.dtype if name.startswith("pixel_values") else None, non_blocking=True
+            )
+            for name, value in inputs.items()
+        }
+
+    # Hidden states
+
+    def capture(
+        self,
+        prompts: Sequence[EncodedPrompt],
+        responses: Sequence[Sequence[int]],
+        features: Collection[Feature],
+        dtype: str = "bfloat16",
+        keys: Sequence[str] | None = None,
+    ) -> list[Sample]:
+        """Run prompts with their responses teacher-forced, in one batch, and keep the given features.
+
+        Raises TargetError for a layer that the target does not have, and if its LM head does not turn the
+        captured states into its own logits.
+        """
+        if dtype not in DTYPES:
+            raise DataError(f"features are stored as {', '.join(DTYPES)}, not as {dtype}")
+        readable = [p for p in prompts if self.family.stock_inputs(p.inputs) is not None]
+        if readable and not self._checked:
+            self.check(min(readable, key=lambda prompt: prompt.length))
+        items = list(zip(prompts, responses, keys or [""] * len(prompts), strict=True))
+        return self._halve_capture(
+            items,
+            lambda item: item[0].length + len(item[1]),
+            lambda part: self._capture(part, features, dtype),
+        )
+
+    @torch.inference_mode()
+    def _capture(
+        self,
+        items: Sequence[tuple[EncodedPrompt, Sequence[int], str]],
+        features: Collection[Feature],
+        dtype: str,
+    ) -> list[Sample]:
+        sequences = [Transcript.of(prompt, response) for prompt, response, _ in items]
+        states = self._states([item[0] for item in items], sequences, {f.source for f in features})
+        return samples(sequences, [item[2] for item in items], states, features, dtype)
+
+    @torch.inference_mode()
+    def check(self, prompt: EncodedPrompt) -> None:
+        """Compare the logits of the captured states with the stock model's; TargetError if they differ.
+
+        A drafter that is trained on wrong states is useless.
+        """
+        inputs = self._stock_inputs([prompt])
+        if inputs is None:
+            raise DataError(UNREADABLE)
+        hidden_LD = self._states([prompt], [Transcript.of(prompt)], ())["hidden"][0]
+        mine_V = self.logits(hidden_LD[-1:])[0]
+        stock_V = self.model(**inputs, logits_to_keep=1).logits[0, -1].float()
+        allowed = (1e-3 if self.dtype == torch.float32 else 5e-2) * float(stock_V.abs().max())
+        worst = float((mine_V - stock_V).abs().max())
+        if not worst <= allowed:
+            raise TargetError(
+                f"{self.folder}: the captured states do not give the target's own logits "
+                f"(difference {worst:.3g}, allowed {allowed:.3g}): this checkpoint is not supported"
+            )
+        self._checked = True
+
+    @torch.inference_mode()
+    def norm(self, state_ND: Tensor) -> Tensor:
+        """The final norm on outputs of the last layer [N, D]: `hidden`."""
+        hidden_ND: Tensor = self._text.norm(state_ND)
+        return hidden_ND
+
+    @torch.inference_mode()
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        """The LM head on `hidden` states, float32 [N, V]."""
+        return F.linear(hidden_ND, self._head).float()
+
+    def _states(
+        self,
+        prompts: Sequence[EncodedPrompt],
+        sequences: Sequence[Transcript],
+        sources: Collection[str],
+        cache: LayerCache | None = None,
+    ) -> dict[str, Tensor]:
+        """States [B, L, D] of a right-padded batch; attention is causal, so padding needs no mask."""
+        return self._run(*self._embed(prompts, sequences), sources, cache)
+
+    def _embed(
+        self, prompts: Sequence[EncodedPrompt], sequences: Sequence[Transcript]
+    ) -> tuple[Tensor, Tensor, Tensor, Visual | None]:
+        """The input of layer 0 [B, L, D], rotary positions [A, B, L], the visual positions [B, L], Visual."""
+        ids_BL = pad([s.ids_L for s in sequences], self._pad_id).to(self.device)
+        rope_ABL = pad([s.rope_AL for s in sequences], 0).transpose(0, 1).to(self.device)
+        visual_BL = pad([s.visual_L for s in sequences], 0).to(self.device)
+        hidden_BLD = self._text.embed_tokens(ids_BL)
+        inputs = self.family.collate([prompt.inputs for prompt in prompts])
+        visual = None
+        if inputs:
+            kind_U = torch.cat([sequence.kind_L[sequence.visual_L] for sequence in sequences]).to(self.device)
+            try:
+                visual = encode_visual(self.family, self.model, self._on_device(inputs), kind_U)
+            except TargetError as error:
+                raise TargetError(f"{self.folder}: {error}") from None
+            hidden_BLD[visual_BL] = visual.embed_UD.to(hidden_BLD.dtype)
+        return hidden_BLD, rope_ABL, visual_BL, visual
+
+    def _run(
+        self,
+        hidden_BLD: Tensor,
+        rope_ABL: Tensor,
+        visual_BL: Tensor,
+        visual: Visual | None,
+        sources: Collection[str],
+        cache: LayerCache | None,
+    ) -> dict[str, Tensor]:
+        return run_layers(
+            self._text,
+            hidden_BLD,
+            rope_ABL,
+            eager=self._eager,
+            sources=sources,
+            cache=cache,
+            deepstack=visual.deepstack if visual else (),
+            visual_BL=visual_BL,
+        )

@@ -1,0 +1,68 @@
+"""Runs the stock text layers one by one, so that the input of each layer can be kept without hooks.
+
+Shapes: B samples, L positions, A rotary axes, D hidden width, U visual tokens, G key heads, d head width.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from vlmdistill.stores.errors import TargetError
+
+
+class LayerCache(Protocol):
+    """A KV cache, as far as the stock attention layers call it."""
+
+    def update(self, key_BGLd: Tensor, value_BGLd: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Write the keys and values of a layer; return those that it attends to."""
+        ...
+
+
+def tapped(sources: Collection[str], layers: int) -> dict[int, list[str]]:
+    """The sources by the layer whose input they are; TargetError for a layer that does not exist."""
+    taps: dict[int, list[str]] = {}
+    for source in sorted(set(sources) - {"hidden"}):
+        layer = 0 if source == "embed" else int(source.removeprefix("layer"))
+        if layer >= layers:
+            raise TargetError(f"the target has layers 0 to {layers - 1}: {source} cannot be captured")
+        taps.setdefault(layer, []).append(source)
+    return taps
+
+
+def run_layers(
+    text: Any,
+    hidden_BLD: Tensor,
+    rope_ABL: Tensor,
+    *,
+    eager: bool,
+    sources: Collection[str],
+    cache: LayerCache | None,
+    deepstack: Sequence[Tensor],
+    visual_BL: Tensor,
+) -> dict[str, Tensor]:
+    """Run input embeddings through the stock layers of text model `text`: states by source, [B, L, D].
+
+    Each of `deepstack` [U, D] is added at the positions `visual_BL` after layer 0, 1, ... Eager attention
+    needs an explicit causal mask, the other kernels do not.
+    """
+    taps = tapped(sources, len(text.layers))
+    position = rope_ABL if len(rope_ABL) == 3 else rope_ABL[0]
+    rotary = text.rotary_emb(hidden_BLD, position)
+    mask = None
+    if eager:
+        length = hidden_BLD.shape[1]
+        mask_LL = hidden_BLD.new_full((length, length), torch.finfo(hidden_BLD.dtype).min)
+        mask = mask_LL.triu(1)[None, None]
+    states: dict[str, Tensor] = {}
+    for number, layer in enumerate(text.layers):
+        states |= dict.fromkeys(taps.get(number, ()), hidden_BLD)
+        hidden_BLD = layer(
+            hidden_BLD, attention_mask=mask, position_embeddings=rotary, past_key_values=cache, use_cache=True
+        )
+        if number < len(deepstack):
+            hidden_BLD = hidden_BLD.clone()
+            hidden_BLD[visual_BL] += deepstack[number]
+    states["hidden"] = text.norm(hidden_BLD)
+    return states

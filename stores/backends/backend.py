@@ -1,0 +1,148 @@
+"""What a store needs of a file system: exclusive creation of whole files, listings, reads of ranges."""
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+from vlmdistill.stores.errors import StoreError
+from vlmdistill.stores.schema import Array
+
+REQUESTS = 16  # concurrent requests to a remote backend
+PROTOCOLS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "http", "https", "memory")
+T = TypeVar("T")
+U = TypeVar("U")
+STAGING = "staging"  # unfinished local work; readers never look here
+
+
+class Backend(ABC):
+    """Named files under one root. Names use '/' and are relative to the root."""
+
+    url: str
+    is_local: bool
+
+    @abstractmethod
+    def read(self, name: str, most: int | None = None) -> bytes:
+        """The whole file, or its first `most` bytes; FileNotFoundError when it is missing."""
+
+    @abstractmethod
+    def read_range(self, name: str, start: int, length: int) -> Array:
+        """Bytes [start, start + length) of a file as uint8: mapped when local and large."""
+
+    @abstractmethod
+    def readinto(self, name: str, start: int, out: Array, on_part: Callable[[memoryview], None]) -> None:
+        """Read bytes from `start` on into all of `out` (uint8), calling `on_part` with each part read."""
+
+    def prefetch(self, name: str, start: int, length: int) -> None:
+        """Start reading a range that will be needed soon."""
+        del name, start, length
+
+    @abstractmethod
+    def create(self, name: str, data: bytes) -> bool:
+        """Create the file, whole and durable, unless it exists; whether this call created it."""
+
+    @abstractmethod
+    def replace(self, name: str, data: bytes) -> None:
+        """Create or replace the file, whole and durable: the last writer wins."""
+
+    @abstractmethod
+    def publish(self, folder: Path, name: str) -> None:
+        """Make a finished, durable local folder visible as `name`, which is made from its content.
+
+        Files that are already there are compared and kept if equal. In any case `seconds_idle` restarts.
+        """
+
+    @abstractmethod
+    def list_files(self, folder: str) -> dict[str, int]:
+        """Every file below a folder: name relative to the folder -> bytes. Empty when it is missing."""
+
+    @abstractmethod
+    def list_names(self, folder: str) -> list[str]:
+        """The sorted names directly inside a folder. Empty when it is missing."""
+
+    @abstractmethod
+    def size(self, name: str) -> int | None:
+        """Bytes of one file, or None when it is missing."""
+
+    def map(self, function: Callable[[T], U], items: Iterable[T]) -> list[U]:
+        """Apply a function to each item, concurrently where each call is a request."""
+        if self.is_local:
+            return [function(item) for item in items]
+        with ThreadPoolExecutor(REQUESTS) as pool:
+            return list(pool.map(function, items))
+
+    def links(self, folder: str = "") -> list[str]:
+        """The symbolic links below a folder, or the folder if it is one: names relative to the root."""
+        del folder
+        return []
+
+    @abstractmethod
+    def remove(self, name: str) -> None:
+        """Remove a file, a link, or a folder with its content; nothing happens when it is missing."""
+
+    @abstractmethod
+    def seconds_idle(self, name: str) -> float:
+        """Seconds since the last write to a file or to anything below a folder; 0 when it is missing."""
+
+    @contextmanager
+    def try_lock(self, name: str) -> Iterator[bool]:
+        """Lock a file or folder against its writer; false when a live process has it. Remote: always true."""
+        del name
+        yield True
+
+    @abstractmethod
+    def workspace(self, name: str | None = None) -> Path:
+        """A locked local folder to build a shard in; for a local store on the same file system.
+
+        A `name` finds again what an interrupted process left under it.
+        """
+
+    @abstractmethod
+    def release(self, folder: Path, keep: bool = False) -> None:
+        """Give a `workspace` back and remove it, unless its files are to be found again."""
+
+
+def truncated(where: str) -> StoreError:
+    """The error for a file that is shorter than its record says."""
+    what = f"{where} is damaged: it is shorter than its record says"
+    return StoreError(f"{what}. `vlmdistill store verify` lists all damage")
+
+
+@contextmanager
+def writing(backend: "Backend") -> Iterator[None]:
+    """Turn a failed write, as on a full disk, into a StoreError that names the store."""
+    try:
+        yield
+    except OSError as error:
+        what = f"cannot write to {backend.url}: {error.strerror or error}"
+        raise StoreError(f"{what}. No partial data was committed: fix the cause and run again") from error
+
+
+def open_backend(path: str | Path) -> Backend:
+    """The backend of a path or URL; StoreError when the URL is not supported. `file://` is local."""
+    text = os.path.expanduser(path)
+    if not text:
+        raise StoreError("the name of a store is empty: give a folder or a URL")
+    protocol = text.partition("://")[0] if "://" in text else ""
+    if "::" in protocol or (protocol and protocol not in (*PROTOCOLS, "file", "local")):
+        raise StoreError(
+            f"{text}: the protocol '{protocol}' is not supported: use a local folder, s3://, gs://, az://, "
+            "or http(s):// to read"
+        )
+    if protocol in PROTOCOLS:
+        from vlmdistill.stores.backends.remote import Remote
+
+        return Remote(text)
+    from vlmdistill.stores.backends.local import Local
+
+    if protocol:
+        url = urlsplit(text)
+        if url.netloc not in ("", "localhost", "~"):
+            raise StoreError(f"{text} names another machine, '{url.netloc}': write file:///absolute/path")
+        text = os.path.expanduser(url.netloc.removeprefix("localhost") + url2pathname(url.path))
+    return Local(Path(text))

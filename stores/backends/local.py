@@ -1,0 +1,323 @@
+"""A local or shared POSIX file system: whole files by link and rename, reads by memory map."""
+
+import contextlib
+import errno
+import fcntl
+import filecmp
+import os
+import secrets
+import shutil
+import stat
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vlmdistill.stores.backends.backend import STAGING, Backend
+from vlmdistill.stores.backends.open_files import OpenFiles
+from vlmdistill.stores.schema import Array
+
+NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+
+
+def sync(path: Path) -> None:
+    """Force a file or a folder's entries to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def ensure(folder: Path) -> None:
+    """Make a folder and its parents, durably."""
+    if not folder.is_dir():
+        ensure(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync(folder.parent)
+
+
+class Local(Backend):
+    """A folder of a local or shared POSIX file system."""
+
+    is_local = True
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.url = str(root)
+        self._files = OpenFiles(root)
+        self._locks = Locks()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"root": self.root}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Local.__init__(self, state["root"])
+
+    def read(self, name: str, most: int | None = None) -> bytes:
+        """The whole file, or its first `most` bytes; FileNotFoundError when it is missing."""
+        with (self.root / name).open("rb") as file:
+            return file.read(-1 if most is None else most)
+
+    def read_range(self, name: str, start: int, length: int) -> Array:
+        """Mapped, so that memory use follows what the caller keeps."""
+        return self._files[name].read_range(start, length) if length else np.empty(0, np.uint8)
+
+    def readinto(self, name: str, start: int, out: Array, on_part: Callable[[memoryview], None]) -> None:
+        """Part by part."""
+        if len(out):
+            self._files[name].readinto(start, out, on_part)
+
+    def prefetch(self, name: str, start: int, length: int) -> None:
+        """Let the disk start on a range while others are still being read."""
+        if length:
+            self._files[name].prefetch(start, length)
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Link a finished file into place: atomic, exclusive, and whole on every POSIX system."""
+
+        def link(ready: Path, path: Path) -> bool:
+            try:
+                os.link(ready, path)
+            except FileExistsError:
+                return False
+            except OSError as error:
+                if error.errno not in NO_LINKS:
+                    raise
+                # No hard links here: two racing writers may both win, each with a whole file.
+                if path.exists():
+                    return False
+                os.rename(ready, path)
+            return True
+
+        return self._write(name, data, link)
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Rename a finished file into place."""
+
+        def rename(ready: Path, path: Path) -> bool:
+            os.rename(ready, path)
+            return True
+
+        self._write(name, data, rename)
+
+    def _write(self, name: str, data: bytes, into: Callable[[Path, Path], bool]) -> bool:
+        path = self.root / name
+        ensure(path.parent)
+        folder = self.workspace()
+        ready = folder / "record"
+        try:
+            with ready.open("xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            made = into(ready, path)
+        finally:
+            self.release(folder)
+        sync(path.parent)
+        return made
+
+    def publish(self, folder: Path, name: str) -> None:
+        """Rename the folder. One that is there already under this name is locked, compared and repaired."""
+        path = self.root / name
+        ensure(path.parent)
+        for parent, _, _ in os.walk(folder):
+            sync(Path(parent))
+        while True:
+            try:
+                os.rename(folder, path)
+                break
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+            if self._locks.adopt(folder, path):
+                self._repair(folder, path)
+                break
+        os.utime(path)
+        sync(path.parent)
+
+    def list_files(self, folder: str) -> dict[str, int]:
+        """Every file below a folder: name relative to the folder -> bytes."""
+        return {name: info.st_size for name, info in self._walk(folder)}
+
+    def _walk(self, folder: str) -> Iterator[tuple[str, os.stat_result]]:
+        base = self.root / folder
+        for parent, _, leaves in os.walk(base):
+            for leaf in leaves:
+                path = Path(parent, leaf)
+                try:
+                    yield path.relative_to(base).as_posix(), path.stat()
+                except FileNotFoundError:  # another process removed it while we walked
+                    continue
+
+    def size(self, name: str) -> int | None:
+        """Bytes of one file, or None when it is missing."""
+        try:
+            found = os.stat(self.root / name)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+    def list_names(self, folder: str) -> list[str]:
+        """The sorted names directly inside a folder."""
+        try:
+            return sorted(os.listdir(self.root / folder))
+        except FileNotFoundError:
+            return []
+
+    def remove(self, name: str) -> None:
+        """Remove a file, link or folder; a folder vanishes at once, by a rename, before it is emptied."""
+        path = self.root / name
+        if path.is_symlink() or not path.is_dir():
+            path.unlink(missing_ok=True)
+            return
+        ensure(self.root / STAGING)
+        removed = self.root / STAGING / f"removed-{secrets.token_hex(8)}"
+        with contextlib.suppress(FileNotFoundError):  # another process was faster
+            os.rename(path, removed)
+        while removed.exists():
+            with contextlib.suppress(FileNotFoundError):  # another `store gc` empties it, too
+                shutil.rmtree(removed)
+
+    def links(self, folder: str = "") -> list[str]:
+        """The symbolic links below a folder, which may itself be one: names relative to the root."""
+        base = os.path.join(self.root, folder)
+        if folder and os.path.islink(base):
+            return [folder]
+        paths = (
+            os.path.join(parent, leaf)
+            for parent, folders, leaves in os.walk(base)
+            for leaf in folders + leaves
+        )
+        return sorted(os.path.relpath(path, self.root) for path in paths if os.path.islink(path))
+
+    def seconds_idle(self, name: str) -> float:
+        """By modification times."""
+        path = self.root / name
+        try:
+            times = [path.lstat().st_mtime]
+        except FileNotFoundError:
+            return 0.0
+        if not path.is_symlink():
+            times += [info.st_mtime for _, info in self._walk(name)]
+        return max(0.0, time.time() - max(times))
+
+    def workspace(self, name: str | None = None) -> Path:
+        """A locked folder in staging: the kernel drops the lock when the process ends, however it ends."""
+        ensure(self.root / STAGING)
+        while True:
+            folder = self.root / STAGING / (name or secrets.token_hex(8))
+            folder.mkdir(exist_ok=name is not None)
+            if not self._locks.take(folder):
+                name = None  # another process has it: take another; or `store gc` was faster
+                continue
+            if folder.exists():
+                return folder
+            self.release(folder)
+
+    def _repair(self, folder: Path, path: Path) -> None:
+        """Replace, one whole file after the other, what differs from the files in `folder`."""
+        for file in [file for file in folder.rglob("*") if file.is_file()]:
+            there = path / file.relative_to(folder)
+            if _equal(file, there):
+                continue
+            work = self.workspace()
+            try:
+                shutil.copyfile(file, work / "file")
+                sync(work / "file")
+                ensure(there.parent)
+                os.rename(work / "file", there)
+            finally:
+                self.release(work)
+            sync(there.parent)
+            self._files = OpenFiles(self.root)  # an open file may be the one just replaced
+
+    def release(self, folder: Path, keep: bool = False) -> None:
+        """Remove the folder if it is still there, then release its lock."""
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
+        self._locks.release(folder)
+
+    @contextmanager
+    def try_lock(self, name: str) -> Iterator[bool]:
+        """Lock a folder or file; false when a live process has locked it, also under an earlier name."""
+        handle = None
+        if not (self.root / name).is_symlink():  # no writer makes a link: its target is not ours to lock
+            try:
+                handle = lock(self.root / name)
+            except (FileNotFoundError, BlockingIOError):
+                yield False
+                return
+        try:
+            yield True
+        finally:
+            if handle is not None:
+                os.close(handle)
+
+
+class Locks:
+    """The locks that this process holds for its workspaces, until they are released or it ends."""
+
+    def __init__(self) -> None:
+        self._handles: dict[Path, list[int]] = {}
+
+    def take(self, folder: Path) -> bool:
+        """Lock a folder, where locks are supported; false when another process has it, or it is gone."""
+        try:
+            handle = lock(folder)
+        except (FileNotFoundError, BlockingIOError):
+            return False
+        self._add(folder, handle)
+        return True
+
+    def adopt(self, folder: Path, path: Path) -> bool:
+        """Lock `path` until `folder` is released, after its present owner; false when it is gone by then."""
+        try:
+            handle = lock(path, wait=True)
+        except FileNotFoundError:
+            return False
+        self._add(folder, handle)
+        return path.exists() if handle is None else _is(path, handle)
+
+    def _add(self, folder: Path, handle: int | None) -> None:
+        if handle is not None:
+            self._handles.setdefault(folder, []).append(handle)
+
+    def release(self, folder: Path) -> None:
+        """Release every lock that is held for a folder."""
+        for handle in self._handles.pop(folder, []):
+            os.close(handle)
+
+
+def _equal(file: Path, there: Path) -> bool:
+    """Whether two files have the same bytes; false when the second is missing."""
+    filecmp.clear_cache()  # it compares modification times alone
+    try:
+        return filecmp.cmp(file, there, shallow=False)
+    except OSError:
+        return False
+
+
+def _is(path: Path, handle: int) -> bool:
+    """Whether a path still leads to the file that was opened by it."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(handle))
+    except FileNotFoundError:
+        return False
+
+
+def lock(path: Path, wait: bool = False) -> int | None:
+    """Lock a file or folder; BlockingIOError when another process has it, None without lock support."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise
+    except OSError:
+        os.close(handle)
+        return None
+    return handle

@@ -1,0 +1,91 @@
+"""Open files of a local store: byte ranges are mapped, copied, or read ahead of time."""
+
+import mmap
+import os
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from vlmdistill.stores.backends.backend import truncated
+from vlmdistill.stores.schema import Array
+
+OPEN_FILES = 128
+MAPPED_BYTES = 1 << 16  # below this a read is cheaper than a memory map
+CACHED_BYTES = 1 << 18  # read and checked in parts of this size: two fit into a core's own cache
+SEEK_BYTES = 1 << 18  # what a disk reads in the time of one seek
+
+
+class OpenFile:
+    """A file open for reading until nobody uses it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._number = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._number)
+
+    def read_range(self, start: int, length: int) -> Array:
+        """Map just this range, so that memory use follows what the caller keeps."""
+        if length < MAPPED_BYTES:
+            data = np.empty(length, np.uint8)
+            self.readinto(start, data, lambda _: None)
+            return data
+        if os.fstat(self._number).st_size < start + length:  # touching a map past the end kills the process
+            raise truncated(str(self._path))
+        skip = start % mmap.ALLOCATIONGRANULARITY
+        # Private and writable: torch takes it without a copy, and writes never reach the file.
+        mapped = mmap.mmap(
+            self._number,
+            skip + length,
+            flags=mmap.MAP_PRIVATE,
+            prot=mmap.PROT_READ | mmap.PROT_WRITE,
+            offset=start - skip,
+        )
+        return np.frombuffer(mapped, np.uint8, length, skip)
+
+    def readinto(self, start: int, out: Array, on_part: Callable[[memoryview], None]) -> None:
+        """Read in parts that are still in the processor's cache when `on_part` is called with them."""
+        for at in range(0, len(out), CACHED_BYTES):
+            part = out.data[at : at + CACHED_BYTES]
+            if os.preadv(self._number, [part], start + at) != len(part):
+                raise truncated(str(self._path))
+            on_part(part)
+
+    def prefetch(self, start: int, length: int) -> None:
+        """Let the disk start on a range, and on what is around a small one, unless it is cached."""
+        # Not its ends: they may be cached because of their neighbors.
+        if not hasattr(os, "posix_fadvise") or self._is_cached(start + length // 2):
+            return
+        if length < SEEK_BYTES:
+            start -= start % SEEK_BYTES
+            length = 2 * SEEK_BYTES
+        os.posix_fadvise(self._number, start, length, os.POSIX_FADV_WILLNEED)
+
+    def _is_cached(self, at: int) -> bool:
+        """Whether a byte is in the page cache: a third of the cost of reading ahead what is there."""
+        try:
+            return bool(os.preadv(self._number, [bytearray(1)], at, os.RWF_NOWAIT))
+        except OSError:  # it is not, or the file system does not support the question
+            return False
+
+
+class OpenFiles:
+    """The most recently read files below a folder."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._files: OrderedDict[str, OpenFile] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __getitem__(self, name: str) -> OpenFile:
+        with self._lock:
+            file = self._files.get(name)
+            if file is None:
+                file = self._files[name] = OpenFile(self._root / name)
+                if len(self._files) > OPEN_FILES:
+                    self._files.popitem(last=False)
+            self._files.move_to_end(name)
+            return file

@@ -1,0 +1,214 @@
+"""Object stores (S3, GCS, Azure) and web servers, through fsspec."""
+
+import contextlib
+import errno
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import fsspec
+import numpy as np
+
+from vlmdistill.stores.backends.backend import Backend, truncated
+from vlmdistill.stores.errors import StoreError
+from vlmdistill.stores.schema import Array
+
+BLOCK = 1 << 24
+
+
+class Remote(Backend):
+    """A prefix of an object store, such as `s3://bucket/store`. A PUT there is whole or does not happen."""
+
+    is_local = False
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        try:
+            # A cached listing would hide what other writers commit.
+            self._fs, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False)
+        except OSError:
+            raise
+        except Exception as error:  # the package of the protocol is not installed
+            raise StoreError(f"{url} cannot be opened: {error}") from error
+        self._root = root.rstrip("/")
+        self._is_web = "http" in self._fs.protocol
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Remote, (self.url,))
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}" if name else self._root
+
+    @contextmanager
+    def _request(self, name: str = "", write: bool = False) -> Iterator[None]:
+        """Turn whatever the library of a protocol raises into an OSError that names the file."""
+        where = f"{self.url}/{name}" if name else self.url
+        if write and self._is_web:
+            raise OSError(errno.EROFS, "a web server can only be read from")
+        try:
+            yield
+        except OSError as error:
+            if error.errno is not None:  # without a number, a file name would hide the message
+                error.filename = error.filename or where
+            raise
+        except Exception as error:
+            raise ConnectionError(f"{where}: {type(error).__name__}: {error}") from error
+
+    def read(self, name: str, most: int | None = None) -> bytes:
+        """The whole file, or its first `most` bytes; FileNotFoundError when it is missing."""
+        return self._get(name) if most is None else self._get(name, start=0, end=most)
+
+    def read_range(self, name: str, start: int, length: int) -> Array:
+        """One ranged request; writable, so that torch takes it without a copy."""
+        return np.frombuffer(bytearray(self._get_range(name, start, length)), np.uint8)
+
+    def readinto(self, name: str, start: int, out: Array, on_part: Callable[[memoryview], None]) -> None:
+        """One ranged request, copied."""
+        out[:] = np.frombuffer(self._get_range(name, start, len(out)), np.uint8)
+        on_part(out.data)
+
+    def _get_range(self, name: str, start: int, length: int) -> bytes:
+        if length == 0:
+            return b""
+        try:
+            data = self._get(name, start=start, end=start + length)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # the range is not satisfiable
+                raise
+            data = b""
+        if len(data) > length:  # plain web servers ignore the range and send the whole file
+            data = data[start : start + length]
+        if len(data) != length:
+            raise truncated(f"{self.url}/{name}")
+        return data
+
+    def _get(self, name: str, **bounds: int) -> bytes:
+        with self._request(name):
+            return bytes(self._fs.cat_file(self._path(name), **bounds))
+
+    def create(self, name: str, data: bytes) -> bool:
+        """A conditional PUT where the store has one; elsewhere racing writers may both win, each whole."""
+        path = self._path(name)
+        with self._request(name, write=True):
+            try:
+                self._fs.pipe_file(path, data, mode="create")
+            except FileExistsError:
+                return False
+            except (NotImplementedError, ValueError, TypeError):
+                if self._fs.exists(path):
+                    return False
+                self._fs.pipe_file(path, data)
+        return True
+
+    def replace(self, name: str, data: bytes) -> None:
+        """A PUT."""
+        with self._request(name, write=True):
+            self._fs.pipe_file(self._path(name), data)
+
+    def publish(self, folder: Path, name: str) -> None:
+        """PUT the files that are missing or differ; at least one, so that the shard is fresh for gc."""
+        there = self.list_files(name)
+        files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+        wanted = [file for file in files if not self._has(name, file.relative_to(folder), file, there)]
+        for file in wanted or [min(files, key=lambda file: file.stat().st_size)]:
+            target = f"{name}/{file.relative_to(folder).as_posix()}"
+            with self._request(target, write=True):
+                self._fs.put_file(str(file), self._path(target))
+
+    def _has(self, name: str, leaf: Path, file: Path, there: dict[str, int]) -> bool:
+        """Whether the bytes of a local file are already there."""
+        if there.get(leaf.as_posix()) != file.stat().st_size:
+            return False
+        try:
+            with file.open("rb") as mine:
+                for part in iter(lambda: mine.read(BLOCK), b""):
+                    start = mine.tell() - len(part)
+                    if self.read_range(f"{name}/{leaf.as_posix()}", start, len(part)).data != part:
+                        return False
+        except (FileNotFoundError, StoreError):  # removed or truncated since it was listed
+            return False
+        return True
+
+    def list_files(self, folder: str) -> dict[str, int]:
+        """Every file below a folder: name relative to the folder -> bytes."""
+        base = self._path(folder)
+        found = {path.removeprefix(base).lstrip("/"): info for path, info in self._find(folder).items()}
+        sizes = {self._unquoted(name): info["size"] for name, info in found.items()}
+        unknown = [name for name, size in sizes.items() if size is None]  # web servers list names alone
+        found_sizes = self.map(lambda name: self.size(f"{folder}/{name}".lstrip("/")), unknown)
+        sizes |= zip(unknown, found_sizes, strict=True)
+        return {name: int(size) for name, size in sizes.items() if size is not None}
+
+    def _unquoted(self, listed: str) -> str:
+        return unquote(listed) if self._is_web else listed
+
+    def _find(self, folder: str) -> dict[str, Any]:
+        try:
+            with self._request(folder):
+                self._fs.invalidate_cache()
+                found = self._fs.find(self._path(folder), detail=True)
+                # For a path that is itself a file, some implementations return no details.
+                found = {path: info or self._fs.info(path) for path, info in found.items()}
+        except FileNotFoundError:
+            return {}
+        # The pages of web servers also hold links that sort the listing.
+        files = {path: info for path, info in found.items() if info["type"] == "file"}
+        return {path: info for path, info in files.items() if not (self._is_web and "?" in path)}
+
+    def size(self, name: str) -> int | None:
+        """Bytes of one file, or None when it is missing."""
+        try:
+            with self._request(name):
+                self._fs.invalidate_cache()
+                size = self._fs.info(self._path(name))["size"]
+        except FileNotFoundError:
+            return None
+        if size is None:
+            raise OSError(f"{self.url}/{name}: the server does not report its size")
+        return int(size)
+
+    def list_names(self, folder: str) -> list[str]:
+        """The sorted names directly inside a folder."""
+        try:
+            with self._request(folder):
+                self._fs.invalidate_cache()
+                found = self._fs.ls(self._path(folder), detail=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        # Where an object has the name of the folder, some object stores list it among its content.
+        base = self._path(folder).strip("/")
+        paths = [path.rstrip("/") for path in found if path.strip("/") != base]
+        return sorted(self._unquoted(path.rpartition("/")[2]) for path in paths)
+
+    def remove(self, name: str) -> None:
+        """DELETE a file or everything below a folder."""
+        for path in self._find(name) or [self._path(name)]:
+            with contextlib.suppress(FileNotFoundError), self._request(name, write=True):
+                self._fs.rm_file(path)
+
+    def seconds_idle(self, name: str) -> float:
+        """By the modification times that the object store reports; 0 where it reports none."""
+        times = [_modified(info) for info in self._find(name).values()]
+        return max(0.0, time.time() - max(times)) if times and all(times) else 0.0
+
+    def workspace(self, name: str | None = None) -> Path:
+        """A temporary folder of this machine: shards are built here and sent."""
+        del name
+        return Path(tempfile.mkdtemp(prefix="vlmdistill-write-"))
+
+    def release(self, folder: Path, keep: bool = False) -> None:
+        """Remove the folder: what was sent already is not sent again."""
+        del keep
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _modified(info: dict[str, Any]) -> float:
+    when = info.get("LastModified") or info.get("last_modified") or info.get("mtime") or info.get("created")
+    when = datetime.fromisoformat(when) if isinstance(when, str) else when
+    return float(when.timestamp() if isinstance(when, datetime) else when or 0)

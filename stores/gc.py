@@ -1,0 +1,111 @@
+"""Garbage collection: remove what no record names, no live process has locked, and is a day old."""
+
+import logging
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from vlmdistill.stores.backends.backend import STAGING, Backend
+from vlmdistill.stores.errors import StoreError
+from vlmdistill.stores.index.tables import table_names
+from vlmdistill.stores.integrity.commits import complete_ledger, find_naming
+from vlmdistill.stores.integrity.ledger import require_all
+from vlmdistill.stores.manifest import (
+    CACHE,
+    HEADS,
+    SHARDS,
+    STATS,
+    TABLES,
+    VIEWS,
+    Commit,
+    TableRecord,
+    commit_name,
+    find_record,
+    units,
+)
+from vlmdistill.stores.store import Store
+
+GRACE = 24 * 3600.0  # seconds
+HASH = "[0-9a-f]{16}"
+WRITTEN = re.compile(  # names that writers give: any other file is the user's own
+    rf"shards/.+-{HASH}|heads/{HASH}|(views|stats)/.+-{HASH}\.arrow|cache/index(\.json|-{HASH}\.arrow)"
+    rf"|staging/((copy|probe|removed)-)?{HASH}"
+)
+log = logging.getLogger("vlmdistill.stores")
+
+
+@dataclass(frozen=True)
+class Removed:
+    """Garbage that was removed."""
+
+    name: str
+    bytes: int
+
+
+def collect(store: Store, *, grace: float = GRACE, dry_run: bool = False) -> list[Removed]:
+    """Remove garbage untouched for `grace` seconds; returns what was removed, or would be on a `dry_run`.
+
+    StoreError when a record is lost or damaged: what it names looks like garbage then, so nothing is
+    removed. StoreError also, after everything else is removed, when something cannot be removed.
+    """
+    backend = store.backend
+    records = _records(backend)
+    garbage = [name for name in _unnamed(backend, store.record.head.file, records) if WRITTEN.fullmatch(name)]
+    require_all(backend)
+    if not dry_run:
+        complete_ledger(backend, records)
+    found, refused = list[Removed](), list[str]()
+    for name in garbage:
+        try:
+            with backend.try_lock(name) as locked:
+                if not locked or backend.seconds_idle(name) < grace:
+                    continue
+                # A record may have come since. Under the lock no local writer can commit it now; others renew
+                # the age of a shard before they do.
+                if name.split("/")[0] in (SHARDS, VIEWS, STATS) and find_naming(backend, name):
+                    continue
+                linked = bool(backend.links(name))
+                size = 0 if linked else sum(backend.list_files(name).values()) or backend.size(name) or 0
+                if not dry_run:
+                    backend.remove(name)
+                found.append(Removed(name, size))
+        except PermissionError as error:
+            refused.append(f"{name}: {error.strerror or error}")
+    remaining = () if dry_run else _remaining(backend, found)
+    removed = [one for one in found if one.name not in remaining]
+    if refused:
+        what = f"{len(refused)} things in {backend.url} could not be removed, the first {refused[0]}"
+        raise StoreError(f"{what}. {len(removed)} others were: check the permissions and run it again")
+    return removed
+
+
+def _records(backend: Backend) -> list[Commit | TableRecord]:
+    """The records of units, views and statistics."""
+
+    def find(name: str) -> Commit | TableRecord | None:
+        kind = TABLES.get(name.split("/")[0])
+        return find_record(backend, name, kind) if kind else find_record(backend, name, Commit)
+
+    names = [commit_name(unit) for unit in units(backend)]
+    names += [f"{folder}/{name}.json" for folder in (VIEWS, STATS) for name in table_names(backend, folder)]
+    return [record for record in backend.map(find, names) if record]
+
+
+def _unnamed(backend: Backend, head: str, records: Iterable[Commit | TableRecord]) -> Iterator[str]:
+    """What no record names."""
+    named = {head.rpartition("/")[0], *(record.named for record in records)}
+    for folder in (SHARDS, HEADS, VIEWS, STATS, STAGING):
+        there = [f"{folder}/{leaf}" for leaf in backend.list_names(folder)]
+        missing = sorted(name for name in named.difference(there) if name.startswith(f"{SHARDS}/"))
+        if folder == SHARDS and missing:
+            log.warning("%s is missing: no shard is removed, since one may be it, renamed", missing[0])
+        else:
+            yield from (name for name in there if name not in named)
+    # The cache may name units that are gone, and can be rebuilt. Its record goes before what that names.
+    yield from (f"{CACHE}/{leaf}" for leaf in reversed(backend.list_names(CACHE)))
+
+
+def _remaining(backend: Backend, found: Iterable[Removed]) -> set[str]:
+    """What is still there after its removal, as its folder is listed."""
+    folders = {one.name.split("/")[0] for one in found}
+    return {f"{folder}/{leaf}" for folder in folders for leaf in backend.list_names(folder)}

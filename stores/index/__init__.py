@@ -1,0 +1,1 @@
+"""The index of a store: one Arrow row per sample."""

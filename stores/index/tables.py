@@ -1,0 +1,224 @@
+"""The index of a shard and other small tables, as Arrow IPC files.
+
+Writing uses pyarrow alone: its plain paths start no threads, so a process may fork around it.
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+import pyarrow as pa
+
+from vlmdistill.stores.backends.backend import Backend, writing
+from vlmdistill.stores.errors import StoreError
+from vlmdistill.stores.index.arrow import frame_of, read_arrow, to_arrow
+from vlmdistill.stores.integrity.commits import put_table
+from vlmdistill.stores.manifest import KINDS, Commit, TableRecord, damaged, digest, read_record
+
+if TYPE_CHECKING:
+    import polars as pl
+
+SPAN = pa.struct([("start", pa.int32()), ("length", pa.int32())])
+ROW = "_row"  # suffix of the offsets: text_row, visual_row, span_row, sample_row
+XXH3 = "xxh3."  # prefix of the checksums: xxh3.hidden.text
+LOSS = "int8."  # prefix of what 8 bits lost of a sample: [summed squared error, summed squares]
+
+CORE: Mapping[str, pa.DataType] = {
+    "key": pa.string(),
+    "dataset": pa.string(),
+    "text_tokens": pa.int32(),
+    "visual_tokens": pa.int32(),
+    "response_tokens": pa.int32(),
+    "spans": pa.list_(SPAN),
+    "text_row": pa.int64(),
+    "visual_row": pa.int64(),
+    "span_row": pa.int64(),
+    "sample_row": pa.int64(),
+}
+WHOLE = 2**53  # up to here floats have all whole numbers
+log = logging.getLogger("vlmdistill.stores")
+T = TypeVar("T", bound=TableRecord)
+ADDED = ("unit", "shard")  # columns that only the merged index has
+
+
+def reserved(column: str) -> bool:
+    """Whether a column name belongs to the index itself."""
+    return column in CORE or column in ADDED or column.startswith((XXH3, LOSS))
+
+
+def index_table(rows: Sequence[Mapping[str, Any]], arrays: Sequence[str]) -> pa.Table:
+    """The index of a shard, one row per sample; StoreError when one cannot hold the meta of all."""
+    columns: dict[str, pa.Array] = {}
+    for name, kind in CORE.items():
+        columns[name] = pa.array([row[name] for row in rows], kind)
+    for name in arrays:
+        columns[XXH3 + name] = pa.array([row[XXH3 + name] for row in rows], pa.uint64())
+    for name in sorted({name for row in rows for name in row} - set(columns)):
+        try:
+            columns[name] = pa.array([row.get(name) for row in rows])
+        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+            raise StoreError(
+                f"the meta column '{name}' mixes types among samples: give it one type ({error})"
+            ) from error
+        except (OverflowError, UnicodeError) as error:
+            raise StoreError(
+                f"the meta column '{name}' cannot hold all values of the samples ({error}): whole numbers "
+                "have 64 bits with their sign, text is Unicode without surrogates"
+            ) from error
+    return pa.table(columns)
+
+
+def write_table(
+    backend: Backend, record: TableRecord, table: pa.Table, unchanged: Callable[[], bool] | None = None
+) -> bool:
+    """Write a table to a file named by its content, and its record, completed with that name.
+
+    False, and nothing replaced, when `unchanged`, called just before the record is written, returns false.
+    """
+    data = to_arrow(table)
+    entry = (len(data), digest(data))
+    file = record.file_of(entry)
+    with writing(backend):
+        return put_table(backend, data, msgspec.structs.replace(record, file=file, entry=entry), unchanged)
+
+
+def read_table(backend: Backend, kind: type[T], name: str) -> tuple[T, pa.Table]:
+    """The record and the table kept under a name; FileNotFoundError when it is missing."""
+    record = read_record(backend, f"{kind.FOLDER}/{name}.json", kind)
+    return record, read_arrow(backend, record.file, record.entry)
+
+
+def table_names(backend: Backend, folder: str) -> list[str]:
+    """The names of the tables kept in a folder, sorted."""
+    return [name.removesuffix(".json") for name in backend.list_names(folder) if name.endswith(".json")]
+
+
+@functools.lru_cache
+def check_columns(
+    schema: bytes,
+    arrays: tuple[str, ...],
+    meta: tuple[str, ...] | None = None,
+    losses: tuple[str, ...] = (),
+    added: tuple[str, ...] = (),
+) -> None:
+    """ValueError unless an index has the columns that every index has, and just those that its record names.
+
+    Without `meta` there is no record, and any further columns may be there.
+
+    `schema` is serialized: so it is looked up quickly, and shards mostly have the same.
+    """
+    fields = pa.ipc.read_schema(pa.py_buffer(schema))
+    kinds = {field.name: _small(field.type) for field in fields}
+    wanted = {**CORE, **dict.fromkeys(added, pa.string())}
+    wanted |= {XXH3 + name: pa.uint64() for name in arrays}
+    wanted |= {LOSS + name: pa.list_(pa.float64()) for name in losses}
+    for name, kind in wanted.items():
+        if kinds.get(name) != kind:
+            raise ValueError(f"its column {name} is {kinds.get(name, 'missing')}, not {kind}")
+    if meta is None:
+        return
+    for name in meta:
+        if name not in kinds or reserved(name):
+            raise ValueError(f"it has no column {name!r}, which its record names")
+    named = {*wanted, *meta}
+    unnamed = [name for name in kinds if name not in named and (name.startswith(LOSS) or not reserved(name))]
+    if unnamed:
+        raise ValueError(f"it has a column {unnamed[0]!r}, which its record does not name")
+
+
+def _small(kind: pa.DataType) -> pa.DataType:
+    """The type with offsets of 32 bits: a large table has those of 64."""
+    if pa.types.is_large_list(kind):
+        return pa.list_(kind.value_type)
+    return pa.string() if pa.types.is_large_string(kind) else kind
+
+
+def check_values(index: "pl.DataFrame", arrays: Sequence[str], commits: Iterable[Commit]) -> None:
+    """StoreError when a sample lacks a value of the index, or has one that cannot be.
+
+    Its rows must be there: of the units of these `commits`, whose records say how many there are.
+    """
+    import polars as pl
+
+    of = {commit.unit: commit.rows for commit in commits}
+    totals = pl.DataFrame(
+        {"unit": list(of), **{f"{kind}_rows": [rows[kind] for rows in of.values()] for kind in KINDS}},
+        {"unit": pl.String, **{f"{kind}_rows": pl.Int64 for kind in KINDS}},
+    )
+    names = [*CORE, *(XXH3 + array for array in arrays)]
+    lengths = pl.col("spans").list.eval(pl.element().struct.field("length").cast(pl.Int64))
+    counts = {
+        "text": pl.col("text_tokens"),
+        "visual": pl.col("visual_tokens"),
+        "span": pl.col("spans").list.len().cast(pl.Int64),
+        "sample": pl.lit(1),
+    }
+    odd = index.join(totals, on="unit", how="left", maintain_order="left").filter(
+        pl.any_horizontal(
+            *(pl.col(name).is_null() for name in names),
+            *(pl.col(name) < 0 for name, kind in CORE.items() if pa.types.is_integer(kind)),
+            *(pl.col(kind + ROW) > pl.col(f"{kind}_rows") - count for kind, count in counts.items()),
+            lengths.list.sum() != pl.col("visual_tokens"),
+        )
+    )
+    spans = index["spans"].rechunk().to_arrow().flatten()
+    if len(odd) or spans.null_count or any(spans.field(part).null_count for part in range(2)):
+        row = odd.row(0, named=True) if len(odd) else {"unit": "some unit", "key": "some key"}
+        what = f"of sample {row['key']} in {row['unit']} a value is missing, or cannot be"
+        raise damaged("an index", f"{what}: it names rows or tokens that are not there")
+
+
+def merge_index(frames: "Sequence[pl.DataFrame]", arrays: Sequence[str]) -> "pl.DataFrame":
+    """One frame of all shards, sorted by key; of equal keys the one of the first unit by name."""
+    import polars as pl
+
+    if not frames:
+        checksums = {XXH3 + name: pa.uint64() for name in arrays}
+        empty = {**CORE, **checksums, **dict.fromkeys(ADDED, pa.string())}
+        return frame_of(pa.schema(empty).empty_table())
+    if found := unlike(frame.schema for frame in frames):
+        name, one, other = found
+        units = [_unit_with(frames[at], name) for at in (one, other)]
+        kinds = [frames[at].schema[name] for at in (one, other)]
+        raise StoreError(
+            f"the meta column '{name}' is {kinds[0]} in unit {units[0]} and {kinds[1]} in unit {units[1]}: "
+            f"remove the record of one of them, such as commits/{units[1]}.json, and its copy in ledger/, "
+            "run `store gc --grace 0` and write that unit again, with the type of the other"
+        )
+    merged = pl.concat(frames, how="diagonal_relaxed")
+    for name in [name for name, kind in merged.schema.items() if kind.is_float()]:
+        for frame in [frame for frame in frames if frame.schema.get(name, pl.Null()).is_integer()]:
+            if len(odd := frame.filter(~pl.col(name).is_between(-WHOLE, WHOLE))):
+                what = f"the meta column '{name}' has whole numbers beyond 2^53 in unit {odd['unit'][0]}"
+                log.warning(f"{what}, and fractions in others: their last digits are lost")
+    return merged.sort("key", "unit").unique("key", keep="first", maintain_order=True)
+
+
+def unlike(schemas: "Iterable[Mapping[str, pl.DataType]]") -> tuple[str, int, int] | None:
+    """The first column whose types do not go together, and which two of the schemas have them."""
+    seen: dict[str, dict[pl.DataType, int]] = {}
+    for at, schema in enumerate(schemas):
+        for name, kind in schema.items():
+            kinds = seen.setdefault(name, {})
+            for other, first in kinds.items():
+                if not _alike(kind, other):
+                    return name, first, at
+            kinds.setdefault(kind, at)
+    return None
+
+
+def _alike(kind: "pl.DataType", other: "pl.DataType") -> bool:
+    """Whether values of two types make one column as they are: equal, both numbers, or one of no values."""
+    import polars as pl
+
+    if isinstance(kind, pl.List) and isinstance(other, pl.List):
+        return kind == other or pl.Null in (kind.inner, other.inner)
+    return kind == other or pl.Null in (kind, other) or (kind.is_numeric() and other.is_numeric())
+
+
+def _unit_with(frame: "pl.DataFrame", column: str) -> str:
+    """The first unit that has values in a column, or the first."""
+    units = frame.drop_nulls(column)["unit"]
+    return str(units[0] if len(units) else frame["unit"][0])

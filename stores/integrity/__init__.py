@@ -1,0 +1,1 @@
+"""What makes files count, and how damage and loss are found."""

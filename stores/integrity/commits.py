@@ -1,0 +1,111 @@
+"""Commits: how a shard or a table comes to count, and which record could name a file.
+
+What is committed is published first and named by a record afterwards. Then its files are looked for once
+more, since `gc` removes what no record names. Only then is the record noted in the ledger.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+
+from vlmdistill.stores.backends.backend import Backend
+from vlmdistill.stores.errors import NewerError, StoreError
+from vlmdistill.stores.integrity.ledger import find_copy, note
+from vlmdistill.stores.manifest import NAME, TABLES, Commit, TableRecord, commit_name, find_record, seal
+
+TRIES = 9  # times that vanished files are published again
+SHARD = re.compile(rf"shards/({NAME.pattern})-[0-9a-f]{{16}}")
+TABLE = re.compile(rf"({'|'.join(TABLES)})/({NAME.pattern})-[0-9a-f]{{16}}\.arrow")
+
+
+def commit(backend: Backend, record: Commit, publish: Callable[[], None]) -> Commit:
+    """Publish a shard and make it count; returns the record of its unit, another's if that came first.
+
+    StoreError when the files of that record are not all there.
+    """
+    name = commit_name(record.unit)
+    for _ in range(TRIES):
+        publish()
+        made = backend.create(name, seal(record))
+        first = record if made else find_record(backend, name, Commit)
+        if first is not None and first.shard != record.shard:
+            backend.remove(record.named)  # the name of the unit is taken: nobody can commit this shard
+        if first is not None and is_complete(backend, first):
+            note(backend, name, first)
+            return first
+        if first is not None and first.shard != record.shard:
+            what = f"files of unit {record.unit}, which another process committed, are missing"
+            raise StoreError(f"{what}: run `store verify`")
+    raise StoreError(
+        f"the files of unit {record.unit} were removed while they were committed: does `store gc` run with "
+        "a short --grace? Write the unit again"
+    )
+
+
+def put_table(
+    backend: Backend, data: bytes, record: TableRecord, unchanged: Callable[[], bool] | None = None
+) -> bool:
+    """Write a table and the record that names it, which may replace an older one.
+
+    `unchanged` is called just before the record is replaced; when it returns false nothing is replaced,
+    and the result is false.
+    """
+    name = record_name(record.named)
+    for _ in range(TRIES):
+        backend.replace(record.named, data)  # also when it is there: it may be damaged, or old enough for gc
+        if unchanged and not unchanged():
+            return False
+        backend.replace(name, seal(record))
+        if is_complete(backend, record):
+            note(backend, name, record)
+            return True
+    raise StoreError(f"{backend.url}/{record.named} was removed while it was written: try again")
+
+
+def find_commit(backend: Backend, unit: str) -> Commit | None:
+    """The record of a unit; where it is lost, its copy in the ledger."""
+    name = commit_name(unit)
+    return find_record(backend, name, Commit) or find_copy(backend, name, Commit)
+
+
+def complete_ledger(backend: Backend, records: Iterable[Commit | TableRecord]) -> None:
+    """Note the records that have no copy: a writer died in between, or an older version wrote them."""
+
+    def one(record: Commit | TableRecord) -> None:
+        name = record_name(record.named)
+        try:
+            copy = find_copy(backend, name, type(record))
+        except NewerError:
+            raise
+        except StoreError:  # it is damaged: replace it
+            copy = None
+        if copy != record and is_complete(backend, record) and find_naming(backend, record.named) == record:
+            note(backend, name, record)
+
+    backend.map(one, records)
+
+
+def find_naming(backend: Backend, name: str) -> Commit | TableRecord | None:
+    """The record that names a shard or table, as of now."""
+    where = record_name(name)
+    kind = TABLES.get(where.partition("/")[0])
+    if not where:
+        return None
+    record = find_record(backend, where, kind) if kind else find_record(backend, where, Commit)
+    return record if record is not None and record.named == name else None
+
+
+def record_name(name: str) -> str:
+    """The file of the record that could name a shard or table; '' when none can."""
+    if found := SHARD.fullmatch(name):
+        return commit_name(found[1])
+    if found := TABLE.fullmatch(name):
+        return f"{found[1]}/{found[2]}.json"
+    return ""
+
+
+def is_complete(backend: Backend, record: Commit | TableRecord) -> bool:
+    """Whether all files that a record names are there, by their sizes."""
+    if isinstance(record, TableRecord):
+        return bool(backend.size(record.named) == record.entry[0])
+    there = backend.list_files(record.named)
+    return all(there.get(file) == size for file, (size, _) in record.files.items())

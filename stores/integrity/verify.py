@@ -1,0 +1,229 @@
+"""Verification: read and compare everything that records name, and list every other file.
+
+What passes can be read, see `checks`. A lost record, which the ledger still has, is damage, as is a missing
+file.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from vlmdistill.stores.backends.backend import STAGING, Backend, open_backend
+from vlmdistill.stores.errors import NewerError, StoreError
+from vlmdistill.stores.index.arrow import read_arrow
+from vlmdistill.stores.integrity.checks import Finding, StoreChecks, failed
+from vlmdistill.stores.integrity.ledger import KEPT, LEDGER, find_copy
+from vlmdistill.stores.layout import Layout
+from vlmdistill.stores.manifest import (
+    CACHE,
+    COMMITS,
+    STORE,
+    TABLES,
+    Commit,
+    Entry,
+    Record,
+    StoreRecord,
+    TableRecord,
+    ViewRecord,
+    find_record,
+)
+from vlmdistill.stores.schema import content_hash
+
+FAULTS = ("damaged", "missing", "unreadable")
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What a verification found."""
+
+    files: int
+    bytes: int
+    findings: tuple[Finding, ...]
+
+    @property
+    def damage(self) -> tuple[Finding, ...]:
+        """What was promised and is not there as promised, or could not be looked at."""
+        return tuple(finding for finding in self.findings if finding.kind in FAULTS)
+
+
+def verify(
+    path: str | Path, *, threads: int | None = None, progress: Callable[[int, int], None] | None = None
+) -> Verification:
+    """Read everything once and compare it with its record.
+
+    `progress` is called with (bytes done, bytes in all). StoreError only when there is no
+    store, or a record of it is newer than this code.
+    """
+    backend = open_backend(path)
+    there = backend.list_files("")
+    if STORE not in there and not any(name.startswith(f"{COMMITS}/") for name in there):
+        raise StoreError(f"there is no feature store at {path}")
+    found = _Records(backend)
+    total = sum(size for record in found.records.values() for _, (size, _) in files_of(record))
+    checks = StoreChecks(backend, there, _layout(found))
+
+    def check(record: Record) -> tuple[int, list[Finding], pa.Array | None]:
+        files = files_of(record)
+        size = sum(entry[0] for _, entry in files)
+        if isinstance(record, Commit):
+            return size, *checks.shard(record)
+        if isinstance(record, StoreRecord):
+            return size, checks.head(record), None
+        return size, [one for file in files for one in checks.file(*file)], None
+
+    findings, keys, done = found.findings, list[pa.Array | None](), 0
+    with ThreadPoolExecutor(threads or min(4, os.cpu_count() or 1)) as pool:
+        for (name, record), (size, some, mine) in zip(
+            found.records.items(), pool.map(check, found.records.values()), strict=True
+        ):
+            done += size
+            if progress:
+                progress(done, total)
+            if some and found.is_current(name):  # not when it was removed on purpose meanwhile
+                findings += some
+            if isinstance(record, Commit):
+                keys.append(mine)
+    if not any(mine is None for mine in keys):
+        findings += _strays(backend, found, keys)
+    promised = {name for record in found.records.values() for name, _ in files_of(record)}
+    findings += _others(backend, there, promised)
+    return Verification(len(promised) + sum(map(_is_record, there)), total, tuple(findings))
+
+
+def files_of(record: Record) -> list[tuple[str, Entry]]:
+    """The files that a record names, with (bytes, blake3)."""
+    if isinstance(record, Commit):
+        return [(f"{record.named}/{name}", entry) for name, entry in record.files.items()]
+    if isinstance(record, StoreRecord):
+        return [(record.head.file, record.head.entry)]
+    return [(record.file, record.entry)] if isinstance(record, TableRecord) else []
+
+
+class _Records:
+    """All records of a store by name, the copy where one is lost, and what is wrong with them."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.findings: list[Finding] = []
+        self.records: dict[str, Record] = {}
+        copies = [f"{folder}/{leaf}" for folder in KEPT for leaf in self._listed(f"{LEDGER}/{folder}")]
+        there = [f"{folder}/{leaf}" for folder in (*KEPT, CACHE) for leaf in self._listed(folder)]
+        names = [STORE, *sorted({*copies, *there})]
+        read = dict(zip(names, backend.map(self._read, names), strict=True))
+        origin = None
+        uncovered = []
+        for name, (record, copy) in read.items():
+            if record is None and copy is not None:
+                if not any(finding.name == name for finding in self.findings):
+                    self.findings.append(Finding("missing", name, f"it is lost: {LEDGER}/{name} is its copy"))
+                record = copy
+            if record is None:
+                continue
+            self.records[name] = record
+            if isinstance(record, StoreRecord):
+                origin = content_hash(record.provenance.to_dict())
+            if isinstance(record, Commit) and origin not in (None, record.origin):
+                self.findings.append(Finding("damaged", name, "it is of another origin than the store"))
+            if name.split("/")[0] in KEPT and copy != record:
+                uncovered.append(name)
+        if uncovered:
+            what = f"{len(uncovered)} records, such as {uncovered[0]}, have no copy: it would not be seen if "
+            how = "they were lost. `vlmdistill store gc` makes the copies"
+            self.findings.append(Finding("note", LEDGER, what + how))
+
+    def _listed(self, folder: str) -> list[str]:
+        try:
+            return [leaf for leaf in self._backend.list_names(folder) if leaf.endswith(".json")]
+        except OSError as error:
+            self.findings.append(failed(folder, error))
+            return []
+
+    def _read(self, name: str) -> tuple[Record | None, Record | None]:
+        """A record and its copy."""
+        record = copy = None
+        try:
+            record = self._find(name)
+            if record is None and name == STORE:
+                self.findings.append(Finding("missing", name, "the record is gone"))
+        except NewerError:
+            raise
+        except (StoreError, OSError) as error:
+            self.findings.append(failed(name, error))
+        if name.split("/")[0] in KEPT:
+            try:
+                copy = find_copy(self._backend, name, _kind(name))
+            except NewerError:
+                raise
+            except (StoreError, OSError) as error:
+                self.findings.append(failed(f"{LEDGER}/{name}", error))
+        return record, copy
+
+    def _find(self, name: str) -> Record | None:
+        return find_record(self._backend, name, _kind(name))
+
+    def is_current(self, name: str) -> bool:
+        """Whether a record, or the copy of a lost one, is still the one that was read."""
+        try:
+            record = self._find(name) or find_copy(self._backend, name, _kind(name))
+        except (StoreError, OSError):
+            return True
+        return record == self.records[name]
+
+
+def _kind(name: str) -> type[Record]:
+    return StoreRecord if name == STORE else TABLES.get(name.split("/")[0], Commit)
+
+
+def _layout(found: _Records) -> Layout | None:
+    """The layout of the store; None, and a finding, when it declares none that makes sense."""
+    store = found.records.get(STORE)
+    if not isinstance(store, StoreRecord):
+        return None
+    try:
+        return Layout.of(store.provenance, store.info, store.encoding)
+    except StoreError as error:
+        found.findings.append(failed(STORE, error))
+        return None
+
+
+def _strays(backend: Backend, found: _Records, keys: Iterable[pa.Array]) -> Iterator[Finding]:
+    """Views that keep samples which no unit has."""
+    held = pa.chunked_array([part.cast(pa.large_string()) for part in keys], pa.large_string())
+    bad = {finding.name for finding in found.findings}
+    for record in found.records.values():
+        if not isinstance(record, ViewRecord) or record.file in bad:
+            continue
+        try:
+            table = read_arrow(backend, record.file, record.entry)
+            kept = table["key"].filter(pc.is_null(table["reason"])).cast(pa.large_string())
+            stray = kept.filter(pc.invert(pc.is_in(kept, held)))
+        except (StoreError, OSError, KeyError, pa.ArrowException) as error:
+            yield failed(record.file, error)
+            continue
+        if len(stray):
+            what = f"it keeps {len(stray)} samples that no unit has, such as {stray[0]}"
+            yield Finding("damaged", record.file, what)
+
+
+def _is_record(name: str) -> bool:
+    folder, _, leaf = name.removeprefix(f"{LEDGER}/").rpartition("/")
+    kept = folder in KEPT if name.startswith(LEDGER) else folder in (*KEPT, CACHE)
+    return name == STORE or (kept and leaf.endswith(".json"))
+
+
+def _others(backend: Backend, there: Iterable[str], promised: set[str]) -> Iterator[Finding]:
+    """What no record names, and links."""
+    for name in sorted(there):
+        if name in promised or _is_record(name):
+            continue
+        if name.startswith(f"{STAGING}/"):
+            yield Finding("unfinished", name, "a writer's work in progress")
+        else:
+            yield Finding("orphan", name, "no record names it")
+    for name in backend.links():
+        yield Finding("note", name, "a symbolic link: what it leads to may lie outside of the store")

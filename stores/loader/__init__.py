@@ -1,0 +1,1 @@
+"""The data loader: seeded epochs of packed batches."""

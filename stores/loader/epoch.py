@@ -1,0 +1,195 @@
+"""Epochs: every sample once, in a seeded order, in batches packed to a token budget.
+
+The plan of an epoch is a list of batches that depends on the samples, the budget, the seed and
+the epoch alone; ranks take turns along it. Where the batches do not divide among the ranks, the
+largest are split until they do, so that every rank gets the same number of batches and no sample
+is dropped or repeated; only when no batch has two samples left do some ranks end with an empty
+batch. A state is the list of (token budget, ranks, steps) taken so far: what remains is planned again
+for any other budget and number of ranks.
+"""
+
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from vlmdistill.stores.errors import StoreError
+from vlmdistill.stores.schema import Array, Feature, PackedSamples, content_hash
+from vlmdistill.stores.store import Store
+
+WINDOW = 4096  # samples sorted by length together: batches of like length, yet a different mix each epoch
+NEAR, FAR = 2, 8  # batches read ahead, each by a thread: a disk is soon busy, requests mostly wait
+EpochPlan = list[Array]  # positions of samples, one array per batch
+
+
+def plan(tokens: Array, budget: int, seed: int, epoch: int) -> EpochPlan:
+    """Cut all samples into batches of at most `budget` tokens; a longer sample is a batch alone.
+
+    `tokens` [n]: the cost of each sample.
+    """
+    rng = np.random.default_rng([seed, epoch])
+    order = rng.permutation(len(tokens))
+    batches: EpochPlan = []
+    for start in range(0, len(order), WINDOW):
+        window = order[start : start + WINDOW]
+        window = window[np.argsort(tokens[window], kind="stable")]
+        ends = np.cumsum(tokens[window])
+        first = 0
+        while first < len(window):
+            spent = ends[first - 1] if first else 0
+            last = max(first + 1, int(np.searchsorted(ends, spent + budget, side="right")))
+            batches.append(window[first:last])
+            first = last
+    return [batches[i] for i in rng.permutation(len(batches))]
+
+
+def level(batches: Sequence[Array], world: int) -> EpochPlan:
+    """Split the largest batches until their number divides by `world`."""
+    even = [batch for batch in batches if len(batch)]
+    while len(even) % world:
+        large = max(range(len(even)), key=lambda i: (len(even[i]), i))
+        half = len(even[large]) // 2
+        if half:
+            even[large : large + 1] = [even[large][:half], even[large][half:]]
+        else:
+            even.append(np.empty(0, np.int64))
+    return even
+
+
+def _rest(
+    tokens: Array, history: Sequence[tuple[int, int, int]], budget: int, seed: int, epoch: int
+) -> tuple[EpochPlan, Fraction]:
+    """What is left of an epoch after that history, cut for `budget`; and its share of the whole."""
+    packed = history[0][0] if history else budget
+    batches, left = plan(tokens, packed, seed, epoch), Fraction(1)
+    for cut, ranks, steps in [*history, (budget, 1, 0)]:
+        if cut != packed:
+            rows = np.sort(np.concatenate([np.empty(0, np.int64), *batches]))
+            batches = [rows[batch] for batch in plan(tokens[rows], cut, seed, epoch)]
+            packed = cut
+        if steps:
+            batches = level(batches, ranks)
+            left *= 1 - Fraction(min(ranks * steps, len(batches)), max(1, len(batches)))
+            batches = batches[ranks * steps :]
+    return batches, left
+
+
+class Epoch(Iterator[PackedSamples]):
+    """One rank's batches of an epoch, with the `features` asked for (all when None); threads read ahead.
+
+    `token_budget` bounds the rows of a batch: text tokens, and visual tokens or spans where such features
+    are asked for. The arrays of a batch are overwritten once `keep` further batches were taken, or by the
+    next epoch.
+    `start_state` is the `state` of an earlier iterator. StoreError when it belongs to other samples, and when
+    data is damaged.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        features: Collection[Feature] | None = None,
+        *,
+        view: str | None = None,
+        keys: Collection[str] | None = None,
+        token_budget: int,
+        seed: int = 0,
+        epoch: int = 0,
+        rank: int = 0,
+        world: int = 1,
+        start_state: Mapping[str, Any] | None = None,
+        keep: int = 1,
+    ) -> None:
+        if token_budget < 1 or not 0 <= rank < world:
+            given = f"{token_budget}, {rank}, {world}"
+            raise StoreError(f"an epoch needs token_budget >= 1 and 0 <= rank < world, not {given}")
+        self._store = store
+        self._features = store.layout.choose(features)
+        self._rows = select(store, view, keys)
+        tokens = self._cost()
+        self._identity = content_hash([self._rows["key"].to_list(), tokens.tolist(), seed, epoch])
+        self._history: list[tuple[int, int, int]] = []
+        batches = plan(tokens, token_budget, seed, epoch)
+        left = Fraction(1)
+        if start_state is not None:
+            if start_state.get("identity") != self._identity:
+                raise StoreError(
+                    "this epoch cannot be continued: its samples, seed or number differ from those of the "
+                    "saved state. Train on a view: later writes do not change it"
+                )
+            self._history = [
+                (int(budget), int(ranks), int(steps)) for budget, ranks, steps in start_state["history"]
+            ]
+            batches, left = _rest(tokens, self._history, token_budget, seed, epoch)
+        self._budget, self._world = token_budget, world
+        self._steps = 0
+        self._mine = level(batches, world)[rank::world]
+        whole = len(self._mine) / left if left else Fraction(sum(steps for _, _, steps in self._history))
+        self.whole: int | float = int(whole) if whole.denominator == 1 else float(whole)
+        """Batches of one rank in the whole epoch, as if its ranks and budget had always been the present."""
+        self._next = 0
+        self._depth = NEAR if store.backend.is_local else FAR
+        self._buffers = [store.buffers.pop() if store.buffers else {} for _ in range(self._depth + keep)]
+        self._ahead: deque[Future[PackedSamples]] = deque()
+        self._pool = ThreadPoolExecutor(self._depth, thread_name_prefix="vlmdistill-read")
+
+    def _cost(self) -> Array:
+        """Tokens of each sample that its batch is charged for: the rows that will be read."""
+        where = {feature.where for feature in self._features}
+        tokens = self._rows["text_tokens"].to_numpy().astype(np.int64)
+        if "visual" in where:
+            tokens = tokens + self._rows["visual_tokens"].to_numpy()
+        if "span" in where:
+            tokens = tokens + self._rows["spans"].list.len().to_numpy()
+        cost: Array = np.maximum(tokens, 1)
+        return cost
+
+    def __len__(self) -> int:
+        """Batches still to come: the same on every rank."""
+        return len(self._mine) - self._steps
+
+    def __next__(self) -> PackedSamples:
+        while self._next < len(self._mine) and len(self._ahead) <= self._depth:
+            buffers = self._buffers[self._next % len(self._buffers)]
+            self._ahead.append(self._pool.submit(self._read, self._mine[self._next], buffers))
+            self._next += 1
+        if not self._ahead:
+            self.close()
+            raise StopIteration
+        batch = self._ahead.popleft().result()
+        self._steps += 1
+        return batch
+
+    def _read(self, batch: Array, buffers: dict[Feature, Array]) -> PackedSamples:
+        return self._store.read_batch(self._rows[batch.tolist()].to_dicts(), self._features, buffers)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What `start_state` takes to continue after the batches handed out so far, on any ranks and budget.
+
+        All ranks must have taken the same number of batches; their states are then equal.
+        """
+        steps = [(self._budget, self._world, self._steps)] if self._steps else []
+        return {"identity": self._identity, "history": [*self._history, *steps]}
+
+    def close(self) -> None:
+        """Stop reading ahead, and leave the buffers to the next epoch."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._store.buffers += self._buffers
+        self._buffers = []
+
+
+def select(store: Store, view: str | None, keys: Collection[str] | None) -> Any:
+    """The index rows of a view, of some keys, or of both; StoreError when a key is not there."""
+    import polars as pl
+
+    rows = store.view(view)
+    if keys is not None:
+        wanted = pl.Series("key", sorted(set(keys)), pl.String)
+        rows = rows.filter(pl.col("key").is_in(wanted.implode()))
+        if len(rows) < len(wanted):
+            missing = min(set(wanted) - set(rows["key"]))
+            raise StoreError(f"{store.path} has no sample '{missing}'" + (f" in view {view}" if view else ""))
+    return rows

@@ -1,0 +1,157 @@
+"""Views and statistics that travel with their samples, and what becomes of two of one name.
+
+Each is a table of what one store says of samples, by key. Of a sample that only one of two stores
+speaks of, its word counts. Of the others the source's counts when a store is copied, for a copy
+follows; when stores are merged, what is there stays. A run of statistics is never replaced by an older
+one. Views whose filters differ are not one view: they are never mixed.
+"""
+
+from collections.abc import Callable
+
+import polars as pl
+from msgspec.structs import replace
+
+from vlmdistill.stores.backends.backend import Backend
+from vlmdistill.stores.errors import StoreError
+from vlmdistill.stores.index.arrow import frame_of
+from vlmdistill.stores.index.tables import read_table, table_names, unlike, write_table
+from vlmdistill.stores.manifest import (
+    STATS,
+    TABLES,
+    VIEWS,
+    RunRecord,
+    TableRecord,
+    ViewRecord,
+    find_record,
+    read_record,
+)
+from vlmdistill.stores.store import Store
+
+TRIES = 9  # looks at a table that others keep replacing
+Names = tuple[str, ...]
+Said = tuple[TableRecord, pl.DataFrame]  # the facts of a table, and its rows
+
+
+def bring_tables(source: Store, target: Store, shared: pl.DataFrame, *, keep: bool) -> tuple[Names, Names]:
+    """Copy what the source says of the samples that both stores hold now, the keys `shared`.
+
+    With `keep`, what the target says already stays. Returns the names, such as `views/long`, of those
+    that were replaced, for some samples at least, and of those left as they are although the source
+    says something else. StoreError, once all others are copied, when one is damaged.
+    """
+    replaced, left, lost = [], [], list[StoreError]()
+    for folder in (VIEWS, STATS):
+        for name in table_names(source.backend, folder):
+            try:
+                changed, differs = _bring(source.backend, target.backend, folder, name, shared, keep)
+            except StoreError as error:
+                lost.append(error)
+                continue
+            replaced += [f"{folder}/{name}"] * changed
+            left += [f"{folder}/{name}"] * differs
+    if lost:
+        raise StoreError(f"all else is copied, but {lost[0]}")
+    return tuple(replaced), tuple(left)
+
+
+def _bring(
+    source: Backend, target: Backend, folder: str, name: str, shared: pl.DataFrame, keep: bool
+) -> tuple[bool, bool]:
+    """Bring a table: whether the target now says something else than before, and than the source.
+
+    It is looked at just before it is replaced, and again after that: what another process has put there
+    meanwhile is joined as well.
+    """
+    replaced, kind = False, TABLES[folder]
+    for _ in range(TRIES):
+        found = _differing(source, target, folder, name)
+        if found is None:
+            return replaced, False
+        (record, theirs), there = found
+        theirs = theirs.join(shared, on="key", how="semi", maintain_order="left")
+        older, mine = there if there else (None, None)
+        rows = theirs
+        if older is not None and mine is not None:
+            record, rows = _together((record, theirs), (older, mine), shared, keep)
+            if rows.equals(mine):
+                return replaced, not _says(rows, theirs)
+
+        def unchanged(older: TableRecord | None = older) -> bool:
+            return find_record(target, f"{folder}/{name}.json", kind) == older
+
+        if _write(target, record, rows, unchanged):
+            replaced = replaced or (mine is not None and not _says(rows, mine))
+    raise StoreError(f"{target.url}/{folder}/{name} is being replaced by others all the time: run it again")
+
+
+def _together(said: Said, there: Said, shared: pl.DataFrame, keep: bool) -> Said:
+    """What the target says once both have spoken."""
+    (record, theirs), (older, mine) = said, there
+    follows = not keep and _order(record) >= _order(older)
+    own = mine.join(shared, on="key", how="anti", maintain_order="left")
+    if _one_kind(there, said):
+        more = theirs.join(mine.select("key"), on="key", how="anti", maintain_order="left")
+        rows = pl.concat([theirs, own] if follows else [mine, more], how="diagonal_relaxed").sort("key")
+    elif follows and not len(own):
+        rows = theirs
+    else:
+        rows = mine
+    first, second = (record, older) if follows else (older, record)
+    return _joined(first, second), rows
+
+
+def _differing(source: Backend, target: Backend, folder: str, name: str) -> tuple[Said, Said | None] | None:
+    """What both say under a name, of which the target may have none; None when it is the same."""
+    kind, record = TABLES[folder], f"{folder}/{name}.json"
+    there = find_record(target, record, kind)
+    if there == read_record(source, record, kind):
+        return None
+    return _read(source, kind, name), None if there is None else _read(target, kind, name)
+
+
+def _read(backend: Backend, kind: type[TableRecord], name: str) -> Said:
+    record, table = read_table(backend, kind, name)
+    return record, frame_of(table).with_columns(pl.col(pl.Categorical).cast(pl.String)).sort("key")
+
+
+def _write(backend: Backend, record: TableRecord, rows: pl.DataFrame, unchanged: Callable[[], bool]) -> bool:
+    """Replace a table, unless `unchanged` returns false."""
+    if isinstance(record, ViewRecord):
+        counts = dict(rows["reason"].drop_nulls().value_counts().iter_rows())
+        # All filters are listed, and of the missing values those that occurred.
+        reasons = [reason for reason in record.dropped if reason in counts or reason in record.filters]
+        dropped = {reason: counts.get(reason, 0) for reason in reasons}
+        record = replace(record, rows=len(rows), kept=rows["reason"].null_count(), dropped=dropped)
+        rows = rows.with_columns(pl.col("reason").cast(pl.Categorical))
+    return write_table(backend, record, rows.to_arrow(compat_level=pl.CompatLevel.oldest()), unchanged)
+
+
+def _order(record: TableRecord) -> int:
+    return record.order if isinstance(record, RunRecord) else 0
+
+
+def _joined(first: TableRecord, second: TableRecord) -> TableRecord:
+    """The facts of two tables in one: those of the first, the later order, the reasons of both."""
+    if isinstance(first, RunRecord):
+        return replace(first, order=max(_order(first), _order(second)))
+    if isinstance(first, ViewRecord) and isinstance(second, ViewRecord):
+        return replace(first, dropped={**first.dropped, **second.dropped})
+    return first
+
+
+def _one_kind(one: Said, other: Said) -> bool:
+    """Whether rows of two tables can stand in one: views of the same filters, columns of like types."""
+    mine, theirs = one[0], other[0]
+    if isinstance(mine, ViewRecord) and isinstance(theirs, ViewRecord):
+        return (mine.filters, mine.base) == (theirs.filters, theirs.base)
+    return unlike([one[1].schema, other[1].schema]) is None
+
+
+def _says(rows: pl.DataFrame, part: pl.DataFrame) -> bool:
+    """Whether `rows` say of the samples of `part` what `part` says."""
+    try:
+        said = rows.join(part.select("key"), on="key", how="semi").sort("key")
+        like = [pl.col(name).cast(kind) for name, kind in said.schema.items()]
+        return said.equals(part.select(like).sort("key"))
+    except pl.exceptions.PolarsError:  # other columns, or types that nothing is cast to
+        return False

@@ -1,0 +1,185 @@
+"""Moving samples between stores: each unit arrives whole and checked, or not at all.
+
+A shard that is wanted whole is copied file by file, continuing what an interrupted copy left, and
+counts once every checksum was compared on arrival. Of others, and where the target compresses
+otherwise, the wanted samples are written anew, in the very bits they are stored in.
+"""
+
+import hashlib
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import blake3
+import polars as pl
+from msgspec.structs import replace
+
+from vlmdistill.stores.arrays import write_file
+from vlmdistill.stores.backends.backend import Backend, writing
+from vlmdistill.stores.errors import StoreError
+from vlmdistill.stores.index.arrow import read_arrow, to_arrow
+from vlmdistill.stores.index.tables import CORE, LOSS, ROW, XXH3
+from vlmdistill.stores.integrity.commits import commit, find_commit
+from vlmdistill.stores.manifest import (
+    INDEX,
+    Commit,
+    Entry,
+    Files,
+    damaged,
+    shard_name,
+)
+from vlmdistill.stores.schema import content_hash
+from vlmdistill.stores.store import Store
+
+BLOCK = 1 << 24
+LONGEST = 200  # characters in the name of a unit
+TRIES = 9  # names for a unit, where other processes keep taking them
+
+
+def copy_unit(source: Store, target: Store, unit: str, rows: pl.DataFrame) -> None:
+    """Copy samples of a unit, rows of the index of `source`, with the features that the target holds."""
+    record = source.commit(unit)
+    specs = {spec.name: spec for spec in source.layout.arrays}
+    if len(rows) == record.rows["sample"]:
+        _copy_shard(source, target, record)
+        return
+    features = target.provenance.features
+    with target.writer(_another(unit, rows["key"].to_list())) as writer:
+        # Where the rows lie and what training said of them is not part of the sample.
+        written = [name for name in CORE if not name.endswith(ROW)] + [*record.meta]
+        for row in rows.iter_rows(named=True):
+            arrays = ((spec, source.rows(specs[spec.name], row)) for spec in target.layout.arrays)
+            losses = {name: row[LOSS + name] for name in record.losses if name in features}
+            writer.copy({column: row[column] for column in written}, arrays, losses)
+
+
+def _another(unit: str, content: Any) -> str:
+    """A name for some of the samples of a unit, or for other samples than those of that name."""
+    mark = f".{content_hash([unit, content])[:8]}"
+    return unit[: LONGEST - len(mark)] + mark
+
+
+def _copy_shard(source: Store, target: Store, record: Commit) -> None:
+    """Copy a shard's files; without the arrays that the target does not hold.
+
+    When another process commits other samples under the same unit name first, the shard is copied once more,
+    under another name.
+    """
+    arrays = {spec.name for spec in target.layout.arrays}
+    backend, unit = target.backend, record.unit
+    # A folder of its own name, so that an interrupted copy is found again and continued.
+    label = hashlib.sha256(f"{record.shard} {sorted(arrays)}".encode()).hexdigest()[:16]
+    for _ in range(TRIES):
+        with writing(backend):
+            folder = backend.workspace(f"copy-{label}")
+            keep = True  # what arrived before an interruption is not fetched again
+            try:
+                files = _gather(source, record, folder, arrays)
+                unit = _free_unit(backend, unit, files)
+                copy = replace(
+                    record,
+                    unit=unit,
+                    shard=shard_name(unit, files),
+                    files=files,
+                    origin=content_hash(target.provenance.to_dict()),
+                    losses={name: sums for name, sums in record.losses.items() if name in arrays},
+                )
+                if commit(backend, copy, partial(_publish, backend, folder, copy)).shard == copy.shard:
+                    keep = False
+                    return
+            finally:
+                backend.release(folder, keep=keep)
+    raise StoreError(f"{backend.url} is written to by too many others at once: run it again")
+
+
+def _gather(source: Store, record: Commit, folder: Path, arrays: set[str]) -> dict[str, Entry]:
+    """Bring the files of a shard into a folder, those of some arrays alone; (bytes, blake3) of each."""
+    files = {
+        name: entry for name, entry in record.files.items() if "/" not in name or name.split("/")[0] in arrays
+    }
+    fetched = dict(files)
+    if len(files) < len(record.files):
+        del fetched[INDEX]
+        files[INDEX] = _copy_index(source, record, folder, arrays)
+    for name, entry in fetched.items():
+        _fetch(source.backend, f"{record.named}/{name}", folder / name, entry)
+    return files
+
+
+def _free_unit(backend: Backend, unit: str, files: Files) -> str:
+    """The unit's own name, or another where that one has other samples."""
+    while (taken := find_commit(backend, unit)) and taken.shard != shard_name(unit, files):
+        unit = _another(unit, files)
+    return unit
+
+
+def _copy_index(source: Store, record: Commit, folder: Path, arrays: set[str]) -> tuple[int, str]:
+    table = read_arrow(source.backend, f"{record.named}/{INDEX}", record.files[INDEX])
+    gone = [
+        column
+        for column in table.column_names
+        if column.startswith((XXH3, LOSS)) and column.partition(".")[2] not in arrays
+    ]
+    (folder / INDEX).unlink(missing_ok=True)
+    return write_file(folder / INDEX, to_arrow(table.drop_columns(gone)))
+
+
+def _fetch(backend: Backend, name: str, path: Path, entry: Entry) -> None:
+    """Copy a file, continuing after what is there; StoreError when it is not what its record says."""
+    size, checksum = entry
+    path.parent.mkdir(parents=True, exist_ok=True)
+    continued = path.exists()
+    if _fetch_rest(backend, name, path, size) == checksum:
+        return
+    path.unlink()  # what was there may be to blame: once more, from the start
+    if continued and _fetch_rest(backend, name, path, size) == checksum:
+        return
+    path.unlink(missing_ok=True)
+    raise damaged(f"{backend.url}/{name}")
+
+
+def _fetch_rest(backend: Backend, name: str, path: Path, size: int) -> str:
+    """Copy what is missing at the end of a file; the blake3 of all of it."""
+    state = blake3.blake3()
+    with path.open("ab") as file:
+        if file.tell() > size:
+            file.seek(file.truncate(0))
+        if file.tell():
+            state.update_mmap(path)
+        for start in range(file.tell(), size, BLOCK):
+            try:
+                data = backend.read_range(name, start, min(BLOCK, size - start)).data
+            except FileNotFoundError as error:
+                raise damaged(f"{backend.url}/{name}", "it is missing") from error
+            except OSError as error:
+                what = f"{backend.url}/{name} cannot be read: {error}"
+                raise StoreError(f"{what}. Run it again: it goes on from here") from error
+            file.write(data)
+            state.update(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return state.hexdigest()
+
+
+def _publish(backend: Backend, folder: Path, record: Commit) -> None:
+    """Publish a shard and compare every file as it arrived.
+
+    StoreError when one differs from what was sent: it is removed, to be sent again.
+    """
+    backend.publish(folder, record.named)
+    if backend.is_local:  # the folder was renamed, or what was there was compared with it
+        return
+    for file, (size, checksum) in record.files.items():
+        name = f"{record.named}/{file}"
+        state = blake3.blake3()
+        try:
+            for start in range(0, size, BLOCK):
+                state.update(backend.read_range(name, start, min(BLOCK, size - start)).data)
+            same = state.hexdigest() == checksum
+        except FileNotFoundError:
+            same = False
+        if not same:
+            backend.remove(name)
+            what = f"{backend.url}/{name} arrived with another checksum"
+            raise StoreError(f"{what}. Run it again: that file will be sent again")

@@ -1,0 +1,1 @@
+"""Views: which samples count, by filters over the index and by statistics of runs."""

@@ -1,0 +1,55 @@
+"""The examples of README.md and docs/api.md run, one after the other, and do what the page says."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import vlmdistill
+
+README = Path(__file__).parents[2] / "README.md"
+PAGE = README.parent / "docs" / "api.md"
+
+
+@pytest.fixture(scope="module")
+def after(demo_folder: Path) -> dict[str, Any]:
+    """The variables that the examples leave."""
+    names: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(demo_folder)
+        for page in (README, PAGE):
+            for block in re.finditer(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+                line = page.read_text()[: block.start()].count("\n") + 1
+                exec(compile("\n" * line + block[1], page, "exec"), names)
+    return names
+
+
+def test_the_page_uses_every_public_function(after: dict[str, Any]) -> None:
+    functions = [name for name in vlmdistill.__all__ if name.islower() or name == "StoreDataset"]
+    assert [name for name in functions if f"vlmdistill.{name}(" not in PAGE.read_text()] == []
+
+
+def test_the_drafter_leaves_the_response_as_it_is(after: dict[str, Any]) -> None:
+    assert after["marked"].replace("[", "").replace("]", "") == after["response"].text
+    assert len(after["response"].ids) > 10
+
+
+def test_a_sample_is_read_as_it_was_captured(after: dict[str, Any], demo_folder: Path) -> None:
+    (captured,), features = after["samples"], after["features"]
+    stored = vlmdistill.open_store(demo_folder / "mine")["scene-0"]
+    assert stored.ids_T.tolist() == captured.ids_T.tolist()
+    assert stored.spans == captured.spans != ()
+    assert all((stored.features[feature] == captured.features[feature]).all() for feature in features)
+
+
+def test_states_of_another_program_are_stored(after: dict[str, Any], demo_folder: Path) -> None:
+    others = vlmdistill.open_store(demo_folder / "others")
+    assert [*others] == ["other-0"]
+    assert others.index["response_tokens"].to_list() == [8]
+
+
+def test_the_last_batch_holds_whole_samples(after: dict[str, Any]) -> None:
+    batch = after["batch"]
+    assert {feature.name for feature in batch.features} == {"hidden.text"}
+    assert batch.feature("hidden", "text").shape == (after["rows"], after["D"])

@@ -1,0 +1,168 @@
+"""The public names: what importing them costs, how they are documented, and what they refuse."""
+
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import vlmdistill
+
+HEAVY = {"torch", "ray", "transformers"}
+FUNCTIONS = ["create_store", "generate", "iterate_batches", "load_drafter", "load_target", "open_store"]
+
+
+def python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    code = f"import sys, vlmdistill; dir(vlmdistill); print({HEAVY} & sys.modules.keys())"
+    assert python(code).strip() == "set()"
+
+
+def test_opening_a_store_needs_neither_torch_nor_transformers(demo_folder: Path) -> None:
+    store = str(demo_folder / "runs/demo/features")
+    code = (
+        f"import sys, vlmdistill; vlmdistill.open_store({store!r}).index; print({HEAVY} & sys.modules.keys())"
+    )
+    assert python(code).strip() == "set()"
+
+
+def test_all_names_are_there_and_no_others() -> None:
+    assert {*dir(vlmdistill)} == {*vlmdistill.__all__, "__version__"}
+    assert [name for name in dir(vlmdistill) if not hasattr(vlmdistill, name)] == []
+    with pytest.raises(AttributeError, match="no attribute 'open_stores'"):
+        _ = vlmdistill.open_stores  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_argument_of_a_function_is_documented(name: str) -> None:
+    function = getattr(vlmdistill, name)
+    text = inspect.getdoc(function) or ""
+    assert [part for part in inspect.signature(function).parameters if f"\n    {part}: " not in text] == []
+    assert [part for part in ("Args:", "Raises:", "Example:") if part not in text] == []
+    assert "Returns:" in text or "Yields:" in text
+
+
+def test_a_drafter_marks_what_it_had_right_and_changes_nothing(demo_folder: Path) -> None:
+    target = vlmdistill.load_target("demo")
+    image = next((demo_folder / "runs/demo/data/eval/images").glob("*.png"))
+    drafter = vlmdistill.load_drafter("lookahead", target)
+
+    def said(**more: Any) -> list[vlmdistill.Chunk]:
+        prompt = "Describe the scene."
+        return [*vlmdistill.generate(target, prompt, images=[image], max_new_tokens=60, **more)]
+
+    plain, drafted = said(), said(drafter=drafter)
+    assert "".join(chunk.text for chunk in plain) == "".join(chunk.text for chunk in drafted) != ""
+    assert not any(chunk.accepted for chunk in plain)
+    assert any(chunk.accepted for chunk in drafted)
+    first, again = (said(temperature=1.0, seed=3) for _ in range(2))
+    assert first == again != plain
+
+
+def test_ranks_share_an_epoch_and_epochs_differ(demo_folder: Path) -> None:
+    store = vlmdistill.open_store(demo_folder / "runs/demo/features")
+
+    def order(**options: Any) -> list[list[int]]:
+        batches = vlmdistill.iterate_batches(store, tokens=1, features=["hidden.text"], **options)
+        return [batch.ids_T.tolist() for batch in batches]
+
+    whole = order(epoch=0)
+    shares = [order(epoch=0, rank=rank, world=2) for rank in (0, 1)]
+    assert len(whole) == len(store)
+    assert sorted(whole) == sorted(shares[0] + shares[1])
+    assert whole == order(epoch=0) != order(epoch=1)
+    dataset = vlmdistill.StoreDataset(store, tokens=1, features=["hidden.text"])
+    dataset.set_epoch(1)
+    assert [batch.ids_T.tolist() for batch in DataLoader(dataset, batch_size=None)] == order(epoch=1)
+
+
+def test_batches_that_are_kept_stay_as_they_were(demo_folder: Path) -> None:
+    """The reader reuses its memory; a public batch is the caller's."""
+    store = vlmdistill.open_store(demo_folder / "runs/demo/features")
+    hidden = vlmdistill.Feature("hidden", "text")
+    kept = list(vlmdistill.iterate_batches(store, tokens=1, features=["hidden.text"]))
+    one_by_one = {tuple(batch.ids_T.tolist()): batch.features[hidden] for batch in kept}
+    for key in store:
+        sample = store[key]
+        expected = vlmdistill.as_torch(sample.features[hidden], store.provenance.dtype)
+        assert torch.equal(one_by_one[tuple(sample.ids_T.tolist())], expected)
+
+
+def test_a_store_maps_keys_to_samples(demo_folder: Path) -> None:
+    store = vlmdistill.open_store(demo_folder / "runs/demo/features")
+    assert [*store] == store.index["key"].to_list() == [f"scene-{number}" for number in range(6)]
+    assert len(store) == 6
+    assert "scene-5" in store
+    assert "scene-6" not in store
+    assert 5 not in store
+    assert store["scene-5"].key == "scene-5"
+
+
+def test_features_come_in_the_dtype_of_the_store(demo_folder: Path) -> None:
+    store = vlmdistill.open_store(demo_folder / "runs/demo/features")
+    batch = next(vlmdistill.iterate_batches(store, tokens=10_000))
+    assert {rows.dtype for rows in batch.features.values()} == {torch.bfloat16}
+    assert sorted(feature.name for feature in batch.features) == list(store.provenance.features)
+    assert set(batch.segment_T.tolist()) == set(range(len(store)))
+
+
+def refused(demo_folder: Path) -> dict[str, Callable[[], object]]:
+    """Bad input of each function, by what the error says."""
+    store = vlmdistill.open_store(demo_folder / "runs/demo/features")
+    target = vlmdistill.load_target("demo")
+    lookahead = vlmdistill.load_drafter("lookahead", target)
+    workers = DataLoader(vlmdistill.StoreDataset(store), batch_size=None, num_workers=1)
+    turn = [{"role": "user", "content": "Hello"}]
+    batches, generate = partial(vlmdistill.iterate_batches, store), partial(vlmdistill.generate, target)
+    return {
+        "there is no feature store at nowhere": lambda: vlmdistill.open_store("nowhere"),
+        "has no sample 'no-key'": lambda: store["no-key"],
+        "'hiden.text' is not a feature": lambda: batches(features=["hiden.text"]),
+        "this store has no layer1.span": lambda: batches(features=["layer1.span"]),
+        "token_budget": lambda: batches(tokens=0),
+        "late": lambda: batches(view="late"),
+        "set num_workers=0": lambda: next(iter(workers)),
+        "name a new folder": lambda: vlmdistill.create_store(demo_folder, target, ["hidden.text"]),
+        "demi": lambda: vlmdistill.load_target("demi"),
+        "no drafter in runs/x/sparow": lambda: vlmdistill.load_drafter("runs/x/sparow", target),
+        "did you mean 'sparrow'": lambda: vlmdistill.load_drafter("sparow", target),
+        "the prompt is empty": lambda: generate(" "),
+        "belong in its messages": lambda: generate(turn, images=["a.png"]),
+        "no.png does not exist": lambda: generate("What?", images=["no.png"]),
+        "'5' is not a tree": lambda: generate("What?", drafter=lookahead, tree="5"),
+        "has no drafter": lambda: generate("What?", tree="chain-4"),
+        "temperature -1": lambda: generate("What?", temperature=-1),
+    }
+
+
+def test_bad_input_is_refused_at_once_in_one_line(demo_folder: Path) -> None:
+    for message, call in refused(demo_folder).items():
+        with pytest.raises(vlmdistill.VlmdistillError) as caught:
+            call()
+        assert message in str(caught.value)
+
+
+def test_the_package_runs_as_a_module() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "vlmdistill", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"vlmdistill {vlmdistill.__version__}\n"
+
+
+def test_the_shell_completes_commands() -> None:
+    asked = {"_VLMDISTILL_COMPLETE": "complete_bash", "COMP_WORDS": "vlmdistill tr", "COMP_CWORD": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "vlmdistill"], env={**os.environ, **asked}, capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["train"]

@@ -1,0 +1,160 @@
+"""Suggestions for unknown names, and early errors for what would fail later."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.drafters import synthetic
+from vlmdistill.cli.main import main
+from vlmdistill.drafters.checkpoints import checkpoint
+from vlmdistill.drafters.checkpoints.settings import override
+from vlmdistill.drafters.core import catalogue
+from vlmdistill.pipelines.workspace import Workspace
+from vlmdistill.stores.errors import TargetError
+from vlmdistill.stores.schema import Feature
+from vlmdistill.stores.suggestions import did_you_mean
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to work in."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("VLMDISTILL_RUNS", raising=False)
+    return tmp_path
+
+
+def dialogues(count: int) -> str:
+    """A file of so many questions."""
+    rows = [{"conversations": [{"from": "human", "value": f"Question {i}"}]} for i in range(count)]
+    Path("talks.json").write_text(json.dumps(rows))
+    return "talks.json"
+
+
+def failing(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line on stderr of a command that fails."""
+    capsys.readouterr()
+    assert main(list(arguments)) == 1
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    (line,) = shown.err.strip().splitlines()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "near"),
+    [
+        ("sparow", ["eagle2", "sparrow"], " (did you mean 'sparrow'?)"),
+        ("Sparrow", ["sparrow"], " (did you mean 'sparrow'?)"),
+        ("eagle", ["eagle2", "eagle3", "msd"], " (did you mean 'eagle3' or 'eagle2'?)"),
+        ("nonsense", ["eagle2", "sparrow"], ""),
+        ("", ["eagle2"], ""),
+    ],
+)
+def test_names_are_suggested_by_their_spelling(name: str, known: Sequence[str], near: str) -> None:
+    assert did_you_mean(name, known) == near
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["train", "sparow"], "sparrow"),
+        (["train", "sparrow", "--recipe", "pape"], "paper"),
+        (["train", "sparrow", "--set", "batch_token=8192"], "batch_tokens"),
+        (["train", "sparrow", "--set", "stages.multimodl.hops=3"], "multimodal"),
+        (["train", "sparrow", "--set", "stages.multimodal.hop=3"], "hops"),
+        (["run", "--drafters", "eagel2"], "eagle2"),
+        (["features", "--for", "hivs"], "hivis"),
+        (["features", "--encoding", "hiden.text=int8"], "hidden.text"),
+        (["prompts", "talks.json", "--model", "demo-vide"], "demo-video"),
+        (["prompts", "demo", "--model", "qwen2.5-vl-7"], "qwen2.5-vl-7b"),
+        (["prompts", "demo", "--augment", "lng"], "long"),
+        (["target", "show", "llava1.5-7b"], "llava-1.5-7b"),
+        (["generate", "--drafter", "sparow", "What?"], "sparrow"),
+        (["export", "sparow", "--out", "served"], "sparrow"),
+        (["report", "--model", "dmo"], "demo"),
+    ],
+)
+def test_a_mistyped_name_is_refused_with_a_suggestion(
+    arguments: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dialogues(1)
+    assert f"did you mean '{meant}'" in failing(capsys, *arguments)
+    assert not Path("runs").exists()
+
+
+def test_a_trained_drafter_is_suggested_before_one_to_train(capsys: pytest.CaptureFixture[str]) -> None:
+    origin = checkpoint.Origin(synthetic.provenance(), catalogue.config("eagle3").training, {})
+    for name in ("eagle3", "my-eagle"):
+        checkpoint.save(synthetic.build("eagle3"), "eagle3", Path("runs/demo/drafters") / name, origin)
+    assert failing(capsys, "export", "my-eagel", "--out", "served").endswith("(did you mean 'my-eagle'?)")
+    line = failing(capsys, "export", "hivis", "--out", "served")
+    assert "vlmdistill train hivis" in line
+
+
+def test_settings_and_features_suggest_too() -> None:
+    with pytest.raises(Exception, match="did you mean 'warmup'"):
+        override(catalogue.config("eagle2"), ["warmpu=0.1"])
+    with pytest.raises(Exception, match=r"did you mean 'embed\.visual'"):
+        Feature.parse("embd.visual")
+
+
+@pytest.mark.parametrize("name", ["demo", "qwen2-vl-7b", "someone/model", "ckpt/mine", "ckpt"])
+def test_a_target_is_a_known_name_a_hub_id_or_a_folder(name: str) -> None:
+    Path("ckpt/mine").mkdir(parents=True)
+    Path("ckpt/config.json").touch()
+    assert main(["prompts", dialogues(1), "--model", name]) == 0
+
+
+def test_an_existing_workspace_needs_no_target() -> None:
+    Path("runs/pulled").mkdir(parents=True)  # a store that someone sent, to train from
+    assert Workspace.of("pulled").root == Path("runs/pulled")
+    with pytest.raises(TargetError, match="did you mean 'pulled'"):
+        Workspace.of("puled")
+
+
+def test_a_small_eval_split_is_warned_about_at_import(capsys: pytest.CaptureFixture[str]) -> None:
+    def warned(*options: str) -> bool:
+        shutil.rmtree("runs", ignore_errors=True)
+        capsys.readouterr()
+        assert main(["prompts", dialogues(60), *options, "--json"]) == 0
+        shown = capsys.readouterr()
+        assert json.loads(shown.out)["total"] == 60
+        return "warning: " in shown.err and "--split eval" in shown.err
+
+    assert warned()
+    assert not warned("--eval-share", "0.9")
+    assert not warned("--eval-share", "0")  # as it was asked for
+    assert not warned("--split", "train")
+
+
+def test_eval_and_run_refuse_an_empty_split_before_anything_loads(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prompts", dialogues(3), "--eval-share", "0"]) == 0
+    assert "--split eval" in failing(capsys, "run", "--drafters", "lookahead")
+    code = """if True:
+        import sys
+        from vlmdistill.cli.main import main
+        assert main(["eval", "lookahead"]) == 1
+        assert not {"torch", "transformers"} & sys.modules.keys()
+    """
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert "--split eval" in run.stderr
+    assert "-m demo-video" in failing(capsys, "eval", "lookahead", "-m", "demo-video")
+
+
+@pytest.mark.parametrize("text", ["", "  \n"])
+def test_an_empty_question_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "TEXT" in failing(capsys, "generate", text)
+
+
+def test_the_shell_completes_commands_and_python_runs_the_package() -> None:
+    asked = {"_VLMDISTILL_COMPLETE": "complete_bash", "COMP_WORDS": "vlmdistill exp", "COMP_CWORD": "1"}
+    completed = subprocess.check_output(
+        [sys.executable, "-m", "vlmdistill"], env={**os.environ, **asked}, text=True
+    )
+    assert completed.split() == ["export"]

@@ -1,0 +1,80 @@
+"""`vlmdistill serve`: what it refuses to start with, and how it ends."""
+
+import http.client
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from vlmdistill.cli.main import main
+
+
+@pytest.fixture(autouse=True)
+def _no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("VLMDISTILL_KEY", "VLMDISTILL_RUNS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--host", "0.0.0.0"], "--host 0.0.0.0: other machines can connect, so set --key or VLMDISTILL_KEY"),
+        (["--host", "::"], "other machines can connect"),
+        (["--host", "example"], "other machines can connect"),
+        (["--key", ""], "the key must be printable ASCII"),
+        (["--key", "clé"], "the key must be printable ASCII"),
+        (["--media", "nowhere"], "--media nowhere: there is no such folder"),
+        (["--tree", "oak"], "'oak' is not a tree"),
+        (["--drafter", "absent"], "no drafter in"),
+        (["--model", "no-such-model"], "there is no target 'no-such-model'"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--port", "0", *arguments]) == 1
+    shown = capsys.readouterr()
+    (line,) = shown.err.strip().splitlines()
+    assert (shown.out, line.startswith("error: ")) == ("", True)
+    assert words in line
+
+
+def test_a_port_in_use_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        assert main(["serve", "--port", str(other.getsockname()[1])]) == 1
+    assert "Address already in use" in capsys.readouterr().err
+
+
+def test_a_missing_package_is_one_line_that_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    monkeypatch.delitem(sys.modules, "vlmdistill.pipelines.serving.app", raising=False)
+    monkeypatch.delattr("vlmdistill.pipelines.serving.app", raising=False)
+    assert main(["serve", "--host", "0.0.0.0"]) == 1  # which would be refused, too
+    assert capsys.readouterr().err == (
+        "error: serving needs the package fastapi: pip install 'vlmdistill[serve]'\n"
+    )
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+def test_a_signal_ends_the_server(number: signal.Signals, status: int) -> None:
+    command = [sys.executable, "-m", "vlmdistill.cli.main", "serve", "--port", "0", "--drafter", "lookahead"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        try:
+            assert run.stdout is not None
+            line = run.stdout.readline()
+            assert line.startswith("serving demo with lookahead at http://127.0.0.1:")
+            port = int(line.partition(";")[0].rpartition(":")[2])
+            with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
+                connection.request("GET", "/health")
+                assert connection.getresponse().read() == b'{"status":"ok"}'
+            run.send_signal(number)
+            out, err = run.communicate(timeout=60)
+        finally:
+            run.kill()
+    assert (run.returncode, out) == (status, "")
+    assert err == ("stopped\n" if number == signal.SIGINT else "")

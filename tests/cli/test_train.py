@@ -1,0 +1,90 @@
+"""`vlmdistill train`: stopped and continued, and from a store behind a URL."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.drafters import synthetic
+from vlmdistill.cli.main import main
+from vlmdistill.stores.sharing.merge import send
+
+pytestmark = pytest.mark.slow
+
+SHORT = ["--set", "batch_tokens=60", "--set", "stages.*.learning_rate=0.001"]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("typed") / "store"
+    synthetic.store(path, 21)
+    return path
+
+
+def test_a_run_stopped_on_several_ranks_continues_on_one(
+    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "train",
+        "sparrow",
+        "--store",
+        str(store),
+        "--runs",
+        str(tmp_path),
+        "--set",
+        "steps=5000",
+        *SHORT,
+    ]
+    state = tmp_path / "demo" / "drafters" / "sparrow.training" / "checkpoint.json"
+    typed = subprocess.Popen(
+        [sys.executable, "-m", "vlmdistill.cli.main", *words, "--ranks", "2", "--save-every", "5"],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    while typed.poll() is None and not state.exists():
+        time.sleep(0.05)
+    os.killpg(typed.pid, signal.SIGINT)  # as a terminal does
+    shown, err = typed.communicate(timeout=100)
+    assert (typed.returncode, shown) == (130, ""), err
+    stopped = re.fullmatch(r"interrupted: (\d+) of 5000 steps .*", err.strip().splitlines()[-1])
+    assert stopped, err
+    record = json.loads(state.read_bytes())
+    assert (record["position"]["total"], record["ranks"]) == (int(stopped[1]), 2)
+
+    assert main([*words, "--seed", "1", "--save-every", "5"]) == 1
+    assert "seed 1, not 0" in capsys.readouterr().err
+
+    def total() -> int:
+        count: int = json.loads(state.read_bytes())["position"]["total"]
+        return count
+
+    def stop_later() -> None:
+        while total() < int(stopped[1]) + 5:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop_later, daemon=True).start()
+    assert main([*words, "--save-every", "5"]) == 143
+    again = total()
+    assert again > int(stopped[1])
+    assert f"interrupted: {again} of 5000 steps " in capsys.readouterr().err
+
+
+def test_a_store_behind_a_url(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"memory://{tmp_path.name}/store"
+    send(store, url)
+    words = ["train", "sparrow", "--runs", str(tmp_path), "--set", "steps=2", *SHORT, "--json", "--store"]
+    assert main([*words, url]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 2
+    assert main([*words, f"{url}s", "--name", "other"]) == 1
+    assert f"{url}s" in capsys.readouterr().err

@@ -1,0 +1,165 @@
+"""What is exported drafts the same in stock transformers modules, loaded by its published names."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+
+from tests.drafters import synthetic
+from tests.drafters.synthetic import INFO, LAYOUTS
+from vlmdistill.drafters.checkpoints import checkpoint
+from vlmdistill.drafters.checkpoints.export import export
+from vlmdistill.drafters.core.drafter import Drafter
+from vlmdistill.drafters.core.tree import Tree
+from vlmdistill.drafters.core.tree_drafter import TreeDrafter
+from vlmdistill.drafters.core.vocabulary import DraftVocabulary
+from vlmdistill.stores.errors import TrainingError
+
+
+class Engine(nn.Module):
+    """A serving engine's EAGLE-3: each entry is the next token's embedding beside the fused states."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        config = transformers.AutoConfig.from_pretrained(folder, attn_implementation="sdpa")
+        width, count = config.hidden_size, config.num_aux_hidden_states
+        self.fc = nn.Linear(count * config.target_hidden_size, width, bias=False)
+        self.midlayer = LlamaDecoderLayer(config, 0)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            heads = getattr(self.midlayer.self_attn, name).out_features
+            setattr(self.midlayer.self_attn, name, nn.Linear(2 * width, heads, bias=False))
+        self.midlayer.hidden_norm = LlamaRMSNorm(width, config.rms_norm_eps)
+        self.norm = LlamaRMSNorm(width, config.rms_norm_eps)
+        self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
+        self.rotary = LlamaRotaryEmbedding(config)
+        weights = load_file(folder / "model.safetensors")
+        spoken = config.draft_vocab_size < config.vocab_size
+        self.d2t = weights.pop("d2t") if spoken else torch.zeros(config.vocab_size, dtype=torch.long)
+        self.t2d = weights.pop("t2d") if spoken else torch.ones(config.vocab_size, dtype=torch.bool)
+        self.load_state_dict(weights)
+
+    def forward(self, embed_ND: Tensor, hidden_ND: Tensor) -> Tensor:
+        layer = self.midlayer
+        x_1ND = torch.cat([layer.input_layernorm(embed_ND), layer.hidden_norm(hidden_ND)], -1)[None]
+        turned = self.rotary(x_1ND, torch.arange(len(embed_ND))[None])
+        mixed_1ND, _ = layer.self_attn(x_1ND, position_embeddings=turned, attention_mask=None)
+        state_ND = hidden_ND + mixed_1ND[0]
+        moved_ND: Tensor = state_ND + layer.mlp(layer.post_attention_layernorm(state_ND))
+        return moved_ND
+
+    def chain(self, embed_ND: Tensor, state_NX: Tensor, table_VD: Tensor, length: int) -> list[Tensor]:
+        """The logits of each step of a greedy chain after these tokens and the states before them."""
+        hidden_ND, facts = self.fc(state_NX), list[Tensor]()
+        for _ in range(length):
+            state_1D = self(embed_ND, hidden_ND)[-1:]
+            facts.append(self.lm_head(self.norm(state_1D))[0])
+            token = facts[-1].argmax()
+            token = token + self.d2t[token]
+            assert self.t2d[token]
+            embed_ND = torch.cat([embed_ND, table_VD[token][None]])
+            hidden_ND = torch.cat([hidden_ND, state_1D])
+        return facts
+
+
+def saved(folder: Path, name: str = "eagle3", **settings: object) -> tuple[Path, Drafter]:
+    drafter = synthetic.build(name, **settings).eval()
+    for parameter in drafter.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    if isinstance(drafter, DraftVocabulary):
+        generator = torch.Generator().manual_seed(1)
+        drafter.choose_vocabulary(torch.randint(0, 9, (INFO.vocab_size,), generator=generator))
+    checkpoint.save(
+        drafter, name, folder, checkpoint.Origin(synthetic.provenance(), type(drafter).Training(), {})
+    )
+    return folder, drafter
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("layout", ["no image", "one image", "several images"])
+@pytest.mark.parametrize("draft_vocab", [9, 32000])
+@pytest.mark.parametrize("kv_heads", ["target", "all"])
+def test_an_engine_drafts_what_the_drafter_drafts(
+    tmp_path: Path, layout: str, draft_vocab: int, kv_heads: str
+) -> None:
+    folder, drafter = saved(tmp_path / "eagle3", draft_vocab=draft_vocab, kv_heads=kv_heads)
+    export(folder, tmp_path / "out", "float32")
+    engine = Engine(tmp_path / "out")
+
+    one = synthetic.batch([LAYOUTS[layout]], drafter.config.needs(INFO))
+    places = [*one.text_tokens.position_N.tolist(), *one.visual_tokens.position_N.tolist()]
+    order = torch.tensor(sorted(range(len(places)), key=places.__getitem__))
+    embed_ND = torch.cat([drafter.embed_VD[one.ids_T], one.feature("embed", "visual")])[order]
+    states = [
+        torch.cat([one.feature(source, "text"), one.feature(source, "visual")])[order]
+        for source in drafter.sources
+    ]
+    # Each state is paired with the token after it.
+    expected = engine.chain(embed_ND[1:], torch.cat(states, -1)[:-1], drafter.embed_VD, 4)
+
+    facts: list[Tensor] = []
+    logits = drafter.logits
+
+    def record(state_ND: Tensor, hop: int = 0) -> Tensor:
+        facts.append(logits(state_ND, hop))
+        return facts[-1]
+
+    drafter.logits = record  # type: ignore[method-assign]
+    last = len(one.ids_T) - 1
+    prompt = synthetic.cut(one, last)
+    draft = TreeDrafter(drafter, prompt)
+    before = [prompt.feature(source, "text")[-1:] for source in drafter.sources]
+    draft.commit(one.ids_T[last:], torch.cat(before, dim=-1))
+    draft.grow(Tree.parse("chain-4"))
+    torch.testing.assert_close([row[-1] for row in facts], expected)
+
+
+def test_engines_read_which_layers_to_capture_each_in_its_own_way(tmp_path: Path) -> None:
+    folder, drafter = saved(tmp_path / "eagle3")
+    export(folder, tmp_path / "out")
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    entered = [int(source.removeprefix("layer")) for source in drafter.sources]
+    assert config.architectures == ["LlamaForCausalLMEagle3"]
+    assert config.eagle_aux_hidden_state_layer_ids == entered
+    left = config.eagle_config["eagle_aux_hidden_state_layer_ids"]
+    assert [layer + 1 for layer in left] == entered
+    assert config.rope_parameters["rope_theta"] == INFO.rope_theta
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_weights_are_in_the_format_asked_for_and_ids_stay_ids(tmp_path: Path, dtype: str) -> None:
+    folder, _ = saved(tmp_path / "eagle3", draft_vocab=9)
+    export(folder, tmp_path / "out", dtype)
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    assert weights.pop("d2t").dtype == torch.int64
+    assert weights.pop("t2d").sum() == 9
+    assert {str(weight.dtype) for weight in weights.values()} == {f"torch.{dtype}"}
+
+
+def test_what_no_engine_serves_is_refused(tmp_path: Path) -> None:
+    folder, _ = saved(tmp_path / "medusa", "medusa")
+    with pytest.raises(TrainingError, match=r"medusa cannot be exported: .* engines load eagle2, eagle3"):
+        export(folder, tmp_path / "out")
+    folder, _ = saved(tmp_path / "sparrow", "sparrow", vata=False)
+    with pytest.raises(TrainingError, match=r"has vata=False, .* --set vata=true"):
+        export(folder, tmp_path / "out")
+    folder, _ = saved(tmp_path / "hass", "hass", positions="target")
+    with pytest.raises(TrainingError, match=r"has positions=target, .* --set positions=expanded"):
+        export(folder, tmp_path / "out")
+    for name, value in {"visual": "none", "positions": "target"}.items():
+        folder, _ = saved(tmp_path / name, **{name: value})
+        with pytest.raises(TrainingError, match=f"has {name}={value}, .* Train one with --set"):
+            export(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    folder, _ = saved(tmp_path / "eagle3")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("years of work")
+    with pytest.raises(TrainingError, match="exists: name a new folder"):
+        export(folder, tmp_path / "out")
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["thesis.tex"]

@@ -1,0 +1,203 @@
+"""Ranks on machines that share no disk: rank 0 decides what is done, and all follow or stop together."""
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.drafters import synthetic
+from tests.drafters.synthetic import plan
+from vlmdistill.drafters.training.progress import TrainingProgress
+from vlmdistill.drafters.training.run import Run
+from vlmdistill.drafters.training.trainer import train
+from vlmdistill.stores.errors import StoppedError, TrainingError
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[3]
+STEPS, SAVED, KILLED = 8, 3, 5
+HOW: dict[str, Any] = {"settings": (f"steps={STEPS}", "batch_tokens=120"), "save_every": SAVED}
+SCRIPT = """
+import os
+import sys
+from pathlib import Path
+from tests.drafters.training.test_ranks import work
+
+work(Path(sys.argv[1]), Path(sys.argv[2]))
+os._exit(0)  # gloo's threads may abort a process that ends the usual way; the work is done by then
+"""
+
+
+def work(store: Path, disk: Path) -> None:
+    """What the one rank of each machine does; the first time, it comes as far as the middle of `parts`."""
+    (disk / "pid").write_text(str(os.getpid()))
+    rank = int(os.environ["RANK"])
+    steps: dict[str, list[int]] = {}
+    refused: dict[str, str] = {}
+
+    def hear(name: str, progress: TrainingProgress) -> None:
+        steps.setdefault(name, []).append(progress.step)
+        if name == "parts" and KILLED in steps[name] and SAVED + 1 not in steps[name][:1]:
+            (disk / "middle").touch()
+            time.sleep(600)
+
+    def run(name: str, **more: Any) -> None:
+        train(plan(store, disk / name, **{**HOW, **more}), lambda progress: hear(name, progress))
+
+    for name in ("whole", "parts", "alone", "moved"):
+        run(name)
+    stores = {"store": store if rank == 0 else disk / "nowhere"}
+    wrong: dict[str, dict[str, Any]] = {"settings": {"seed": rank}, "store": stores, "save_every": {}}
+    for name, more in wrong.items():
+        try:
+            if name == "store":
+                train(plan(more["store"], disk / "refused", **HOW))
+            else:
+                run("refused", **more, save_every=2 + rank * (name == "save_every"))
+        except TrainingError as error:
+            refused[name] = str(error)
+    (disk / "heard.json").write_text(json.dumps({"steps": steps, "refused": refused}))
+
+
+def unused_port() -> int:
+    """A port below those that the system gives to the other test process while the agents start."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 30_000)
+        with contextlib.suppress(OSError), socket.socket() as free:
+            free.bind(("localhost", port))
+            return port
+
+
+class Machines:
+    """Two torchrun agents, each with a folder of its own."""
+
+    def __init__(self, store: Path, disks: list[Path]) -> None:
+        port = unused_port()
+        script = disks[0] / "work.py"
+        script.write_text(SCRIPT)
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+        torchrun += ["--master-addr=127.0.0.1", f"--master-port={port}"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        self.disks = disks
+        self.agents = [
+            subprocess.Popen(
+                [*torchrun, f"--node-rank={number}", str(script), str(store), str(disk)],
+                cwd=ROOT,
+                env=environment,
+            )
+            for number, disk in enumerate(disks)
+        ]
+
+    def kill(self) -> None:
+        """Everything at once, as when the power fails."""
+        for agent in self.agents:
+            agent.kill()
+        for disk in self.disks:
+            with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+                os.kill(int((disk / "pid").read_text()), signal.SIGKILL)
+        for agent in self.agents:
+            agent.wait()
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("ranks") / "store"
+    synthetic.store(path, 21)
+    return path
+
+
+@pytest.fixture(scope="module")
+def disks(store: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two machines that were killed in the middle of a run, and started again by the same commands."""
+    disks = [tmp_path_factory.mktemp(f"machine{number}") for number in (0, 1)]
+    machines = Machines(store, disks)
+    try:
+        while not (disks[0] / "middle").exists():
+            assert all(agent.poll() is None for agent in machines.agents)
+            time.sleep(0.05)
+    finally:
+        machines.kill()
+    shutil.copytree(disks[0] / "parts.training", disks[0] / "killed.training")
+    shutil.copytree(disks[0] / "parts.training", disks[1] / "moved.training")
+    # A run that one rank began, for two to go on with.
+    with pytest.raises(StoppedError):
+        train(
+            plan(store, disks[0] / "alone", **HOW),
+            lambda one: os.kill(os.getpid(), signal.SIGTERM) if one.step == 1 else None,
+        )
+    machines = Machines(store, disks)
+    try:
+        assert [agent.wait(300) for agent in machines.agents] == [0, 0]
+    finally:
+        for agent in machines.agents:
+            agent.kill()
+    return disks
+
+
+def heard(disks: list[Path]) -> list[Any]:
+    return [json.loads((disk / "heard.json").read_text()) for disk in disks]
+
+
+def test_machines_that_were_killed_go_on_bit_for_bit_from_the_disk_of_rank_0(disks: list[Path]) -> None:
+    first, second = heard(disks)
+    assert first["steps"]["parts"] == [*range(SAVED + 1, STEPS + 1)]
+    whole, parts = (disks[0] / run / "model.safetensors" for run in ("whole", "parts"))
+    assert parts.read_bytes() == whole.read_bytes()
+    assert second["steps"] == {}
+    assert not list(disks[1].glob("parts*"))
+
+
+def test_the_checkpoint_is_found_on_the_machine_that_was_rank_0_before(disks: list[Path]) -> None:
+    assert heard(disks)[0]["steps"]["moved"] == [*range(SAVED + 1, STEPS + 1)]
+    whole, moved = (disks[0] / run / "model.safetensors" for run in ("whole", "moved"))
+    assert moved.read_bytes() == whole.read_bytes()
+
+
+def test_a_finished_run_is_done_for_the_machine_that_has_nothing_of_it(disks: list[Path]) -> None:
+    assert "whole" not in heard(disks)[0]["steps"]
+    assert not (disks[1] / "whole").exists()
+
+
+def test_any_number_of_ranks_goes_on_where_another_number_stopped(disks: list[Path], store: Path) -> None:
+    assert heard(disks)[0]["steps"]["alone"] == [*range(3, STEPS + 1)]
+    seen: list[int] = []
+    train(plan(store, disks[0] / "killed", **HOW), lambda progress: seen.append(progress.step))
+    assert seen == [*range(SAVED + 1, STEPS + 1)]
+    runs = ("whole", "alone", "killed")
+    sizes = [load_file(disks[0] / run / "model.safetensors").keys() for run in runs]
+    assert sizes[0] == sizes[1] == sizes[2]
+
+
+def test_ranks_that_differ_stop_with_the_machine_and_what_differs(disks: list[Path]) -> None:
+    first, second = (one["refused"] for one in heard(disks))
+    assert first == second
+    assert "(rank 1) has seed 1, not 0, as " in first["settings"]
+    assert "(rank 1) has save_every 3, not 2, as " in first["save_every"]
+    assert "(rank 1): there is no feature store at " in first["store"]
+    assert all("\n" not in line for line in first.values())
+    assert not list(disks[0].glob("refused*"))
+
+
+def test_a_store_behind_a_url_trains_the_same_drafter(store: Path, tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    from vlmdistill.stores.sharing.merge import send
+
+    url = f"memory://{tmp_path.name}/store"
+    send(store, url)
+    train(plan(store, tmp_path / "here", **HOW))
+    there: Run = replace(plan(store, tmp_path / "there", **HOW), store=url)
+    train(there)
+    files = [(tmp_path / run / "model.safetensors").read_bytes() for run in ("here", "there")]
+    assert files[0] == files[1]

@@ -1,0 +1,105 @@
+"""`make test-engine`: vLLM serves drafters that were trained here, and accepts what our own decoder accepts.
+
+Not collected by name: it needs the environment that `make engine` creates, and minutes.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace as changed
+
+from vlmdistill.cli.main import main
+from vlmdistill.drafters.checkpoints.export import export
+from vlmdistill.pipelines.engines import parity, process
+from vlmdistill.pipelines.engines.environment import engine_python
+from vlmdistill.pipelines.engines.messages import EngineJob
+from vlmdistill.pipelines.engines.parity import Parity
+from vlmdistill.pipelines.engines.process import EngineError
+from vlmdistill.pipelines.evaluation.evaluate import held_out
+from vlmdistill.pipelines.prompts.importing import Prompt
+from vlmdistill.pipelines.targets.checkpoints.loading import load
+from vlmdistill.pipelines.workspace import Workspace
+
+NAMES = ("eagle2", "hass", "eagle3", "msd", "sparrow", "text_only", "hivis")
+SAMPLES, STEPS, PROMPTS = 200, 60, 20
+
+pytestmark = pytest.mark.timeout(1800)
+
+
+class Served:
+    """A workspace with a small drafter of each method, and the prompts that all are compared on."""
+
+    def __init__(self, folder: Path) -> None:
+        self.workspace = Workspace.of("demo", folder / "runs")
+        runs, limit = ["--runs", str(folder / "runs")], ["--limit", str(SAMPLES), "--workers", "1"]
+        assert main(["prompts", "demo", *runs]) == 0
+        assert main(["responses", *limit, "--max-new-tokens", "128", "--batch-size", "64", *runs]) == 0
+        assert main(["features", *limit, "--for", ",".join(NAMES), *runs]) == 0
+        size = ["--set", f"steps={STEPS}", "--set", "batch_tokens=1500"]
+        for name in NAMES:  # all samples that were captured show images
+            images = ["--set", "stages.text.visual=[1,1]"] if name == "text_only" else []
+            assert main(["train", name, *size, *images, *runs]) == 0
+        self.target = load("demo", dtype="float32")
+        prompts = held_out(self.workspace.prompts, 100, "demo")
+        self.prompts = [*prompts[:PROMPTS], *several_images(prompts)]
+        questions = parity.questions(self.target, self.prompts)
+        self.job = EngineJob(target=str(self.target.folder), questions=questions, max_new_tokens=256)
+        self.plain = process.run(self.job)
+        self.exported = {
+            name: export(self.workspace.drafter(name), folder / "served" / name, "float32") for name in NAMES
+        }
+
+    def check(self, name: str, job: EngineJob) -> Parity:
+        """A drafter in the engine and in our decoder."""
+        return parity.check(
+            self.target,
+            self.workspace.drafter(name),
+            self.exported[name],
+            self.prompts,
+            job,
+            plain=self.plain,
+        )
+
+
+def several_images(prompts: list[Prompt]) -> list[Prompt]:
+    """Prompts that show three images, text between them."""
+    files = [prompt.files[0] for prompt in prompts if prompt.files]
+    shown = [prompt for prompt in prompts if prompt.files][:4]
+    made = []
+    for number, prompt in enumerate(shown):
+        first, second, third = ({"type": "image", "path": file} for file in files[number : number + 3])
+        words = [{"type": "text", "text": text} for text in ("Describe them.", "And this one.")]
+        parts = [first, second, words[0], third, words[1]]
+        made.append(
+            replace(prompt, key=f"{prompt.key}-several", messages=[{"role": "user", "content": parts}])
+        )
+    return made
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    engine_python()  # fails at once without one
+    return Served(tmp_path_factory.mktemp("served"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_engine_accepts_exactly_what_our_decoder_accepts(name: str, served: Served) -> None:
+    found = served.check(name, served.job)
+    assert found.identical == found.prompts
+    assert found.engine == found.ours
+    assert found.engine.accepted > 0
+
+
+@pytest.mark.parametrize("name", ["hivis", "msd"])
+def test_a_prompt_read_in_several_steps_drafts_the_same(name: str, served: Served) -> None:
+    """Steps of 16 tokens, room for three drafts: some have only visual tokens or end within an image."""
+    found = served.check(name, changed(served.job, step_tokens=16, batch=3))
+    assert found.identical == found.prompts
+    assert found.engine == found.ours
+
+
+def test_prefix_caching_is_refused_where_visual_tokens_are_dropped(served: Served) -> None:
+    job = changed(served.job, drafter=served.exported["sparrow"].out, prefix_caching=True)
+    with pytest.raises(EngineError, match=r"ValueError: sparrow drops .* --no-enable-prefix-caching"):
+        process.run(job)

@@ -1,0 +1,88 @@
+"""What the plugin does not support is refused by name, before a request is served."""
+
+import importlib
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vlmdistill.drafters.checkpoints.serving import KEY, Feeding
+from vlmdistill.pipelines.engines.vllm.limits import check_limits, check_version, feeding_of
+
+SPARROW = Feeding(drafter="sparrow", visual="dropped")
+EAGLE2 = Feeding(drafter="eagle2", visual="fused")
+
+
+def settings(feeding: object = None, *, v2: bool = False, caching: bool = False, **parallel: int) -> Any:
+    """A configuration of vLLM, as far as the plugin reads it."""
+    sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "decode_context_parallel_size": 1}
+    drafter = SimpleNamespace(hf_config=SimpleNamespace(**({KEY: feeding} if feeding else {})))
+    return SimpleNamespace(
+        speculative_config=SimpleNamespace(draft_model_config=drafter),
+        use_v2_model_runner=v2,
+        cache_config=SimpleNamespace(enable_prefix_caching=caching),
+        parallel_config=SimpleNamespace(**(sizes | parallel)),
+    )
+
+
+def test_one_version_is_supported() -> None:
+    check_version("0.32.0")
+    check_version("0.32.1+cpu")
+    for version in ("0.31.2", "0.320.0", "0.33.0", "1.0"):
+        with pytest.raises(ValueError, match=rf"vLLM 0\.32, and this is vLLM {version}: install"):
+            check_version(version)
+
+
+def test_what_runs_is_not_refused() -> None:
+    check_limits(settings(), SPARROW)
+    check_limits(settings(caching=True), EAGLE2)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"v2": True}, "VLLM_USE_V2_MODEL_RUNNER=0"),
+        ({"caching": True}, "sparrow drops visual tokens .* --no-enable-prefix-caching"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2: set it to 1"),
+        ({"pipeline_parallel_size": 4}, "pipeline_parallel_size=4: set it to 1"),
+    ],
+)
+def test_what_does_not_run_is_named(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        check_limits(settings(**change), SPARROW)
+
+
+def test_a_drafter_of_other_origin_is_left_to_vllm() -> None:
+    assert feeding_of(settings()) is None
+    assert feeding_of(SimpleNamespace(speculative_config=None)) is None
+    assert feeding_of(settings({"drafter": "sparrow", "visual": "dropped"})) == SPARROW
+    with pytest.raises(ValueError, match=r"config.json of the drafter: .*visual.* export it again"):
+        feeding_of(settings({"drafter": "sparrow", "visual": "blurred"}))
+
+
+def test_vllm_finds_the_plugin() -> None:
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    module, _, name = project["entry-points"]["vllm.general_plugins"]["vlmdistill"].partition(":")
+    assert callable(getattr(importlib.import_module(module), name))
+
+
+def test_the_plugin_needs_nothing_that_vllm_does_not_install() -> None:
+    """vlmdistill is installed without its dependencies in the engine's environment."""
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    names = {re.split(r"[\W]", line, maxsplit=1)[0].lower() for line in project["dependencies"]}
+    absent = sorted(names - {"torch", "transformers", "msgspec", "safetensors", "numpy", "pillow"})
+    assert "ray" in absent
+    package = "vlmdistill.pipelines.engines.vllm"
+    code = "; ".join(
+        [
+            "import sys",
+            *(f"sys.modules[{name!r}] = None" for name in absent),
+            *(f"import {package}.{module}" for module in ("plugin", "entry_map", "limits", "job")),
+        ]
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

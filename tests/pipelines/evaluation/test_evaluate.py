@@ -1,0 +1,211 @@
+"""Evaluation of a drafter that needs no training, on a tiny target: what is measured, written and reused."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ticks import Ticks
+from vlmdistill.cli.main import main
+from vlmdistill.drafters.checkpoints.checkpoint import Origin, save
+from vlmdistill.drafters.core import catalogue
+from vlmdistill.drafters.core.drafter import Drafter
+from vlmdistill.drafters.core.tree import Tree
+from vlmdistill.drafters.decoding import clock, decoders
+from vlmdistill.drafters.decoding.decoders import Cycle, plain, speculate
+from vlmdistill.drafters.lookahead import Window
+from vlmdistill.pipelines.evaluation.evaluate import Settings, evaluate, kept
+from vlmdistill.pipelines.evaluation.records import Evaluation, read, write
+from vlmdistill.pipelines.evaluation.statistics import figures
+from vlmdistill.pipelines.targets.checkpoints.loading import load
+from vlmdistill.pipelines.workspace import Workspace
+from vlmdistill.stores.errors import TrainingError
+
+SETTINGS = Settings(max_new_tokens=8, temperatures=(0.0, 1.0))
+WORK = 200  # operations
+
+
+@pytest.fixture(scope="module")
+def workspace(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    """A tiny target with three prompts to evaluate on."""
+    folder, model = tmp_path_factory.mktemp("evaluate"), str(checkpoint("qwen2_5_vl"))
+    rows = [{"messages": [{"role": "user", "content": f"What is {n}?"}]} for n in range(3)]
+    (folder / "asked.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    where = ("--split", "eval", "--model", model, "--runs", str(folder / "runs"))
+    assert main(["prompts", str(folder / "asked.jsonl"), *where]) == 0
+    return Workspace.of(model, folder / "runs")
+
+
+def by_ticks(
+    workspace: Workspace, plant: Callable[[pytest.MonkeyPatch], None] = lambda patch: None
+) -> Evaluation:
+    """An evaluation whose clocks, of the decoders and around them, count operations."""
+    with pytest.MonkeyPatch.context() as patch, Ticks() as ticks:
+        patch.setattr(decoders, "time", ticks)
+        patch.setattr(clock, "time", ticks)
+        plant(patch)
+        (made,) = evaluate(workspace, ["lookahead"], SETTINGS)
+    return made
+
+
+@pytest.fixture(scope="module")
+def honest(workspace: Workspace) -> Evaluation:
+    return by_ticks(workspace)
+
+
+def work() -> None:
+    for _ in range(WORK):
+        torch.zeros(1)
+
+
+def slowly(decode: Callable[..., Iterator[Cycle]]) -> Callable[..., Iterator[Cycle]]:
+    """A decoder that does work between its cycles."""
+
+    def slow(*args: Any, **kwargs: Any) -> Iterator[Cycle]:
+        for cycle in decode(*args, **kwargs):
+            yield cycle
+            work()
+
+    return slow
+
+
+def test_the_cycles_account_for_all_seconds(honest: Evaluation) -> None:
+    for at in honest.temperatures:
+        measured = figures(at)
+        assert (measured.accounted, measured.plain_accounted, measured.warnings) == (1, 1, ())
+        for one in at.prompts:
+            assert one.drafted.seconds == one.drafted.prefill_seconds + one.drafted.decode_seconds > 0
+
+
+def plant_in_decoder(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(decoders, "speculate", slowly(speculate))
+
+
+def plant_in_proposer(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Window, "__del__", lambda self: work(), raising=False)
+
+
+def plant_in_plain(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(decoders, "plain", slowly(plain))
+
+
+@pytest.mark.parametrize("plant", [plant_in_decoder, plant_in_proposer])
+def test_work_outside_the_cycles_is_detected(
+    plant: Callable[[pytest.MonkeyPatch], None], workspace: Workspace, honest: Evaluation
+) -> None:
+    made = by_ticks(workspace, plant)
+    for at, before in zip(made.temperatures, honest.temperatures, strict=True):
+        measured, fair = figures(at), figures(before)
+        assert measured.accounted < 0.98
+        assert measured.plain_accounted == 1
+        assert len(measured.warnings) == 1
+        assert measured.tokens == fair.tokens
+        assert measured.seconds >= fair.seconds + WORK * measured.prompts  # included in the elapsed time
+        assert measured.speedup < fair.speedup
+        assert measured.decode_speedup == fair.decode_speedup
+
+
+def test_work_outside_the_cycles_of_plain_decoding_is_detected(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for at in by_ticks(workspace, plant_in_plain).temperatures:
+        measured = figures(at)
+        assert measured.accounted == 1
+        assert measured.plain_accounted < 0.98
+        assert len(measured.warnings) == 1
+    capsys.readouterr()
+    assert main(["report", "--model", workspace.model, "--runs", str(workspace.root.parent)]) == 0
+    assert f"{measured.plain_accounted:.1%}" in capsys.readouterr().err
+    assert f"{measured.plain_accounted:.1%}" in (workspace.reports / "index.html").read_text()
+
+
+@pytest.fixture(scope="module")
+def made(workspace: Workspace) -> Evaluation:
+    """An evaluation by the real clock."""
+    (one,) = evaluate(workspace, ["lookahead"], SETTINGS)
+    return one
+
+
+def test_the_numbers_of_every_prompt_are_written(workspace: Workspace, made: Evaluation) -> None:
+    file = workspace.reports / "lookahead.json"
+    write(made, file)
+    assert read(file) == made
+    greedy, sampled = made.temperatures
+    assert len({one.key for one in greedy.prompts}) == 3
+    for at in (greedy, sampled):
+        for one in at.prompts:
+            assert (one.kind, one.dataset) == ("text", "asked")
+            assert one.plain.calls == one.plain.tokens - 1
+            assert one.drafted.tokens <= one.drafted.calls + one.drafted.accepted + 1
+            assert one.drafted.check == one.plain.check == (None if at is sampled else "identical")
+    assert [one.plain.tokens for one in greedy.prompts] == [one.drafted.tokens for one in greedy.prompts]
+
+
+def test_cycles_are_counted_by_position_of_the_chain(
+    workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cycles = [
+        Cycle([5], 0, (0, 0), 0.5),  # the prefill
+        Cycle([1, 2, 3, 4], 3, (3, 3), 0.2),
+        Cycle([1, 2], 1, (1, 3), 0.2),
+        Cycle([1, 2], 1, (0, 3), 0.2),  # along another branch
+        Cycle([1], 0, (0, 1), 0.2),
+    ]
+    monkeypatch.setattr(decoders, "speculate", lambda *args, **kwargs: iter(cycles))
+    settings = dataclasses.replace(SETTINGS, temperatures=(1.0,), limit=1)
+    elsewhere = Workspace(workspace.model, tmp_path)
+    (made,) = evaluate(elsewhere, ["lookahead"], settings, prompts_file=workspace.prompts)
+    one = made.temperatures[0].prompts[0].drafted
+    assert (one.tokens, one.calls, one.accepted) == (10, 4, 5)
+    assert (one.chain_tried, one.chain_accepted) == ((4, 2, 1), (2, 1, 1))
+    assert (one.prefill_seconds, one.decode_seconds) == (0.5, 0.8)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"temperatures": (0.0, 0.5)},
+        {"max_new_tokens": 9},
+        {"limit": 2},
+        {"tree": Tree.parse("chain-3")},
+        {"seed": 1},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_only_evaluations_with_the_same_settings_are_reused(
+    change: dict[str, Any], workspace: Workspace, made: Evaluation
+) -> None:
+    write(made, workspace.reports / "lookahead.json")
+    assert kept(workspace, ["lookahead"], SETTINGS) == [made]
+    assert kept(workspace, ["lookahead"], dataclasses.replace(SETTINGS, temperatures=(1.0,))) == [made]
+    assert kept(workspace, ["lookahead"], dataclasses.replace(SETTINGS, **change)) == []
+    assert kept(workspace, ["lookahead", "specvlm"], SETTINGS) == []
+
+
+def test_a_drafter_of_another_target_is_refused_in_one_line(
+    workspace: Workspace, checkpoint: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    other, kind = load(str(checkpoint("qwen2_5_vl", seed=1))), catalogue.load("eagle2")
+    drafter = kind(kind.Config(), other.info, other.head)
+    assert isinstance(drafter, Drafter)
+    origin = Origin(other.provenance((), "float32"), type(drafter).Training(), {})
+    save(drafter, "eagle2", workspace.drafter("stranger"), origin)
+    with pytest.raises(TrainingError, match="weights_hash"):
+        evaluate(workspace, ["stranger"], SETTINGS)
+    where = ("--model", workspace.model, "--runs", str(workspace.root.parent))
+    capsys.readouterr()
+    assert main(["eval", "stranger", *where]) == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "stranger" in line]
+    assert other.name in line
+    assert not (workspace.reports / "stranger.json").exists()
+
+
+def test_a_file_of_an_older_format_is_not_reused(workspace: Workspace, made: Evaluation) -> None:
+    file = workspace.reports / "lookahead.json"
+    write(made, file)
+    file.write_text(json.dumps({**json.loads(file.read_text()), "format": 1}))
+    assert kept(workspace, ["lookahead"], SETTINGS) == []

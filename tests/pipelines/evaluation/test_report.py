@@ -1,0 +1,419 @@
+"""The report of evaluations: its numbers and structure, its groups, and that it loads nothing."""
+
+import base64
+import io
+import json
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import typer
+from PIL import Image
+from typer.testing import CliRunner
+
+from tests.pipelines.evaluation.made_up import RESPONSE, evaluation, measured, shown
+from vlmdistill.cli.report import report as verb
+from vlmdistill.pipelines.evaluation.comparison import gather
+from vlmdistill.pipelines.evaluation.records import (
+    Check,
+    Measurement,
+    Piece,
+    TargetId,
+    TrainedSettings,
+    TrainedStage,
+    Training,
+    read,
+    write,
+)
+from vlmdistill.pipelines.evaluation.report import make
+from vlmdistill.pipelines.workspace import Workspace
+from vlmdistill.stores.errors import DataError
+
+VOID = {"meta", "link", "img", "br"}
+
+Save = Callable[..., Path]
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Workspace:
+    return Workspace.of("demo", tmp_path / "runs")
+
+
+@pytest.fixture
+def save(workspace: Workspace) -> Save:
+    """Writes an evaluation into the workspace."""
+
+    def made(name: str = "sparrow", /, *temperatures: Measurement, stem: str = "", **changes: Any) -> Path:
+        file = workspace.reports / f"{stem or name}.json"
+        write(evaluation(name, *temperatures, **changes), file)
+        return file
+
+    return made
+
+
+class Page(HTMLParser):
+    """A parsed page: its elements, and the text within each kind; unbalanced tags fail."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.source = path.read_text(encoding="utf-8")
+        self.elements: list[tuple[str, dict[str, str]]] = []
+        self.texts: list[tuple[tuple[str, ...], str]] = []
+        self.open: list[str] = []
+        self.feed(self.source)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, {name: value or "" for name, value in attrs}))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, {name: value or "" for name, value in attrs}))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append((tuple(self.open), data))
+
+    @property
+    def text(self) -> str:
+        """All visible text, on one line."""
+        return " ".join(" ".join(data for tags, data in self.texts if "style" not in tags).split())
+
+    def attributes(self, name: str, tag: str | None = None) -> list[str]:
+        return [attrs[name] for kind, attrs in self.elements if name in attrs and tag in (None, kind)]
+
+
+def run(*arguments: str) -> str:
+    app = typer.Typer()
+    app.command()(verb)
+    result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.stdout
+
+
+def test_an_evaluation_is_read_as_it_was_written(save: Save) -> None:
+    made = evaluation("hivis", measured(noise=0.1), measured(0.7, noise=0.2))
+    assert read(save("hivis", *made.temperatures)) == made
+
+
+def test_page_shows_what_was_measured(workspace: Workspace, save: Save) -> None:
+    save("sparrow")
+    save("eagle2", measured(0.0, speedup=1.2, calls=40), measured(1.0, speedup=0.9))
+    made = make(workspace)
+    page = Page(made.page)
+    (group,) = made.groups
+    for text in (group.verdict.text, *(ranking.text for ranking in group.rankings)):
+        assert text in page.text
+    assert "Some Processor" in page.text
+    for paper in ("ViSpec", "MSD", "Sparrow", "HiViS", "HASS", "SpecFLASH", "SpecVLM"):
+        assert paper in page.text
+    assert "300" in page.text
+    assert "4,200" in page.text
+    drawings = [label for label in page.attributes("aria-label", "svg") if label]
+    assert any({"eagle2:", "1.20", "1.22"} <= set(label.split()) for label in drawings)
+    assert any("sparrow: 90% 67% 75%" in label for label in drawings)
+    assert any("token 1: 50% 60% 70%" in label for label in drawings)
+    assert page.text.count("0.90\u20130.90") == 1  # the interval of a speedup
+    assert "alert" not in page.attributes("role")
+
+
+def test_points_of_training_are_points(workspace: Workspace, save: Save) -> None:
+    save("sparrow", measured(0.0))
+    page = Page(make(workspace).page)
+    drawn = page.source[page.source.index("Held-out agreement of sparrow") :]
+    drawn = drawn[: drawn.index("</svg>")]
+    assert drawn.count('class="mark"') == 2 * 3  # tokens ahead, times that they were measured
+    assert 'class="line"' not in drawn
+
+
+def test_seconds_that_no_cycle_accounts_for_are_a_warning(
+    workspace: Workspace, save: Save, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save("sparrow", measured(0.0, decode_seconds=0.8))  # of 1 second, 0.1 in the prefill
+    save("eagle2", measured(0.0))
+    made = make(workspace)
+    (warning,) = made.groups[0].warnings
+    assert warning.startswith("sparrow at temperature 0: ")
+    assert "90.0%" in warning
+    page = Page(made.page)
+    assert warning in page.text
+    assert "alert" in page.attributes("role")
+
+
+def test_page_loads_nothing(workspace: Workspace, save: Save, tmp_path: Path) -> None:
+    image = tmp_path / "scene.png"
+    Image.new("RGB", (84, 84), "navy").save(image)
+    save("sparrow", measured(shown=(shown(files=(str(image),)),)))
+    page = Page(make(workspace).page)
+    assert {tag for tag, _ in page.elements}.isdisjoint({"script", "iframe", "object", "embed", "base"})
+    for link in [*page.attributes("src"), *page.attributes("href")]:
+        assert link.startswith(("data:", "#"))
+    assert not re.search(r"https?:|//|@import|url\(", re.sub(r'"data:[^"]*"', "", page.source))
+    assert "default-src 'none'" in page.source
+    assert str(tmp_path) not in page.source
+
+
+def test_the_same_target_in_another_folder_compares(workspace: Workspace, save: Save) -> None:
+    save("sparrow")
+    save("eagle2", target=TargetId(name="/somewhere/demo", family="qwen2_5_vl", fingerprint="f00d"))
+    assert len(gather(workspace)) == 1
+    assert "/somewhere" not in make(workspace).page.read_text()
+
+
+def test_hostile_text_is_only_text(workspace: Workspace, save: Save) -> None:
+    evil = "\"'><script>alert(1)</script><img src=x onerror=alert(2)>{{ 7 * 7 }}</style>"
+    file = f"/nowhere/{evil.replace('/', '')}.png"
+    response = shown(prompt=evil, files=(file,), pieces=(Piece(evil, drafted=True),))
+    save(
+        evil,
+        measured(shown=(response,)),
+        stem="hostile",
+        hardware=evil,
+        tree=evil,
+        measured=evil,
+        target=TargetId(name=evil, family=evil, fingerprint=evil),
+        training=Training(view=evil),
+        config=TrainedSettings(tree=evil, stages=(TrainedStage(name=evil, epochs=1, hops=1),)),
+    )
+    page = Page(make(workspace).page)
+    tags = [tag for tag, _ in page.elements]
+    assert "script" not in tags
+    assert "img" not in tags
+    assert not [name for _, attrs in page.elements for name in attrs if name.startswith("on")]
+    assert "{{ 7 * 7 }}" in page.text
+
+
+def test_responses_are_complete_and_drafted_text_is_marked(workspace: Workspace, save: Save) -> None:
+    save("sparrow", measured(shown=(shown(),)))
+    page = Page(make(workspace).page)
+    parts = [(tags[-1], text) for tags, text in page.texts if "article" in tags and "p" in tags]
+    assert "".join(text for _, text in parts) == "What is k0?" + "".join(piece.text for piece in RESPONSE)
+    assert [text for tag, text in parts if tag == "mark"] == ["board\nis", "& large"]
+
+
+def test_a_prompt_is_shown_once_with_all_its_responses(workspace: Workspace, save: Save) -> None:
+    save("sparrow")
+    save("eagle2")
+    page = Page(make(workspace).page)
+    assert page.text.count("What is k0?") == 1
+    assert page.text.count("board is") == 2 * 2 * 2  # prompts, drafters, temperatures
+
+
+def test_images_are_small_copies(workspace: Workspace, save: Save, tmp_path: Path) -> None:
+    noise = Image.effect_noise((1200, 800), 60).convert("RGB")
+    noise.save(tmp_path / "photo.jpg")
+    Image.new("RGBA", (84, 42), (0, 0, 255, 128)).save(tmp_path / "drawing.png")
+    (tmp_path / "broken.png").write_bytes(b"not an image")
+    names = ("photo.jpg", "drawing.png", "broken.png", "gone.png", "clip.mp4")
+    save("sparrow", measured(shown=(shown(files=tuple(str(tmp_path / name) for name in names)),)))
+    page = Page(make(workspace).page)
+    sizes = []
+    for uri in page.attributes("src", "img"):
+        data = base64.b64decode(uri.partition(",")[2])
+        sizes.append((Image.open(io.BytesIO(data)).size, uri.partition(";")[0]))
+    assert sizes == [((320, 213), "data:image/jpeg"), ((84, 42), "data:image/png")]
+    assert all(page.attributes("alt", "img"))
+    for name in ("broken.png", "gone.png", "clip.mp4"):
+        assert name in page.text
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"temperatures": (measured(0.0, count=8), measured(1.0, count=8))}, "prompts"),
+        ({"max_new_tokens": 64}, "max new tokens"),
+        ({"hardware": "Other"}, "hardware"),
+        ({"dtype": "bfloat16"}, "dtype"),
+        ({"threads": 2}, "threads"),
+        ({"target": TargetId(name="demo", family="qwen2_5_vl", fingerprint="beef")}, "target"),
+    ],
+)
+def test_evaluations_that_cannot_be_compared_are_in_separate_groups(
+    workspace: Workspace, save: Save, tmp_path: Path, change: dict[str, Any], expected: str
+) -> None:
+    save("sparrow")
+    save("eagle2", measured="2026-05-05 05:05", **change)
+    save("hivis")
+    groups = gather(workspace)
+    assert [[one.name for one in group.rankings[0].results] for group in groups] == [
+        ["eagle2"],
+        ["hivis", "sparrow"],
+    ]
+    page = Page(make(workspace).page)
+    warning = page.text[: page.text.index("Group 1 of 2")]
+    assert expected in warning
+    printed = run("--runs", str(tmp_path / "runs"))
+    assert re.search(rf"^2 .*{expected}$", printed, re.MULTILINE)
+    facts = json.loads(run("--runs", str(tmp_path / "runs"), "--json"))
+    assert facts["differing"] == [expected]
+    assert {(row["name"], row["group"]) for row in facts["rows"]} == {
+        ("eagle2", 1),
+        ("hivis", 2),
+        ("sparrow", 2),
+    }
+
+
+def test_prints_the_table(workspace: Workspace, save: Save, tmp_path: Path) -> None:
+    save("sparrow")
+    save("eagle2", measured(speedup=1.625, count=24, noise=0.1), measured(1.0))
+    lines = run("--runs", str(tmp_path / "runs")).splitlines()
+    assert lines[0].startswith("target demo (f00d), hardware CPU Some Processor")
+    header, *cells = [re.split(r"  +", line) for line in lines[1:6]]
+    assert header[:5] == ["drafter", "T", "tau", "accepted", "speedup"]
+    assert [line[:4] for line in cells[:2]] == [
+        ["eagle2", "0", "3.25 (3.25-3.25)", "2.25 (2.25-2.25)"],
+        ["sparrow", "0", "3.25 (3.25-3.25)", "2.25 (2.25-2.25)"],
+    ]
+    assert cells[1][4] == "1.50 (1.50-1.50)"
+    speedup, low, high = map(float, re.findall(r"[\d.]+", cells[0][4]))
+    assert 1.5 < low < speedup < high < 1.8
+    assert "24/24 identical" in lines[2]
+    assert lines[-1] == f"page  {workspace.reports / 'index.html'}"
+
+
+def test_json_rows_hold_every_figure(save: Save, tmp_path: Path) -> None:
+    save()
+    elsewhere = tmp_path / "page.html"
+    facts = json.loads(run("--runs", str(tmp_path / "runs"), "--json", "--out", str(elsewhere)))
+    assert facts["page"] == str(elsewhere)
+    assert elsewhere.is_file()
+    row = facts["rows"][0]
+    assert {name: row[name] for name in ("name", "temperature", "tau", "calls", "tree", "accounted")} == {
+        "name": "sparrow",
+        "temperature": 0,
+        "tau": 3.25,
+        "calls": 24 * 32,
+        "tree": "chain-4",
+        "accounted": 1,
+    }
+    assert row["intervals"]["speedup"] == pytest.approx({"low": 1.5, "high": 1.5})
+    assert row["conditions"]["dtype"] == "float32"
+
+
+@pytest.mark.parametrize(
+    ("own", "base", "level", "expected"),
+    [
+        (["identical"] * 3, ["identical"] * 3, "lossless", "3"),
+        (["identical"], ["identical"], "lossless", ""),
+        (["identical", "identical", "near_tie"], ["identical"] * 3, "near-ties", "sparrow: 1 of 3"),
+        (["identical", "near_tie", "different"], ["identical"] * 3, "broken", "sparrow: 1 of 3"),
+        (["identical"] * 3, ["identical", "different", "different"], "broken", "plain decoding: 2 of 3"),
+    ],
+)
+def test_verdict(
+    workspace: Workspace, save: Save, own: list[Check], base: list[Check], level: str, expected: str
+) -> None:
+    save("sparrow", measured(own=own, base=base))
+    verdict = gather(workspace)[0].verdict
+    assert verdict.level == level
+    assert expected in verdict.text
+    page = Page(make(workspace).page)
+    assert verdict.text in page.text
+    assert ("alert" in page.attributes("role")) == (level == "broken")
+
+
+def test_the_verdict_names_drafters_that_were_not_checked(workspace: Workspace, save: Save) -> None:
+    save("sparrow", measured(1.0))
+    assert gather(workspace)[0].verdict.level == "unchecked"
+    save("eagle2")
+    verdict = gather(workspace)[0].verdict
+    assert verdict.level == "lossless"
+    assert "sparrow" in verdict.text
+    assert "eagle2" not in verdict.text
+
+
+def test_a_drafter_that_drafted_nothing_has_no_charts(workspace: Workspace, save: Save) -> None:
+    empty: dict[str, Any] = {"calls": 0, "tokens": 1, "accepted": 0, "chain_tried": (), "chain_accepted": ()}
+    save("sparrow", measured(shown=(), **empty), training=Training(), config=TrainedSettings(tree="chain-4"))
+    made = make(workspace)
+    page = Page(made.page)
+    assert made.groups[0].rankings[0].against_plain == "slower"
+    assert len([label for label in page.attributes("aria-label", "svg") if label]) == 1  # of the speedup
+    assert "mark" not in {tags[-1] for tags, _ in page.texts if "article" in tags}
+
+
+def test_extreme_numbers(workspace: Workspace, save: Save) -> None:
+    extreme: dict[str, Any] = {
+        "seconds": 1e-300,
+        "calls": 10**15,
+        "chain_tried": (1, 0),
+        "chain_accepted": (7, 0),
+    }
+    save("sparrow", measured(**extreme))
+    page = Page(make(workspace).page)
+    assert "nan" not in page.source
+    assert "inf" not in re.sub("inform|infer", "", page.source)
+
+
+def first(expected: Any) -> Any:
+    """The first prompt of an evaluation's JSON."""
+    return expected["temperatures"][0]["prompts"][0]
+
+
+def damaged(change: Callable[[Any], object]) -> bytes:
+    """The file of an evaluation after a change of its JSON."""
+    expected = json.loads(msgspec.json.encode(evaluation()))
+    change(expected)
+    return json.dumps(expected).encode()
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"", ""),
+        (b'{"format": 2, "name": "spa', ""),
+        (b'{"format": 2, "name": "\xff"}', ""),
+        (b"\xff\xfe", ""),
+        (b"[" * 100_000, ""),
+        (b'{"format": 2, "name": ' + b"[" * 100_000, ""),
+        (b'{"a": ' * 100_000, ""),
+        (b"[1, 2]", ""),
+        (b'{"name": "a tokenizer"}', "format"),
+        (b'{"format": 1, "name": "sparrow", "temperatures": [{"tau": 3.2}]}', "format 1, not 2"),
+        (b'{"format": 2}', "name"),
+        (damaged(lambda expected: expected.update(format=3)), "format 3"),
+        (damaged(lambda expected: expected.update(threads="one")), "threads"),
+        (damaged(lambda expected: expected["target"].pop("family")), "family"),
+        (damaged(lambda expected: expected.update(name=None)), "name"),
+        (damaged(lambda expected: expected.update(training=[])), "training"),
+        (damaged(lambda expected: expected.update(temperatures={})), "temperatures"),
+        (damaged(lambda expected: expected.update(temperatures=[])), "temperatures"),
+        (damaged(lambda expected: expected["temperatures"][1].update(prompts=[])), "temperatures[1].prompts"),
+        (damaged(lambda expected: expected["temperatures"][1]["prompts"].pop()), "different prompts"),
+        (damaged(lambda expected: first(expected)["plain"].update(seconds=float("nan"))), ""),
+        (damaged(lambda expected: first(expected)["plain"].update(seconds=-1)), "plain.seconds"),
+        (damaged(lambda expected: first(expected)["drafted"].update(tokens=1.5)), "drafted.tokens"),
+        (damaged(lambda expected: first(expected)["drafted"].update(check="fine")), "drafted.check"),
+        (damaged(lambda expected: first(expected)["drafted"].update(chain_tried=[1])), "chain_tried"),
+    ],
+    ids=lambda value: "" if isinstance(value, bytes) else value.replace(" ", "-") or "unreadable",
+)
+def test_a_file_that_is_not_an_evaluation_is_one_line(
+    workspace: Workspace, save: Save, content: bytes, expected: str
+) -> None:
+    save("good")
+    before = make(workspace).page.read_bytes()
+    bad = workspace.reports / "bad.json"
+    bad.write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        make(workspace)
+    line = str(caught.value)
+    assert expected in line
+    assert str(bad) in line
+    assert "vlmdistill eval" in line
+    assert "\n" not in line
+    assert (workspace.reports / "index.html").read_bytes() == before
+
+
+def test_a_report_without_evaluations_names_the_command_to_run(workspace: Workspace) -> None:
+    with pytest.raises(DataError, match=r"`vlmdistill eval DRAFTER\.\.\. --model demo`"):
+        make(workspace)
+    assert not workspace.root.exists()

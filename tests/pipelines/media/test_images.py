@@ -1,0 +1,75 @@
+"""Pictures: upright and in RGB, whatever the file says about itself."""
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests import tiny
+from vlmdistill.pipelines.media import frames
+from vlmdistill.pipelines.media.images import MediaError, upright
+from vlmdistill.pipelines.targets.encode import read_image
+
+TURNED = {1: 0, 3: 2, 6: 3, 8: 1}  # orientation -> quarter turns counter-clockwise that make it upright
+
+
+def held(orientation: int, *more: bytes) -> bytes:
+    """An EXIF block with the tag of orientation, and entries as they are."""
+    entries = (struct.pack(">HHIHH", 0x0112, 3, 1, orientation, 0), *more)
+    return b"Exif\0\0MM\0*\0\0\0\x08" + struct.pack(">H", len(entries)) + b"".join(entries) + bytes(4)
+
+
+ODD = struct.pack(">HHI4s", 0x0128, 2, 4, b"cm \0")  # a unit of resolution in words, where a number belongs
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "tif"])
+@pytest.mark.parametrize("orientation", TURNED)
+def test_a_picture_is_turned_once(tmp_path: Path, suffix: str, orientation: int) -> None:
+    path = tmp_path / f"a.{suffix}"
+    tiny.picture(40, 24).save(path, exif=held(orientation))
+    with Image.open(path) as image:
+        shown = upright(image)
+    with Image.open(path) as image:
+        stored = np.asarray(image.convert("RGB"))
+    turned = (
+        stored if suffix == "tif" else np.rot90(stored, TURNED[orientation])
+    )  # Pillow turns a TIFF itself
+    assert shown.size == ((40, 24) if orientation in (1, 3) else (24, 40))
+    for picture in (shown, upright(shown)):
+        np.testing.assert_array_equal(np.asarray(picture), turned)
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
+@pytest.mark.parametrize("block", [held(6, ODD), b"Exif\0\0nonsense", b"", held(6)[:17], held(99)])
+def test_odd_metadata_are_no_reason_to_refuse_a_picture(tmp_path: Path, block: bytes) -> None:
+    path = tmp_path / "a.jpg"
+    tiny.picture(40, 24).save(path, exif=block)
+    with Image.open(path) as image:
+        assert upright(image).size == ((24, 40) if ODD in block else (40, 24))
+
+
+def test_a_folder_of_frames_is_turned_like_its_pictures(tmp_path: Path) -> None:
+    for number in range(3):
+        tiny.picture(40, 24, number).save(tmp_path / f"{number}.jpg", exif=held(6, ODD))
+    clip = frames.read(tmp_path, lambda footage: range(footage.total))
+    assert clip.frames_FHWC.shape == (3, 40, 24, 3)
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif", "jp2", "pgm"])
+def test_sixteen_bits_are_scaled_to_eight(tmp_path: Path, suffix: str) -> None:
+    grey_HW = np.linspace(0, 65535, 40 * 24).astype(np.uint16).reshape(24, 40)
+    Image.fromarray(grey_HW).save(tmp_path / f"a.{suffix}")
+    with Image.open(tmp_path / f"a.{suffix}") as image:
+        shown = np.asarray(upright(image))
+    np.testing.assert_array_equal(shown, np.round(grey_HW[..., None] / 257).repeat(3, -1))
+    np.testing.assert_array_equal(frames.read([grey_HW], lambda _: [0]).frames_FHWC[0], shown)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.float32])
+def test_numbers_without_a_black_and_a_white_are_refused(tmp_path: Path, dtype: type) -> None:
+    Image.fromarray(np.eye(8, dtype=dtype)).save(tmp_path / "a.tif")
+    for read in (frames.probe, read_image):
+        with pytest.raises(MediaError, match=r"a\.tif .*mode "):
+            read(tmp_path / "a.tif")

@@ -1,0 +1,177 @@
+"""Conversations: every form of content, and one line for each that cannot be used."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from tests import tiny
+from vlmdistill.pipelines.media import frames
+from vlmdistill.pipelines.targets.checkpoints.loading import load
+from vlmdistill.pipelines.targets.encode import EncodedPrompt
+from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
+from vlmdistill.stores.errors import DataError
+
+Checkpoint = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def target(checkpoint: Checkpoint) -> VisionLanguageTarget:
+    return load(str(checkpoint("qwen2_5_vl")))
+
+
+def test_strings_paths_and_images_in_all_their_forms(target: VisionLanguageTarget, tmp_path: Path) -> None:
+    image = tiny.picture(60, 90)
+    image.save(tmp_path / "a.png")
+    text = target.encode([{"role": "user", "content": "hello"}])
+    assert torch.equal(text.ids_L, target.encode(tiny.message("hello")).ids_L)
+    seen = target.encode(tiny.message("hello", image))
+    for part in (
+        {"type": "image", "path": str(tmp_path / "a.png")},
+        {"type": "image", "image": tmp_path / "a.png"},
+    ):
+        other = target.encode([{"role": "user", "content": [part, {"type": "text", "text": "hello"}]}])
+        assert torch.equal(seen.ids_L, other.ids_L)
+        assert torch.equal(seen.inputs["pixel_values"], other.inputs["pixel_values"])
+
+
+def test_other_modes_and_orientations_are_read(target: VisionLanguageTarget, tmp_path: Path) -> None:
+    image = tiny.picture(30, 90)
+    for mode in ("L", "P", "RGBA", "CMYK"):
+        assert target.encode(tiny.message("x", image.convert(mode))).spans
+    exif = Image.Exif()
+    exif[0x0112] = 6  # a camera held sideways
+    image.save(tmp_path / "side.jpg", exif=exif)
+    # An orientation, and a unit of resolution in words: Pillow reads it and cannot write it anew.
+    odd = b"Exif\0\0MM\0*\0\0\0\x08\0\2\1\x12\0\3\0\0\0\1\0\6\0\0\1\x28\0\2\0\0\0\4cm \0\0\0\0\0"
+    image.save(tmp_path / "odd.jpg", exif=odd)
+    for name in ("side.jpg", "odd.jpg"):
+        grid = target.encode(tiny.message("x", tmp_path / name)).inputs["image_grid_thw"][0].tolist()
+        assert grid[1] < grid[2], name
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ([{"type": "image", "path": "/nowhere/cat.png"}], "image /nowhere/cat.png does not exist"),
+        ([{"type": "image", "path": __file__}], "test_encode.py cannot be read"),
+        ([{"type": "image", "path": None}], "image None cannot be read"),
+        ([{"type": "audio", "path": "a.wav"}], "audio"),
+        ([{"type": "image"}], "{'type': 'image'}"),
+        ([{"type": "text", "text": 5}], "'text': 5"),
+        (None, "role"),
+        ("look: <|image_pad|>", "placeholder"),
+        ("half \ud83d of an emoji", "position 6"),
+        ("x" * 1100, "1024"),
+    ],
+    ids=str,
+)
+def test_unusable_content_is_refused(target: VisionLanguageTarget, content: Any, said: str) -> None:
+    with pytest.raises(DataError) as caught:
+        target.encode([{"role": "user", "content": content}])
+    assert said in str(caught.value)
+
+
+def test_a_message_that_is_not_a_mapping(target: VisionLanguageTarget) -> None:
+    odd: Any = "what is there?"
+    with pytest.raises(DataError, match=r"role.*what is there"):
+        target.encode([odd])
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ({"path": "/nowhere/cat.mp4"}, "video /nowhere/cat.mp4 does not exist"),
+        ({"path": __file__}, "test_encode.py cannot be read"),
+        ({"video": []}, "has no frames"),
+        ({"video": tiny.clip(4, 40, 40), "fps": 2, "frames": 2}, "fps 2 or frames 2"),
+        ({"video": tiny.clip(4, 40, 40), "frames": 0}, "frames 0"),
+        ({"video": tiny.clip(300, 80, 80)}, "1024"),
+    ],
+    ids=str,
+)
+def test_unusable_videos_are_refused(target: VisionLanguageTarget, part: dict[str, Any], said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        target.encode([{"role": "user", "content": [{"type": "video", **part}]}])
+
+
+@pytest.mark.parametrize("family", ["llava", "llava_next"])
+def test_a_family_without_video_refuses_one(checkpoint: Checkpoint, family: str) -> None:
+    with pytest.raises(DataError, match=r"llava-(1\.5|next).*not videos"):
+        load(str(checkpoint(family))).encode(tiny.message("what moves?", tiny.clip(4, 40, 40)))
+
+
+@pytest.mark.parametrize("family", tiny.VIDEO)
+def test_a_video_in_all_its_forms(checkpoint: Checkpoint, family: str, tmp_path: Path) -> None:
+    """A file, the folder of its frames and an array of them are one prompt, and remember what is shown."""
+    target = load(str(checkpoint(family)))
+    path = tiny.film(tmp_path / "a.mp4", tiny.clip(12, 60, 44), fps=4)
+    frames_FHWC = frames.read(path, lambda footage: range(footage.total)).frames_FHWC
+    (tmp_path / "frames").mkdir()
+    for number, frame in enumerate(frames_FHWC):
+        Image.fromarray(frame).save(tmp_path / "frames" / f"{number}.png")
+    for wanted, count in (({"fps": 4.0}, 12), ({"frames": 4}, 4)):
+        read: list[EncodedPrompt] = []
+        for part in (
+            {"path": str(path)},
+            {"video": path},
+            {"path": tmp_path / "frames"},
+            {"video": frames_FHWC},
+            {"video": [Image.fromarray(frame) for frame in frames_FHWC]},
+        ):
+            if "frames" in wanted and "path" not in part:
+                continue  # without a clock, they are two a second
+            content = [{"type": "video", **part, **wanted}, {"type": "text", "text": "hello"}]
+            read.append(target.encode([{"role": "user", "content": content}]))
+        for prompt in read:
+            assert [len(sampling.indices) for sampling in prompt.samplings] == [count]
+            assert torch.equal(prompt.inputs["pixel_values_videos"], read[0].inputs["pixel_values_videos"])
+        if "fps" in wanted:
+            for prompt in read:
+                assert prompt.samplings == read[0].samplings
+                assert torch.equal(prompt.ids_L, read[0].ids_L)
+                assert torch.equal(prompt.rope_AL, read[0].rope_AL)
+            assert read[0].samplings[0].seconds[-1] == 2.75
+
+
+def test_the_time_between_frames_reaches_the_positions(checkpoint: Checkpoint) -> None:
+    """Qwen2.5-VL places frames by their seconds, Qwen3-VL writes them into the prompt."""
+    target = load(str(checkpoint("qwen2_5_vl")))
+    rate = target.model.config.vision_config.tokens_per_second
+    for fps in (1.0, 0.5):
+        part = {"type": "video", "video": tiny.clip(6, 40, 40), "fps": fps}
+        prompt = target.encode([{"role": "user", "content": [part]}])
+        time_U = prompt.rope_AL[0, prompt.visual_L]
+        assert sorted(set((time_U - time_U[0]).tolist())) == [0, int(2 / fps * rate), int(4 / fps * rate)]
+    target = load(str(checkpoint("qwen3_vl")))
+    part = {"type": "video", "video": tiny.clip(6, 40, 40), "fps": 0.5}
+    text = target.tokenizer.decode(target.encode([{"role": "user", "content": [part]}]).ids_L)
+    assert [text.count(f"<{seconds} seconds>") for seconds in (1.0, 5.0, 9.0)] == [1, 1, 1]
+
+
+def test_an_empty_conversation(target: VisionLanguageTarget) -> None:
+    with pytest.raises(DataError, match="at least one message"):
+        target.encode([])
+
+
+def test_a_truncated_image_names_its_file(target: VisionLanguageTarget, tmp_path: Path) -> None:
+    tiny.picture(60, 90).save(tmp_path / "whole.png")
+    (tmp_path / "cut.png").write_bytes((tmp_path / "whole.png").read_bytes()[:2000])
+    with pytest.raises(DataError, match=r"cut\.png cannot be read"):
+        target.encode(tiny.message("x", tmp_path / "cut.png"))
+
+
+def test_an_image_that_the_processor_refuses(target: VisionLanguageTarget) -> None:
+    with pytest.raises(DataError, match="refuses this prompt: absolute aspect ratio"):
+        target.encode(tiny.message("x", tiny.picture(3000, 2)))
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_a_placeholder_typed_by_the_user(checkpoint: Checkpoint, family: str) -> None:
+    target = load(str(checkpoint(family)))
+    for images in ([], [tiny.picture(40, 40)]):
+        with pytest.raises(DataError, match="placeholder"):
+            target.encode(tiny.message(f"an {target.processor.image_token} here", *images))

@@ -1,0 +1,110 @@
+"""Remote stores: one line for a store that cannot be reached or written, and no files left behind."""
+
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from tests.stores.samples import make, same, sample, write
+from tests.stores.web import serving
+from vlmdistill.stores.backends.remote import Remote
+from vlmdistill.stores.errors import StoreError
+from vlmdistill.stores.gc import collect
+from vlmdistill.stores.index import merged
+from vlmdistill.stores.integrity.verify import verify
+from vlmdistill.stores.store import Store
+from vlmdistill.stores.views.filters import filter_store
+
+ROOT = Path(__file__).parents[3]
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    """The server of the standard library: it lists folders without sizes, and sends whole files only."""
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def web(tmp_path: Path) -> Iterator[str]:
+    """The address of the folder `web`."""
+    pytest.importorskip("aiohttp", reason="fsspec speaks http by way of aiohttp")
+    handler = partial(Quiet, directory=str(tmp_path / "web"))
+    with serving(ThreadingHTTPServer(("127.0.0.1", 0), handler)) as server:
+        yield f"http://127.0.0.1:{server.server_port}"
+
+
+def test_a_store_of_many_units_behind_a_web_server_is_read_and_verified(
+    web: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make(tmp_path / "web", [range(3), range(3, 6)])
+    write(store, "a=b+c", [7])
+    monkeypatch.setattr(merged, "WORTH", 2)  # so many that the index would be kept, were it not read-only
+    there = Store.open(web)
+    assert there.index.equals(store.index)
+    assert all(same(there.read(f"k{number:04}"), sample(number)) for number in (0, 4, 7))
+    facts = verify(web)
+    assert not facts.findings
+    assert (facts.files, facts.bytes) == (verify(store.path).files, verify(store.path).bytes)
+    name = f"shards/{store.commit('u0').shard}/hidden.text/c/0/0"
+    (tmp_path / "web" / name).write_bytes(b"\0" * (tmp_path / "web" / name).stat().st_size)
+    assert [(finding.kind, finding.name) for finding in verify(web).findings] == [("damaged", name)]
+
+
+def test_writing_to_a_web_server_is_refused_in_one_line(web: str, tmp_path: Path) -> None:
+    make(tmp_path / "web", [range(3)])
+    with pytest.raises(StoreError, match=f"^cannot write to {web}: a web server can only be read"):
+        filter_store(Store.open(web), "v", expressions=["words > 1"])
+    with pytest.raises(StoreError, match=f"^cannot write to {web}: a web server can only be read"):
+        write(Store.open(web), "u9", [9])
+
+
+def test_a_dry_run_of_gc_looks_where_nothing_can_be_written(web: str, tmp_path: Path) -> None:
+    make(tmp_path / "web", [range(3)])
+    orphan = tmp_path / "web" / "shards" / "dead-0123456789abcdef"
+    orphan.mkdir()
+    (orphan / "index.arrow").write_bytes(b"left")
+    found = collect(Store.open(web), grace=0, dry_run=True)
+    assert [(item.name, item.bytes) for item in found] == [(f"shards/{orphan.name}", 4)]
+
+
+@pytest.mark.parametrize("url", ["foo://x", "sftp://host/s", "zip://s::file:///a.zip", "dir::s3://b/s"])
+def test_a_url_of_another_protocol_is_refused_with_those_that_are_supported(url: str) -> None:
+    with pytest.raises(StoreError, match=r"not supported: .* s3://, gs://, az://, or http\(s\)://"):
+        Store.open(url)
+
+
+def test_a_url_whose_package_is_missing_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    fsspec.register_implementation("az", "no_such_package.FS", clobber=True, errtxt="Please install it")
+    with pytest.raises(StoreError, match=r"^az://x cannot be opened: "):
+        Store.open("az://x")
+
+
+def test_a_bucket_without_credentials_is_told_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s3fs = pytest.importorskip("s3fs")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    s3fs.S3FileSystem.clear_instance_cache()
+    backend = Remote("s3://nobody/store")
+    for ask in (backend.read, backend.size, backend.list_files, backend.list_names):
+        with pytest.raises(ConnectionError, match=r"^s3://nobody/store/commits: NoCredentialsError: "):
+            ask("commits")
+    with pytest.raises(ConnectionError, match=r"^s3://nobody/store/store\.json: NoCredentialsError: "):
+        Store.open(backend.url)
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+def test_a_server_that_does_not_answer_is_told_by_its_name() -> None:
+    pytest.importorskip("aiohttp", reason="fsspec speaks http by way of aiohttp")
+    with pytest.raises(OSError, match="Connect call failed") as caught:
+        Store.open("http://127.0.0.1:1/store")
+    assert caught.value.filename == "http://127.0.0.1:1/store/store.json"

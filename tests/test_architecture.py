@@ -1,0 +1,66 @@
+"""The tree is as `docs/architecture.md` draws it: rooms of a dozen modules, one name for one thing."""
+
+import ast
+import re
+import tomllib
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+from vlmdistill.drafters.core.catalogue import DRAFTERS
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
+TOP = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"].values()
+FOLDERS = sorted({file.parent for top in TOP for file in (ROOT / top).rglob("__init__.py")})
+DOZEN = 12
+
+
+def modules(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.glob("*.py") if not file.name.startswith("__"))
+
+
+def twice(named: Iterable[tuple[str, Path]]) -> dict[str, list[str]]:
+    """The names that stand for several things, with their files."""
+    found = defaultdict(list)
+    for name, file in named:
+        found[name].append(str(file.relative_to(ROOT)))
+    return {name: files for name, files in found.items() if len(files) > 1}
+
+
+def test_every_file_and_folder_on_the_page_exists() -> None:
+    named = re.findall(r"`([\w./-]+(?:\.py|/))`", PAGE)
+    assert len(named) > len(FOLDERS)
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_every_package_folder_is_on_the_page() -> None:
+    names = [f"{folder.relative_to(ROOT)}/" for folder in FOLDERS]
+    assert [name for name in names if f"| `{name}` |" not in PAGE] == []
+
+
+def test_a_folder_has_a_dozen_modules_at_most_beside_methods_and_commands() -> None:
+    def counted(folder: Path) -> int:
+        if folder == ROOT / "drafters":
+            return len({file.stem for file in modules(folder)} - DRAFTERS.keys())
+        return 0 if folder == ROOT / "cli" else len(modules(folder))
+
+    counts = {str(folder.relative_to(ROOT)): counted(folder) for folder in FOLDERS}
+    assert {folder: count for folder, count in counts.items() if count > DOZEN} == {}
+
+
+def test_no_class_name_is_defined_twice() -> None:
+    classes = [
+        (statement.name, file)
+        for folder in FOLDERS
+        for file in modules(folder)
+        for statement in ast.parse(file.read_text()).body
+        if isinstance(statement, ast.ClassDef)
+    ]
+    assert len(classes) > 100
+    assert twice(classes) == {}
+
+
+def test_no_module_name_is_used_twice_but_by_the_command_of_that_name() -> None:
+    named = [(file.stem, file) for folder in FOLDERS if folder != ROOT / "cli" for file in modules(folder)]
+    assert twice(named) == {}
