@@ -102,6 +102,7 @@ class Member:
     machine: Machine | None = None  # known after `locate`
     names: tuple[str, ...] = ()  # of the worker and its machine, for messages and `tried`
     running: RunningTask[Any] | None = None
+    crashes: int = 0  # workers of this slot that died while they loaded the target, in a row
 
     @property
     def alive(self) -> bool:

@@ -7,7 +7,6 @@ then gets tasks. Tensors never travel: workers get tasks and return counts or sm
 import contextlib
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
@@ -123,7 +122,6 @@ class ActorPool(Generic[T, R]):
         self._workers, self._wait = options.workers, options.wait
         self._members: list[Member] = []
         self._queue = Queue[T, R](self._members)
-        self._crashes = Counter[str]()  # of workers that loaded the target, in a row, by machine
         self._facts: Any = None
         self._begun = False  # tasks were given out
         self._started = 0  # workers, to name them
@@ -165,8 +163,11 @@ class ActorPool(Generic[T, R]):
         """Ask Ray for as many workers as the user wants, or as the cluster has room for."""
         wanted = self._workers or max(1, self._share.room(list(self._machines.values())))
         while len(self._members) < wanted:
-            actor = self._actor.remote(self._make, self._check)
-            self._members.append(Member(actor, actor.locate.remote()))
+            self._start()
+
+    def _start(self, crashes: int = 0) -> None:
+        actor = self._actor.remote(self._make, self._check)
+        self._members.append(Member(actor, actor.locate.remote(), crashes=crashes))
 
     def _gathered(self) -> bool:
         """Whether a worker is ready and all others are checked, or are late."""
@@ -232,7 +233,7 @@ class ActorPool(Generic[T, R]):
     def _handle_reply(self, member: Member) -> None:
         import ray
 
-        call, member.call, self._replied = member.call, None, time.monotonic()
+        call, member.call = member.call, None
         try:
             value = ray.get(call)
         except ray.exceptions.RayTaskError as error:
@@ -248,6 +249,7 @@ class ActorPool(Generic[T, R]):
 
     def _next_step(self, member: Member, value: Any) -> None:
         """Call the next step of a worker whose last call succeeded."""
+        self._replied = time.monotonic()
         if member.step is Step.locate:
             if value not in self._machines:
                 self._look()
@@ -270,8 +272,7 @@ class ActorPool(Generic[T, R]):
                 error = VlmdistillError(f"it loaded a different target: {value}, not {self._facts}")
                 self._refuse(member, member.names[1], error)
                 return
-            self._crashes[member.names[1]] = 0
-            member.step = Step.idle
+            member.step, member.crashes, self._trouble = Step.idle, 0, ""
         else:
             self._queue.did(member, value)
 
@@ -306,19 +307,23 @@ class ActorPool(Generic[T, R]):
         if getattr(error, "actor_init_failed", False):  # it would fail again
             self._refuse(member, name, VlmdistillError(cause))
             return
+        if member.machine is None:
+            # No machine can be blamed: most likely one was lost, and Ray has yet to notice. `_look` fills up.
+            self._trouble = self._trouble or f"a worker died before it started ({cause})"
+            self._drop(member)
+            return
         if member.step is Step.work:
             self._queue.failed(member, name, f"its worker died ({cause})")
         else:
-            self._crashes[name] += 1
-            if self._crashes[name] >= ATTEMPTS:
+            member.crashes += 1
+            if member.crashes >= ATTEMPTS:
                 many = f"{ATTEMPTS} workers died while they loaded the target; last cause: {cause}"
                 self._refuse(member, name, VlmdistillError(many))
                 return
             self._trouble = f"{name}: a worker died while it loaded the target ({cause})"
             logger.warning("%s, starting another", self._trouble)
-        self._members.remove(member)
-        _kill(member)
-        self._fill()
+        self._drop(member)
+        self._start(member.crashes)
 
     def _named(self, name: str, cause: BaseException) -> BaseException:
         """The error of a worker, with its machine if there are several."""
