@@ -21,7 +21,7 @@ SETTINGS = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_health_check_initial_delay_ms": "1000",  # a machine that is off is missed soon
     "RAY_health_check_period_ms": "1000",
-    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_timeout_ms": "10000",  # not one that is slow
     "RAY_health_check_failure_threshold": "4",
     "RAY_raylet_start_wait_time_s": "200",
     "RAY_USAGE_STATS_ENABLED": "0",
