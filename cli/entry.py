@@ -1,5 +1,6 @@
 """The entry point of the `vlmdistill` command, which handles an interrupt while the command loads."""
 
+import os
 import sys
 
 
@@ -8,7 +9,11 @@ def main() -> int:
     try:
         from vlmdistill.cli import main as command
 
-        return command.main()
+        status = command.main()
     except KeyboardInterrupt:
         sys.stderr.write("interrupted: no work was started\n")
-        return 130
+        status = 130
+    if "RANK" in os.environ:  # of torchrun
+        sys.stdout.flush()  # then end at once: in the teardown, gloo's threads may abort the process
+        os._exit(status)
+    return status

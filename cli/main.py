@@ -133,7 +133,3 @@ def _line(error: VlmdistillError | OSError) -> str:
         where = f": {error.filename}" if error.filename else ""
         return f"{error.strerror}{where}"
     return one_line(error) or type(error).__name__
-
-
-if __name__ == "__main__":
-    sys.exit(main())

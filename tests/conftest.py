@@ -13,7 +13,7 @@ from tests import tiny
 # What is compared exactly runs in float32 on a CPU; a GPU would be taken by itself, in bfloat16.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # Ray gives its workers a niceness of 15, with which the other test process starves them.
-os.environ["RAY_worker_niceness"] = "0"
+os.environ |= {"RAY_worker_niceness": "0", "RAY_worker_register_timeout_seconds": "300"}
 torch.set_num_threads(1)  # models this small only lose by more
 
 

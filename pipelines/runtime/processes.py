@@ -25,7 +25,7 @@ from vlmdistill.stores.errors import LostRankError, StoppedError, TrainingError,
 GRACE = 30.0  # seconds for a process to save its work and exit
 AFTER = 5.0  # seconds to wait for the first cause, after one process failed as a consequence
 KILLS = 3  # the third signal kills the processes
-CHILD = "from vlmdistill.pipelines.runtime.processes import work; held = work({})"
+CHILD = "from vlmdistill.pipelines.runtime.processes import work; work({})"
 
 
 @dataclass(frozen=True)
@@ -212,10 +212,10 @@ def _line(process: Process, message: FunctionFailed | FunctionStopped) -> str:
     return f"{process.name}: {message.line}" if process.name else message.line
 
 
-def work(number: int) -> Connection:
+def work(number: int) -> NoReturn:
     """The child: run the function that the parent sends, report back; stop if the parent is gone.
 
-    Returns its end of the pipe, which must stay open until the process ends.
+    It ends at once, without the teardown of the interpreter, in which gloo's threads may abort the process.
     """
     connection = Connection(number)
 
@@ -239,7 +239,7 @@ def work(number: int) -> Connection:
     except (VlmdistillError, OSError) as error:
         message = FunctionFailed(one_line(error), isinstance(error, LostRankError))
     else:
-        return connection
+        os._exit(0)
     with contextlib.suppress(BrokenPipeError):
         connection.send(message)
-    return connection
+    os._exit(0)

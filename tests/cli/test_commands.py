@@ -19,7 +19,7 @@ from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.core import catalogue
 from vlmdistill.pipelines.prompts.importing import read
 
-COMMAND = [sys.executable, "-m", "vlmdistill.cli.main"]
+COMMAND = [sys.executable, "-m", "vlmdistill"]
 
 
 @pytest.fixture

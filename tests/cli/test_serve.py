@@ -62,18 +62,18 @@ def test_a_missing_package_is_one_line_that_says_what_to_install(
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
 def test_a_signal_ends_the_server(number: signal.Signals, status: int) -> None:
-    command = [sys.executable, "-m", "vlmdistill.cli.main", "serve", "--port", "0", "--drafter", "lookahead"]
+    command = [sys.executable, "-m", "vlmdistill", "serve", "--port", "0", "--drafter", "lookahead"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
         try:
             assert run.stdout is not None
             line = run.stdout.readline()
             assert line.startswith("serving demo with lookahead at http://127.0.0.1:")
             port = int(line.partition(";")[0].rpartition(":")[2])
-            with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
+            with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=400)) as connection:
                 connection.request("GET", "/health")
                 assert connection.getresponse().read() == b'{"status":"ok"}'
             run.send_signal(number)
-            out, err = run.communicate(timeout=60)
+            out, err = run.communicate(timeout=400)
         finally:
             run.kill()
     assert (run.returncode, out) == (status, "")

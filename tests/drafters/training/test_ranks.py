@@ -138,7 +138,7 @@ def disks(store: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         )
     machines = Machines(store, disks)
     try:
-        assert [agent.wait(300) for agent in machines.agents] == [0, 0]
+        assert [agent.wait(600) for agent in machines.agents] == [0, 0]
     finally:
         for agent in machines.agents:
             agent.kill()

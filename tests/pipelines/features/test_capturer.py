@@ -311,7 +311,7 @@ def test_a_terminated_run_reports_what_is_kept_in_one_line(given: Given, tmp_pat
     command = [
         sys.executable,
         "-m",
-        "vlmdistill.cli.main",
+        "vlmdistill",
         "features",
         "-m",
         given.model,
@@ -323,7 +323,7 @@ def test_a_terminated_run_reports_what_is_kept_in_one_line(given: Given, tmp_pat
     while not list(store.glob("staging/probe-*")) and process.poll() is None:  # workers are about to start
         time.sleep(0.01)
     process.terminate()
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=400)
     assert (process.returncode, out) == (143, "")
     assert err.startswith(f"stopped: 0 of {len(given.kept)} samples are done and kept in {store};")
     assert len(err.splitlines()) == 1

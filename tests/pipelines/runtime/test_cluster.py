@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
 AWS = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1"}
-SECONDS = 150  # for one run on a busy machine
+SECONDS = 400  # for one run on a very busy machine
 PROMPTS = 24
 
 on_machines = pytest.mark.skipif(not namespaces(), reason="mount and process namespaces are not allowed here")
@@ -95,7 +95,7 @@ def start(cluster: Cluster, *command: str) -> subprocess.Popen[str]:
 
 
 def features(world: Path, store: str) -> list[str]:
-    command = ["-m", "vlmdistill.cli.main", "features", "-m", str(world / "model"), "--store", store]
+    command = ["-m", "vlmdistill", "features", "-m", str(world / "model"), "--store", store]
     files = ["--prompts", str(world / "prompts.parquet"), "--responses", str(world / "responses")]
     return [*command, *files, "--for", "sparrow", "--json"]
 

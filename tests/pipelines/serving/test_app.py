@@ -75,13 +75,13 @@ class Served:
 
     def client(self, key: str = "none") -> openai.OpenAI:
         url = f"http://127.0.0.1:{self.port}/v1"
-        return self.opened.enter_context(openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=60))
+        return self.opened.enter_context(openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=400))
 
     def request(
         self, method: str, path: str, body: Any = None, chunked: bool = False, **headers: str
     ) -> tuple[int, bytes]:
         sent = {name.replace("_", "-"): text for name, text in headers.items()}
-        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)) as connection:
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=400)) as connection:
             connection.request(method, path, body, sent, encode_chunked=chunked)
             response = connection.getresponse()
             return response.status, response.read()
@@ -91,7 +91,7 @@ class Served:
         return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name} "))
 
     def wait_for(self, name: str, value: float) -> None:
-        end = time.monotonic() + 30
+        end = time.monotonic() + 300
         while self.metric(f"vlmdistill_{name}") != value:
             assert time.monotonic() < end, f"{name} does not become {value}"
             time.sleep(0.01)
@@ -426,7 +426,7 @@ class Braked(ServedDecoder):
 
         def braked() -> Iterator[Cycle]:
             self.begun.append(0)
-            while self.permits.acquire(timeout=60) and (cycle := next(cycles, None)):
+            while self.permits.acquire(timeout=400) and (cycle := next(cycles, None)):
                 self.begun[-1] += 1
                 yield cycle
 
