@@ -15,7 +15,7 @@ from pathlib import Path
 
 from vlmdistill.pipelines.evaluation.comparison import DrafterResult, Group, differing, gather
 from vlmdistill.pipelines.evaluation.records import Evaluation, ShownResponse
-from vlmdistill.pipelines.workspace import Workspace, written_aside
+from vlmdistill.pipelines.workspace import Workspace, atomic_write
 
 IMAGE_SIDE = 320  # pixels of the longer side of an embedded image
 WIDTH, HEIGHT = 400.0, 220.0  # of a chart
@@ -134,7 +134,7 @@ def make(workspace: Workspace, out: Path | None = None) -> ReportPage:
     """
     report = ReportPage(out or workspace.reports / "index.html", gather(workspace))
     page = _page(workspace.root.name, report.groups)
-    with written_aside(report.page) as aside:
+    with atomic_write(report.page) as aside:
         aside.write_text(page, encoding="utf-8", errors="replace")  # JSON may contain a lone surrogate
     return report
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from vlmdistill.pipelines.prompts import columns, sources
 from vlmdistill.pipelines.prompts.augment import Message
-from vlmdistill.pipelines.prompts.sources import BadRowError, Row, half_character
+from vlmdistill.pipelines.prompts.sources import BadRowError, Row, lone_surrogate
 from vlmdistill.stores.errors import DataError
 
 Format = Literal["auto", "llava", "sharegpt", "chat", "hf"]
@@ -252,7 +252,7 @@ def _parts(part: Any, media: _MediaOfRow) -> list[dict[str, Any]]:
             return []
         if not isinstance(text, str):
             raise BadRowError("text is not a string", type(text).__name__)
-        if position := half_character(text):
+        if position := lone_surrogate(text):
             raise BadRowError("text is not Unicode", f"unpaired surrogate at character {position}")
         made: list[dict[str, Any]] = []
         for index, piece in enumerate(TAG.split(text) if media.tagged else [text]):

@@ -23,7 +23,7 @@ from vlmdistill.pipelines.prompts.augment import Message
 from vlmdistill.pipelines.prompts.formats import MOST, Conversation, Format
 from vlmdistill.pipelines.prompts.sources import BadRowError, Row
 from vlmdistill.pipelines.prompts.sources import read as read_rows
-from vlmdistill.pipelines.workspace import written_aside
+from vlmdistill.pipelines.workspace import atomic_write
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import content_hash
 
@@ -366,7 +366,7 @@ def _write(out: Path, prompts: Iterable[Prompt]) -> None:
     import pyarrow.parquet as pq
 
     table = pa.Table.from_pylist([vars(prompt) for prompt in prompts], schema())
-    with written_aside(out) as file:
+    with atomic_write(out) as file:
         pq.write_table(table, file, compression="zstd")
 
 
@@ -374,5 +374,5 @@ def _write_skipped(path: Path, skipped: list[dict[str, Any]], sources: set[str])
     """Replace the entries of `sources` in the list of skipped rows; those of others stay."""
     lines = path.read_text().splitlines() if path.is_file() else []
     kept = [entry for entry in map(json.loads, lines) if entry["source"] not in sources]
-    with written_aside(path) as file:
+    with atomic_write(path) as file:
         file.write_text("".join(json.dumps(entry) + "\n" for entry in [*kept, *skipped]))

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from vlmdistill.pipelines.media.images import BROKEN, MediaError, large_images, upright
-from vlmdistill.pipelines.prompts.sources import half_character
+from vlmdistill.pipelines.prompts.sources import lone_surrogate
 from vlmdistill.pipelines.targets.checkpoints.folder import first_line
 from vlmdistill.pipelines.targets.families.family import IMAGE, VIDEO, Family, Inputs
 from vlmdistill.pipelines.targets.video import FrameProcessor, FrameSampling
@@ -80,7 +80,7 @@ def encode(
     if not conversation:
         raise DataError("a prompt needs at least one message")
     for text in (part.get("text", "") for turn in conversation for part in turn["content"]):
-        if position := half_character(text):
+        if position := lone_surrogate(text):
             raise DataError(f"a prompt's text is not Unicode: a lone surrogate at position {position}")
         for placeholder in (processor.image_token, getattr(processor, "video_token", None)):
             if placeholder and placeholder in text:
