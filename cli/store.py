@@ -231,8 +231,7 @@ def merge(
 def push(
     store: Path,
     url: Annotated[
-        str,
-        typer.Argument(metavar="URL", help="Destination: a folder, or a URL: s3://, gs:// or az://."),
+        str, typer.Argument(metavar="URL", help="Destination: a folder, or a URL: s3://, gs:// or az://.")
     ],
     view: ViewOption = None,
     features: FeaturesOption = None,

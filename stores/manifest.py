@@ -49,9 +49,8 @@ Short = Annotated[str, Meta(max_length=300)]
 Text = Annotated[str, Meta(max_length=1 << 14)]
 Count = Annotated[int, Meta(ge=0, le=1 << 48)]
 Entry = tuple[Count, Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]]  # bytes and blake3 of a file
-Files = Mapping[
-    Short, tuple[Count, Annotated[str, Meta(min_length=64, max_length=64)]]
-]  # only compared: quick
+# Hashes that are only compared: a pattern would take longer.
+Files = Mapping[Short, tuple[Count, Annotated[str, Meta(min_length=64, max_length=64)]]]
 Square = Annotated[float, Meta(ge=0)]
 R = TypeVar("R", bound="Record")
 
@@ -205,6 +204,11 @@ class CacheRecord(TableRecord, frozen=True, kw_only=True):
 TABLES: Mapping[str, type[TableRecord]] = {kind.FOLDER: kind for kind in (ViewRecord, RunRecord, CacheRecord)}
 
 
+def kind_of(name: str) -> type[Commit | TableRecord]:
+    """What the record in a file is, by its folder."""
+    return TABLES.get(name.split("/")[0], Commit)
+
+
 def damaged(where: str, why: str = "its checksum does not match") -> StoreError:
     """The error for damaged data."""
     return StoreError(f"{where} is damaged: {why}. `vlmdistill store verify` lists all damage")
@@ -317,9 +321,14 @@ def shard_name(unit: str, files: Files) -> str:
     return f"{unit}-{digest(msgspec.json.encode(files, order='sorted'))[:16]}"
 
 
+def record_names(backend: Backend, folder: str) -> list[str]:
+    """The names of the records in a folder, sorted."""
+    return [name.removesuffix(".json") for name in backend.list_names(folder) if name.endswith(".json")]
+
+
 def units(backend: Backend) -> list[str]:
     """The committed units, sorted."""
-    return [name.removesuffix(".json") for name in backend.list_names(COMMITS) if name.endswith(".json")]
+    return record_names(backend, COMMITS)
 
 
 def commit_name(unit: str) -> str:

@@ -26,7 +26,6 @@ Array = npt.NDArray[Any]
 Where = Literal["text", "visual", "span"]
 Rows = Literal["text", "visual", "span", "sample"]  # what one row of an array is for
 Meta = Mapping[str, str | int | float | bool | None]
-T = typing.TypeVar("T")
 
 # What may be read; far beyond any target, and small enough to reckon with.
 Size = Annotated[int, Bounds(ge=1, le=1 << 17)]  # of a vector
@@ -130,7 +129,25 @@ class PackedSamples:
         return response_T
 
 
-class TargetInfo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Facts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Facts that are kept as JSON."""
+
+    WHAT: typing.ClassVar[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-able form; `from_dict` reads it back."""
+        return msgspec.structs.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> typing.Self:
+        """Read `to_dict`'s form; DataError names a member that is missing, unknown or mistyped."""
+        try:
+            return msgspec.convert(values, cls)
+        except msgspec.ValidationError as error:
+            raise DataError(f"this {cls.WHAT} was written by another version: {one_line(error)}") from None
+
+
+class TargetInfo(Facts, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The facts of a target that a drafter is built from; they travel in the store."""
 
     name: Label
@@ -150,14 +167,7 @@ class TargetInfo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     eos_ids: tuple[Id, ...]
     visual_ids: tuple[Id, ...]  # ids of the image and video placeholders
 
-    def to_dict(self) -> dict[str, Any]:
-        """A JSON-able form; `from_dict` reads it back."""
-        return msgspec.structs.asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "TargetInfo":
-        """Read `to_dict`'s form; DataError names a missing or unknown field."""
-        return from_dict(cls, values, "target information")
+    WHAT = "target information"
 
 
 @dataclass(frozen=True)
@@ -178,7 +188,7 @@ class FrozenTables:
         return self.lm_head_VD is self.embed_VD
 
 
-class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Provenance(Facts, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the features come from. Stores merge, and drafters decode, only where these agree."""
 
     target: Label  # name or path as given, never compared
@@ -194,15 +204,7 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     engine: Label = "transformers"  # that ran the target; another one with its version
 
     INFORMATIVE: typing.ClassVar = ("target", "revision", "sampling", "code_version")
-
-    def to_dict(self) -> dict[str, Any]:
-        """A JSON-able form; `from_dict` reads it back."""
-        return msgspec.structs.asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Provenance":
-        """Read `to_dict`'s form; DataError names a missing or unknown field."""
-        return from_dict(cls, values, "provenance")
+    WHAT = "provenance"
 
     def mismatch(self, other: "Provenance") -> str | None:
         """The first compared field in which the two differ, as `field: mine, not theirs`."""
@@ -211,14 +213,6 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             if name not in self.INFORMATIVE and mine != theirs:
                 return f"{name}: {mine}, not {theirs}"
         return None
-
-
-def from_dict(cls: type[T], values: Mapping[str, Any], what: str) -> T:
-    """Build a struct from JSON values; DataError names a member that is missing, unknown or mistyped."""
-    try:
-        return msgspec.convert(values, cls)
-    except msgspec.ValidationError as error:
-        raise DataError(f"this {what} was written by another version: {one_line(error)}") from None
 
 
 def content_hash(value: Any) -> str:

@@ -23,15 +23,9 @@ Media = str | bytes  # a path from the row, or the content of the file
 Sampling = Mapping[str, float | int]  # "fps" or "frames" of a video; empty: the target's own
 
 ROLES = {
-    "system": "system",
-    "developer": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard"), "assistant"),
 }
 TOOLS = ("tool", "function", "function_call", "tool_call", "tool_response", "observation", "ipython")
 TURNS = ("messages", "conversations", "conversation", "items", "texts", "prompt")

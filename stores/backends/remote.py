@@ -19,8 +19,6 @@ from vlmdistill.stores.backends.backend import Backend, truncated
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.schema import Array
 
-BLOCK = 1 << 24
-
 
 class Remote(Backend):
     """A prefix of an object store, such as `s3://bucket/store`. A PUT there is whole or does not happen."""
@@ -123,17 +121,15 @@ class Remote(Backend):
 
     def _has(self, name: str, leaf: Path, file: Path, there: dict[str, int]) -> bool:
         """Whether the bytes of a local file are already there."""
-        if there.get(leaf.as_posix()) != file.stat().st_size:
+        size = file.stat().st_size
+        if there.get(leaf.as_posix()) != size:
             return False
         try:
             with file.open("rb") as mine:
-                for part in iter(lambda: mine.read(BLOCK), b""):
-                    start = mine.tell() - len(part)
-                    if self.read_range(f"{name}/{leaf.as_posix()}", start, len(part)).data != part:
-                        return False
+                blocks = self.blocks(f"{name}/{leaf.as_posix()}", 0, size)
+                return all(mine.read(len(block)) == block for block in blocks)
         except (FileNotFoundError, StoreError):  # removed or truncated since it was listed
             return False
-        return True
 
     def list_files(self, folder: str) -> dict[str, int]:
         """Every file below a folder: name relative to the folder -> bytes."""

@@ -90,11 +90,6 @@ def read_table(backend: Backend, kind: type[T], name: str) -> tuple[T, pa.Table]
     return record, read_arrow(backend, record.file, record.entry)
 
 
-def table_names(backend: Backend, folder: str) -> list[str]:
-    """The names of the tables kept in a folder, sorted."""
-    return [name.removesuffix(".json") for name in backend.list_names(folder) if name.endswith(".json")]
-
-
 @functools.lru_cache
 def check_columns(
     schema: bytes,

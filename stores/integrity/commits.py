@@ -10,7 +10,16 @@ from collections.abc import Callable, Iterable
 from vlmdistill.stores.backends.backend import Backend
 from vlmdistill.stores.errors import NewerError, StoreError
 from vlmdistill.stores.integrity.ledger import find_copy, note
-from vlmdistill.stores.manifest import NAME, TABLES, Commit, TableRecord, commit_name, find_record, seal
+from vlmdistill.stores.manifest import (
+    NAME,
+    TABLES,
+    Commit,
+    TableRecord,
+    commit_name,
+    find_record,
+    kind_of,
+    seal,
+)
 
 TRIES = 9  # times that vanished files are published again
 SHARD = re.compile(rf"shards/({NAME.pattern})-[0-9a-f]{{16}}")
@@ -87,10 +96,7 @@ def complete_ledger(backend: Backend, records: Iterable[Commit | TableRecord]) -
 def find_naming(backend: Backend, name: str) -> Commit | TableRecord | None:
     """The record that names a shard or table, as of now."""
     where = record_name(name)
-    kind = TABLES.get(where.partition("/")[0])
-    if not where:
-        return None
-    record = find_record(backend, where, kind) if kind else find_record(backend, where, Commit)
+    record = find_record(backend, where, kind_of(where)) if where else None
     return record if record is not None and record.named == name else None
 
 

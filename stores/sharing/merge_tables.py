@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from vlmdistill.stores.backends.backend import Backend
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.index.arrow import frame_of
-from vlmdistill.stores.index.tables import read_table, table_names, unlike, write_table
+from vlmdistill.stores.index.tables import read_table, unlike, write_table
 from vlmdistill.stores.manifest import (
     STATS,
     TABLES,
@@ -24,6 +24,7 @@ from vlmdistill.stores.manifest import (
     ViewRecord,
     find_record,
     read_record,
+    record_names,
 )
 from vlmdistill.stores.store import Store
 
@@ -41,7 +42,7 @@ def bring_tables(source: Store, target: Store, shared: pl.DataFrame, *, keep: bo
     """
     replaced, left, lost = [], [], list[StoreError]()
     for folder in (VIEWS, STATS):
-        for name in table_names(source.backend, folder):
+        for name in record_names(source.backend, folder):
             try:
                 changed, differs = _bring(source.backend, target.backend, folder, name, shared, keep)
             except StoreError as error:

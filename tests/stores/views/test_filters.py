@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from tests.stores.samples import make, sample
 from vlmdistill.stores.errors import StoreError
-from vlmdistill.stores.index.tables import read_table, table_names
+from vlmdistill.stores.index.tables import read_table
 from vlmdistill.stores.integrity.verify import verify
 from vlmdistill.stores.loader.epoch import Epoch
-from vlmdistill.stores.manifest import STATS, ViewRecord
+from vlmdistill.stores.manifest import STATS, ViewRecord, record_names
 from vlmdistill.stores.sharing.merge import send
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.summary import info
@@ -181,7 +181,7 @@ def test_statistics_that_cannot_be_joined_are_refused(many: Store) -> None:
         many.write_stats("xxh3", {"key": ["k0001"], "tokens": [1]})
     with pytest.raises(StoreError, match=r"'b\.c' has a dot"):  # would be column c of a run a.b
         many.write_stats("a", {"key": ["k0001"], "b.c": [1]})
-    assert "r" not in table_names(many.backend, STATS)
+    assert "r" not in record_names(many.backend, STATS)
 
 
 @pytest.mark.parametrize(
