@@ -29,15 +29,10 @@ VERBS = {"eval" if verb is evaluate else verb.__name__: verb for verb in COMMAND
 
 KEPT = "finished work is kept; run the same command to continue"
 LEFT = {
+    **dict.fromkeys(("responses", "features", "merge", "push", "pull", "run"), KEPT),
     "prompts": "nothing was imported",
-    "responses": KEPT,
-    "features": KEPT,
-    "merge": KEPT,
-    "push": KEPT,
-    "pull": KEPT,
     "train": "no step was done",
     "eval": "no evaluation was written; run the same command to start again",
-    "run": KEPT,
 }
 """What an interrupted command leaves, if it does not report that itself."""
 

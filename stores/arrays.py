@@ -158,11 +158,12 @@ class HashedFile:
             self._file.close()
 
 
-def write_file(path: Path, data: bytes) -> tuple[int, str]:
-    """Write a whole durable file; (bytes, blake3)."""
+def write_file(path: Path, *parts: Any) -> tuple[int, str]:
+    """Write a whole durable file of bytes and contiguous arrays; (bytes, blake3)."""
     file = HashedFile(path)
     try:
-        file.write(data)
+        for part in parts:
+            file.write(part)
         return file.close()
     finally:
         file.abort()

@@ -136,7 +136,7 @@ class TableRecord(Record, frozen=True, kw_only=True):
     @property
     def name(self) -> str:
         """What the table is kept under."""
-        raise NotImplementedError
+        return "index"
 
     @property
     def named(self) -> str:
@@ -158,7 +158,7 @@ class TableRecord(Record, frozen=True, kw_only=True):
 class ViewRecord(TableRecord, frozen=True, kw_only=True):
     """Which samples some filters keep."""
 
-    view: Name
+    name: Name = msgspec.field(name="view")
     base: Name | None
     filters: tuple[Text, ...]
     rows: Count
@@ -167,24 +167,14 @@ class ViewRecord(TableRecord, frozen=True, kw_only=True):
 
     FOLDER = VIEWS
 
-    @property
-    def name(self) -> str:
-        """The view."""
-        return self.view
-
 
 class RunRecord(TableRecord, frozen=True, kw_only=True):
     """What a training run says of samples."""
 
-    run: Name
+    name: Name = msgspec.field(name="run")
     order: Count
 
     FOLDER = STATS
-
-    @property
-    def name(self) -> str:
-        """The run."""
-        return self.run
 
 
 class CacheRecord(TableRecord, frozen=True, kw_only=True):
@@ -194,11 +184,6 @@ class CacheRecord(TableRecord, frozen=True, kw_only=True):
 
     FOLDER = CACHE
     MOST = 1 << 24
-
-    @property
-    def name(self) -> str:
-        """There is one."""
-        return "index"
 
 
 TABLES: Mapping[str, type[TableRecord]] = {kind.FOLDER: kind for kind in (ViewRecord, RunRecord, CacheRecord)}

@@ -50,7 +50,7 @@ def info(store: Store, needs: Mapping[str, Collection[Feature]] | None = None) -
     fields: dict[str, dict[str, Any]] = {"tokens": {"bytes": on_disk([TOKENS]), "rows": rows["text"]}}
     for feature in store.layout.features:
         about = {
-            "bytes": on_disk(store.layout.parts(feature)),
+            "bytes": on_disk(store.layout.parts[feature]),
             "rows": rows[feature.where],
             "encoding": store.layout.encoding.get(feature.name, "raw"),
         }

@@ -86,7 +86,7 @@ def conversation(row: Row, kind: Format, sampling: Sampling | None = None) -> Co
         made = columns.turns_of(value)
         if made is None:
             raise BadRowError("no conversation", f"columns: {', '.join(map(str, value))}")
-        raw, read = made.turns, set(made.columns)
+        raw, read = made
     system = columns.system(value)
     if system and not any(ROLES.get(_role(turn)) == "system" for turn in raw):
         raw = [{"role": "system", "content": "\n".join(system.values())}, *raw]

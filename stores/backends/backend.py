@@ -84,7 +84,6 @@ class Backend(ABC):
 
     def links(self, folder: str = "") -> list[str]:
         """The symbolic links below a folder, or the folder if it is one: names relative to the root."""
-        del folder
         return []
 
     @abstractmethod
@@ -98,7 +97,6 @@ class Backend(ABC):
     @contextmanager
     def try_lock(self, name: str) -> Iterator[bool]:
         """Lock a file or folder against its writer; false when a live process has it. Remote: always true."""
-        del name
         yield True
 
     @abstractmethod

@@ -50,6 +50,7 @@ class Remote(Backend):
         if write and self._is_web:
             raise OSError(errno.EROFS, "a web server can only be read from")
         try:
+            self._fs.invalidate_cache()
             yield
         except OSError as error:
             if error.errno is not None:  # without a number, a file name would hide the message
@@ -147,7 +148,6 @@ class Remote(Backend):
     def _find(self, folder: str) -> dict[str, Any]:
         try:
             with self._request(folder):
-                self._fs.invalidate_cache()
                 found = self._fs.find(self._path(folder), detail=True)
                 # For a path that is itself a file, some implementations return no details.
                 found = {path: info or self._fs.info(path) for path, info in found.items()}
@@ -161,7 +161,6 @@ class Remote(Backend):
         """Bytes of one file, or None when it is missing."""
         try:
             with self._request(name):
-                self._fs.invalidate_cache()
                 size = self._fs.info(self._path(name))["size"]
         except FileNotFoundError:
             return None
@@ -173,7 +172,6 @@ class Remote(Backend):
         """The sorted names directly inside a folder."""
         try:
             with self._request(folder):
-                self._fs.invalidate_cache()
                 found = self._fs.ls(self._path(folder), detail=False)
         except (FileNotFoundError, NotADirectoryError):
             return []
@@ -195,12 +193,10 @@ class Remote(Backend):
 
     def workspace(self, name: str | None = None) -> Path:
         """A temporary folder of this machine: shards are built here and sent."""
-        del name
         return Path(tempfile.mkdtemp(prefix="vlmdistill-write-"))
 
     def release(self, folder: Path, keep: bool = False) -> None:
         """Remove the folder: what was sent already is not sent again."""
-        del keep
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -36,38 +36,21 @@ def commit(backend: Backend, record: Commit, publish: Callable[[], None]) -> Com
         publish()
         made = backend.create(name, seal(record))
         first = record if made else find_record(backend, name, Commit)
-        if first is not None and first.shard != record.shard:
-            backend.remove(record.named)  # the name of the unit is taken: nobody can commit this shard
-        if first is not None and is_complete(backend, first):
+        if first is None:
+            continue
+        taken = first.shard != record.shard
+        if taken:
+            backend.remove(record.named)  # nobody can commit this shard any more
+        if is_complete(backend, first):
             note(backend, name, first)
             return first
-        if first is not None and first.shard != record.shard:
+        if taken:
             what = f"files of unit {record.unit}, which another process committed, are missing"
             raise StoreError(f"{what}: run `store verify`")
     raise StoreError(
         f"the files of unit {record.unit} were removed while they were committed: does `store gc` run with "
         "a short --grace? Write the unit again"
     )
-
-
-def put_table(
-    backend: Backend, data: bytes, record: TableRecord, unchanged: Callable[[], bool] | None = None
-) -> bool:
-    """Write a table and the record that names it, which may replace an older one.
-
-    `unchanged` is called just before the record is replaced; when it returns false nothing is replaced,
-    and the result is false.
-    """
-    name = record_name(record.named)
-    for _ in range(TRIES):
-        backend.replace(record.named, data)  # also when it is there: it may be damaged, or old enough for gc
-        if unchanged and not unchanged():
-            return False
-        backend.replace(name, seal(record))
-        if is_complete(backend, record):
-            note(backend, name, record)
-            return True
-    raise StoreError(f"{backend.url}/{record.named} was removed while it was written: try again")
 
 
 def find_commit(backend: Backend, unit: str) -> Commit | None:

@@ -177,7 +177,7 @@ def filter_store(
     table = rows.select("key").with_columns(each.alias("reason").cast(pl.Categorical))
     record = ViewRecord(
         schema=SCHEMA_VERSION,
-        view=name,
+        name=name,
         base=base,
         filters=tuple(step.reason for step in steps),
         rows=len(rows),

@@ -53,7 +53,7 @@ def write_stats(
         if name != run:
             log.warning(why)
     arrow = frame.sort("key").to_arrow(compat_level=pl.CompatLevel.oldest())
-    write_table(backend, RunRecord(schema=SCHEMA_VERSION, run=run, order=order), arrow)
+    write_table(backend, RunRecord(schema=SCHEMA_VERSION, name=run, order=order), arrow)
 
 
 def _check(new: RunStats, others: Sequence[RunStats], meta: Collection[str]) -> None:
