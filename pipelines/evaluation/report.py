@@ -147,16 +147,10 @@ def _page(title: str, groups: Sequence[Group]) -> str:
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters["fixed"] = lambda value: f"{value:.2f}"
-    environment.filters["percent"] = lambda value: f"{100 * value:.0f}%"
-    environment.filters["short"] = lambda value: f"{value:g}"
-    environment.filters["grouped"] = lambda value: f"{value:,.0f}"
-    source = (
-        resources.files("vlmdistill.pipelines.evaluation")
-        .joinpath("report.html.jinja")
-        .read_text(encoding="utf-8")
-    )
-    return environment.from_string(source).render(
+    formats = {"fixed": "{:.2f}", "percent": "{:.0%}", "short": "{:g}", "grouped": "{:,.0f}"}
+    environment.filters |= {name: form.format for name, form in formats.items()}
+    template = resources.files("vlmdistill.pipelines.evaluation") / "report.html.jinja"
+    return environment.from_string(template.read_text(encoding="utf-8")).render(
         title=title,
         views=[GroupView(group, styles) for group in groups],
         differing=differing(groups),

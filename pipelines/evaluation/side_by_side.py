@@ -56,9 +56,8 @@ class SideBySide:
                 self._decode(name, encoded, number)  # a warm-up run
             decoded[name] = self._decode(name, encoded, number)
         checks: dict[str, Check] = {}
-        reference = None
-        if self.temperature == 0:
-            reference = self.target.reference(encoded, max_new_tokens=self.max_new_tokens)
+        greedy = self.temperature == 0
+        reference = self.target.reference(encoded, max_new_tokens=self.max_new_tokens) if greedy else None
         if reference is not None:
             checks = {name: self._check(encoded, list(reference.ids), decoded[name].ids) for name in names}
         base = _counted(decoded[PLAIN], checks.get(PLAIN))

@@ -40,7 +40,7 @@ def commit(backend: Backend, record: Commit, publish: Callable[[], None]) -> Com
             continue
         taken = first.shard != record.shard
         if taken:
-            backend.remove(record.named)  # nobody can commit this shard any more
+            backend.remove(record.named)  # the unit's name is: nobody can commit this shard
         if is_complete(backend, first):
             note(backend, name, first)
             return first
