@@ -1,7 +1,7 @@
 """Packed batches of a store as torch tensors, by themselves or behind a `DataLoader`."""
 
-import functools
 from collections.abc import Collection, Iterator
+from dataclasses import KW_ONLY, dataclass, field, fields
 
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -58,10 +58,9 @@ def iterate_batches(
         >>> for batch in vlmdistill.iterate_batches(store, tokens=4096, seed=0):
         ...     hidden_TD = batch.feature("hidden", "text")
     """
-    chosen = store.layout.choose(None if features is None else as_features(features))
     batches = Epoch(
         store,
-        chosen,
+        None if features is None else as_features(features),
         view=view,
         keys=keys,
         token_budget=tokens,
@@ -84,6 +83,7 @@ def _packed(batches: Epoch, dtype: str) -> Iterator[Batch]:
         batches.close()
 
 
+@dataclass(eq=False)
 class StoreDataset(IterableDataset[Batch]):
     """A store as a dataset of packed batches for `torch.utils.data.DataLoader`.
 
@@ -108,30 +108,16 @@ class StoreDataset(IterableDataset[Batch]):
         >>> loader = DataLoader(vlmdistill.StoreDataset(store, tokens=4096), batch_size=None)
     """
 
-    def __init__(
-        self,
-        store: Store,
-        *,
-        tokens: int = 4096,
-        features: Collection[str | Feature] | None = None,
-        view: str | None = None,
-        keys: Collection[str] | None = None,
-        seed: int = 0,
-        rank: int = 0,
-        world: int = 1,
-    ) -> None:
-        self.epoch = 0
-        self._batches = functools.partial(
-            iterate_batches,
-            store,
-            tokens=tokens,
-            features=features,
-            view=view,
-            keys=keys,
-            seed=seed,
-            rank=rank,
-            world=world,
-        )
+    store: Store
+    _: KW_ONLY
+    tokens: int = 4096
+    features: Collection[str | Feature] | None = None
+    view: str | None = None
+    keys: Collection[str] | None = None
+    seed: int = 0
+    rank: int = 0
+    world: int = 1
+    epoch: int = field(default=0, init=False)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next iteration reads."""
@@ -140,4 +126,4 @@ class StoreDataset(IterableDataset[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         if get_worker_info() is not None:
             raise DataError("a StoreDataset reads ahead with its own threads: set num_workers=0")
-        return self._batches(epoch=self.epoch)
+        return iterate_batches(**{one.name: getattr(self, one.name) for one in fields(self)})

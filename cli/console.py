@@ -36,6 +36,16 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 PromptsFile = Annotated[
     Path | None, typer.Option("--prompts", help="Prompts file; default: the workspace's prompts.parquet.")
 ]
+StoreName = Annotated[
+    str | None,
+    typer.Option(
+        "--store", metavar="STORE", help="Feature store, a folder or URL; default: the workspace's features/."
+    ),
+]
+Frames = Annotated[
+    int | None,
+    typer.Option("--frames", help="Number of frames to sample from each video, instead of --fps."),
+]
 Limit = Annotated[int | None, typer.Option("--limit", min=1, help="Use only the first N prompts.")]
 SplitName = Annotated[
     Literal["train", "eval", "all"], typer.Option("--split", help="Split of the prompts to use.")

@@ -17,8 +17,7 @@ def evaluate(
     model: console.Model = "demo",
     prompts: console.PromptsFile = None,
     temperature: Annotated[
-        list[float] | None,
-        typer.Option(help="Sampling temperature; 0 (default) is greedy; may be repeated."),
+        list[float] | None, typer.Option(help="Sampling temperature; 0 (default) is greedy; may be repeated.")
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Decode at most N held-out prompts.")] = 100,
     max_new_tokens: console.MaxNewTokens = 512,

@@ -18,12 +18,7 @@ def features(
             help="Folder of responses; default: the workspace's, where missing ones are generated first.",
         ),
     ] = None,
-    store: Annotated[
-        str | None,
-        typer.Option(
-            metavar="STORE", help="Feature store, a folder or URL; default: the workspace's features/."
-        ),
-    ] = None,
+    store: console.StoreName = None,
     drafters: Annotated[
         str,
         typer.Option("--for", metavar="NAMES", help="Drafters to capture for, separated by commas, or all."),

@@ -22,9 +22,7 @@ def generate(
         float | None,
         typer.Option(help="Frames per second to sample from each video; default: the target's setting."),
     ] = None,
-    frames: Annotated[
-        int | None, typer.Option(help="Number of frames to sample from each video, instead of --fps.")
-    ] = None,
+    frames: console.Frames = None,
     drafter: Annotated[
         str | None, typer.Option(help="Name or folder of a trained drafter; default: plain decoding.")
     ] = None,

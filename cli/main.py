@@ -6,56 +6,33 @@ The file of a command imports heavy packages inside its function, so that `vlmdi
 import os
 import sys
 import traceback
-from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from vlmdistill.cli import (
-    console,
-    evaluate,
-    export,
-    features,
-    generate,
-    prompts,
-    report,
-    responses,
-    run,
-    serve,
-    store,
-    target,
-    train,
-)
+from vlmdistill.cli import console, store, target
+from vlmdistill.cli.evaluate import evaluate
+from vlmdistill.cli.export import export
+from vlmdistill.cli.features import features
+from vlmdistill.cli.generate import generate
+from vlmdistill.cli.prompts import prompts
+from vlmdistill.cli.report import report
+from vlmdistill.cli.responses import responses
+from vlmdistill.cli.run import run
+from vlmdistill.cli.serve import serve
+from vlmdistill.cli.train import train
 from vlmdistill.stores.errors import StoppedError, VlmdistillError, one_line
 
-GROUPS = {
-    "target": target.app,
-    "store": store.app,
-}
-VERBS: dict[str, Callable[..., Any]] = {
-    "prompts": prompts.prompts,
-    "responses": responses.responses,
-    "features": features.features,
-    "train": train.train,
-    "eval": evaluate.evaluate,
-    "report": report.report,
-    "generate": generate.generate,
-    "serve": serve.serve,
-    "export": export.export,
-    "run": run.run,
-}
+GROUPS = {"target": target.app, "store": store.app}
+COMMANDS = (prompts, responses, features, train, evaluate, report, generate, serve, export, run)
+VERBS = {"eval" if verb is evaluate else verb.__name__: verb for verb in COMMANDS}
 
 KEPT = "finished work is kept; run the same command to continue"
 LEFT = {
+    **dict.fromkeys(("responses", "features", "merge", "push", "pull", "run"), KEPT),
     "prompts": "nothing was imported",
-    "responses": KEPT,
-    "features": KEPT,
-    "merge": KEPT,
-    "push": KEPT,
-    "pull": KEPT,
     "train": "no step was done",
     "eval": "no evaluation was written; run the same command to start again",
-    "run": KEPT,
 }
 """What an interrupted command leaves, if it does not report that itself."""
 

@@ -28,8 +28,7 @@ def prompts(
     images: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR",
-            help="Folder of the images and videos, if it is not the folder of the source.",
+            metavar="DIR", help="Folder of the images and videos, if it is not the folder of the source."
         ),
     ] = None,
     fps: Annotated[
@@ -38,9 +37,7 @@ def prompts(
             help="Frames per second to sample from each video; default: the row's, else the target's."
         ),
     ] = None,
-    frames: Annotated[
-        int | None, typer.Option(help="Number of frames to sample from each video, instead of --fps.")
-    ] = None,
+    frames: console.Frames = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Import at most N prompts.")] = None,
     turns: Annotated[
         Literal["first", "all"],

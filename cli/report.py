@@ -1,5 +1,6 @@
 """`vlmdistill report`: all evaluations of a workspace as one HTML page and a table."""
 
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,21 +13,21 @@ from vlmdistill.cli.evaluate import rate, responses
 if TYPE_CHECKING:
     from vlmdistill.pipelines.evaluation.comparison import DrafterResult
 
-HEADER = (
-    "drafter",
-    "T",
-    "tau",
-    "accepted",
-    "speedup",
-    "decode speedup",
-    "prefill",
-    "tokens/s",
-    "plain tokens/s",
-    "responses at T=0",
-    "tree",
-    "parameters",
-    "calls",
-)
+COLUMNS: "dict[str, Callable[[DrafterResult], str]]" = {
+    "drafter": lambda one: one.name,
+    "T": lambda one: f"{one.temperature:g}",
+    "tau": lambda one: rate(one.figures, "tau"),
+    "accepted": lambda one: rate(one.figures, "accepted"),
+    "speedup": lambda one: rate(one.figures, "speedup"),
+    "decode speedup": lambda one: rate(one.figures, "decode_speedup"),
+    "prefill": lambda one: f"{one.figures.prefill_share:.0%}",
+    "tokens/s": lambda one: f"{one.figures.tokens_per_second:.0f}",
+    "plain tokens/s": lambda one: f"{one.figures.plain_tokens_per_second:.0f}",
+    "responses at T=0": lambda one: responses(one.figures.lossless),
+    "tree": lambda one: one.evaluation.tree,
+    "parameters": lambda one: _count(one.evaluation.parameters),
+    "calls": lambda one: f"{one.figures.calls}",
+}
 
 
 def report(
@@ -61,7 +62,7 @@ def report(
     for group in made.groups:
         conditions = ", ".join(f"{name} {value}" for name, value in group.conditions.items())
         typer.echo(f"\ngroup {group.number}: {conditions}" if apart else conditions)
-        console.rows(HEADER, [_line(one) for one in group.results])
+        console.rows([*COLUMNS], [[cell(one) for cell in COLUMNS.values()] for one in group.results])
         for text in (*(ranking.text for ranking in group.rankings), group.verdict.text):
             typer.echo(text)
         for warning in group.warnings:
@@ -76,20 +77,5 @@ def _facts(result: "DrafterResult") -> dict[str, Any]:
     return {**facts, "measured": one.measured, "temperature": result.temperature, **asdict(result.figures)}
 
 
-def _line(result: "DrafterResult") -> list[str]:
-    one, figures = result.evaluation, result.figures
-    return [
-        one.name,
-        f"{result.temperature:g}",
-        rate(figures, "tau"),
-        rate(figures, "accepted"),
-        rate(figures, "speedup"),
-        rate(figures, "decode_speedup"),
-        f"{figures.prefill_share:.0%}",
-        f"{figures.tokens_per_second:.0f}",
-        f"{figures.plain_tokens_per_second:.0f}",
-        responses(figures.lossless),
-        one.tree,
-        f"{one.parameters}" if one.parameters < 1e6 else f"{one.parameters / 1e6:.2f}M",
-        f"{figures.calls}",
-    ]
+def _count(parameters: int) -> str:
+    return f"{parameters}" if parameters < 1e6 else f"{parameters / 1e6:.2f}M"

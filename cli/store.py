@@ -1,5 +1,6 @@
 """`vlmdistill store`: inspect, check, filter and share feature stores."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
@@ -81,13 +82,9 @@ def info(store: Path, as_json: console.Json = False) -> None:
     console.rows(("dataset", "samples", "text", "visual", "response", "size"), datasets)
     if facts.get("drafters"):
         typer.echo()
+        size = console.size
         drafters = [
-            (
-                name,
-                console.size(d["bytes"]),
-                console.size(d["bytes_per_sample"]),
-                ", ".join(d["missing"]) or "none",
-            )
+            (name, size(d["bytes"]), size(d["bytes_per_sample"]), ", ".join(d["missing"]) or "none")
             for name, d in facts["drafters"].items()
         ]
         console.rows(("drafter", "reads", "per sample", "missing"), drafters)
@@ -126,10 +123,8 @@ def verify(
 
     with console.progress("verify", "bytes") as report:
         found = integrity.verify(store, threads=threads, progress=report)
-    kinds: dict[str, int] = {}
-    for finding in found.findings:
-        kinds[finding.kind] = kinds.get(finding.kind, 0) + 1
-    listed = [{"kind": f.kind, "name": f.name, "detail": f.detail} for f in found.findings]
+    kinds = Counter(finding.kind for finding in found.findings)
+    listed = [asdict(finding) for finding in found.findings]
     if as_json:
         console.result(
             {"files": found.files, "bytes": found.bytes, "counts": kinds, "findings": listed}, True
@@ -231,8 +226,7 @@ def merge(
 def push(
     store: Path,
     url: Annotated[
-        str,
-        typer.Argument(metavar="URL", help="Destination: a folder, or a URL: s3://, gs:// or az://."),
+        str, typer.Argument(metavar="URL", help="Destination: a folder, or a URL: s3://, gs:// or az://.")
     ],
     view: ViewOption = None,
     features: FeaturesOption = None,
@@ -274,7 +268,7 @@ def gc(
     removed = collect(Store.open(store), grace=grace, dry_run=dry_run)
     total = sum(item.bytes for item in removed)
     if as_json:
-        names = [{"name": item.name, "bytes": item.bytes} for item in removed]
+        names = [asdict(item) for item in removed]
         console.result({"removed": names, "bytes": total, "dry_run": dry_run}, True)
         return
     for item in removed:

@@ -6,11 +6,7 @@ import typer
 
 from vlmdistill.cli import console
 
-app = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    help="List or describe target models.",
-)
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List or describe target models.")
 
 
 @app.command("list")

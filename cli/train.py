@@ -11,12 +11,7 @@ from vlmdistill.cli import console
 def train(
     drafter: Annotated[str, typer.Argument(help="Name of a drafter, such as sparrow.")],
     model: console.Model = "demo",
-    store: Annotated[
-        str | None,
-        typer.Option(
-            metavar="STORE", help="Feature store, a folder or URL; default: the workspace's features/."
-        ),
-    ] = None,
+    store: console.StoreName = None,
     view: Annotated[str | None, typer.Option(help="Train on this view of the store only.")] = None,
     name: Annotated[
         str | None, typer.Option(help="Name of the trained drafter; default: the same as DRAFTER.")

@@ -75,7 +75,7 @@ class Workspace:
 
 
 @contextlib.contextmanager
-def written_aside(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """Write a file atomically: the yielded temporary path is synced and renamed to `path` at the end."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -88,7 +88,7 @@ def written_aside(path: Path) -> Iterator[Path]:
         aside.unlink(missing_ok=True)
 
 
-def absolute(model: str) -> str:
+def absolute_model(model: str) -> str:
     """The model with a local folder as an absolute path, which another process finds too."""
     folder = checkpoint_folder(model)
     return str(folder) if folder else model

@@ -9,10 +9,11 @@ import functools
 import json
 import os
 import struct
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import blake3
 import google_crc32c
@@ -27,6 +28,7 @@ CHUNK_FILE = "c/0/0"
 BUFFER = 1 << 20
 LARGE = 1 << 20  # bytes from which on a thread pays
 SYNC_EVERY = 1 << 26
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,19 @@ def _helpers() -> ThreadPoolExecutor:
 os.register_at_fork(after_in_child=_helpers.cache_clear)  # threads stay behind in the parent
 
 
+def _write_hashed(write: Callable[[Any], object], hash_of: Callable[[Any], T], data: memoryview) -> T:
+    """Write bytes and hash them, both at once where that pays."""
+    if len(data) < LARGE:
+        write(data)
+        return hash_of(data)
+    hashing = _helpers().submit(hash_of, data)
+    try:
+        write(data)
+    finally:
+        result = hashing.result()  # the caller may change its data once we return
+    return result
+
+
 class HashedFile:
     """A file written once, front to back, hashed on the way and durable when closed."""
 
@@ -113,21 +128,10 @@ class HashedFile:
     def write(self, data: Any) -> None:
         """Append bytes or a contiguous array."""
         view = memoryview(data).cast("B")
-        if len(view) < LARGE:
-            self._file.write(view)
-            self._hash.update(view)
-        else:
-            hashing = _helpers().submit(self._hash.update, view)
-            try:
-                self._file.write(view)
-            finally:
-                hashing.result()  # the caller may change its data once we return
-            self._unsynced += len(view)
-            self._sync_along()
+        _write_hashed(self._file.write, self._hash.update, view)
         self.bytes += len(view)
-
-    def _sync_along(self) -> None:
-        """Start an fdatasync of what is written, so that closing does not wait for all of it."""
+        self._unsynced += len(view) if len(view) >= LARGE else 0
+        # An fdatasync of what is written, so that closing does not wait for all of it.
         if self._unsynced >= SYNC_EVERY and (self._syncing is None or self._syncing.done()):
             self._wait()
             self._syncing = _helpers().submit(os.fdatasync, self._file.fileno())
@@ -154,11 +158,12 @@ class HashedFile:
             self._file.close()
 
 
-def write_file(path: Path, data: bytes) -> tuple[int, str]:
-    """Write a whole durable file; (bytes, blake3)."""
+def write_file(path: Path, *parts: Any) -> tuple[int, str]:
+    """Write a whole durable file of bytes and contiguous arrays; (bytes, blake3)."""
     file = HashedFile(path)
     try:
-        file.write(data)
+        for part in parts:
+            file.write(part)
         return file.close()
     finally:
         file.abort()
@@ -175,17 +180,8 @@ class ArrayWriter:
 
     def append(self, rows: Array) -> int:
         """Add rows [n, width]; their xxh3."""
-        rows = np.ascontiguousarray(rows)
-        data = rows.data if len(rows) else b""
-        if rows.nbytes < LARGE:
-            checksum = xxhash.xxh3_64_intdigest(data)
-            self._file.write(data)
-        else:
-            hashing = _helpers().submit(xxhash.xxh3_64_intdigest, data)
-            try:
-                self._file.write(data)
-            finally:
-                checksum = hashing.result()
+        data = np.ascontiguousarray(rows).data.cast("B") if len(rows) else memoryview(b"")
+        checksum = _write_hashed(self._file.write, xxhash.xxh3_64_intdigest, data)
         self.rows += len(rows)
         return checksum
 

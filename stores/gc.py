@@ -7,21 +7,19 @@ from dataclasses import dataclass
 
 from vlmdistill.stores.backends.backend import STAGING, Backend
 from vlmdistill.stores.errors import StoreError
-from vlmdistill.stores.index.tables import table_names
 from vlmdistill.stores.integrity.commits import complete_ledger, find_naming
-from vlmdistill.stores.integrity.ledger import require_all
+from vlmdistill.stores.integrity.ledger import KEPT, require_all
 from vlmdistill.stores.manifest import (
     CACHE,
     HEADS,
     SHARDS,
     STATS,
-    TABLES,
     VIEWS,
     Commit,
     TableRecord,
-    commit_name,
     find_record,
-    units,
+    kind_of,
+    record_names,
 )
 from vlmdistill.stores.store import Store
 
@@ -49,7 +47,9 @@ def collect(store: Store, *, grace: float = GRACE, dry_run: bool = False) -> lis
     removed. StoreError also, after everything else is removed, when something cannot be removed.
     """
     backend = store.backend
-    records = _records(backend)
+    names = [f"{folder}/{name}.json" for folder in KEPT for name in record_names(backend, folder)]
+    there = backend.map(lambda name: find_record(backend, name, kind_of(name)), names)
+    records = [record for record in there if record]
     garbage = [name for name in _unnamed(backend, store.record.head.file, records) if WRITTEN.fullmatch(name)]
     require_all(backend)
     if not dry_run:
@@ -71,24 +71,13 @@ def collect(store: Store, *, grace: float = GRACE, dry_run: bool = False) -> lis
                 found.append(Removed(name, size))
         except PermissionError as error:
             refused.append(f"{name}: {error.strerror or error}")
-    remaining = () if dry_run else _remaining(backend, found)
-    removed = [one for one in found if one.name not in remaining]
+    folders = {one.name.split("/")[0] for one in found}
+    remaining = {f"{folder}/{leaf}" for folder in folders for leaf in backend.list_names(folder)}
+    removed = [one for one in found if dry_run or one.name not in remaining]
     if refused:
         what = f"{len(refused)} things in {backend.url} could not be removed, the first {refused[0]}"
         raise StoreError(f"{what}. {len(removed)} others were: check the permissions and run it again")
     return removed
-
-
-def _records(backend: Backend) -> list[Commit | TableRecord]:
-    """The records of units, views and statistics."""
-
-    def find(name: str) -> Commit | TableRecord | None:
-        kind = TABLES.get(name.split("/")[0])
-        return find_record(backend, name, kind) if kind else find_record(backend, name, Commit)
-
-    names = [commit_name(unit) for unit in units(backend)]
-    names += [f"{folder}/{name}.json" for folder in (VIEWS, STATS) for name in table_names(backend, folder)]
-    return [record for record in backend.map(find, names) if record]
 
 
 def _unnamed(backend: Backend, head: str, records: Iterable[Commit | TableRecord]) -> Iterator[str]:
@@ -103,9 +92,3 @@ def _unnamed(backend: Backend, head: str, records: Iterable[Commit | TableRecord
             yield from (name for name in there if name not in named)
     # The cache may name units that are gone, and can be rebuilt. Its record goes before what that names.
     yield from (f"{CACHE}/{leaf}" for leaf in reversed(backend.list_names(CACHE)))
-
-
-def _remaining(backend: Backend, found: Iterable[Removed]) -> set[str]:
-    """What is still there after its removal, as its folder is listed."""
-    folders = {one.name.split("/")[0] for one in found}
-    return {f"{folder}/{leaf}" for folder in folders for leaf in backend.list_names(folder)}

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct, field
 
-from vlmdistill.stores.arrays import HashedFile
+from vlmdistill.stores.arrays import write_file
 from vlmdistill.stores.backends.backend import Backend
 from vlmdistill.stores.errors import StoreError, one_line
 from vlmdistill.stores.layout import STORAGE
@@ -36,14 +36,8 @@ def write_head(backend: Backend, head: FrozenTables) -> HeadRecord:
     text += b" " * (-len(text) % 8)
     folder = backend.workspace()
     try:
-        file = HashedFile(folder / HEAD_FILE)
-        try:
-            file.write(struct.pack("<Q", len(text)) + text)
-            for table in tables.values():
-                file.write(np.ascontiguousarray(table))
-            entry = file.close()
-        finally:
-            file.abort()
+        parts = map(np.ascontiguousarray, tables.values())
+        entry = write_file(folder / HEAD_FILE, struct.pack("<Q", len(text)) + text, *parts)
         name = f"{HEADS}/{entry[1][:16]}"
         backend.publish(folder, name)
     finally:

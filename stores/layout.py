@@ -57,12 +57,9 @@ class Layout:
         return STORAGE[self.dtype]
 
     @functools.cached_property
-    def _parts(self) -> Mapping[Feature, tuple[ArraySpec, ...]]:
+    def parts(self) -> Mapping[Feature, tuple[ArraySpec, ...]]:
+        """The arrays that together hold each feature."""
         return {feature: self._specs(feature) for feature in self.features}
-
-    def parts(self, feature: Feature) -> tuple[ArraySpec, ...]:
-        """The arrays that together hold a feature."""
-        return self._parts[feature]
 
     def _specs(self, feature: Feature) -> tuple[ArraySpec, ...]:
         name, encoding = feature.name, self.encoding.get(feature.name, "raw")
@@ -79,7 +76,7 @@ class Layout:
     @property
     def arrays(self) -> tuple[ArraySpec, ...]:
         """Every array, `tokens` first."""
-        return (TOKENS, *(part for feature in self.features for part in self.parts(feature)))
+        return (TOKENS, *(part for feature in self.features for part in self.parts[feature]))
 
     def misfit(self, rows: Mapping[Rows, int], files: Files) -> str | None:
         """Why a shard of so many rows cannot have these files; None when it can."""
@@ -137,18 +134,14 @@ class Layout:
         for feature in self.features:
             rows = sample.features[feature]
             if self.encoding.get(feature.name) != "int8":
-                yield self.parts(feature)[0], rows
+                yield self.parts[feature][0], rows
                 continue
             kept = quantize(rows, self.dtype)
-            yield from zip(self.parts(feature), kept, strict=True)
+            yield from zip(self.parts[feature], kept, strict=True)
             true_ND, back_ND = widen(rows, self.dtype), widen(dequantize(kept, self.dtype), self.dtype)
             sums = losses.setdefault(feature.name, [0.0, 0.0])
             sums[0] += float(np.square(true_ND - back_ND, dtype=np.float64).sum())
             sums[1] += float(np.square(true_ND, dtype=np.float64).sum())
-
-    def join(self, parts: tuple[Array, ...]) -> Array:
-        """A feature [n, D] in its storage dtype, from the rows of its three arrays."""
-        return dequantize(parts, self.dtype)
 
 
 def untiled(position_T: Array, spans: Sequence[tuple[int, int]]) -> str | None:

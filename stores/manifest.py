@@ -49,9 +49,8 @@ Short = Annotated[str, Meta(max_length=300)]
 Text = Annotated[str, Meta(max_length=1 << 14)]
 Count = Annotated[int, Meta(ge=0, le=1 << 48)]
 Entry = tuple[Count, Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]]  # bytes and blake3 of a file
-Files = Mapping[
-    Short, tuple[Count, Annotated[str, Meta(min_length=64, max_length=64)]]
-]  # only compared: quick
+# Hashes that are only compared: a pattern would take longer.
+Files = Mapping[Short, tuple[Count, Annotated[str, Meta(min_length=64, max_length=64)]]]
 Square = Annotated[float, Meta(ge=0)]
 R = TypeVar("R", bound="Record")
 
@@ -137,7 +136,7 @@ class TableRecord(Record, frozen=True, kw_only=True):
     @property
     def name(self) -> str:
         """What the table is kept under."""
-        raise NotImplementedError
+        return "index"
 
     @property
     def named(self) -> str:
@@ -159,7 +158,7 @@ class TableRecord(Record, frozen=True, kw_only=True):
 class ViewRecord(TableRecord, frozen=True, kw_only=True):
     """Which samples some filters keep."""
 
-    view: Name
+    name: Name = msgspec.field(name="view")
     base: Name | None
     filters: tuple[Text, ...]
     rows: Count
@@ -168,24 +167,14 @@ class ViewRecord(TableRecord, frozen=True, kw_only=True):
 
     FOLDER = VIEWS
 
-    @property
-    def name(self) -> str:
-        """The view."""
-        return self.view
-
 
 class RunRecord(TableRecord, frozen=True, kw_only=True):
     """What a training run says of samples."""
 
-    run: Name
+    name: Name = msgspec.field(name="run")
     order: Count
 
     FOLDER = STATS
-
-    @property
-    def name(self) -> str:
-        """The run."""
-        return self.run
 
 
 class CacheRecord(TableRecord, frozen=True, kw_only=True):
@@ -196,13 +185,13 @@ class CacheRecord(TableRecord, frozen=True, kw_only=True):
     FOLDER = CACHE
     MOST = 1 << 24
 
-    @property
-    def name(self) -> str:
-        """There is one."""
-        return "index"
-
 
 TABLES: Mapping[str, type[TableRecord]] = {kind.FOLDER: kind for kind in (ViewRecord, RunRecord, CacheRecord)}
+
+
+def kind_of(name: str) -> type[Commit | TableRecord]:
+    """What the record in a file is, by its folder."""
+    return TABLES.get(name.split("/")[0], Commit)
 
 
 def damaged(where: str, why: str = "its checksum does not match") -> StoreError:
@@ -317,9 +306,14 @@ def shard_name(unit: str, files: Files) -> str:
     return f"{unit}-{digest(msgspec.json.encode(files, order='sorted'))[:16]}"
 
 
+def record_names(backend: Backend, folder: str) -> list[str]:
+    """The names of the records in a folder, sorted."""
+    return [name.removesuffix(".json") for name in backend.list_names(folder) if name.endswith(".json")]
+
+
 def units(backend: Backend) -> list[str]:
     """The committed units, sorted."""
-    return [name.removesuffix(".json") for name in backend.list_names(COMMITS) if name.endswith(".json")]
+    return record_names(backend, COMMITS)
 
 
 def commit_name(unit: str) -> str:

@@ -25,7 +25,7 @@ from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.heads import read_head, write_head
 from vlmdistill.stores.index.merged import Lines, Shards
 from vlmdistill.stores.index.tables import XXH3, reserved
-from vlmdistill.stores.layout import TOKENS, Layout, rows_of
+from vlmdistill.stores.layout import TOKENS, Layout, dequantize, rows_of
 from vlmdistill.stores.manifest import (
     FORMAT,
     HEADS,
@@ -59,7 +59,16 @@ if TYPE_CHECKING:
 
 
 class Store:
-    """A feature store at a local path or any fsspec URL. Make one with `create` or `open`."""
+    """A feature store at a local path or any fsspec URL; `open_store` and `create_store` make one.
+
+    It maps keys to samples: `len(store)`, `key in store`, `for key in store` and `store[key]` work as on a
+    dictionary.
+
+    Attributes:
+        path: The folder or URL.
+        provenance: Hashes of the target that the features come from, their names and dtype.
+        info: Facts of the target, such as `hidden_size` (D) and `vocab_size` (V).
+    """
 
     def __init__(self, backend: Backend, record: StoreRecord) -> None:
         self.backend = backend
@@ -130,13 +139,33 @@ class Store:
             raise StoreError(f"{self.path} is of another origin ({difference}): use another store")
 
     def head(self) -> FrozenTables:
-        """The target's frozen tables, checked against their checksum."""
+        """Read the target's frozen tables.
+
+        Returns:
+            `embed_VD` and `lm_head_VD`, mapped arrays [vocabulary, hidden size] in the target's dtype
+            (bfloat16 as uint16); the same array when the target ties them.
+
+        Raises:
+            StoreError: The file is missing or damaged.
+        """
         return read_head(self.backend, self.record.head, self.layout.width)
 
     # Writing
 
     def writer(self, unit: str) -> Writer:
-        """A context manager that commits the samples added to it all at once, or not at all."""
+        """Write a shard: all samples added in one `with` block are committed, or none.
+
+        Args:
+            unit: Name of the shard: at most 200 letters, digits and `. _ = + -`. A unit that is committed
+                already is not written again; its samples must then have the same keys.
+
+        Returns:
+            A context manager; `add(sample)` appends a sample.
+
+        Raises:
+            StoreError: The name cannot be used. On `add`: the sample does not fit the store, or its key was
+                added before. At the end of the block: the unit holds other samples, or the disk is full.
+        """
         origin = content_hash(self.provenance.to_dict())
         return Writer(self.backend, self.layout, unit, origin, self._shards)
 
@@ -154,7 +183,14 @@ class Store:
     # The index
 
     def keys(self) -> set[str]:
-        """The keys of every committed sample, as of now."""
+        """List the samples that are committed now, also by other processes.
+
+        Returns:
+            The keys, in no order.
+
+        Raises:
+            StoreError: The record or the index of a shard is damaged.
+        """
         return self._shards.keys(units(self.backend))
 
     def commit(self, unit: str) -> Commit:
@@ -187,7 +223,17 @@ class Store:
         return self._index[1]
 
     def view(self, name: str | None) -> "pl.DataFrame":
-        """The rows of the index that a view keeps, all when None; StoreError when there is no such view."""
+        """Select the samples of a view.
+
+        Args:
+            name: A view that `vlmdistill store filter` made; None for all samples.
+
+        Returns:
+            The rows of `index` that the view keeps, sorted by key.
+
+        Raises:
+            StoreError: There is no such view, or it is damaged.
+        """
         if name is None:
             return self.index
         from vlmdistill.stores.views.filters import view_keys
@@ -209,10 +255,18 @@ class Store:
         return self.read(key)
 
     def read(self, key: str, features: Collection[Feature] | None = None) -> Sample:
-        """One whole sample with the features asked for (all when None), every byte checked.
+        """Read a sample; every byte is compared with its checksum.
 
-        StoreError when there is no such sample or feature, or when the data are damaged: it
-        names the shard, the field and the sample.
+        Args:
+            key: The key of the sample.
+            features: The features to read; all when None.
+
+        Returns:
+            The sample. Its arrays are writable, and writing to them does not change the store.
+
+        Raises:
+            StoreError: There is no such sample or feature, or the data are damaged; the error names the
+                shard, the array and the sample.
         """
         row = self._find(key)
         if row is None:
@@ -288,28 +342,22 @@ class Store:
 
     def _feature(self, feature: Feature, row: Mapping[str, Any], out: Array | None = None) -> Array:
         """The rows [n, D] of a feature of one sample, in `out` if given."""
-        specs = self.layout.parts(feature)
+        specs = self.layout.parts[feature]
         if len(specs) == 1:
             return self.rows(specs[0], row, out)
-        rows = self.layout.join(tuple(self.rows(spec, row) for spec in specs))
+        rows = dequantize(tuple(self.rows(spec, row) for spec in specs), self.layout.dtype)
         if out is None:
             return rows
         out[:] = rows
         return out
 
     def _spans(self, row: Mapping[str, Any]) -> tuple[Span, ...]:
-        spans = tuple(Span(span["start"], span["length"]) for span in row["spans"])
-        if sum(span.length for span in spans) != row["visual_tokens"] or any(
-            span.length < 1 for span in spans
-        ):
-            where = f"{self.path}: the index of sample {row['key']}"
-            raise damaged(where, f"its spans do not have {row['visual_tokens']} visual tokens")
-        return spans
+        return tuple(Span(span["start"], span["length"]) for span in row["spans"])
 
     def _prefetch(self, row: Mapping[str, Any], features: Sequence[Feature]) -> None:
         """Let the disk start on all arrays of a sample at once, in the order of reading."""
         shard = self.commit(row["unit"]).named
-        specs = [spec for feature in features for spec in self.layout.parts(feature)]
+        specs = [spec for feature in features for spec in self.layout.parts[feature]]
         with contextlib.suppress(FileNotFoundError):  # reading it reports what is missing
             for spec in (TOKENS, *specs):
                 if span := self._span(spec.rows, row):

@@ -1,6 +1,7 @@
 """What is in a store, from its records and index alone: no tensor is read."""
 
 import logging
+from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -9,10 +10,10 @@ import polars as pl
 
 from vlmdistill.stores.arrays import ArraySpec
 from vlmdistill.stores.errors import StoreError
-from vlmdistill.stores.index.tables import ROW, reserved, table_names
+from vlmdistill.stores.index.tables import ROW, reserved
 from vlmdistill.stores.integrity.ledger import LEDGER
 from vlmdistill.stores.layout import TOKENS
-from vlmdistill.stores.manifest import CACHE, STATS, VIEWS, seal, units
+from vlmdistill.stores.manifest import CACHE, STATS, VIEWS, record_names, seal, units
 from vlmdistill.stores.schema import Array, Feature
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.views.filters import view_keys
@@ -33,24 +34,23 @@ def info(store: Store, needs: Mapping[str, Collection[Feature]] | None = None) -
     """
     records = [store.commit(unit) for unit in units(store.backend)]
     index = store.index
-    disk: dict[str, int] = {}  # array, or file next to the arrays -> bytes in all shards
-    rows = dict.fromkeys(("text", "visual", "span", "sample"), 0)
+    disk = Counter[str]()  # array, or file next to the arrays -> bytes in all shards
+    rows = Counter[str]()
     losses: dict[str, list[float]] = {}
     for record in records:
         for name, (size, _) in record.files.items():
-            disk[name.split("/")[0]] = disk.get(name.split("/")[0], 0) + size
-        for kind, count in record.rows.items():
-            rows[kind] += count
+            disk[name.split("/")[0]] += size
+        rows.update(record.rows)
         for name, sums in record.losses.items():
             losses[name] = [a + b for a, b in zip(losses.get(name, [0.0, 0.0]), sums, strict=True)]
 
     def on_disk(specs: Collection[ArraySpec]) -> int:
-        return sum(disk.get(spec.name, 0) for spec in specs)
+        return sum(disk[spec.name] for spec in specs)
 
     fields: dict[str, dict[str, Any]] = {"tokens": {"bytes": on_disk([TOKENS]), "rows": rows["text"]}}
     for feature in store.layout.features:
         about = {
-            "bytes": on_disk(store.layout.parts(feature)),
+            "bytes": on_disk(store.layout.parts[feature]),
             "rows": rows[feature.where],
             "encoding": store.layout.encoding.get(feature.name, "raw"),
         }
@@ -66,7 +66,7 @@ def info(store: Store, needs: Mapping[str, Collection[Feature]] | None = None) -
         "records_bytes": sum(len(seal(record)) for record in (store.record, *records))
         + sum(size for files in tables for size in files.values()),
     }
-    views = {name: _kept(store, name) for name in table_names(store.backend, VIEWS)}
+    views = {name: _kept(store, name) for name in record_names(store.backend, VIEWS)}
     facts: dict[str, Any] = {
         "path": store.path,
         "samples": len(index),
@@ -81,7 +81,7 @@ def info(store: Store, needs: Mapping[str, Collection[Feature]] | None = None) -
         "datasets": _datasets(store, fields),
         "views": {name: counts[0] for name, counts in views.items()},
         "views_there": {name: counts[1] for name, counts in views.items()},
-        "runs": table_names(store.backend, STATS),
+        "runs": record_names(store.backend, STATS),
     }
     if needs is not None:
         facts["drafters"] = {name: _cost(store, wanted, fields) for name, wanted in sorted(needs.items())}

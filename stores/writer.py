@@ -57,10 +57,16 @@ class Writer:
         return self
 
     def add(self, sample: Sample) -> None:
-        """Append one sample; StoreError when it does not fit the store or its key is already here.
+        """Append a sample.
 
         A sample that is refused leaves no trace. After one that could not be written to its end, as on a
         full disk, the unit can only be written again.
+
+        Args:
+            sample: The sample, with the features of the store [T, U or M, hidden size] in its dtype.
+
+        Raises:
+            StoreError: The sample does not fit the store, its key was added before, or it cannot be written.
         """
         odd = sorted(name for name in sample.meta if reserved(name) and name != "dataset")
         if odd:

@@ -57,28 +57,58 @@ class TokenIndex:
 
 @dataclass(frozen=True)
 class Batch:
-    """Packed samples with the target's states.
+    """Packed samples with the target's states: T text tokens, U visual tokens and M visual spans in all.
 
     Text and visual tokens are in separate tensors; `position_T` and the spans give their positions in the
     expanded sequence, in which every image is its visual tokens.
+
+    Args:
+        ids_T: int64 [T], token ids.
+        response_T: bool [T], whether the target generated the token.
+        position_T: int64 [T], the index in the expanded sequence of its own sample.
+        rope_T: int64 [T], the target's own rotary position.
+        segment_T: int64 [T], the number of the sample in the batch.
+        start_M: int64 [M], the first expanded position of each visual span.
+        length_M: int64 [M], its number of visual tokens.
+        segment_M: int64 [M], the number of its sample.
+        features: Each feature as [T, U or M, hidden size].
     """
 
     ids_T: Tensor
-    response_T: Tensor  # bool
-    position_T: Tensor  # index in the expanded sequence of its own sample
-    rope_T: Tensor  # the target's own rotary position
-    segment_T: Tensor  # which sample
-    start_M: Tensor  # first expanded position of each visual span
+    response_T: Tensor
+    position_T: Tensor
+    rope_T: Tensor
+    segment_T: Tensor
+    start_M: Tensor
     length_M: Tensor
     segment_M: Tensor
     features: Mapping[Feature, Tensor] = field(default_factory=dict)
 
     def feature(self, source: str, where: Literal["text", "visual", "span"]) -> Tensor:
-        """The rows of one declared feature; KeyError when the drafter did not declare it."""
+        """Look up a feature.
+
+        Args:
+            source: `hidden`, `embed` or `layer<k>`; see `Feature`.
+            where: `text`, `visual` or `span`.
+
+        Returns:
+            Its states [T, U or M, hidden size].
+
+        Raises:
+            KeyError: The feature was not read: name it in `features`, or in `needs` of a drafter.
+        """
         return self.features[Feature(source, where)]
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "Batch":
-        """The same batch on a device; `dtype` applies to the features alone."""
+        """Move the batch.
+
+        Args:
+            device: Where to.
+            dtype: Of the features; their own when None. Token tensors keep theirs.
+
+        Returns:
+            The batch on that device.
+        """
         moved = {
             item.name: getattr(self, item.name).to(device)
             for item in dataclasses.fields(self)
@@ -92,7 +122,17 @@ class Batch:
         return dataclasses.replace(self, features=features)
 
     def only(self, features: Collection[Feature]) -> "Batch":
-        """The same tokens with just these features; KeyError names what the batch lacks."""
+        """Drop features.
+
+        Args:
+            features: Those to keep.
+
+        Returns:
+            The same tokens with these features alone.
+
+        Raises:
+            KeyError: The batch lacks one of them; the error names it.
+        """
         if lacking := sorted(feature.name for feature in {*features} - {*self.features}):
             raise KeyError(f"the batch lacks {', '.join(lacking)}")
         return self.having({feature: self.features[feature] for feature in features})

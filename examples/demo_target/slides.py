@@ -14,7 +14,7 @@ from vlmdistill.pipelines.demo.scenes import (
     SIZES,
     Item,
     Scene,
-    draw_moment,
+    draw,
     random_scene,
 )
 
@@ -67,7 +67,7 @@ def frame(shown: Clip | Slides, phase: int) -> Image.Image:
     if isinstance(shown, Clip):
         return clips.frame(shown, phase)
     come, gone = shown.changes(phase)
-    return draw_moment(shown.scene(phase), PHASE_INKS[phase], come, gone, moved=False)
+    return draw(shown.scene(phase), PHASE_INKS[phase], come, gone)
 
 
 def distinct(clip: Clip | Slides, patches: int) -> tuple[list[tuple[Image.Image, Image.Image]], list[int]]:

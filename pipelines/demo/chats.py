@@ -2,25 +2,8 @@
 
 import random
 
-from vlmdistill.pipelines.demo.scenes import (
-    BACKGROUNDS,
-    CELLS,
-    COLOURS,
-    SHAPES,
-    Item,
-    Scene,
-    random_scene,
-)
-from vlmdistill.pipelines.demo.wording import (
-    DEEDS,
-    MOODS,
-    REMARKS,
-    VERBS,
-    an,
-    look,
-    response,
-    with_suffix,
-)
+from vlmdistill.pipelines.demo.scenes import BACKGROUNDS, CELLS, COLOURS, SHAPES, Item, Scene, random_scene
+from vlmdistill.pipelines.demo.wording import DEEDS, MOODS, REMARKS, VERBS, an, look, response, with_suffix
 
 _TRAIT = {
     "circle": "It is perfectly round and has no corners at all, so it rolls easily.",
@@ -81,6 +64,7 @@ def _tale(rng: random.Random) -> tuple[str, str]:
     deed, then = rng.sample(DEEDS, 2)
     ground = rng.choice(list(BACKGROUNDS))
     prompt = rng.choice(("Tell me a story about {} and {}.", "Write a little story with {} and {}."))
+    question = prompt.format(f"{an(one.colour)} {one.shape}", f"{an(two.colour)} {two.shape}")
     sentences = [
         f"Once upon a time there was a {mood} {one.colour} {one.shape}, {rng.choice(REMARKS[one.colour])}.",
         f"It lived alone on {an(ground)} board and often {deed}.",
@@ -95,9 +79,7 @@ def _tale(rng: random.Random) -> tuple[str, str]:
         f"In the end the {one.shape} {VERBS[one.shape]} in the {rng.choice(CELLS[:4])}"
         f" and the {two.shape} {VERBS[two.shape]} in the {rng.choice(CELLS[4:])}.",
     ]
-    return prompt.format(f"{an(one.colour)} {one.shape}", f"{an(two.colour)} {two.shape}"), " ".join(
-        sentences
-    )
+    return question, " ".join(sentences)
 
 
 def _shape(rng: random.Random) -> tuple[str, str]:

@@ -21,19 +21,15 @@ from vlmdistill.pipelines.demo.scenes import (
     SIZES,
     Item,
     Scene,
-    draw_moment,
+    draw,
     first_in,
 )
 
 SECONDS = 8
 PHASES = 4
-STAMPS = ("start", "two", "four", "six")
-"""The second at which a phase begins, as a word."""
-PATCH_TOKENS = len(CELLS)
-"""Visual tokens of a temporal patch, which is two frames."""
-
-PHASE_INKS = ((255, 255, 255), (255, 220, 0), (0, 220, 160), (230, 0, 90))
-"""Color of the strip in each phase."""
+STAMPS = ("start", "two", "four", "six")  # the second at which a phase begins, as a word
+PATCH_TOKENS = len(CELLS)  # visual tokens of a temporal patch, which is two frames
+PHASE_INKS = ((255, 255, 255), (255, 220, 0), (0, 220, 160), (230, 0, 90))  # of the strip in each phase
 
 
 @dataclass(frozen=True)
@@ -76,8 +72,7 @@ class Clip:
 
     def moves(self, phase: int) -> bool:
         """Whether the event of a phase is a move."""
-        come, gone = self.changes(phase)
-        return bool(come and gone)
+        return all(self.changes(phase))
 
 
 def random_clip(rng: random.Random, split: str | None = None) -> Clip:
@@ -98,13 +93,10 @@ def _any_clip(rng: random.Random) -> Clip:
         free = sorted(set(range(len(CELLS))) - {item.cell for item in held})
         kind = rng.choice(("appear", "vanish", "move"))
         item, to = rng.choice(held), rng.choice(free)
-        match kind:
-            case "appear":
-                event = Event(phase, Item(to, rng.choice(SIZES), *looks.pop()), None, to)
-            case "vanish":
-                event = Event(phase, item, item.cell, None)
-            case _:
-                event = Event(phase, item, item.cell, to)
+        if kind == "appear":
+            event = Event(phase, Item(to, rng.choice(SIZES), *looks.pop()), None, to)
+        else:
+            event = Event(phase, item, item.cell, to if kind == "move" else None)
         clip = replace(clip, events=(*clip.events, event))
     return clip
 
@@ -117,7 +109,7 @@ def phases(frames: int) -> list[int]:
 def frame(clip: Clip, phase: int) -> Image.Image:
     """The frame of a phase, as an 84 x 84 RGB image."""
     come, gone = clip.changes(phase)
-    return draw_moment(clip.scene(phase), PHASE_INKS[phase], come, gone, moved=clip.moves(phase))
+    return draw(clip.scene(phase), PHASE_INKS[phase], come, gone, moved=clip.moves(phase))
 
 
 def frames(clip: Clip, count: int) -> Sequence[Image.Image]:

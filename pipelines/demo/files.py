@@ -29,22 +29,17 @@ Medium = TypeVar("Medium", Scene, Clip)
 class Written:
     """The files of `write`."""
 
-    images: Path
-    """Folder of PNG files; the paths in `llava` are relative to it."""
-    llava: Path
-    """LLaVA JSON: conversations of one or two rounds, the image in the first."""
-    sharegpt: Path
-    """ShareGPT JSON: conversations without an image."""
+    images: Path  # folder of PNG files; the paths in `llava` are relative to it
+    llava: Path  # LLaVA JSON: conversations of one or two rounds, the image in the first
+    sharegpt: Path  # ShareGPT JSON: conversations without an image
 
 
 @dataclass(frozen=True)
 class WrittenVideos:
     """The files of `write_videos`."""
 
-    videos: Path
-    """Folder of MP4 files of eight seconds; the paths in `llava` are relative to it."""
-    llava: Path
-    """LLaVA JSON: conversations of one or two rounds, the video in the first."""
+    videos: Path  # folder of MP4 files of eight seconds; the paths in `llava` are relative to it
+    llava: Path  # LLaVA JSON: conversations of one or two rounds, the video in the first
 
 
 def write(folder: Path, *, images: int, dialogues: int, seed: int, split: Side = "drafter") -> Written:
@@ -126,11 +121,8 @@ def _record(name: str, kind: str, file: str, rounds: list[tuple[str, str]]) -> d
 
 
 def _turns(rounds: list[tuple[str, str]]) -> list[dict[str, str]]:
-    return [
-        {"from": speaker, "value": value}
-        for pair in rounds
-        for speaker, value in zip(("human", "gpt"), pair, strict=True)
-    ]
+    pairs = ([("human", question), ("gpt", reply)] for question, reply in rounds)
+    return [{"from": speaker, "value": value} for pair in pairs for speaker, value in pair]
 
 
 def _write_json(file: Path, records: list[dict[str, Any]]) -> None:

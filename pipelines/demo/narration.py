@@ -8,6 +8,7 @@ cell and appears in another. Every response names the background, in words that 
 
 import random
 from collections.abc import Callable
+from functools import partial
 
 from vlmdistill.pipelines.demo.clips import PHASES, STAMPS, Clip, Event
 from vlmdistill.pipelines.demo.scenes import CELLS
@@ -18,8 +19,7 @@ CHANGES, APPEARS, VANISHES, SAME = "second", "appears", "vanishes", "nothing"
 END = "end"
 MOVE = "move"
 """The kind of both cells of a move: without it, a model that attends to one of the two misses the other."""
-TASKS = ("watch", "events", "start", "end", "compare")
-"""The kinds of questions."""
+TASKS = ("watch", "events", "start", "end", "compare")  # the kinds of questions
 
 MOVES = {
     "circle": "rolls",
@@ -148,14 +148,9 @@ def _list_events(clip: Clip, rng: random.Random) -> str:
     return "\n".join([head, *lines, end])
 
 
-def _start(clip: Clip, rng: random.Random) -> str:
-    head = f"The video starts on {an(clip.background)} background."
-    return " ".join([head, *_items(clip, 0, rng), "That was the start of the video."])
-
-
-def _end(clip: Clip, rng: random.Random) -> str:
-    head = f"The video ends on {an(clip.background)} background."
-    return " ".join([head, *_items(clip, PHASES - 1, rng), "That was the end of the video."])
+def _board(clip: Clip, rng: random.Random, phase: int, name: str) -> str:
+    head = f"The video {name}s on {an(clip.background)} background."
+    return " ".join([head, *_items(clip, phase, rng), f"That was the {name} of the video."])
 
 
 def _compare(clip: Clip, rng: random.Random) -> str:
@@ -168,7 +163,7 @@ def _compare(clip: Clip, rng: random.Random) -> str:
 _RESPONSES: dict[str, Callable[[Clip, random.Random], str]] = {
     "watch": _watch,
     "events": _list_events,
-    "start": _start,
-    "end": _end,
+    "start": partial(_board, phase=0, name="start"),
+    "end": partial(_board, phase=PHASES - 1, name="end"),
     "compare": _compare,
 }

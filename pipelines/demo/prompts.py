@@ -18,14 +18,12 @@ class DemoSize:
     images: int
     dialogues: int
     videos: int = 0
-    held_out: tuple[int, int, int] = (40, 10, 0)
-    """Images, dialogues and videos for evaluation."""
-    video_tokens: int = 72
-    """The approximate number of visual tokens of a video."""
+    held_out: tuple[int, int, int] = (40, 10, 0)  # images, dialogues and videos for evaluation
+    video_tokens: int = 72  # of a video, approximately
 
 
+# By embedded target.
 AMOUNTS = {"demo": DemoSize(1200, 240), "demo-video": DemoSize(300, 240, 600, (10, 10, 30))}
-"""By embedded target."""
 
 
 def import_demo(

@@ -41,7 +41,7 @@ _COLUMN_INKS = ((255, 0, 255), (0, 255, 0), (120, 120, 255))
 _COME_INK, _GONE_INK, _MOVED_INK = (255, 255, 255), (255, 0, 0), (0, 255, 255)
 _RADIUS = {"large": 11, "small": 7}
 
-
+Colour = tuple[int, int, int]
 Drawn = TypeVar("Drawn")
 
 
@@ -80,50 +80,35 @@ def first_in(split: str | None, draw_one: Callable[[], Drawn]) -> Drawn:
 
 def random_scene(rng: random.Random, split: str | None = None) -> Scene:
     """Draw a scene of four to seven items, see `first_in`: all choices are uniform and independent."""
-    return first_in(split, lambda: _any_scene(rng))
+
+    def draw_one() -> Scene:
+        cells = sorted(rng.sample(range(len(CELLS)), rng.randint(4, 7)))
+        looks = rng.sample([(colour, shape) for colour in COLOURS for shape in SHAPES], len(cells))
+        items = (Item(cell, rng.choice(SIZES), *look) for cell, look in zip(cells, looks, strict=True))
+        return Scene(rng.choice(list(BACKGROUNDS)), tuple(items))
+
+    return first_in(split, draw_one)
 
 
-def _any_scene(rng: random.Random) -> Scene:
-    cells = sorted(rng.sample(range(len(CELLS)), rng.randint(4, 7)))
-    looks = rng.sample([(colour, shape) for colour in COLOURS for shape in SHAPES], len(cells))
-    items = (Item(cell, rng.choice(SIZES), *look) for cell, look in zip(cells, looks, strict=True))
-    return Scene(rng.choice(list(BACKGROUNDS)), tuple(items))
-
-
-def draw(scene: Scene) -> Image.Image:
-    """Render a scene as an 84 x 84 RGB image."""
-    return _draw(scene, None, (), (), moved=False)
-
-
-def draw_moment(
+def draw(
     scene: Scene,
-    clock: tuple[int, int, int],
-    come: Sequence[Item],
-    gone: Sequence[Item],
+    clock: Colour | None = None,
+    come: Sequence[Item] = (),
+    gone: Sequence[Item] = (),
     *,
-    moved: bool,
+    moved: bool = False,
 ) -> Image.Image:
-    """Render a moment of a video: `clock` is the color of a strip at the bottom of each cell.
+    """Render a scene, or a moment of a video, as an 84 x 84 RGB image.
 
-    Items that have just `come` have a white bar on the right; those that have just `gone` have a red bar and
-    are hollow. If an item has `moved`, both its cells have a bar on the left, too.
+    In a moment, `clock` is the color of a strip at the bottom of each cell. Items that have just `come` have
+    a white bar on the right; those that have just `gone` have a red bar and are hollow. If an item has
+    `moved`, both its cells have a bar on the left, too.
     """
-    return _draw(scene, clock, come, gone, moved=moved)
-
-
-def _draw(
-    scene: Scene,
-    clock: tuple[int, int, int] | None,
-    come: Sequence[Item],
-    gone: Sequence[Item],
-    *,
-    moved: bool,
-) -> Image.Image:
     image = Image.new("RGB", (SIDE_PIXELS, SIDE_PIXELS), BACKGROUNDS[scene.background])
     pen = ImageDraw.Draw(image)
     for cell in range(len(CELLS)):
         row, column = divmod(cell, 3)
-        x, y = column * CELL_PIXELS, row * CELL_PIXELS
+        x, y = _corner(cell)
         pen.rectangle((x, y, x + CELL_PIXELS - 1, y + _RULER - 1), fill=_ROW_INKS[row])
         pen.rectangle((x, y + _RULER, x + _RULER - 1, y + CELL_PIXELS - 1), fill=_COLUMN_INKS[column])
         if clock:
@@ -136,8 +121,7 @@ def _draw(
         _draw_item(pen, item, BACKGROUNDS[scene.background], less=3)
     for items, ink in ((come, _COME_INK), (gone, _GONE_INK)):
         for item in items:
-            row, column = divmod(item.cell, 3)
-            x, y = column * CELL_PIXELS, row * CELL_PIXELS
+            x, y = _corner(item.cell)
             top, low, right = y + _RULER, y + CELL_PIXELS - _RULER - 1, x + CELL_PIXELS
             pen.rectangle((right - _RULER, top, right - 1, low), fill=ink)
             if moved:
@@ -145,9 +129,14 @@ def _draw(
     return image
 
 
-def _draw_item(pen: ImageDraw.ImageDraw, item: Item, ink: tuple[int, int, int], less: int = 0) -> None:
-    row, column = divmod(item.cell, 3)
-    x, y = (index * CELL_PIXELS + (CELL_PIXELS + _RULER) // 2 for index in (column, row))
+def _corner(cell: int) -> tuple[int, int]:
+    """The pixel at the top left of a cell."""
+    row, column = divmod(cell, 3)
+    return column * CELL_PIXELS, row * CELL_PIXELS
+
+
+def _draw_item(pen: ImageDraw.ImageDraw, item: Item, ink: Colour, less: int = 0) -> None:
+    x, y = (edge + (CELL_PIXELS + _RULER) // 2 for edge in _corner(item.cell))
     r = _RADIUS[item.size] - less
     match item.shape:
         case "circle":

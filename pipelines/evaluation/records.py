@@ -11,7 +11,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from vlmdistill.pipelines.workspace import written_aside
+from vlmdistill.pipelines.workspace import atomic_write
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import content_hash
 
@@ -184,7 +184,7 @@ def read(file: Path) -> Evaluation:
 
 def write(evaluation: Evaluation, file: Path) -> None:
     """Replace the file atomically."""
-    with written_aside(file) as aside:
+    with atomic_write(file) as aside:
         aside.write_bytes(msgspec.json.format(msgspec.json.encode(evaluation), indent=1))
 
 

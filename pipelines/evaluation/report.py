@@ -15,7 +15,7 @@ from pathlib import Path
 
 from vlmdistill.pipelines.evaluation.comparison import DrafterResult, Group, differing, gather
 from vlmdistill.pipelines.evaluation.records import Evaluation, ShownResponse
-from vlmdistill.pipelines.workspace import Workspace, written_aside
+from vlmdistill.pipelines.workspace import Workspace, atomic_write
 
 IMAGE_SIDE = 320  # pixels of the longer side of an embedded image
 WIDTH, HEIGHT = 400.0, 220.0  # of a chart
@@ -134,7 +134,7 @@ def make(workspace: Workspace, out: Path | None = None) -> ReportPage:
     """
     report = ReportPage(out or workspace.reports / "index.html", gather(workspace))
     page = _page(workspace.root.name, report.groups)
-    with written_aside(report.page) as aside:
+    with atomic_write(report.page) as aside:
         aside.write_text(page, encoding="utf-8", errors="replace")  # JSON may contain a lone surrogate
     return report
 
@@ -147,16 +147,10 @@ def _page(title: str, groups: Sequence[Group]) -> str:
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters["fixed"] = lambda value: f"{value:.2f}"
-    environment.filters["percent"] = lambda value: f"{100 * value:.0f}%"
-    environment.filters["short"] = lambda value: f"{value:g}"
-    environment.filters["grouped"] = lambda value: f"{value:,.0f}"
-    source = (
-        resources.files("vlmdistill.pipelines.evaluation")
-        .joinpath("report.html.jinja")
-        .read_text(encoding="utf-8")
-    )
-    return environment.from_string(source).render(
+    formats = {"fixed": "{:.2f}", "percent": "{:.0%}", "short": "{:g}", "grouped": "{:,.0f}"}
+    environment.filters |= {name: form.format for name, form in formats.items()}
+    template = resources.files("vlmdistill.pipelines.evaluation") / "report.html.jinja"
+    return environment.from_string(template.read_text(encoding="utf-8")).render(
         title=title,
         views=[GroupView(group, styles) for group in groups],
         differing=differing(groups),

@@ -56,9 +56,8 @@ class SideBySide:
                 self._decode(name, encoded, number)  # a warm-up run
             decoded[name] = self._decode(name, encoded, number)
         checks: dict[str, Check] = {}
-        reference = None
-        if self.temperature == 0:
-            reference = self.target.reference(encoded, max_new_tokens=self.max_new_tokens)
+        greedy = self.temperature == 0
+        reference = self.target.reference(encoded, max_new_tokens=self.max_new_tokens) if greedy else None
         if reference is not None:
             checks = {name: self._check(encoded, list(reference.ids), decoded[name].ids) for name in names}
         base = _counted(decoded[PLAIN], checks.get(PLAIN))
@@ -78,9 +77,7 @@ class SideBySide:
     def measurement(self, name: str) -> Measurement:
         """The results of one drafter."""
         return Measurement(
-            temperature=self.temperature,
-            prompts=tuple(self._results[name]),
-            shown=tuple(self._shown[name]),
+            temperature=self.temperature, prompts=tuple(self._results[name]), shown=tuple(self._shown[name])
         )
 
     def _decode(self, name: str, encoded: Any, number: int) -> Timed:
@@ -129,13 +126,8 @@ class SideBySide:
                 shown[-1] = Piece(shown[-1].text + piece.text, drafted=True)
             else:
                 shown.append(piece)
-        prompts = [
-            part["text"]
-            for message in prompt.messages
-            if message["role"] == "user"
-            for part in message["content"]
-            if part["type"] == "text"
-        ]
+        asked = [part for turn in prompt.messages if turn["role"] == "user" for part in turn["content"]]
+        prompts = [part["text"] for part in asked if part["type"] == "text"]
         return ShownResponse(
             key=prompt.key,
             prompt="\n".join(prompts),

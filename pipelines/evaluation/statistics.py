@@ -97,14 +97,16 @@ def figures(measurement: Measurement) -> Figures:
     seconds, plain_seconds = (sum(one.seconds for one in side) for side in (own, plain))
     tokens, plain_tokens = (sum(one.tokens for one in side) for side in (own, plain))
     accounted, plain_accounted = _accounted(own), _accounted(plain)
+    count = len(prompts)
+    resampled = _rates(prompts, _resamples(count)) if count >= FEWEST else {}
     return Figures(
-        prompts=len(prompts),
+        prompts=count,
         tau=float(rates["tau"][0]),
         accepted=float(rates["accepted"][0]),
         alpha=_alpha(own),
         speedup=float(rates["speedup"][0]),
         decode_speedup=float(rates["decode_speedup"][0]),
-        intervals=_intervals(prompts),
+        intervals={rate: _interval(value_R, count) for rate, value_R in resampled.items()},
         prefill_share=_ratio(sum(one.prefill_seconds for one in own), seconds),
         tokens=tokens,
         plain_tokens=plain_tokens,
@@ -156,14 +158,6 @@ def _rates(prompts: Sequence[PromptResult], weight_RP: Floats) -> dict[Rate, Flo
         "speedup": _over(plain_pace_R, pace_R),
         "decode_speedup": _over(plain_decode_R, decode_R),
     }
-
-
-def _intervals(prompts: Sequence[PromptResult]) -> dict[Rate, Interval]:
-    count = len(prompts)
-    if count < FEWEST:
-        return {}
-    rates = _rates(prompts, _resamples(count))
-    return {rate: _interval(value_R, count) for rate, value_R in rates.items()}
 
 
 @lru_cache(maxsize=4)

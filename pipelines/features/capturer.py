@@ -29,7 +29,7 @@ from vlmdistill.pipelines.runtime.shared import Shared, marked, some_media
 from vlmdistill.pipelines.runtime.workers import ActorPool, WorkerOptions, weight_bytes
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import Fingerprint, checkpoint
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
-from vlmdistill.pipelines.workspace import absolute, only_writer
+from vlmdistill.pipelines.workspace import absolute_model, only_writer
 from vlmdistill.stores.errors import DataError, StoreError, TargetError, one_line
 from vlmdistill.stores.loader.tensors import as_numpy
 from vlmdistill.stores.schema import FrozenTables, content_hash
@@ -302,12 +302,14 @@ def capture(
             report(done, len(items), "starting")
             sampling = str(dataset.read_settings(responses)[0])
             url = str(Path(store).absolute()) if local else store
-            worker = partial(Capturer, absolute(model), url, sampling, settings, options.load, options.engine)
+            worker = partial(
+                Capturer, absolute_model(model), url, sampling, settings, options.load, options.engine
+            )
             media = some_media(item.prompt for item in missing.values())
             weights = weight_bytes(model, options.load)
             pool = ActorPool[CaptureTask, CaptureResult]
             with session(), marked(store) as mark:
-                shared = Shared(absolute(model), fingerprint, media, url, mark)
+                shared = Shared(absolute_model(model), fingerprint, media, url, mark)
                 with pool(worker, shared, options, weights=weights) as workers:
                     tasks = plan(list(missing.values()), workers.facts(), settings.shard_bytes)
                     start = time.monotonic()

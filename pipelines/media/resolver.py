@@ -10,8 +10,8 @@ from typing import Any
 from vlmdistill.pipelines.media import frames
 from vlmdistill.pipelines.media.images import BROKEN, upright
 from vlmdistill.pipelines.prompts.formats import Media, from_base64
-from vlmdistill.pipelines.prompts.sources import BadRowError, half_character
-from vlmdistill.pipelines.workspace import written_aside
+from vlmdistill.pipelines.prompts.sources import BadRowError, lone_surrogate
+from vlmdistill.pipelines.workspace import atomic_write
 from vlmdistill.stores.errors import DataError
 
 THREADS = 8
@@ -66,7 +66,7 @@ class MediaResolver:
         paths = [one / media for one in (self.images, folder) if one]
         try:
             for path in paths:
-                if half_character(str(path)):
+                if lone_surrogate(str(path)):
                     return BadRowError("name not UTF-8", f"{kind} {path}")
                 if path.is_file() or (kind == "video" and path.is_dir()):
                     return path.resolve()
@@ -82,7 +82,7 @@ class MediaResolver:
         suffix = "." + (_image_format(data) or "bin")
         path = self.keep.resolve() / (blake3(data).hexdigest()[:32] + suffix)
         if not path.exists():
-            with written_aside(path) as file:
+            with atomic_write(path) as file:
                 file.write_bytes(data)
         return path
 

@@ -49,9 +49,7 @@ AUGMENTATIONS = {
             "ViSpec, training data of stage 2 (responses of the target to LLaVA-Pretrain)",
         ),
         Augmentation(
-            "explain",
-            "Please answer with an explanation.",
-            "ViSpec, evaluation on visual question answering",
+            "explain", "Please answer with an explanation.", "ViSpec, evaluation on visual question answering"
         ),
         Augmentation(
             "ocr",

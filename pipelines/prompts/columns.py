@@ -4,7 +4,6 @@ The question includes all text that belongs to it: Alpaca's `input`, a `context`
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from vlmdistill.pipelines.prompts.sources import BadRowError
@@ -19,16 +18,8 @@ SYSTEM = ("system", "system_prompt")
 Turn = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class ColumnTurns:
-    """Turns made of columns, and the columns that were read."""
-
-    turns: list[Turn]
-    columns: frozenset[str]
-
-
-def turns_of(row: Mapping[str, Any]) -> ColumnTurns | None:
-    """The turns that the columns of a row make; None if no column is a question.
+def turns_of(row: Mapping[str, Any]) -> tuple[list[Turn], set[str]] | None:
+    """The turns that the columns of a row make, and the columns that were read; None without a question.
 
     BadRowError if several question columns differ.
     """
@@ -48,7 +39,7 @@ def turns_of(row: Mapping[str, Any]) -> ColumnTurns | None:
     turns += _round("\n".join([question, *lines]), reference)
     read = {*questions, *more, *REFERENCES, *(("history",) if history else ())}
     read |= {name for name in (*CHOICES, *choices) if choices}
-    return ColumnTurns(turns, frozenset(read))
+    return turns, read
 
 
 def system(row: Mapping[str, Any]) -> dict[str, str]:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from vlmdistill.pipelines.prompts import columns, sources
 from vlmdistill.pipelines.prompts.augment import Message
-from vlmdistill.pipelines.prompts.sources import BadRowError, Row, half_character
+from vlmdistill.pipelines.prompts.sources import BadRowError, Row, lone_surrogate
 from vlmdistill.stores.errors import DataError
 
 Format = Literal["auto", "llava", "sharegpt", "chat", "hf"]
@@ -23,15 +23,9 @@ Media = str | bytes  # a path from the row, or the content of the file
 Sampling = Mapping[str, float | int]  # "fps" or "frames" of a video; empty: the target's own
 
 ROLES = {
-    "system": "system",
-    "developer": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard"), "assistant"),
 }
 TOOLS = ("tool", "function", "function_call", "tool_call", "tool_response", "observation", "ipython")
 TURNS = ("messages", "conversations", "conversation", "items", "texts", "prompt")
@@ -92,7 +86,7 @@ def conversation(row: Row, kind: Format, sampling: Sampling | None = None) -> Co
         made = columns.turns_of(value)
         if made is None:
             raise BadRowError("no conversation", f"columns: {', '.join(map(str, value))}")
-        raw, read = made.turns, set(made.columns)
+        raw, read = made
     system = columns.system(value)
     if system and not any(ROLES.get(_role(turn)) == "system" for turn in raw):
         raw = [{"role": "system", "content": "\n".join(system.values())}, *raw]
@@ -252,7 +246,7 @@ def _parts(part: Any, media: _MediaOfRow) -> list[dict[str, Any]]:
             return []
         if not isinstance(text, str):
             raise BadRowError("text is not a string", type(text).__name__)
-        if position := half_character(text):
+        if position := lone_surrogate(text):
             raise BadRowError("text is not Unicode", f"unpaired surrogate at character {position}")
         made: list[dict[str, Any]] = []
         for index, piece in enumerate(TAG.split(text) if media.tagged else [text]):

@@ -11,7 +11,7 @@ import dataclasses
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +23,7 @@ from vlmdistill.pipelines.prompts.augment import Message
 from vlmdistill.pipelines.prompts.formats import MOST, Conversation, Format
 from vlmdistill.pipelines.prompts.sources import BadRowError, Row
 from vlmdistill.pipelines.prompts.sources import read as read_rows
-from vlmdistill.pipelines.workspace import written_aside
+from vlmdistill.pipelines.workspace import atomic_write
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import content_hash
 
@@ -115,31 +115,13 @@ def schema() -> Any:
     """The Arrow schema of the prompts file."""
     import pyarrow as pa
 
-    part = pa.struct(
-        [
-            ("type", pa.string()),
-            ("text", pa.string()),
-            ("path", pa.string()),
-            ("fps", pa.float64()),  # video sampling; both null: the target's own
-            ("frames", pa.int32()),
-        ]
-    )
-    message = pa.struct([("role", pa.string()), ("content", pa.list_(part))])
-    return pa.schema(
-        [
-            ("key", pa.string()),
-            ("dataset", pa.string()),
-            ("split", pa.string()),
-            ("messages", pa.list_(message)),
-            ("augmentation", pa.string()),
-            ("augmentation_text", pa.string()),
-            ("reference", pa.string()),
-            ("source", pa.string()),
-            ("row", pa.int64()),
-            ("turn", pa.int32()),
-        ],
-        metadata={"vlmdistill.prompts": "1"},
-    )
+    text = pa.string()
+    sampling = {"fps": pa.float64(), "frames": pa.int32()}  # of a video; both null: the target's own
+    part = pa.struct({"type": text, "text": text, "path": text, **sampling})
+    message = pa.struct({"role": text, "content": pa.list_(part)})
+    columns = dict.fromkeys((column.name for column in dataclasses.fields(Prompt)), text)
+    columns |= {"messages": pa.list_(message), "row": pa.int64(), "turn": pa.int32()}
+    return pa.schema(columns, metadata={"vlmdistill.prompts": "1"})
 
 
 def read(path: Path, model: str = "M") -> list[Prompt]:
@@ -228,19 +210,19 @@ def import_prompts(
     )
 
 
+@dataclass
 class _Import:
     """The state of an import: prompts made, rows skipped."""
 
-    def __init__(self, choices: Choices, resolver: MediaResolver, progress: Callable[[int], None]) -> None:
-        self.choices = choices
-        self.resolver = resolver
-        self.progress = progress
-        self.made: dict[str, Prompt] = {}
-        self.skipped: list[dict[str, Any]] = []
-        self.sources: set[str] = set()
-        self.unread: Counter[str] = Counter()
-        self.trimmed = 0
-        self.rows = 0
+    choices: Choices
+    resolver: MediaResolver
+    progress: Callable[[int], None]
+    made: dict[str, Prompt] = field(default_factory=dict)
+    skipped: list[dict[str, Any]] = field(default_factory=list)
+    sources: set[str] = field(default_factory=set)
+    unread: Counter[str] = field(default_factory=Counter)
+    trimmed: int = 0
+    rows: int = 0
 
     @property
     def full(self) -> bool:
@@ -366,7 +348,7 @@ def _write(out: Path, prompts: Iterable[Prompt]) -> None:
     import pyarrow.parquet as pq
 
     table = pa.Table.from_pylist([vars(prompt) for prompt in prompts], schema())
-    with written_aside(out) as file:
+    with atomic_write(out) as file:
         pq.write_table(table, file, compression="zstd")
 
 
@@ -374,5 +356,5 @@ def _write_skipped(path: Path, skipped: list[dict[str, Any]], sources: set[str])
     """Replace the entries of `sources` in the list of skipped rows; those of others stay."""
     lines = path.read_text().splitlines() if path.is_file() else []
     kept = [entry for entry in map(json.loads, lines) if entry["source"] not in sources]
-    with written_aside(path) as file:
+    with atomic_write(path) as file:
         file.write_text("".join(json.dumps(entry) + "\n" for entry in [*kept, *skipped]))

@@ -71,7 +71,7 @@ class Row:
 def check(source: str, hub: bool) -> None:
     """DataError if a source is neither a file nor a folder nor, with `hub`, a name on the hub."""
     path = Path(source).expanduser()
-    if half_character(str(path.absolute())):
+    if lone_surrogate(str(path.absolute())):
         raise DataError(f"{source}: the name is not UTF-8: rename the file")
     local = source.startswith((".", "/", "~")) or source.lower().endswith(FILES)
     if not path.exists() and (local or not hub):
@@ -79,7 +79,7 @@ def check(source: str, hub: bool) -> None:
         raise DataError(f"there is no file {source}{hint}")
 
 
-def half_character(text: str) -> int | None:
+def lone_surrogate(text: str) -> int | None:
     """The position of an unpaired surrogate, from 1. JSON can hold one, UTF-8 cannot."""
     try:
         text.encode()

@@ -17,7 +17,7 @@ from typing import Any
 
 from vlmdistill.pipelines.prompts.importing import Prompt
 from vlmdistill.pipelines.responses.quality import Filters
-from vlmdistill.pipelines.workspace import written_aside
+from vlmdistill.pipelines.workspace import atomic_write
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import Array
 
@@ -91,7 +91,7 @@ def write_settings(out: Path, settings: Mapping[str, Any]) -> None:
     """Write the settings of a new folder; see `check_settings` for one that has settings."""
     check_settings(out, settings)
     if not (out / SETTINGS).is_file():
-        with written_aside(out / SETTINGS) as file:
+        with atomic_write(out / SETTINGS) as file:
             file.write_text(json.dumps(settings, indent=2) + "\n")
 
 
@@ -127,7 +127,7 @@ def write_part(out: Path, name: str, rows: Sequence[ResponseRow]) -> None:
     import pyarrow.parquet as pq
 
     if rows:
-        with written_aside(out / PART.format(name)) as file:
+        with atomic_write(out / PART.format(name)) as file:
             pq.write_table(
                 pa.Table.from_pylist([vars(row) for row in rows], schema()), file, compression="zstd"
             )
@@ -190,5 +190,5 @@ def write_failed(out: Path, failed: Mapping[str, str]) -> None:
     if not failed:
         path.unlink(missing_ok=True)
         return
-    with written_aside(path) as file:
+    with atomic_write(path) as file:
         file.write_text("".join(json.dumps({"key": k, "reason": why}) + "\n" for k, why in failed.items()))

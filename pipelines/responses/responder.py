@@ -25,7 +25,7 @@ from vlmdistill.pipelines.runtime.shared import Shared, some_media
 from vlmdistill.pipelines.runtime.workers import ActorPool, WorkerOptions, weight_bytes
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
-from vlmdistill.pipelines.workspace import absolute, only_writer
+from vlmdistill.pipelines.workspace import absolute_model, only_writer
 from vlmdistill.stores.errors import DataError, TargetError, one_line
 from vlmdistill.stores.schema import content_hash
 
@@ -212,9 +212,9 @@ def respond(
         if missing:
             report(done, len(prompts), "starting")
             worker = partial(
-                Responder, absolute(model), sampling, filters, batch, options.load, options.engine
+                Responder, absolute_model(model), sampling, filters, batch, options.load, options.engine
             )
-            shared = Shared(absolute(model), fingerprint, some_media(missing))
+            shared = Shared(absolute_model(model), fingerprint, some_media(missing))
             weights = weight_bytes(model, options.load)
             pool = ActorPool[ResponseTask, ResponseResult]
             with session(), pool(worker, shared, options, weights=weights) as workers:

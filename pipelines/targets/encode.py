@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from vlmdistill.pipelines.media.images import BROKEN, MediaError, large_images, upright
-from vlmdistill.pipelines.prompts.sources import half_character
+from vlmdistill.pipelines.prompts.sources import lone_surrogate
 from vlmdistill.pipelines.targets.checkpoints.folder import first_line
 from vlmdistill.pipelines.targets.families.family import IMAGE, VIDEO, Family, Inputs
 from vlmdistill.pipelines.targets.video import FrameProcessor, FrameSampling
@@ -26,14 +26,23 @@ NOT_VISUAL = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_id
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """An encoded conversation, on the CPU."""
+    """An encoded conversation of L positions, on the CPU.
 
-    ids_L: Tensor  # int64, placeholders expanded to one per visual token
-    rope_AL: Tensor  # int64, the target's own rotary positions
-    kind_L: Tensor  # int64: 0 at text, 1 at image, 2 at video tokens
-    spans: tuple[Span, ...]  # one per image, and per contiguous run of a video's tokens
-    inputs: Inputs  # pixel_values and their sizes; empty without images and videos
-    samplings: tuple[FrameSampling, ...] = ()  # which frames are sampled, one per video
+    Args:
+        ids_L: int64 [L], token ids; placeholders are expanded to one per visual token.
+        rope_AL: int64 [A, L], the target's own rotary positions on its A axes.
+        kind_L: int64 [L]: 0 at text, 1 at image, 2 at video tokens.
+        spans: One per image, and per contiguous run of a video's tokens.
+        inputs: `pixel_values` and their sizes; empty without images and videos.
+        samplings: Which frames are sampled, one per video.
+    """
+
+    ids_L: Tensor
+    rope_AL: Tensor
+    kind_L: Tensor
+    spans: tuple[Span, ...]
+    inputs: Inputs
+    samplings: tuple[FrameSampling, ...] = ()
 
     @property
     def length(self) -> int:
@@ -58,7 +67,13 @@ class EncodedPrompt:
 
 @dataclass(frozen=True)
 class EncodedResponse:
-    """A response: token ids including the EOS that ends it, and its text."""
+    """A response.
+
+    Args:
+        ids: Token ids, with the EOS that ends it.
+        finish: `stop` if an EOS ended it, `length` if it reached `max_new_tokens`.
+        text: The text of the tokens, without special ones.
+    """
 
     ids: tuple[int, ...]
     finish: Literal["stop", "length"]
@@ -80,7 +95,7 @@ def encode(
     if not conversation:
         raise DataError("a prompt needs at least one message")
     for text in (part.get("text", "") for turn in conversation for part in turn["content"]):
-        if position := half_character(text):
+        if position := lone_surrogate(text):
             raise DataError(f"a prompt's text is not Unicode: a lone surrogate at position {position}")
         for placeholder in (processor.image_token, getattr(processor, "video_token", None)):
             if placeholder and placeholder in text:

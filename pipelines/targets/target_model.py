@@ -63,12 +63,12 @@ class TargetModel(abc.ABC):
 
     @cached_property
     def info(self) -> TargetInfo:
-        """The facts a drafter is built from."""
+        """Facts that a drafter is built from, such as `hidden_size` (D) and `vocab_size` (V)."""
         return target_info(self.name, self.family, self.model, self.tokenizer)
 
     @property
     def head(self) -> Head:
-        """The frozen embedding table and LM head, on the target's device."""
+        """The frozen `embed_VD` and `lm_head_VD` [vocabulary, hidden size], on the target's device."""
         return Head(embed_VD=self.model.get_input_embeddings().weight, lm_head_VD=self._head)
 
     @cached_property
@@ -100,7 +100,19 @@ class TargetModel(abc.ABC):
     # Prompts and responses
 
     def encode(self, messages: Messages) -> EncodedPrompt:
-        """Encode a conversation, see `encode.encode`; DataError names what cannot be used."""
+        """Encode a conversation: chat template, tokens, pixels and rotary positions.
+
+        Args:
+            messages: Turns with `role` and `content`, as of OpenAI; the parts of a content are text, images
+                (`{"type": "image", "image": file or PIL image}`) and videos.
+
+        Returns:
+            The prompt on the CPU: `ids_L` and `kind_L` (0 text, 1 image, 2 video) are int64 [L], with one
+            position per visual token, and `spans` its runs of visual tokens.
+
+        Raises:
+            DataError: A part cannot be read or is not supported, or the prompt is too long.
+        """
         return encode(
             messages,
             family=self.family,
@@ -121,7 +133,22 @@ class TargetModel(abc.ABC):
         """Generate a response to each prompt: greedy at temperature 0, else sampled.
 
         The same prompts, settings and seed give the same responses. A batch that exceeds the GPU's memory is
-        halved. Raises DataError on an invalid setting, TargetError if a single prompt exceeds the memory.
+        halved.
+
+        Args:
+            prompts: See `encode`.
+            max_new_tokens: Maximum length of a response, in tokens, EOS included.
+            temperature: 1 is the target's own distribution.
+            top_p: Share of probability that nucleus sampling keeps; 1 keeps all.
+            seed: Seed of the sampling.
+
+        Returns:
+            A response for each prompt: `ids` with the EOS that ends it, `text`, and `finish`, which is `stop`
+            or `length`.
+
+        Raises:
+            DataError: A setting is out of range.
+            TargetError: A single prompt exceeds the memory.
         """
         if max_new_tokens < 1 or not 0 <= temperature < float("inf") or not 0 < top_p <= 1:
             raise DataError(
@@ -194,8 +221,20 @@ class TargetModel(abc.ABC):
     ) -> list[Sample]:
         """Run prompts with their responses teacher-forced, in one batch, and keep the given features.
 
-        Raises TargetError for a layer that the target does not have, and if its LM head does not turn the
-        captured states into its own logits.
+        Args:
+            prompts: See `encode`.
+            responses: The token ids of the response to each prompt.
+            features: What to keep; see `Feature`.
+            dtype: Of the features: `bfloat16`, `float16` or `float32`.
+            keys: A key for each sample; empty by default.
+
+        Returns:
+            A sample for each prompt, with features [T, U or M, hidden size], to add to a store.
+
+        Raises:
+            DataError: Features cannot be stored in that dtype.
+            TargetError: The target has no such layer, or its LM head does not turn the captured states into
+                its own logits.
         """
         if dtype not in DTYPES:
             raise DataError(f"features are stored as {', '.join(DTYPES)}, not as {dtype}")

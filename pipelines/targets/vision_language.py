@@ -25,7 +25,12 @@ HIDDEN_TEXT = Feature("hidden", "text")
 
 
 class VisionLanguageTarget(TargetModel):
-    """A target that verifies draft trees. `compiled`: decoding steps run as `torch.compile` programs."""
+    """A loaded target VLM, which also verifies draft trees; `load_target` makes one.
+
+    Args:
+        compiled: Decoding steps run as `torch.compile` programs.
+        loaded: What loading gives: the model, its processor, its family and its folder.
+    """
 
     def __init__(self, *, compiled: bool = False, **loaded: Any):
         super().__init__(**loaded)

@@ -13,6 +13,7 @@ from urllib.request import url2pathname
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.schema import Array
 
+BLOCK = 1 << 24
 REQUESTS = 16  # concurrent requests to a remote backend
 PROTOCOLS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "http", "https", "memory")
 T = TypeVar("T")
@@ -33,6 +34,11 @@ class Backend(ABC):
     @abstractmethod
     def read_range(self, name: str, start: int, length: int) -> Array:
         """Bytes [start, start + length) of a file as uint8: mapped when local and large."""
+
+    def blocks(self, name: str, start: int, end: int) -> Iterator[memoryview]:
+        """Bytes [start, end) of a file, one block after the other."""
+        for at in range(start, end, BLOCK):
+            yield self.read_range(name, at, min(BLOCK, end - at)).data
 
     @abstractmethod
     def readinto(self, name: str, start: int, out: Array, on_part: Callable[[memoryview], None]) -> None:
@@ -78,7 +84,6 @@ class Backend(ABC):
 
     def links(self, folder: str = "") -> list[str]:
         """The symbolic links below a folder, or the folder if it is one: names relative to the root."""
-        del folder
         return []
 
     @abstractmethod
@@ -92,7 +97,6 @@ class Backend(ABC):
     @contextmanager
     def try_lock(self, name: str) -> Iterator[bool]:
         """Lock a file or folder against its writer; false when a live process has it. Remote: always true."""
-        del name
         yield True
 
     @abstractmethod

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from vlmdistill.stores.backends.backend import STAGING, Backend
-from vlmdistill.stores.backends.open_files import OpenFiles
+from vlmdistill.stores.backends.open_files import open_files
 from vlmdistill.stores.schema import Array
 
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
@@ -48,14 +48,11 @@ class Local(Backend):
     def __init__(self, root: Path) -> None:
         self.root = root
         self.url = str(root)
-        self._files = OpenFiles(root)
+        self._open = open_files(root)
         self._locks = Locks()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"root": self.root}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        Local.__init__(self, state["root"])
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Local, (self.root,))
 
     def read(self, name: str, most: int | None = None) -> bytes:
         """The whole file, or its first `most` bytes; FileNotFoundError when it is missing."""
@@ -64,17 +61,17 @@ class Local(Backend):
 
     def read_range(self, name: str, start: int, length: int) -> Array:
         """Mapped, so that memory use follows what the caller keeps."""
-        return self._files[name].read_range(start, length) if length else np.empty(0, np.uint8)
+        return self._open(name).read_range(start, length) if length else np.empty(0, np.uint8)
 
     def readinto(self, name: str, start: int, out: Array, on_part: Callable[[memoryview], None]) -> None:
         """Part by part."""
         if len(out):
-            self._files[name].readinto(start, out, on_part)
+            self._open(name).readinto(start, out, on_part)
 
     def prefetch(self, name: str, start: int, length: int) -> None:
         """Let the disk start on a range while others are still being read."""
         if length:
-            self._files[name].prefetch(start, length)
+            self._open(name).prefetch(start, length)
 
     def create(self, name: str, data: bytes) -> bool:
         """Link a finished file into place: atomic, exclusive, and whole on every POSIX system."""
@@ -97,12 +94,7 @@ class Local(Backend):
 
     def replace(self, name: str, data: bytes) -> None:
         """Rename a finished file into place."""
-
-        def rename(ready: Path, path: Path) -> bool:
-            os.rename(ready, path)
-            return True
-
-        self._write(name, data, rename)
+        self._write(name, data, lambda ready, path: bool(ready.rename(path)))
 
     def _write(self, name: str, data: bytes, into: Callable[[Path, Path], bool]) -> bool:
         path = self.root / name
@@ -110,10 +102,8 @@ class Local(Backend):
         folder = self.workspace()
         ready = folder / "record"
         try:
-            with ready.open("xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+            ready.write_bytes(data)
+            sync(ready)
             made = into(ready, path)
         finally:
             self.release(folder)
@@ -233,7 +223,7 @@ class Local(Backend):
             finally:
                 self.release(work)
             sync(there.parent)
-            self._files = OpenFiles(self.root)  # an open file may be the one just replaced
+            self._open = open_files(self.root)  # an open file may be the one just replaced
 
     def release(self, folder: Path, keep: bool = False) -> None:
         """Remove the folder if it is still there, then release its lock."""

@@ -1,10 +1,9 @@
 """Open files of a local store: byte ranges are mapped, copied, or read ahead of time."""
 
+import functools
 import mmap
 import os
-import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -72,20 +71,6 @@ class OpenFile:
             return False
 
 
-class OpenFiles:
-    """The most recently read files below a folder."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._files: OrderedDict[str, OpenFile] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def __getitem__(self, name: str) -> OpenFile:
-        with self._lock:
-            file = self._files.get(name)
-            if file is None:
-                file = self._files[name] = OpenFile(self._root / name)
-                if len(self._files) > OPEN_FILES:
-                    self._files.popitem(last=False)
-            self._files.move_to_end(name)
-            return file
+def open_files(root: Path) -> Callable[[str], OpenFile]:
+    """Opens files below a folder by name; the most recently read ones stay open."""
+    return functools.lru_cache(OPEN_FILES)(lambda name: OpenFile(root / name))

@@ -19,8 +19,6 @@ from vlmdistill.stores.backends.backend import Backend, truncated
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.schema import Array
 
-BLOCK = 1 << 24
-
 
 class Remote(Backend):
     """A prefix of an object store, such as `s3://bucket/store`. A PUT there is whole or does not happen."""
@@ -52,6 +50,7 @@ class Remote(Backend):
         if write and self._is_web:
             raise OSError(errno.EROFS, "a web server can only be read from")
         try:
+            self._fs.invalidate_cache()
             yield
         except OSError as error:
             if error.errno is not None:  # without a number, a file name would hide the message
@@ -123,17 +122,15 @@ class Remote(Backend):
 
     def _has(self, name: str, leaf: Path, file: Path, there: dict[str, int]) -> bool:
         """Whether the bytes of a local file are already there."""
-        if there.get(leaf.as_posix()) != file.stat().st_size:
+        size = file.stat().st_size
+        if there.get(leaf.as_posix()) != size:
             return False
         try:
             with file.open("rb") as mine:
-                for part in iter(lambda: mine.read(BLOCK), b""):
-                    start = mine.tell() - len(part)
-                    if self.read_range(f"{name}/{leaf.as_posix()}", start, len(part)).data != part:
-                        return False
+                blocks = self.blocks(f"{name}/{leaf.as_posix()}", 0, size)
+                return all(mine.read(len(block)) == block for block in blocks)
         except (FileNotFoundError, StoreError):  # removed or truncated since it was listed
             return False
-        return True
 
     def list_files(self, folder: str) -> dict[str, int]:
         """Every file below a folder: name relative to the folder -> bytes."""
@@ -151,7 +148,6 @@ class Remote(Backend):
     def _find(self, folder: str) -> dict[str, Any]:
         try:
             with self._request(folder):
-                self._fs.invalidate_cache()
                 found = self._fs.find(self._path(folder), detail=True)
                 # For a path that is itself a file, some implementations return no details.
                 found = {path: info or self._fs.info(path) for path, info in found.items()}
@@ -165,7 +161,6 @@ class Remote(Backend):
         """Bytes of one file, or None when it is missing."""
         try:
             with self._request(name):
-                self._fs.invalidate_cache()
                 size = self._fs.info(self._path(name))["size"]
         except FileNotFoundError:
             return None
@@ -177,7 +172,6 @@ class Remote(Backend):
         """The sorted names directly inside a folder."""
         try:
             with self._request(folder):
-                self._fs.invalidate_cache()
                 found = self._fs.ls(self._path(folder), detail=False)
         except (FileNotFoundError, NotADirectoryError):
             return []
@@ -199,12 +193,10 @@ class Remote(Backend):
 
     def workspace(self, name: str | None = None) -> Path:
         """A temporary folder of this machine: shards are built here and sent."""
-        del name
         return Path(tempfile.mkdtemp(prefix="vlmdistill-write-"))
 
     def release(self, folder: Path, keep: bool = False) -> None:
         """Remove the folder: what was sent already is not sent again."""
-        del keep
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -9,8 +9,7 @@ import contextlib
 import logging
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     import polars as pl
 
 WORTH = 64  # shards from which on the merged index is kept
-REQUESTS = 16  # concurrent requests
 log = logging.getLogger("vlmdistill.stores")
 
 
@@ -121,21 +119,12 @@ class Shards:
             if not (reserved(field.name) or pa.types.is_null(field.type)):
                 self._kinds.setdefault(field.name, (field.type, unit))
 
-    def load(self, units: Iterable[str]) -> None:
-        """Read the indexes of these units, many at a time where each is a request."""
-        missing = [unit for unit in units if unit not in self._tables]
-        if self._backend.is_local or len(missing) < 2:
-            return
-        with ThreadPoolExecutor(REQUESTS) as pool:
-            list(pool.map(self.table, missing))
-
     def keys(self, units: Sequence[str]) -> set[str]:
         """The sample keys of these units, all there are."""
         covered, table = self._cached(units)
         keys = set(table["key"].to_pylist()) if table is not None else set()
-        rest = [unit for unit in units if unit not in covered]
-        self.load(rest)
-        return keys.union(*(self.table(unit)["key"].to_pylist() for unit in rest))
+        tables = self._backend.map(self.table, [unit for unit in units if unit not in covered])
+        return keys.union(*(table["key"].to_pylist() for table in tables))
 
     def merged(self, units: Sequence[str]) -> "pl.DataFrame":
         """The index of these units, all there are; kept in the cache when that is worth it."""
@@ -143,11 +132,10 @@ class Shards:
 
         covered, cached = self._cached(units)
         fresh = [unit for unit in units if unit not in covered]
-        self.load(fresh)
         frames = [] if cached is None else [frame_of(cached)]
-        for unit in fresh:
+        for unit, table in zip(fresh, self._backend.map(self.table, fresh), strict=True):
             names = (pl.lit(unit).alias("unit"), pl.lit(self.commit(unit).shard).alias("shard"))
-            frames.append(frame_of(self.table(unit)).with_columns(*names))
+            frames.append(frame_of(table).with_columns(*names))
         merged = merge_index(frames, self._arrays)
         check_values(merged, self._arrays, map(self.commit, fresh))
         if len(fresh) >= WORTH:

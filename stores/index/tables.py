@@ -14,8 +14,9 @@ import pyarrow as pa
 from vlmdistill.stores.backends.backend import Backend, writing
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.index.arrow import frame_of, read_arrow, to_arrow
-from vlmdistill.stores.integrity.commits import put_table
-from vlmdistill.stores.manifest import KINDS, Commit, TableRecord, damaged, digest, read_record
+from vlmdistill.stores.integrity.commits import TRIES, is_complete
+from vlmdistill.stores.integrity.ledger import note
+from vlmdistill.stores.manifest import KINDS, Commit, TableRecord, damaged, digest, read_record, seal
 
 if TYPE_CHECKING:
     import polars as pl
@@ -77,22 +78,25 @@ def write_table(
 
     False, and nothing replaced, when `unchanged`, called just before the record is written, returns false.
     """
-    data = to_arrow(table)
+    data, name = to_arrow(table), f"{record.FOLDER}/{record.name}.json"
     entry = (len(data), digest(data))
-    file = record.file_of(entry)
+    record = msgspec.structs.replace(record, file=record.file_of(entry), entry=entry)
     with writing(backend):
-        return put_table(backend, data, msgspec.structs.replace(record, file=file, entry=entry), unchanged)
+        for _ in range(TRIES):
+            backend.replace(record.file, data)  # even if it is there: it may be damaged, or old enough for gc
+            if unchanged and not unchanged():
+                return False
+            backend.replace(name, seal(record))
+            if is_complete(backend, record):
+                note(backend, name, record)
+                return True
+    raise StoreError(f"{backend.url}/{record.file} was removed while it was written: try again")
 
 
 def read_table(backend: Backend, kind: type[T], name: str) -> tuple[T, pa.Table]:
     """The record and the table kept under a name; FileNotFoundError when it is missing."""
     record = read_record(backend, f"{kind.FOLDER}/{name}.json", kind)
     return record, read_arrow(backend, record.file, record.entry)
-
-
-def table_names(backend: Backend, folder: str) -> list[str]:
-    """The names of the tables kept in a folder, sorted."""
-    return [name.removesuffix(".json") for name in backend.list_names(folder) if name.endswith(".json")]
 
 
 @functools.lru_cache
@@ -161,6 +165,7 @@ def check_values(index: "pl.DataFrame", arrays: Sequence[str], commits: Iterable
             *(pl.col(name) < 0 for name, kind in CORE.items() if pa.types.is_integer(kind)),
             *(pl.col(kind + ROW) > pl.col(f"{kind}_rows") - count for kind, count in counts.items()),
             lengths.list.sum() != pl.col("visual_tokens"),
+            lengths.list.min() < 1,
         )
     )
     spans = index["spans"].rechunk().to_arrow().flatten()

@@ -25,7 +25,6 @@ from vlmdistill.stores.layout import TOKENS, Layout, untiled
 from vlmdistill.stores.manifest import GROUP, INDEX, Commit, Entry, StoreRecord, commit_name
 from vlmdistill.stores.schema import Array, Rows
 
-BLOCK = 1 << 24
 MOST = 1 << 16  # bytes of a description
 Kind = Literal["damaged", "missing", "unreadable", "orphan", "unfinished", "note"]
 
@@ -66,8 +65,7 @@ class Front:
     def parts(self, length: int) -> Iterator[memoryview]:
         """The next bytes, as far as the file goes."""
         end = min(self._at + length, self._size)
-        while self._at < end:
-            data = self._backend.read_range(self._name, self._at, min(BLOCK, end - self._at)).data
+        for data in self._backend.blocks(self._name, self._at, end):
             self._hash.update(data)
             self._at += len(data)
             yield data

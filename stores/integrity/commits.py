@@ -10,7 +10,16 @@ from collections.abc import Callable, Iterable
 from vlmdistill.stores.backends.backend import Backend
 from vlmdistill.stores.errors import NewerError, StoreError
 from vlmdistill.stores.integrity.ledger import find_copy, note
-from vlmdistill.stores.manifest import NAME, TABLES, Commit, TableRecord, commit_name, find_record, seal
+from vlmdistill.stores.manifest import (
+    NAME,
+    TABLES,
+    Commit,
+    TableRecord,
+    commit_name,
+    find_record,
+    kind_of,
+    seal,
+)
 
 TRIES = 9  # times that vanished files are published again
 SHARD = re.compile(rf"shards/({NAME.pattern})-[0-9a-f]{{16}}")
@@ -27,38 +36,21 @@ def commit(backend: Backend, record: Commit, publish: Callable[[], None]) -> Com
         publish()
         made = backend.create(name, seal(record))
         first = record if made else find_record(backend, name, Commit)
-        if first is not None and first.shard != record.shard:
-            backend.remove(record.named)  # the name of the unit is taken: nobody can commit this shard
-        if first is not None and is_complete(backend, first):
+        if first is None:
+            continue
+        taken = first.shard != record.shard
+        if taken:
+            backend.remove(record.named)  # the unit's name is: nobody can commit this shard
+        if is_complete(backend, first):
             note(backend, name, first)
             return first
-        if first is not None and first.shard != record.shard:
+        if taken:
             what = f"files of unit {record.unit}, which another process committed, are missing"
             raise StoreError(f"{what}: run `store verify`")
     raise StoreError(
         f"the files of unit {record.unit} were removed while they were committed: does `store gc` run with "
         "a short --grace? Write the unit again"
     )
-
-
-def put_table(
-    backend: Backend, data: bytes, record: TableRecord, unchanged: Callable[[], bool] | None = None
-) -> bool:
-    """Write a table and the record that names it, which may replace an older one.
-
-    `unchanged` is called just before the record is replaced; when it returns false nothing is replaced,
-    and the result is false.
-    """
-    name = record_name(record.named)
-    for _ in range(TRIES):
-        backend.replace(record.named, data)  # also when it is there: it may be damaged, or old enough for gc
-        if unchanged and not unchanged():
-            return False
-        backend.replace(name, seal(record))
-        if is_complete(backend, record):
-            note(backend, name, record)
-            return True
-    raise StoreError(f"{backend.url}/{record.named} was removed while it was written: try again")
 
 
 def find_commit(backend: Backend, unit: str) -> Commit | None:
@@ -87,10 +79,7 @@ def complete_ledger(backend: Backend, records: Iterable[Commit | TableRecord]) -
 def find_naming(backend: Backend, name: str) -> Commit | TableRecord | None:
     """The record that names a shard or table, as of now."""
     where = record_name(name)
-    kind = TABLES.get(where.partition("/")[0])
-    if not where:
-        return None
-    record = find_record(backend, where, kind) if kind else find_record(backend, where, Commit)
+    record = find_record(backend, where, kind_of(where)) if where else None
     return record if record is not None and record.named == name else None
 
 

@@ -8,7 +8,7 @@ the ledger first.
 
 from vlmdistill.stores.backends.backend import Backend
 from vlmdistill.stores.errors import StoreError, one_line
-from vlmdistill.stores.manifest import COMMITS, STATS, VIEWS, R, Record, damaged, seal, unseal
+from vlmdistill.stores.manifest import COMMITS, STATS, VIEWS, R, Record, damaged, record_names, seal, unseal
 
 LEDGER = "ledger"
 KEPT = (COMMITS, VIEWS, STATS)  # whose records have copies
@@ -33,8 +33,8 @@ def find_copy(backend: Backend, name: str, kind: type[R]) -> R | None:
 
 def noted(backend: Backend) -> list[str]:
     """The records that have a copy."""
-    listed = ((folder, backend.list_names(f"{LEDGER}/{folder}")) for folder in KEPT)
-    return [f"{folder}/{leaf}" for folder, leaves in listed for leaf in leaves if leaf.endswith(".json")]
+    listed = ((folder, record_names(backend, f"{LEDGER}/{folder}")) for folder in KEPT)
+    return [f"{folder}/{name}.json" for folder, names in listed for name in names]
 
 
 def lost(backend: Backend) -> list[str]:

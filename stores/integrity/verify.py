@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -23,7 +24,6 @@ from vlmdistill.stores.manifest import (
     CACHE,
     COMMITS,
     STORE,
-    TABLES,
     Commit,
     Entry,
     Record,
@@ -31,10 +31,13 @@ from vlmdistill.stores.manifest import (
     TableRecord,
     ViewRecord,
     find_record,
+    kind_of,
+    record_names,
 )
 from vlmdistill.stores.schema import content_hash
 
 FAULTS = ("damaged", "missing", "unreadable")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -111,17 +114,18 @@ class _Records:
         self._backend = backend
         self.findings: list[Finding] = []
         self.records: dict[str, Record] = {}
-        copies = [f"{folder}/{leaf}" for folder in KEPT for leaf in self._listed(f"{LEDGER}/{folder}")]
-        there = [f"{folder}/{leaf}" for folder in (*KEPT, CACHE) for leaf in self._listed(folder)]
+        copies = [f"{folder}/{leaf}.json" for folder in KEPT for leaf in self._listed(f"{LEDGER}/{folder}")]
+        there = [f"{folder}/{leaf}.json" for folder in (*KEPT, CACHE) for leaf in self._listed(folder)]
         names = [STORE, *sorted({*copies, *there})]
         read = dict(zip(names, backend.map(self._read, names), strict=True))
         origin = None
         uncovered = []
         for name, (record, copy) in read.items():
-            if record is None and copy is not None:
-                if not any(finding.name == name for finding in self.findings):
-                    self.findings.append(Finding("missing", name, f"it is lost: {LEDGER}/{name} is its copy"))
-                record = copy
+            gone = record is None and (copy is not None or name == STORE)
+            if gone and not any(finding.name == name for finding in self.findings):
+                why = f"it is lost: {LEDGER}/{name} is its copy" if copy else "the record is gone"
+                self.findings.append(Finding("missing", name, why))
+            record = record or copy
             if record is None:
                 continue
             self.records[name] = record
@@ -137,46 +141,36 @@ class _Records:
             self.findings.append(Finding("note", LEDGER, what + how))
 
     def _listed(self, folder: str) -> list[str]:
-        try:
-            return [leaf for leaf in self._backend.list_names(folder) if leaf.endswith(".json")]
-        except OSError as error:
-            self.findings.append(failed(folder, error))
-            return []
+        return self._try(folder, lambda: record_names(self._backend, folder)) or []
 
     def _read(self, name: str) -> tuple[Record | None, Record | None]:
         """A record and its copy."""
-        record = copy = None
+        kept = name.split("/")[0] in KEPT
+        record = self._try(name, lambda: self._find(name))
+        return record, self._try(f"{LEDGER}/{name}", lambda: self._find_copy(name)) if kept else None
+
+    def _try(self, name: str, read: Callable[[], T]) -> T | None:
+        """What is read, None and a finding when that fails; NewerError."""
         try:
-            record = self._find(name)
-            if record is None and name == STORE:
-                self.findings.append(Finding("missing", name, "the record is gone"))
+            return read()
         except NewerError:
             raise
         except (StoreError, OSError) as error:
             self.findings.append(failed(name, error))
-        if name.split("/")[0] in KEPT:
-            try:
-                copy = find_copy(self._backend, name, _kind(name))
-            except NewerError:
-                raise
-            except (StoreError, OSError) as error:
-                self.findings.append(failed(f"{LEDGER}/{name}", error))
-        return record, copy
+            return None
 
     def _find(self, name: str) -> Record | None:
-        return find_record(self._backend, name, _kind(name))
+        return find_record(self._backend, name, StoreRecord if name == STORE else kind_of(name))
+
+    def _find_copy(self, name: str) -> Record | None:
+        return find_copy(self._backend, name, kind_of(name))
 
     def is_current(self, name: str) -> bool:
         """Whether a record, or the copy of a lost one, is still the one that was read."""
         try:
-            record = self._find(name) or find_copy(self._backend, name, _kind(name))
+            return (self._find(name) or self._find_copy(name)) == self.records[name]
         except (StoreError, OSError):
             return True
-        return record == self.records[name]
-
-
-def _kind(name: str) -> type[Record]:
-    return StoreRecord if name == STORE else TABLES.get(name.split("/")[0], Commit)
 
 
 def _layout(found: _Records) -> Layout | None:

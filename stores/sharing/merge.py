@@ -146,7 +146,13 @@ def _copy(
             missing = new.unique(content, keep="first", maintain_order=True)
         if not len(missing):
             break
-        _copy_samples(source, target, missing, progress)
+        done = 0
+        by_unit = missing.sort("unit", "sample_row").group_by("unit", maintain_order=True)
+        for (unit,), rows in by_unit:
+            copy_unit(source, target, str(unit), rows)
+            done += len(rows)
+            if progress:
+                progress(done, len(missing))
         sent.update(missing["key"])
     else:
         raise StoreError(
@@ -167,12 +173,3 @@ def _copy(
         return result
     replaced, left = bring_tables(source, target, held, keep=merging)
     return replace(result, replaced=replaced, left=left)
-
-
-def _copy_samples(source: Store, target: Store, rows: pl.DataFrame, progress: OnSamples | None) -> None:
-    done = 0
-    for (unit,), some in rows.sort("unit", "sample_row").group_by("unit", maintain_order=True):
-        copy_unit(source, target, str(unit), some)
-        done += len(some)
-        if progress:
-            progress(done, len(rows))

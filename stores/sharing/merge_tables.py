@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from vlmdistill.stores.backends.backend import Backend
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.index.arrow import frame_of
-from vlmdistill.stores.index.tables import read_table, table_names, unlike, write_table
+from vlmdistill.stores.index.tables import read_table, unlike, write_table
 from vlmdistill.stores.manifest import (
     STATS,
     TABLES,
@@ -24,6 +24,7 @@ from vlmdistill.stores.manifest import (
     ViewRecord,
     find_record,
     read_record,
+    record_names,
 )
 from vlmdistill.stores.store import Store
 
@@ -41,7 +42,7 @@ def bring_tables(source: Store, target: Store, shared: pl.DataFrame, *, keep: bo
     """
     replaced, left, lost = [], [], list[StoreError]()
     for folder in (VIEWS, STATS):
-        for name in table_names(source.backend, folder):
+        for name in record_names(source.backend, folder):
             try:
                 changed, differs = _bring(source.backend, target.backend, folder, name, shared, keep)
             except StoreError as error:
@@ -62,14 +63,14 @@ def _bring(
     It is looked at just before it is replaced, and again after that: what another process has put there
     meanwhile is joined as well.
     """
-    replaced, kind = False, TABLES[folder]
+    replaced, kind, file = False, TABLES[folder], f"{folder}/{name}.json"
     for _ in range(TRIES):
-        found = _differing(source, target, folder, name)
-        if found is None:
+        there = find_record(target, file, kind)
+        if there == read_record(source, file, kind):
             return replaced, False
-        (record, theirs), there = found
+        record, theirs = _read(source, kind, name)
         theirs = theirs.join(shared, on="key", how="semi", maintain_order="left")
-        older, mine = there if there else (None, None)
+        older, mine = _read(target, kind, name) if there else (None, None)
         rows = theirs
         if older is not None and mine is not None:
             record, rows = _together((record, theirs), (older, mine), shared, keep)
@@ -77,7 +78,7 @@ def _bring(
                 return replaced, not _says(rows, theirs)
 
         def unchanged(older: TableRecord | None = older) -> bool:
-            return find_record(target, f"{folder}/{name}.json", kind) == older
+            return find_record(target, file, kind) == older
 
         if _write(target, record, rows, unchanged):
             replaced = replaced or (mine is not None and not _says(rows, mine))
@@ -98,15 +99,6 @@ def _together(said: Said, there: Said, shared: pl.DataFrame, keep: bool) -> Said
         rows = mine
     first, second = (record, older) if follows else (older, record)
     return _joined(first, second), rows
-
-
-def _differing(source: Backend, target: Backend, folder: str, name: str) -> tuple[Said, Said | None] | None:
-    """What both say under a name, of which the target may have none; None when it is the same."""
-    kind, record = TABLES[folder], f"{folder}/{name}.json"
-    there = find_record(target, record, kind)
-    if there == read_record(source, record, kind):
-        return None
-    return _read(source, kind, name), None if there is None else _read(target, kind, name)
 
 
 def _read(backend: Backend, kind: type[TableRecord], name: str) -> Said:

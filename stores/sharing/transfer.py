@@ -16,23 +16,15 @@ import polars as pl
 from msgspec.structs import replace
 
 from vlmdistill.stores.arrays import write_file
-from vlmdistill.stores.backends.backend import Backend, writing
+from vlmdistill.stores.backends.backend import BLOCK, Backend, writing
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.index.arrow import read_arrow, to_arrow
 from vlmdistill.stores.index.tables import CORE, LOSS, ROW, XXH3
 from vlmdistill.stores.integrity.commits import commit, find_commit
-from vlmdistill.stores.manifest import (
-    INDEX,
-    Commit,
-    Entry,
-    Files,
-    damaged,
-    shard_name,
-)
+from vlmdistill.stores.manifest import INDEX, Commit, Entry, Files, damaged, shard_name
 from vlmdistill.stores.schema import content_hash
 from vlmdistill.stores.store import Store
 
-BLOCK = 1 << 24
 LONGEST = 200  # characters in the name of a unit
 TRIES = 9  # names for a unit, where other processes keep taking them
 
@@ -129,13 +121,10 @@ def _fetch(backend: Backend, name: str, path: Path, entry: Entry) -> None:
     """Copy a file, continuing after what is there; StoreError when it is not what its record says."""
     size, checksum = entry
     path.parent.mkdir(parents=True, exist_ok=True)
-    continued = path.exists()
-    if _fetch_rest(backend, name, path, size) == checksum:
-        return
-    path.unlink()  # what was there may be to blame: once more, from the start
-    if continued and _fetch_rest(backend, name, path, size) == checksum:
-        return
-    path.unlink(missing_ok=True)
+    for _ in range(2 if path.exists() else 1):  # what is there may be to blame: again, from the start
+        if _fetch_rest(backend, name, path, size) == checksum:
+            return
+        path.unlink()
     raise damaged(f"{backend.url}/{name}")
 
 
@@ -174,8 +163,8 @@ def _publish(backend: Backend, folder: Path, record: Commit) -> None:
         name = f"{record.named}/{file}"
         state = blake3.blake3()
         try:
-            for start in range(0, size, BLOCK):
-                state.update(backend.read_range(name, start, min(BLOCK, size - start)).data)
+            for data in backend.blocks(name, 0, size):
+                state.update(data)
             same = state.hexdigest() == checksum
         except FileNotFoundError:
             same = False

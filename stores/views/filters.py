@@ -6,8 +6,7 @@ for those made from text) and the statistics of training runs.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import polars as pl
@@ -15,24 +14,14 @@ import xxhash
 
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.index.arrow import frame_of
-from vlmdistill.stores.index.tables import read_table, table_names, write_table
-from vlmdistill.stores.manifest import VIEWS, ViewRecord, check_name
+from vlmdistill.stores.index.tables import read_table, write_table
+from vlmdistill.stores.manifest import VIEWS, ViewRecord, check_name, record_names
 from vlmdistill.stores.schema import SCHEMA_VERSION
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.suggestions import did_you_mean
 from vlmdistill.stores.views.expressions import Filter, line_of, where
 from vlmdistill.stores.views.run_stats import unread
 from vlmdistill.stores.views.text_stats import BAND, SKETCH
-
-
-@dataclass(frozen=True)
-class View:
-    """What became of a filtering: counts per reason, in the order applied."""
-
-    name: str
-    rows: int
-    kept: int
-    dropped: Mapping[str, int]
 
 
 def _bound(column: str, reason: str, keep: Callable[[pl.Expr], pl.Expr]) -> Filter:
@@ -122,14 +111,8 @@ def mix(shares: str) -> Filter:
     return Filter(f"over the mix {shares}", keep)
 
 
-NAMED: Mapping[str, Callable[..., Filter]] = {
-    "min_words": min_words,
-    "max_code": max_code,
-    "max_repetition": max_repetition,
-    "max_tokens": max_tokens,
-    "unique": unique,
-    "mix": mix,
-}
+FILTERS: Sequence[Callable[..., Filter]] = (min_words, max_code, max_repetition, max_tokens, unique, mix)
+NAMED = {make.__name__: make for make in FILTERS}
 
 
 def named(text: str) -> Filter:
@@ -163,7 +146,7 @@ def filter_store(
     expressions: Sequence[str] = (),
     filters: Sequence[str | Filter] = (),
     base: str | None = None,
-) -> View:
+) -> ViewRecord:
     """Make the view `name` of the samples that pass every named filter, then every expression.
 
     `base` starts from another view. No tensor is touched. The view keeps the key of every sample
@@ -194,7 +177,7 @@ def filter_store(
     table = rows.select("key").with_columns(each.alias("reason").cast(pl.Categorical))
     record = ViewRecord(
         schema=SCHEMA_VERSION,
-        view=name,
+        name=name,
         base=base,
         filters=tuple(step.reason for step in steps),
         rows=len(rows),
@@ -202,12 +185,12 @@ def filter_store(
         dropped=dropped,
     )
     write_table(store.backend, record, table.to_arrow(compat_level=pl.CompatLevel.oldest()))
-    return View(name, len(rows), len(left), dropped)
+    return record
 
 
 def view_keys(store: Store, name: str) -> pl.DataFrame:
     """The keys that a view keeps; StoreError when there is no such view, with those there are."""
-    views = table_names(store.backend, VIEWS)
+    views = record_names(store.backend, VIEWS)
     if name not in views:  # which may be a path, and no name at all
         there = ", ".join(views) or "none yet: make one with `store filter`"
         near = did_you_mean(name, views)

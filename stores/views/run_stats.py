@@ -13,8 +13,8 @@ import polars as pl
 from vlmdistill.stores.backends.backend import Backend
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.index.arrow import frame_of
-from vlmdistill.stores.index.tables import read_table, reserved, table_names, write_table
-from vlmdistill.stores.manifest import STATS, RunRecord, check_name
+from vlmdistill.stores.index.tables import read_table, reserved, write_table
+from vlmdistill.stores.manifest import STATS, RunRecord, check_name, record_names
 from vlmdistill.stores.schema import SCHEMA_VERSION
 
 log = logging.getLogger("vlmdistill.stores")
@@ -34,10 +34,7 @@ class RunStats(NamedTuple):
 
 
 def write_stats(
-    backend: Backend,
-    run: str,
-    table: Mapping[str, Sequence[Any]] | pl.DataFrame,
-    meta: Collection[str] = (),
+    backend: Backend, run: str, table: Mapping[str, Sequence[Any]] | pl.DataFrame, meta: Collection[str] = ()
 ) -> None:
     """Keep `table` (a `key` column and others) as the statistics of `run`; see `Store.write_stats`.
 
@@ -56,7 +53,7 @@ def write_stats(
         if name != run:
             log.warning(why)
     arrow = frame.sort("key").to_arrow(compat_level=pl.CompatLevel.oldest())
-    write_table(backend, RunRecord(schema=SCHEMA_VERSION, run=run, order=order), arrow)
+    write_table(backend, RunRecord(schema=SCHEMA_VERSION, name=run, order=order), arrow)
 
 
 def _check(new: RunStats, others: Sequence[RunStats], meta: Collection[str]) -> None:
@@ -110,13 +107,13 @@ def join_stats(backend: Backend, index: pl.DataFrame) -> pl.DataFrame:
 def unread(backend: Backend, columns: Collection[str]) -> dict[str, str]:
     """The runs whose statistics cannot be read and so are not among the `columns` of an index, and why."""
     joined = {column.rpartition(".")[0] for column in columns}
-    return _runs(backend, [run for run in table_names(backend, STATS) if run not in joined])[1]
+    return _runs(backend, [run for run in record_names(backend, STATS) if run not in joined])[1]
 
 
 def _runs(backend: Backend, names: Sequence[str] | None = None) -> tuple[list[RunStats], dict[str, str]]:
     """The runs that can be read, the latest last, and of the others why not and what to do."""
     runs, lost = list[RunStats](), dict[str, str]()
-    for name in table_names(backend, STATS) if names is None else names:
+    for name in record_names(backend, STATS) if names is None else names:
         try:
             record, table = read_table(backend, RunRecord, name)
         except StoreError as error:

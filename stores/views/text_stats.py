@@ -11,56 +11,16 @@ BAND = 16  # hex digits of a band
 SKETCH = BANDS * BAND
 FENCE = "```"
 SYMBOLS = frozenset("{}[]()<>=;:#$&|^~\\/*+_%@`")
+PIECE = re.compile(r"\w+|[^\w\s]")
 KEYWORDS = frozenset(
-    {
-        "async",
-        "await",
-        "bool",
-        "char",
-        "class",
-        "console",
-        "const",
-        "def",
-        "delete",
-        "double",
-        "elif",
-        "else",
-        "enum",
-        "except",
-        "false",
-        "finally",
-        "float",
-        "for",
-        "from",
-        "function",
-        "if",
-        "import",
-        "include",
-        "insert",
-        "int",
-        "lambda",
-        "let",
-        "new",
-        "null",
-        "print",
-        "printf",
-        "println",
-        "private",
-        "public",
-        "raise",
-        "return",
-        "select",
-        "static",
-        "string",
-        "struct",
-        "true",
-        "update",
-        "var",
-        "void",
-        "where",
-        "while",
-        "yield",
-    }
+    PIECE.findall(
+        """
+        async await bool char class console const def delete double elif else enum except false
+        finally float for from function if import include insert int lambda let new null print
+        printf println private public raise return select static string struct true update var void
+        where while yield
+        """
+    )
 )
 SIGN = re.compile(
     r"""[{}\\^~@`]  # symbols that prose hardly has
@@ -71,7 +31,6 @@ SIGN = re.compile(
     re.VERBOSE,
 )
 MARKUP = re.compile(r"^\s*(?:[#>*+-]+|\d+[.)])\s+|\*+|-{3,}|(?<!\w)_+|_+(?!\w)|https?://\S+")  # markdown
-PIECE = re.compile(r"\w+|[^\w\s]")
 
 
 def text_stats(text: str) -> dict[str, int | float | str]:

@@ -81,6 +81,5 @@ def test_the_exit_status_says_whether_parity_holds(
         2,
         "0.32.0",
     )
-    assert ("does not serve this drafter as it was trained" in shown.err) is bool(status)
     (command,) = [text for text in shown.err.splitlines() if text.startswith("vLLM: ")]
     assert "--no-enable-prefix-caching" in command

@@ -84,7 +84,7 @@ def test_a_mistyped_name_is_refused_with_a_suggestion(
     arguments: list[str], meant: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dialogues(1)
-    assert f"did you mean '{meant}'" in failing(capsys, *arguments)
+    assert f"'{meant}'" in failing(capsys, *arguments)
     assert not Path("runs").exists()
 
 
@@ -92,15 +92,15 @@ def test_a_trained_drafter_is_suggested_before_one_to_train(capsys: pytest.Captu
     origin = checkpoint.Origin(synthetic.provenance(), catalogue.config("eagle3").training, {})
     for name in ("eagle3", "my-eagle"):
         checkpoint.save(synthetic.build("eagle3"), "eagle3", Path("runs/demo/drafters") / name, origin)
-    assert failing(capsys, "export", "my-eagel", "--out", "served").endswith("(did you mean 'my-eagle'?)")
+    assert failing(capsys, "export", "my-eagel", "--out", "served").count("'my-eagle'") == 1
     line = failing(capsys, "export", "hivis", "--out", "served")
     assert "vlmdistill train hivis" in line
 
 
 def test_settings_and_features_suggest_too() -> None:
-    with pytest.raises(Exception, match="did you mean 'warmup'"):
+    with pytest.raises(Exception, match="'warmup'"):
         override(catalogue.config("eagle2"), ["warmpu=0.1"])
-    with pytest.raises(Exception, match=r"did you mean 'embed\.visual'"):
+    with pytest.raises(Exception, match=r"'embed\.visual'"):
         Feature.parse("embd.visual")
 
 
@@ -114,7 +114,7 @@ def test_a_target_is_a_known_name_a_hub_id_or_a_folder(name: str) -> None:
 def test_an_existing_workspace_needs_no_target() -> None:
     Path("runs/pulled").mkdir(parents=True)  # a store that someone sent, to train from
     assert Workspace.of("pulled").root == Path("runs/pulled")
-    with pytest.raises(TargetError, match="did you mean 'pulled'"):
+    with pytest.raises(TargetError, match="'pulled'"):
         Workspace.of("puled")
 
 

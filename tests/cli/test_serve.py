@@ -23,15 +23,15 @@ def _no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--host", "0.0.0.0"], "--host 0.0.0.0: other machines can connect, so set --key or VLMDISTILL_KEY"),
-        (["--host", "::"], "other machines can connect"),
-        (["--host", "example"], "other machines can connect"),
-        (["--key", ""], "the key must be printable ASCII"),
-        (["--key", "clé"], "the key must be printable ASCII"),
-        (["--media", "nowhere"], "--media nowhere: there is no such folder"),
-        (["--tree", "oak"], "'oak' is not a tree"),
-        (["--drafter", "absent"], "no drafter in"),
-        (["--model", "no-such-model"], "there is no target 'no-such-model'"),
+        (["--host", "0.0.0.0"], "--host 0.0.0.0"),
+        (["--host", "::"], "VLMDISTILL_KEY"),
+        (["--host", "example"], "--host example"),
+        (["--key", ""], "ASCII"),
+        (["--key", "clé"], "ASCII"),
+        (["--media", "nowhere"], "--media nowhere"),
+        (["--tree", "oak"], "'oak'"),
+        (["--drafter", "absent"], "absent"),
+        (["--model", "no-such-model"], "'no-such-model'"),
     ],
 )
 def test_a_mistake_is_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,9 +55,9 @@ def test_a_missing_package_is_one_line_that_says_what_to_install(
     monkeypatch.delitem(sys.modules, "vlmdistill.pipelines.serving.app", raising=False)
     monkeypatch.delattr("vlmdistill.pipelines.serving.app", raising=False)
     assert main(["serve", "--host", "0.0.0.0"]) == 1  # which would be refused, too
-    assert capsys.readouterr().err == (
-        "error: serving needs the package fastapi: pip install 'vlmdistill[serve]'\n"
-    )
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "fastapi" in line
+    assert "pip install 'vlmdistill[serve]'" in line
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])

@@ -87,7 +87,7 @@ def test_a_prefix_that_an_object_stands_for_is_empty_and_one_with_other_objects_
     make(f"{bucket}/new/store", [range(3)])
     assert not verify(f"{bucket}/new/store").damage
     fs.pipe_file(f"{bucket}/full/cache/data.bin", b"mine")
-    with pytest.raises(StoreError, match="full holds other things, such as cache"):
+    with pytest.raises(StoreError, match=r"full.*cache"):
         make(f"{bucket}/full")
 
 
@@ -152,5 +152,5 @@ def test_damage_in_a_bucket_is_found(bucket: str) -> None:
     assert [finding.name for finding in verify(store.path).damage] == [name]
     write(store, "u1", [7])
     store.backend.replace(name, b"short")
-    with pytest.raises(StoreError, match="shorter than its record says"):
+    with pytest.raises(StoreError, match=name):
         Store.open(store.path).read("k0002")

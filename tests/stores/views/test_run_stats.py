@@ -1,6 +1,7 @@
 """Statistics of training runs add columns to the index, and never stop a store from being read."""
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +42,13 @@ def test_damaged_statistics_of_a_run_stop_no_reader_and_only_views_that_need_the
     opened = Store.open(store.path)
     with caplog.at_level(logging.WARNING, "vlmdistill.stores"):
         assert same(opened.read("k0002"), sample(2))
-    assert f"To do without them, remove {record}" in caplog.text
+    assert record in caplog.text
     assert opened.index["old.kept"].drop_nulls().to_list() == [0.1, 0.2]
     assert stats(opened)["words"]["count"] == 6
     assert filter_store(opened, "v", expressions=["words > 2", '"old.kept" is null']).kept == 3
     for text in ("kept > 0.5", '"new.kept" > 0.5', "new.kept > 0.5"):
-        with pytest.raises(StoreError, match=r"is damaged.*To do without them, remove ") as raised:
+        with pytest.raises(StoreError, match=re.escape(record)):
             filter_store(opened, "v", expressions=["words > 2", text])
-        assert record in str(raised.value)
     opened.write_stats("newest", {"key": ["k0004"], "kept": [0.5]})
     Path(record).unlink()
     mended = Store.open(store.path)
@@ -63,7 +63,7 @@ def test_a_run_written_again_needs_not_be_read(store: Store) -> None:
 
 
 def test_a_column_has_one_kind_of_values_in_all_runs(store: Store) -> None:
-    with pytest.raises(StoreError, match="'kept' is String, and a number in the run 'old'"):
+    with pytest.raises(StoreError, match=r"'kept'.*String.*'old'"):
         store.write_stats("odd", {"key": ["k0001"], "kept": ["most"]})
     store.write_stats("whole", {"key": ["k0001"], "kept": [1]})
     store.write_stats("empty", {"key": ["k0001"], "kept": [None]})
@@ -72,7 +72,7 @@ def test_a_column_has_one_kind_of_values_in_all_runs(store: Store) -> None:
 
 def test_a_run_keeps_clear_of_the_columns_of_the_samples(tmp_path: Path) -> None:
     store = dotted(tmp_path)
-    with pytest.raises(StoreError, match=r"samples came with a column 'run\.loss': rename the run 'run'"):
+    with pytest.raises(StoreError, match=r"'run\.loss'.*'run'"):
         store.write_stats("run", {"key": ["k0001"], "loss": [0.5]})
 
 
@@ -89,7 +89,7 @@ def foreign(store: Store, run: str, table: dict[str, Any]) -> None:
     from vlmdistill.stores.index.tables import write_table
 
     arrow = pl.DataFrame(table).to_arrow(compat_level=pl.CompatLevel.oldest())
-    write_table(store.backend, RunRecord(schema=1, run=run, order=9), arrow)
+    write_table(store.backend, RunRecord(schema=1, name=run, order=9), arrow)
 
 
 def test_statistics_from_elsewhere_that_meet_a_name_or_a_kind_stop_no_reader(

@@ -23,7 +23,7 @@ from vlmdistill.pipelines.targets.checkpoints.loading import load
 from vlmdistill.pipelines.targets.checkpoints.registry import HUB, Options
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.pipelines.targets.families import FAMILIES
-from vlmdistill.pipelines.workspace import Workspace, absolute
+from vlmdistill.pipelines.workspace import Workspace, absolute_model
 from vlmdistill.stores.errors import TargetError
 from vlmdistill.stores.schema import Feature
 
@@ -180,7 +180,7 @@ def test_a_workspace_does_not_hide_the_model_of_its_name(
     assert describe("llava-1.5-7b", 10, 10)["found"]
     assert load("llava-1.5-7b").folder == checkpoint("llava")
     assert Workspace.of("llava-1.5-7b", tmp_path).root == tmp_path / "llava-1.5-7b"
-    assert absolute("llava-1.5-7b") == "llava-1.5-7b"
+    assert absolute_model("llava-1.5-7b") == "llava-1.5-7b"
 
 
 def test_weights_without_safetensors(copy: Callable[[str], Path]) -> None:
