@@ -5,6 +5,7 @@ import logging
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 LAST_SEED = 2**32 - 1  # all random generators accept it
 SIGINT_STATUS, SIGTERM_STATUS = 128 + signal.SIGINT, 128 + signal.SIGTERM
+RECENT = 120  # seconds or reports by which the time left is estimated
 QUIET_SECONDS = 30  # between two lines of progress if stderr is not a terminal
 
 Model = Annotated[
@@ -67,8 +69,8 @@ Recipe = Annotated[
     str | None,
     typer.Option(
         "--recipe",
-        metavar="paper|fair|demo",
-        help="Training settings; default: demo for the demo targets, else paper.",
+        metavar="paper|fair|demo|FILE.toml",
+        help="Training settings, by name or in a file; default: demo for the demo targets, else paper.",
     ),
 ]
 AllowFailed = Annotated[
@@ -213,14 +215,20 @@ class _Lines:
 
 
 class _Speed:
-    """The rate and the time left; work of an earlier run does not count."""
+    """The rate and the time left, by the last `RECENT` seconds or reports, whichever is longer.
+
+    Loading and the work of an earlier run do not count, and a stage that is slower soon shows.
+    """
 
     def __init__(self) -> None:
-        self.start, self.first = time.monotonic(), -1
+        self.marks: deque[tuple[float, int]] = deque(maxlen=RECENT)  # time and work done, a second apart
 
     def __call__(self, done: int, total: int) -> tuple[str, str]:
-        self.first = done if self.first < 0 else self.first
-        rate = (done - self.first) / max(1e-9, time.monotonic() - self.start)
+        now = time.monotonic()
+        if not self.marks or now - self.marks[-1][0] >= 1:
+            self.marks.append((now, done))
+        start, first = self.marks[0]
+        rate = (done - first) / max(1e-9, now - start)
         if not rate:
             return "", ""
         shown = f"{rate:.1f}/s" if rate >= 1 else f"{1 / rate:.1f} s each"

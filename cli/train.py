@@ -1,7 +1,7 @@
 """`vlmdistill train`: train a drafter on a feature store."""
 
 import os
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -34,6 +34,14 @@ def train(
         typer.Option(help="Dtype of training; auto: bfloat16 on a GPU, else float32."),
     ] = "auto",
     save_every: Annotated[int, typer.Option(min=1, help="Optimizer steps between checkpoints.")] = 200,
+    held_out: Annotated[
+        float,
+        typer.Option(metavar="SHARE", min=0, max=0.9, help="Share of the samples kept apart to validate on."),
+    ] = 0.02,
+    tensorboard: Annotated[
+        bool,
+        typer.Option("--tensorboard", help="Write a TensorBoard log too; needs the extra `tensorboard`."),
+    ] = False,
     force: Annotated[
         bool, typer.Option("--force", help="Start over and replace an earlier run of this name.")
     ] = False,
@@ -54,13 +62,25 @@ def train(
     config = pipeline.resolve(drafter, recipe or pipeline.default_recipe(model), settings or ())
     plan = pipeline.planned(workspace, drafter, config, name=name, seed=seed)
     plan = dataclasses.replace(
-        plan, store=store or plan.store, view=view, zero=zero, dtype=dtype, save_every=save_every
+        plan,
+        store=store or plan.store,
+        view=view,
+        zero=zero,
+        dtype=dtype,
+        save_every=save_every,
+        held_out=held_out,
+        tensorboard=tensorboard,
     )
     with console.progress(f"training {name or drafter}", "steps") as report:
         folder = pipeline.launch(plan, ranks, force, report)
     if os.environ.get("RANK", "0") == "0":
         training = checkpoint.describe(folder)["training"]
-        measured = training["history"][-1]["held_out_agreement"] if training["history"] else []
-        facts = {"drafter": str(folder), "steps": training["steps"], "samples": training["samples"]}
-        shares = " ".join(f"{share:.3f}" for share in measured) or "nothing was held out"
-        console.result({**facts, "held_out_agreement": measured if as_json else shares}, as_json)
+        step = training.get("saved_step", training["steps"])
+        measured: dict[str, Any] = next((one for one in training["history"] if one["step"] == step), {})
+        agreement = measured.get("held_out_agreement", [])
+        shares = " ".join(f"{share:.3f}" for share in agreement) or "nothing was held out"
+        facts = {"drafter": str(folder), "steps": training["steps"], "saved_step": step}
+        facts |= {"samples": training["samples"], "held_out_agreement": agreement if as_json else shares}
+        console.result(
+            facts | {name: measured[name] for name in ("predicted_tau",) if name in measured}, as_json
+        )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from vlmdistill.drafters.checkpoints.settings import override, with_recipe
+from vlmdistill.drafters.checkpoints.settings import override, with_file, with_recipe
 from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.config import DrafterConfig
 from vlmdistill.drafters.training import ranks
@@ -31,10 +31,16 @@ def default_recipe(model: str) -> str:
 def resolve(drafter: str, recipe: str, settings: Sequence[str]) -> DrafterConfig:
     """The configuration of a drafter: its defaults, then the recipe, then `key=value` settings.
 
-    DataError on an unknown drafter, recipe or key, or a value of the wrong type.
+    A recipe is a name, or a file whose name ends in `.toml`. DataError on an unknown drafter, recipe or key,
+    or a value of the wrong type.
     """
     catalogue.trained(drafter)
-    return override(with_recipe(catalogue.config(drafter), recipe), settings)
+    config = catalogue.config(drafter)
+    if recipe.endswith(".toml"):
+        config = with_file(config, Path(recipe), drafter, catalogue.NAMES)
+    else:
+        config = with_recipe(config, recipe)
+    return override(config, settings)
 
 
 def planned(

@@ -2,15 +2,17 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+import tomllib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from vlmdistill.drafters.core.config import DrafterConfig
 from vlmdistill.drafters.core.tree import Tree
-from vlmdistill.stores.errors import DataError
+from vlmdistill.stores.errors import DataError, one_line
 from vlmdistill.stores.suggestions import did_you_mean
 
 
@@ -39,11 +41,47 @@ def with_recipe(config: DrafterConfig, name: str) -> DrafterConfig:
     """Apply a recipe by its name; DataError on an unknown one."""
     if name not in RECIPES:
         near = did_you_mean(name, RECIPES)
-        raise DataError(f"there is no recipe '{name}'{near}; choose from {', '.join(RECIPES)}")
+        known = f"{', '.join(RECIPES)}, or name a .toml file"
+        raise DataError(f"there is no recipe '{name}'{near}; choose from {known}")
     recipe = RECIPES[name]
     names = {stage.name for stage in config.training.stages}
     epochs = [f"stages.{stage}.epochs={count}" for stage, count in recipe.epochs.items() if stage in names]
     return override(config, [*recipe.settings.split(), *epochs])
+
+
+def with_file(config: DrafterConfig, file: Path, drafter: str, drafters: Collection[str]) -> DrafterConfig:
+    """Apply a recipe file: TOML with the keys of `override`, and a table for each drafter that has its own.
+
+    It begins with the named recipe that its key `recipe` gives, `paper` by default. Of the tables of all
+    `drafters`, that of `drafter` counts. DataError names the file, and the key or value that does not fit.
+    """
+    try:
+        found = tomllib.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or one_line(error)
+        raise DataError(f"the recipe file {file} cannot be read: {reason}") from None
+    for key, value in found.items():
+        if key in drafters and not isinstance(value, dict):
+            raise DataError(f"{file}: {key} is a drafter: write a table [{key}] with its settings")
+        if isinstance(value, dict) and key not in ("stages", *drafters):
+            near = did_you_mean(key, ("stages", *drafters))
+            raise DataError(f"{file}: the table [{key}] is neither [stages] nor that of a drafter{near}")
+    shared = {key: value for key, value in found.items() if key not in (*drafters, "recipe")}
+    try:
+        config = with_recipe(config, str(found.get("recipe", "paper")))
+        return _changed(config, [*_leaves(shared), *_leaves(found.get(drafter, {}))])
+    except DataError as error:
+        raise DataError(f"{file}: {error}") from None
+
+
+def _leaves(table: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of a table and of those in it, by their dotted keys."""
+    for name, value in table.items():
+        key = f"{path}.{name}" if path else name
+        if isinstance(value, dict):
+            yield from _leaves(value, key)
+        else:
+            yield key, value
 
 
 def to_dict(config: DrafterConfig) -> dict[str, Any]:
@@ -97,12 +135,20 @@ def override(config: DrafterConfig, settings: Sequence[str]) -> DrafterConfig:
     A key is a setting, or a path into the stages by index, name or `*`: `stages.*.learning_rate=1e-4`,
     `stages.multimodal.hops=3`. Values are JSON or plain words. DataError on a key or value that does not fit.
     """
-    values = to_dict(config)
+    parsed = []
     for setting in settings:
         key, equals, text = setting.partition("=")
         if not equals:
             raise DataError(f"'{setting}' is not a setting: write key=value, such as batch_tokens=8192")
-        _assign(values, key.split("."), _parse(text), key)
+        parsed.append((key, _parse(text)))
+    return _changed(config, parsed)
+
+
+def _changed(config: DrafterConfig, settings: Iterable[tuple[str, Any]]) -> DrafterConfig:
+    """Assign values by key, in order."""
+    values = to_dict(config)
+    for key, value in settings:
+        _assign(values, key.split("."), value, key)
     return from_dict(config, values)
 
 

@@ -98,11 +98,18 @@ class TrainConfig:
     """Gradient norm."""
     detach: bool = False
     """Cut the gradient between hops, as HASS does."""
+    validate_every: int = 0
+    """Optimizer steps between validations on held-out samples, the best of which gives the drafter that is
+    kept; 0: held-out agreement is measured at the end of each stage, and the last weights are kept."""
+    patience: int = 0
+    """A stage ends after that many validations in a row without a better one; 0: as its steps say."""
     stages: tuple[Stage, ...] = ()
 
     def __post_init__(self) -> None:
-        at_least(self, 0, "steps", "noise", "warmup")
+        at_least(self, 0, "steps", "noise", "warmup", "validate_every", "patience")
         at_least(self, 1, "batch_tokens", "max_length")
+        if self.patience and not self.validate_every:
+            raise DataError(f"patience={self.patience} counts validations: set validate_every as well")
 
     @property
     def schedule(self) -> tuple[Stage, ...]:

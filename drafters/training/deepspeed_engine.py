@@ -16,7 +16,7 @@ from torch import Tensor, distributed, nn
 from vlmdistill.drafters.training import ranks
 
 ADAM_BETAS = (0.9, 0.95)  # of EAGLE and all its descendants
-WEIGHT, BUFFER, STEP, MOMENTS = "weight", "buffer", "step", ("exp_avg", "exp_avg_sq")
+WEIGHT, BUFFER, STEP, MOMENTS, BEST = "weight", "buffer", "step", ("exp_avg", "exp_avg_sq"), "best"
 
 
 class PartEntry(NamedTuple):
@@ -56,6 +56,28 @@ def set_learning_rate(engine: Any, value: float) -> None:
         group["lr"] = value
 
 
+def step(engine: Any) -> Tensor | float:
+    """One optimizer step if this is its last micro-batch; returns its gradient's norm before clipping."""
+    measured = engine.zero_optimization() or engine.bfloat16_enabled()  # by DeepSpeed's own optimizers
+    gradients = [one.grad for one in engine.module.parameters() if one.grad is not None]
+    norm = 0.0 if measured else nn.utils.get_total_norm(gradients)
+    engine.step()
+    return (engine.get_global_grad_norm() or 0.0) if measured else norm
+
+
+def weights(engine: Any) -> dict[str, Tensor]:
+    """The trained weights as they compute now, as tensors of a state: the best ones that a run keeps."""
+    trained = [(name, one) for name, one in engine.module.named_parameters() if one.requires_grad]
+    return {f"{BEST}/{name}": one.detach().float().cpu().clone() for name, one in trained}
+
+
+def set_weights(engine: Any, best: Mapping[str, Tensor]) -> None:
+    """Let the module compute with these `weights`; its optimizer keeps its own."""
+    for name, one in engine.module.named_parameters():
+        if one.requires_grad:
+            one.data.copy_(best[f"{BEST}/{name}"])
+
+
 # The state of a run, the same for any number of ranks and any ZeRO stage.
 
 
@@ -87,31 +109,39 @@ def state(engine: Any) -> dict[str, Tensor]:
     return kept
 
 
-def expected(engine: Any) -> dict[str, PartEntry]:
-    """Every tensor that `state` may hold, by its key."""
+def expected(engine: Any, best: bool = False) -> dict[str, PartEntry]:
+    """Every tensor that a checkpoint may hold, by its key: those of `state`, and with `best` of `weights`."""
     entries = [
         PartEntry(f"{BUFFER}/{name}", tuple(one.shape), one.dtype) for name, one in _buffers(engine).items()
     ]
     for name, weight, _ in _weights(engine):
-        for kind in (WEIGHT, *MOMENTS):
+        for kind in (WEIGHT, *MOMENTS, *[BEST][: int(best)]):
             entries.append(PartEntry(f"{kind}/{name}", tuple(weight.shape), torch.float32))
         entries.append(PartEntry(f"{STEP}/{name}", (), torch.float32))
     return {entry.key: entry for entry in entries}
 
 
-def restore(engine: Any, entries: Sequence[PartEntry], tensors: Mapping[str, Tensor], source: int) -> None:
-    """Load a `state`: all ranks know its `entries`, the rank `source` has its tensors."""
+def restore(
+    engine: Any, entries: Sequence[PartEntry], tensors: Mapping[str, Tensor], source: int
+) -> dict[str, Tensor]:
+    """Load a `state`: all ranks know its `entries`, the rank `source` has its tensors.
+
+    Returns the best weights among them.
+    """
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
+    best: dict[str, Tensor] = {}
     live = engine.module.state_dict()
     weights = {name: (weight, held) for name, weight, held in _weights(engine)}
     for key, shape, dtype in entries:
         kind, _, name = key.partition("/")
         value = tensors[key] if tensors else torch.empty(shape, dtype=dtype)
         value = ranks.shared(value.to(engine.device), source)
+        if kind == BEST and ranks.is_first():
+            best[key] = value.cpu()
         if kind in (WEIGHT, BUFFER):
             live[name].copy_(value)
-        if kind == BUFFER:
+        if kind in (BUFFER, BEST):
             continue
         weight, held = weights[name]
         if kind == STEP:
@@ -127,6 +157,7 @@ def restore(engine: Any, entries: Sequence[PartEntry], tensors: Mapping[str, Ten
             held.adam[STEP].fill_(value)
         else:
             safe_set_full_optimizer_state(weight, value, kind)
+    return best
 
 
 class _Shard(NamedTuple):

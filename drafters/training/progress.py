@@ -1,4 +1,7 @@
-"""Progress of training: figures of each step, a TensorBoard log, and statistics of each sample.
+"""Progress of training: figures of each step and validation, and statistics of each sample.
+
+    <run>.training/metrics.jsonl   a line for each step and each validation: its step, stage and figures
+                   tensorboard/    the same figures, if asked for
 
 Shapes: H hops; R rows of a batch.
 """
@@ -8,13 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
+from vlmdistill.drafters.training.saved import HeldOut
 from vlmdistill.drafters.training.unroll import Unrolled
+from vlmdistill.stores.errors import TrainingError, one_line
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainingProgress:
     """One optimizer step over all ranks."""
 
@@ -23,14 +29,33 @@ class TrainingProgress:
     total: int  # steps that the run will take
     sums_H3: Tensor  # by hop: loss, rows that agree, rows that count
     tokens: int
-    seconds: float
+    seconds: float  # from the end of the step before, waiting included
+    waited: float  # of those, for data
+    learning_rate: float
+    gradient_norm: float  # before clipping
+    memory: int  # most bytes in use so far: of the GPU, or of the process
 
     @property
     def remark(self) -> str:
         """The figures in one short line."""
         agreement = " ".join(f"{share:.2f}" for share in self.agreement)
-        rate = self.tokens / max(self.seconds, 1e-9)
+        rate = self.figures["tokens_per_second"]
         return f"{self.stage}: loss {self.loss:.3f}, agreement {agreement}, {rate:.0f} tokens/s"
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """What is recorded of the step, by name."""
+        return {
+            "loss": self.loss,
+            **_by_hop(self.agreement),
+            "learning_rate": self.learning_rate,
+            "gradient_norm": self.gradient_norm,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens / max(self.seconds, 1e-9),
+            "data_wait": self.waited,
+            "memory_bytes": self.memory,
+        }
 
     @property
     def loss(self) -> float:
@@ -44,30 +69,68 @@ class TrainingProgress:
         return shares
 
 
-class TensorBoardLogger:
-    """TensorBoard scalars under `<run>.training/tensorboard`."""
+class Metrics:
+    """The figures of a run, written as they come."""
 
-    def __init__(self, folder: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+    def __init__(self, folder: Path, done: int, *, tensorboard: bool) -> None:
+        """Continue the record of a run after `done` steps: what was recorded of later ones is dropped.
 
-        self._writer = SummaryWriter(str(folder / "tensorboard"))
+        TrainingError when TensorBoard is asked for and not installed, or when nothing can be written.
+        """
+        self._file, self._board = folder / "metrics.jsonl", None
+        if tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise TrainingError(
+                    f"--tensorboard needs a package that is missing ({one_line(error)}): pip install "
+                    '"vlmdistill[tensorboard]", or leave it out: metrics.jsonl has the same figures'
+                ) from None
+            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lines = self._file.read_bytes().splitlines(keepends=True) if self._file.exists() else []
+            self._file.write_bytes(b"".join(line for line in lines if _step(line) <= done))
+        except OSError as error:
+            raise TrainingError(f"{self._file} cannot be written ({one_line(error)})") from None
 
-    def step(self, progress: TrainingProgress, rate: float) -> None:
-        """One optimizer step."""
-        values = {"loss": progress.loss, "learning_rate": rate}
-        values["tokens_per_second"] = progress.tokens / max(progress.seconds, 1e-9)
-        values |= {f"agreement/hop{hop}": share for hop, share in enumerate(progress.agreement)}
-        self._write("train", values, progress.step)
+    def step(self, progress: TrainingProgress) -> None:
+        """Record an optimizer step."""
+        self._write("train", progress.stage, progress.step, progress.figures)
 
-    def measured(self, entry: dict[str, Any]) -> None:
-        """Agreement on held-out samples."""
-        shares = {f"agreement/hop{hop}": share for hop, share in enumerate(entry["held_out_agreement"])}
-        self._write("held_out", shares, entry["step"])
-        self._writer.flush()
+    def measured(self, entry: HeldOut) -> None:
+        """Record a measurement on held-out samples."""
+        figures = {**_by_hop(entry.held_out_agreement), "predicted_tau": entry.predicted_tau}
+        self._write("held_out", entry.stage, entry.step, figures)
 
-    def _write(self, group: str, values: dict[str, float], step: int) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(f"{group}/{name}", value, step)
+    def close(self) -> None:
+        """Write out what TensorBoard has not yet."""
+        if self._board is not None:
+            self._board.close()
+
+    def _write(self, group: str, stage: str, step: int, figures: dict[str, float]) -> None:
+        named = {f"{group}/{name}": value for name, value in figures.items()}
+        with self._file.open("ab") as file:
+            file.write(msgspec.json.encode({"step": step, "stage": stage, **named}) + b"\n")
+        if self._board is not None:
+            for name, value in named.items():
+                self._board.add_scalar(name, value, step)
+
+
+def _by_hop(agreement: Sequence[float]) -> dict[str, float]:
+    return {f"agreement/hop{hop}": share for hop, share in enumerate(agreement)}
+
+
+class _Line(msgspec.Struct):
+    step: int
+
+
+def _step(line: bytes) -> float:
+    """The step of a line; later than any for one that was cut off."""
+    try:
+        return msgspec.json.decode(line, type=_Line).step if line.endswith(b"\n") else float("inf")
+    except msgspec.DecodeError:
+        return float("inf")
 
 
 class SampleStats:

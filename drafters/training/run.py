@@ -19,6 +19,9 @@ from vlmdistill.stores.errors import TrainingError
 from vlmdistill.stores.schema import Feature, content_hash
 from vlmdistill.stores.store import Store
 
+LATER = ("validate_every", "patience")
+"""Settings that earlier versions did not have: a run without them is the same run as then."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -35,6 +38,7 @@ class Run:
     micro_tokens: int = 8192  # tokens of one forward pass on one rank
     held_out: float = 0.02  # share of samples kept apart to measure agreement on
     save_every: int = 200  # optimizer steps between checkpoints
+    tensorboard: bool = False  # write a TensorBoard log as well as `metrics.jsonl`
 
     @property
     def state(self) -> Path:
@@ -72,10 +76,16 @@ class RunData:
             split(store, stage.view or run.view, run.config.training, run.held_out)
             for stage in run.config.schedule
         ]
+        if run.config.training.validate_every and not samples[-1].held_out:
+            raise TrainingError(
+                f"validate_every needs held-out samples, and at a share of {run.held_out:g} {run.store} has "
+                "none: hold out more with --held-out"
+            )
         keys = [sorted([*one.visual, *one.text]) for one in samples]
         settings = {"drafter": run.drafter, "seed": run.seed, **flat(run.config)}
         settings["samples"] = f"{len({*chain.from_iterable(keys)})} ({content_hash(keys)})"
-        signature = content_hash([run.drafter, to_dict(run.config), run.seed, keys])
+        config = {name: value for name, value in to_dict(run.config).items() if value or name not in LATER}
+        signature = content_hash([run.drafter, config, run.seed, keys])
         return cls(store, needs, samples, signature, settings)
 
     @cached_property

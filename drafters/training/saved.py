@@ -2,6 +2,7 @@
 
     <run>.training/checkpoint.json      position and settings of the run; sealed, written last
                    step<N>.safetensors  weights, Adam's moments and steps, buffers; see `deepspeed_engine`
+                   metrics.jsonl        figures of each step and validation; see `progress`
 
 Rank 0 writes it; the others get it from the rank that has it. Nothing in it can run code, and all of it is
 checked before use: a checkpoint may come from someone else.
@@ -33,6 +34,16 @@ RANKS = 2**16  # the most that a run may have had
 Count = Annotated[int, Meta(ge=0)]
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """A measurement on held-out samples."""
+
+    stage: str
+    step: Count
+    held_out_agreement: list[float]  # by hop, the share of rows whose best token is the target's
+    predicted_tau: float = 0.0  # of a chain as long as the drafter's tree is deep
+
+
 @dataclass
 class Position:
     """How far a run has come."""
@@ -43,7 +54,12 @@ class Position:
     begun: Count = 0  # of those, done when the epoch began
     total: Count = 0  # optimizer steps done in all
     reader: dict[str, Any] | None = None  # how far the epoch has been read, see `Epoch.state`
-    history: list[dict[str, Any]] = field(default_factory=list)  # agreement on held-out samples so far
+    history: list[HeldOut] = field(default_factory=list)
+
+    @property
+    def best(self) -> HeldOut | None:
+        """The measurement with the highest predicted tau, the first of equal ones."""
+        return max(self.history, key=lambda one: one.predicted_tau, default=None)
 
 
 class Saved(Record, frozen=True, kw_only=True):
@@ -64,10 +80,9 @@ class Saved(Record, frozen=True, kw_only=True):
         return f"step{self.position.total}.safetensors"
 
     def wrong(self, name: str) -> str | None:
-        """Check the parts of the position that have no type: reader and history."""
+        """Check the part of the position that has no type: the reader."""
         legs = self.position.reader.get("history", ()) if self.position.reader is not None else ()
-        sound = all(map(_is_leg, legs)) and all(map(_is_measured, self.position.history))
-        return None if sound else "its position is not one of a run"
+        return None if all(map(_is_leg, legs)) else "its position is not one of a run"
 
 
 def write(folder: Path, saved: Saved, tensors: Mapping[str, Tensor]) -> None:
@@ -124,17 +139,6 @@ def _is_leg(leg: Any) -> bool:
     """A part of an epoch: the tokens of a batch, the ranks, and the batches that each rank took."""
     counts = isinstance(leg, list | tuple) and len(leg) == 3 and all(type(one) is int for one in leg)
     return counts and leg[0] > 0 and 0 < leg[1] <= RANKS and leg[2] >= 0
-
-
-def _is_measured(entry: Any) -> bool:
-    """An entry of a history, as the trainer makes them."""
-    return (
-        entry.keys() == {"stage", "step", "held_out_agreement"}
-        and isinstance(entry["stage"], str)
-        and type(entry["step"]) is int
-        and isinstance(entry["held_out_agreement"], list)
-        and all(isinstance(share, float) for share in entry["held_out_agreement"])
-    )
 
 
 @contextmanager

@@ -5,8 +5,11 @@ of ranks. Rank 0 decides what to continue; only its disk is written.
 """
 
 import logging
+import resource
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from functools import cached_property
 from math import ceil
 from pathlib import Path
@@ -21,9 +24,9 @@ from vlmdistill.drafters.core.config import Stage
 from vlmdistill.drafters.core.vocabulary import columns_of
 from vlmdistill.drafters.training import deepspeed_engine, ranks, saved
 from vlmdistill.drafters.training.batches import as_batch
-from vlmdistill.drafters.training.progress import SampleStats, TensorBoardLogger, TrainingProgress
+from vlmdistill.drafters.training.progress import Metrics, SampleStats, TrainingProgress
 from vlmdistill.drafters.training.run import Run, RunData, finished, furthest
-from vlmdistill.drafters.training.saved import Position, Saved
+from vlmdistill.drafters.training.saved import HeldOut, Position, Saved
 from vlmdistill.drafters.training.schedule import Schedule
 from vlmdistill.drafters.training.signals import ASKING, Signals
 from vlmdistill.drafters.training.unroll import Unroll, supervised
@@ -34,7 +37,7 @@ from vlmdistill.stores.schema import PackedSamples, content_hash
 
 log = logging.getLogger(__name__)
 PROBE_HOPS = 5
-"""Hops for which held-out agreement is measured, for any stage."""
+"""The least hops for which held-out agreement is measured, for any stage."""
 
 
 def train(run: Run, on_step: Callable[[TrainingProgress], None] = lambda progress: None) -> Path:
@@ -58,7 +61,10 @@ def train(run: Run, on_step: Callable[[TrainingProgress], None] = lambda progres
         if not ranks.first(lambda: finished(run, data)):
             trainer = _Trainer(run, data, signals, on_step)
             trainer.begin(*furthest(run, data))
-            trainer.fit()
+            try:
+                trainer.fit()
+            finally:
+                trainer.close()
     return run.out
 
 
@@ -73,7 +79,8 @@ class _Trainer:
         self.position = Position()
         self.planned = 0
         self.saved = 0  # the step of the last checkpoint
-        self.board = TensorBoardLogger(run.state) if self.rank == 0 else None
+        self.metrics: Metrics | None = None  # on rank 0
+        self.best: dict[str, torch.Tensor] = {}  # weights at `position.best`, on rank 0, if the run validates
         self.measures = SampleStats()
         cuda = torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
@@ -103,16 +110,22 @@ class _Trainer:
             if columns_of(self.engine.module.drafter) is not None:
                 self._count_tokens()
         else:
-            expected = deepspeed_engine.expected(self.engine)
+            validated = self.config.validate_every > 0 and found.position.best is not None
+            expected = deepspeed_engine.expected(self.engine, best=validated)
             tensors: dict[str, torch.Tensor] = {}
 
             def read() -> list[deepspeed_engine.PartEntry]:
                 tensors.update(saved.tensors(self.run.state, found, expected))
                 return [expected[key] for key in sorted(tensors)]
 
-            deepspeed_engine.restore(self.engine, ranks.first(read, source), tensors, source)
+            self.best = deepspeed_engine.restore(self.engine, ranks.first(read, source), tensors, source)
             self.position, self.saved = found.position, found.position.total
-        self.planned = self._plan()
+
+        def record() -> None:
+            done, board = self.position.total, self.run.tensorboard
+            self.metrics = Metrics(self.run.state, done, tensorboard=board)
+
+        ranks.first(record)
         self.signals.where = self._where
         self.signals.patient = True
 
@@ -136,28 +149,39 @@ class _Trainer:
         """Train all stages, then write the drafter's folder."""
         while self.position.stage < len(self.schedule.stages):
             stage = self.schedule.stages[self.position.stage]
-            while self.schedule.progress(self.position) < 1 and self._epoch(stage):
+            self.planned = self._plan()
+            self._validate(stage)  # if a signal has stopped the run just before
+            while not self._over(stage) and self._epoch(stage):
                 self.position.epoch += 1
                 self.position.begun = self.position.taken
                 self.position.reader = None
-            if self.samples[self.position.stage].held_out:
-                self._measure(stage)
+            self._measure(stage)
             self.position.stage += 1
             self.position.epoch = self.position.taken = self.position.begun = 0
+            self.position.reader = None  # of a checkpoint at the last step of the stage
         if self.position.total == 0:
             raise TrainingError(f"{self.run.store} has no samples for the stages of {self.run.drafter}")
         ranks.first(self._publish)
 
+    def close(self) -> None:
+        """Write out what is still to be recorded."""
+        if self.metrics is not None:
+            self.metrics.close()
+
     def _plan(self) -> int:
         """Optimizer steps of the whole run: exact where it counts steps, else to a few steps an epoch."""
-        planned = 0.0
-        for number, stage in enumerate(self.schedule.stages):
-            keys = self.samples[number].draw(stage, 0.0, 0)
-            if keys and self.config.steps:
-                planned += self.schedule.steps(number)
-            elif keys and stage.epochs:
-                batches = len(self._read(keys, 0))
-                planned += stage.epochs * batches / self.micro
+        planned: float = self.position.total - self.position.taken
+        for number in range(self.position.stage, len(self.schedule.stages)):
+            stage = self.schedule.stages[number]
+            if self.config.steps:
+                planned += self.schedule.steps(number) if self.samples[number].draw(stage, 0.0, 0) else 0
+                continue
+            # The share of samples with images may move: the first epoch, the mean of those between, the last.
+            epochs, mixed = ceil(stage.epochs), stage.visual[0] != stage.visual[1]
+            counts = {0.0: 1, 0.5: epochs - 2, 1.0: stage.epochs - epochs + 1}
+            for ramp, count in (counts if mixed and epochs > 1 else {0.0: stage.epochs}).items():
+                if count and (keys := self.samples[number].draw(stage, ramp, 0)):
+                    planned += count * ceil(len(self._read(keys, 0)) / self.micro)
         return max(1, ceil(planned))
 
     def _read(self, keys: Sequence[str], seed: int, start: dict[str, Any] | None = None) -> Epoch:
@@ -183,21 +207,37 @@ class _Trainer:
         whole = reader.whole
         read = whole - len(reader)
         final = schedule.is_last_epoch(position, whole)
+        started = time.perf_counter()
         for group in self._groups(reader, schedule.batches_left(position, whole, read)):
-            started = time.perf_counter()
+            waited = time.perf_counter() - started
             rate = schedule.learning_rate(position, read / whole)
-            sums, tokens, asked = self._step(stage, group, rate, final)
+            sums, tokens, norm, asked = self._step(stage, group, rate, final)
             read += len(group)
             position.reader = reader.state
             position.total += 1
             position.taken += 1
-            seconds = time.perf_counter() - started
-            total = max(self.planned, position.total)
-            self._report(TrainingProgress(stage.name, position.total, total, sums, tokens, seconds), rate)
+            self._report(
+                TrainingProgress(
+                    stage=stage.name,
+                    step=position.total,
+                    total=max(self.planned, position.total),
+                    sums_H3=sums,
+                    tokens=tokens,
+                    seconds=time.perf_counter() - started,
+                    waited=waited,
+                    learning_rate=rate,
+                    gradient_norm=norm,
+                    memory=_memory(),
+                )
+            )
             if asked:
                 self._stop(asked)
+            self._validate(stage)
             if position.total % self.run.save_every == 0:
                 self._save()
+            if self._over(stage):
+                break
+            started = time.perf_counter()
         reader.close()
         return whole > 0
 
@@ -210,10 +250,11 @@ class _Trainer:
 
     def _step(
         self, stage: Stage, group: Sequence[PackedSamples], rate: float, final: bool
-    ) -> tuple[torch.Tensor, int, int | None]:
+    ) -> tuple[torch.Tensor, int, float, int | None]:
         """One optimizer step: the gradient of the mean over the supervised rows of all ranks.
 
-        Returns loss, agreement and count of each hop, the tokens, and the signal that any rank has received.
+        Returns loss, agreement and count of each hop, the tokens, the norm of the gradient, and the signal
+        that any rank has received.
         """
         deepspeed_engine.set_learning_rate(self.engine, rate)
         batches = [self._batch(samples) for samples in group]
@@ -227,6 +268,7 @@ class _Trainer:
         )
         rows, tokens = ranks.total(counts).tolist()
         sums = torch.zeros(stage.hops, 3, dtype=torch.float64, device=self.device)  # loss, agree, counted
+        norm: torch.Tensor | float = 0.0
         for micro, (batch, samples) in enumerate(zip(batches, group, strict=True)):
             self.engine.set_gradient_accumulation_boundary(micro == len(batches) - 1)
             # A draw of its own for every step, micro-batch and rank: nothing to save, nothing to lose.
@@ -241,30 +283,61 @@ class _Trainer:
                 if final:
                     self.measures.add(samples.keys, out)
             self.engine.backward(loss, scale_wrt_gas=False)
-            self.engine.step()
+            norm = deepspeed_engine.step(self.engine)
         received = torch.tensor([self.signals.received == number for number in ASKING], device=self.device)
         sent = ranks.total(torch.cat([sums.flatten(), received.double()]))
         asked = [number for number, some in zip(ASKING, sent[-len(ASKING) :].tolist(), strict=True) if some]
-        return sent[: -len(ASKING)].view_as(sums), int(tokens), asked[-1] if asked else None
+        return sent[: -len(ASKING)].view_as(sums), int(tokens), float(norm), asked[-1] if asked else None
+
+    def _over(self, stage: Stage) -> bool:
+        """Whether a stage has come to its end, or has not learnt anything for as long as `patience`."""
+        taus = [one.predicted_tau for one in self.position.history if one.stage == stage.name]
+        stale = len(taus) - 1 - taus.index(max(taus)) if taus else 0
+        return self.schedule.progress(self.position) >= 1 or 0 < self.config.patience <= stale
+
+    def _validate(self, stage: Stage) -> None:
+        """Measure when the settings say so."""
+        if self.config.validate_every and self.position.total % self.config.validate_every == 0:
+            self._measure(stage)
 
     def _measure(self, stage: Stage) -> None:
-        """Measure agreement on held-out samples, hop by hop."""
-        hops = min(PROBE_HOPS, self.run.config.model.max_hops or PROBE_HOPS)
+        """Measure agreement on held-out samples, hop by hop, once for each step.
+
+        The samples are those of the last stage, so that all measurements of a run compare. If the run
+        validates, the weights are kept unless those of an earlier step were as good.
+        """
+        keys, history = self.samples[-1].held_out, self.position.history
+        if not keys or not self.position.total or (history and history[-1].step == self.position.total):
+            return
+        limit = self.run.config.model.max_hops or sys.maxsize
+        chain = min(self.run.config.tree.depth + 1, limit)
+        hops = max(chain, min(PROBE_HOPS, limit))
         probe = Stage(name="probe", hops=hops, losses=stage.losses)
-        reader = self._read(self.samples[self.position.stage].held_out, 0)
-        sums = torch.zeros(hops, 3, dtype=torch.float64, device=self.device)
+        # Rows that agree, that count, and that agree at all hops so far: whole numbers, so that their sums
+        # are the same on all ranks, and all decide the same.
+        sums = torch.zeros(3, hops, dtype=torch.float64, device=self.device)
         self.engine.eval()
         with torch.no_grad():
-            for samples in reader:
+            for samples in self._read(keys, 0):
                 if batch := self._batch(samples):
-                    sums += torch.stack([score.sums for score in self.engine(batch, probe).scores])
+                    scores = self.engine(batch, probe).scores
+                    count_HR = torch.stack([score.count_R for score in scores])
+                    agree_HR = torch.stack([score.agree_R for score in scores]) & count_HR
+                    sums += torch.stack([agree_HR, count_HR, agree_HR.cumprod(0).bool()]).sum(-1)
         self.engine.train()
-        sums = ranks.total(sums)
-        agreement = (sums[:, 1] / sums[:, 2].clamp(min=1)).tolist()
-        entry = {"stage": stage.name, "step": self.position.total, "held_out_agreement": agreement}
-        self.position.history.append(entry)
-        if self.board is not None:
-            self.board.measured(entry)
+        agree_H, count_H, accepted_H = ranks.total(sums)
+        count_H = count_H.clamp(min=1)
+        entry = HeldOut(
+            stage=stage.name,
+            step=self.position.total,
+            held_out_agreement=(agree_H / count_H)[:PROBE_HOPS].tolist(),
+            predicted_tau=1 + float((accepted_H / count_H)[:chain].sum()),
+        )
+        history.append(entry)
+        if self.metrics is not None:
+            self.metrics.measured(entry)
+            if self.config.validate_every and self.position.best is entry:
+                self.best = deepspeed_engine.weights(self.engine)
 
     @cached_property
     def _spare(self) -> Batch | None:
@@ -276,14 +349,14 @@ class _Trainer:
             return None
         return as_batch(samples, self.store.provenance.dtype).to(self.device, self.dtype)
 
-    def _report(self, progress: TrainingProgress, rate: float) -> None:
-        if self.board is not None:
-            self.board.step(progress, rate)
+    def _report(self, progress: TrainingProgress) -> None:
+        if self.metrics is not None:
+            self.metrics.step(progress)
             self.on_step(progress)
 
     def _save(self) -> None:
         """Write a checkpoint; TrainingError on all ranks when it cannot be written."""
-        tensors = deepspeed_engine.state(self.engine)
+        tensors = deepspeed_engine.state(self.engine) | self.best
         data = self.data
         now = Saved(
             signature=data.signature,
@@ -317,13 +390,18 @@ class _Trainer:
 
     def _publish(self) -> None:
         """Write the drafter's folder, and the statistics of each sample to the store, for later views."""
+        kept = self.position.total
+        if self.best and (best := self.position.best):
+            deepspeed_engine.set_weights(self.engine, self.best)
+            kept = best.step
         training = {
             "signature": self.data.signature,
             "steps": self.position.total,
+            "saved_step": kept,
             "samples": len(self.keys),
             "view": self.run.view,
             "seed": self.run.seed,
-            "history": self.position.history,
+            "history": [asdict(one) for one in self.position.history],
         }
         origin = checkpoint.Origin(self.store.provenance, self.config, training)
         checkpoint.save(self.engine.module.drafter, self.run.drafter, self.run.out, origin)
@@ -332,3 +410,10 @@ class _Trainer:
                 self.store.write_stats(self.run.out.name, table)
             except StoreError as error:  # the store may be read-only
                 log.warning("the statistics of each sample are not in the store: %s", error)
+
+
+def _memory() -> int:
+    """The most bytes that were in use: of this rank's GPU, or of its process on a CPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB

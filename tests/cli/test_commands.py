@@ -9,15 +9,19 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.drafters import synthetic
+from vlmdistill.cli import console
 from vlmdistill.cli.main import GROUPS, VERBS, main
 from vlmdistill.drafters.checkpoints import checkpoint
+from vlmdistill.drafters.checkpoints.settings import flat
 from vlmdistill.drafters.core import catalogue
 from vlmdistill.pipelines.prompts.importing import read
+from vlmdistill.pipelines.train import resolve
 
 COMMAND = [sys.executable, "-m", "vlmdistill"]
 
@@ -244,3 +248,95 @@ def test_an_interrupted_run_can_be_continued(workplace: Path, checkpoint: Callab
     assert f"kept in {out}" in err
     assert "Traceback" not in err
     assert 0 < len(list(out.glob("part-*"))) < 4
+
+
+def test_the_time_left_is_that_of_the_work_as_it_goes_now(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Loading, the steps of an earlier run and those of a faster stage do not count."""
+    now = 0.0
+    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: now))
+    with console.progress("training", "steps") as report:
+        now = 500.0
+        for done in range(1000, 1501):
+            report(done, 4000)
+            now += 1
+        assert "1.0/s, 42:00 left" in capsys.readouterr().err.splitlines()[-1]
+        for done in range(1501, 2001):
+            report(done, 4000)
+            now += 10
+    assert "10.0 s each, 5:33:" in capsys.readouterr().err.splitlines()[-1]
+
+
+# Recipe files
+
+RECIPE = """
+recipe = "fair"
+steps = 200
+tree = "chain-4"
+"stages.*.learning_rate" = 1e-3
+
+[stages.multimodal]
+hops = 4
+losses = { cross_entropy = 0.5 }
+
+[sparrow]
+ivsb = false
+
+[sparrow.stages.text]
+hops = 3
+
+[msd_vata]
+warmup = 0.2
+"""
+
+
+def test_a_recipe_file_has_settings_for_all_drafters_and_for_each(workplace: Path) -> None:
+    Path("mine.toml").write_text(RECIPE)
+    sparrow, msd = (flat(resolve(name, "mine.toml", ["steps=300"])) for name in ("sparrow", "msd"))
+    fair = flat(resolve("sparrow", "fair", []))
+    changed = {name: value for name, value in sparrow.items() if value != fair.get(name)}
+    assert changed == {
+        "steps": 300,
+        "tree": "chain-4",
+        "stages.text.learning_rate": 1e-3,
+        "stages.multimodal.learning_rate": 1e-3,
+        "stages.multimodal.hops": 4,
+        "stages.multimodal.losses.cross_entropy": 0.5,
+        "ivsb": False,
+        "stages.text.hops": 3,
+    }
+    assert (msd["stages.text.hops"], msd["warmup"]) == (1, fair["warmup"])
+    assert flat(resolve("msd_vata", "mine.toml", []))["warmup"] == 0.2
+    Path("empty.toml").touch()
+    assert resolve("msd", "empty.toml", []) == resolve("msd", "paper", [])
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("stpes = 3", "did you mean 'steps'"),
+        ("[stages.multimodl]\nhops = 2", "did you mean 'multimodal'"),
+        ("[sparow]\nsteps = 2", "did you mean 'sparrow'"),
+        ("[sparrow]\nivsp = false", "did you mean 'ivsb'"),
+        ("[stage.text]\nhops = 2", "did you mean 'stages'"),
+        ('recipe = "fairr"', "did you mean 'fair'"),
+        ("recipe = 3", "'3'"),
+        ('steps = "many"', "'steps'"),
+        ("warmup = 2026-01-01", "'warmup'"),
+        ("sparrow = 3", "[sparrow]"),
+        ("steps = ", "cannot be read"),
+        ("steps = " + "[" * 5000, "cannot be read"),
+        (None, "No such file"),
+    ],
+)
+@pytest.mark.parametrize("command", [["train", "sparrow"], ["run", "--drafters", "msd,sparrow"]])
+def test_a_recipe_file_that_does_not_fit_is_one_line(
+    command: list[str], text: str | None, named: str, workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if text is not None:
+        Path("mine.toml").write_text(text)
+    line = failing(capsys, *command, "--recipe", "mine.toml")
+    assert "mine.toml" in line
+    assert named in line
+    assert not Path("runs").exists()

@@ -88,3 +88,19 @@ def test_a_store_behind_a_url(store: Path, tmp_path: Path, capsys: pytest.Captur
     assert json.loads(capsys.readouterr().out)["steps"] == 2
     assert main([*words, f"{url}s", "--name", "other"]) == 1
     assert f"{url}s" in capsys.readouterr().err
+
+
+def test_a_recipe_file_that_validates(
+    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text('steps = 9\nvalidate_every = 2\nbatch_tokens = 60\n[sparrow]\ntree = "chain-2"\n')
+    words = ["train", "sparrow", "--store", str(store), "--runs", str(tmp_path), "--recipe", str(recipe)]
+    assert main([*words, "--set", "steps=5", "--json"]) == 1
+    assert "--held-out" in capsys.readouterr().err
+    assert main([*words, "--set", "steps=5", "--held-out", "0.3", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    record = json.loads((tmp_path / "demo" / "drafters" / "sparrow" / "config.json").read_bytes())
+    assert (shown["steps"], record["config"]["tree"], record["config"]["validate_every"]) == (5, "chain-2", 2)
+    measured = {one["step"]: one["predicted_tau"] for one in record["training"]["history"]}
+    assert shown["predicted_tau"] == measured[shown["saved_step"]] == max(measured.values())

@@ -27,7 +27,11 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
 STEPS, SAVED, KILLED = 8, 3, 5
-HOW: dict[str, Any] = {"settings": (f"steps={STEPS}", "batch_tokens=120"), "save_every": SAVED}
+HOW: dict[str, Any] = {
+    "settings": (f"steps={STEPS}", "batch_tokens=120", "validate_every=2"),
+    "save_every": SAVED,
+    "held_out": 0.2,
+}
 SCRIPT = """
 import os
 import sys

@@ -149,6 +149,14 @@ def test_the_number_of_steps_is_known_from_the_first_on(
     assert seen[-1].total >= len(seen)
 
 
+def test_the_number_of_steps_counts_that_images_come_in(store: Path, tmp_path: Path) -> None:
+    """Later epochs are longer than the first one, which has text alone."""
+    seen: list[TrainingProgress] = []
+    ramp = ("stages.text.epochs=0", "stages.multimodal.epochs=9.5", "stages.multimodal.visual=[0,1]")
+    train(plan(store, tmp_path / "out", drafter="msd", settings=(*ramp, "batch_tokens=60")), seen.append)
+    assert seen[0].total == pytest.approx(len(seen), rel=0.15)
+
+
 # A run that is asked to end
 
 
