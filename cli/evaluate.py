@@ -1,6 +1,5 @@
 """`vlmdistill eval`: decode held-out prompts with and without drafters, here or with a running server."""
 
-from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -135,11 +134,11 @@ def _server(context: typer.Context, engine: str, drafters: list[str]) -> str | N
     remote = engine.startswith(SERVER)
     if not remote and engine != "transformers":
         raise typer.BadParameter(f"'{engine}' is neither transformers nor openai:URL", param_hint="--engine")
-    for option in HERE if remote else THERE:
-        source = context.get_parameter_source(option)
-        if source is not None and source.name != "DEFAULT":
-            hint, needed = "--" + option.replace("_", "-"), "transformers" if remote else "openai:URL"
-            raise typer.BadParameter(f"it needs --engine {needed}", param_hint=hint)
+    for option in context.command.params:
+        source = context.get_parameter_source(option.name or "")
+        if option.name in (HERE if remote else THERE) and source is not None and source.name != "DEFAULT":
+            needed = "transformers" if remote else "openai:URL"
+            raise typer.BadParameter(f"it needs --engine {needed}", param_hint=option.opts[0])
     if remote and drafters:
         raise typer.BadParameter("the server decides what drafts: give none", param_hint="DRAFTER...")
     if not remote and not drafters:
@@ -161,7 +160,7 @@ def show_served(made: "ServedEvaluation", as_json: bool) -> None:
         header = ["server", "T", "concurrency", "tokens/s", "first token ms", "ms/token", "tau", "accepted"]
         lines = []
         for one in found:
-            paired = [_cell(one.speedup, one.intervals, "speedup")]
+            paired = [_cell(one.speedup, (one.intervals or {}).get("speedup"))]
             paired += [f"{one.identical}/{one.compared}" if one.compared else "-"]
             lines.append([made.name, *_run_cells(one, one.server), *paired])
             if one.baseline:
@@ -180,27 +179,17 @@ def show_served(made: "ServedEvaluation", as_json: bool) -> None:
 def _run_cells(load: "LoadFigures", run: "RunFigures") -> list[str]:
     pace = f"{run.tokens_per_second:.0f}" if run.tokens_per_second is not None else "-"
     times = [_milliseconds(run.first_seconds), _milliseconds(run.seconds_per_token)]
-    return [
-        f"{load.temperature:g}",
-        str(load.concurrency),
-        pace,
-        *times,
-        _cell(run.tau),
-        _cell(run.accepted),
-    ]
+    rates = [_cell(run.tau), _cell(run.accepted)]
+    return [f"{load.temperature:g}", str(load.concurrency), pace, *times, *rates]
 
 
 def _milliseconds(found: "Quartiles | None") -> str:
     return f"{1e3 * found.median:.1f} ({1e3 * found.low:.1f}-{1e3 * found.high:.1f})" if found else "-"
 
 
-def _cell(
-    value: float | None, intervals: "Mapping[Rate, Interval] | None" = None, name: "Rate" = "speedup"
-) -> str:
-    if value is None:
-        return "-"
-    found = (intervals or {}).get(name)
-    return f"{value:.2f}" + (f" ({found.low:.2f}-{found.high:.2f})" if found else "")
+def _cell(value: float | None, within: "Interval | None" = None) -> str:
+    shown = "-" if value is None else f"{value:.2f}"
+    return f"{shown} ({within.low:.2f}-{within.high:.2f})" if within else shown
 
 
 def _known(facts: Any) -> Any:
@@ -232,8 +221,7 @@ def show(evaluations: "list[Evaluation]") -> None:
 
 def rate(figures: "Figures", name: "Rate") -> str:
     """A rate with its confidence interval, as one cell."""
-    shown, interval = f"{getattr(figures, name):.2f}", figures.intervals.get(name)
-    return f"{shown} ({interval.low:.2f}-{interval.high:.2f})" if interval else shown
+    return _cell(getattr(figures, name), figures.intervals.get(name))
 
 
 def responses(count: "Checks", kind: str = " identical") -> str:

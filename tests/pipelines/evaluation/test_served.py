@@ -237,6 +237,7 @@ def test_a_prompt_with_a_video_is_refused_by_name(
         ["lookahead", "--baseline", "http://127.0.0.1:1"],
         ["lookahead", "--engine", "openai:http://127.0.0.1:1"],
         ["--engine", "openai:http://127.0.0.1:1", "--tree", "chain-4"],
+        ["--engine", "openai:http://127.0.0.1:1", "--compile"],
         ["lookahead", "--engine", "vllm"],
     ],
 )
