@@ -157,9 +157,9 @@ def test_eval_of_a_running_server_counts_what_eval_counts(
 ) -> None:
     common = [
         "--limit",
-        "12",
+        "8",
         "--max-new-tokens",
-        "128",
+        "256",
         "--json",
         "--runs",
         str(served.workspace.root.parent),
