@@ -1,4 +1,4 @@
-"""`vlmdistill eval`: decode held-out prompts with and without drafters."""
+"""`vlmdistill eval`: decode held-out prompts with and without drafters, here or with a running server."""
 
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,11 +9,25 @@ from vlmdistill.cli import console
 
 if TYPE_CHECKING:
     from vlmdistill.pipelines.evaluation.records import Evaluation
-    from vlmdistill.pipelines.evaluation.statistics import Checks, Figures, Rate
+    from vlmdistill.pipelines.evaluation.served_records import (
+        LoadFigures,
+        Quartiles,
+        RunFigures,
+        ServedEvaluation,
+    )
+    from vlmdistill.pipelines.evaluation.statistics import Checks, Figures, Interval, Rate
+
+SERVER = "openai:"
+HERE = ("tree", "threads", "attention", "target_dtype", "compiled")  # options of decoding in this process
+THERE = ("concurrency", "baseline", "served_model", "name")  # options of a server
 
 
 def evaluate(
-    drafters: Annotated[list[str], typer.Argument(metavar="DRAFTER...", help="Drafters of the workspace.")],
+    context: typer.Context,
+    drafters: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="DRAFTER...", help="Drafters of the workspace; none with a server."),
+    ] = None,
     model: console.Model = "demo",
     prompts: console.PromptsFile = None,
     temperature: Annotated[
@@ -29,6 +43,29 @@ def evaluate(
     attention: console.Attention = "sdpa",
     target_dtype: console.TargetDtype = "auto",
     compiled: console.Compiled = False,
+    engine: Annotated[
+        str,
+        typer.Option(
+            metavar="transformers|openai:URL",
+            help="What decodes: this process, or a running OpenAI-compatible server.",
+        ),
+    ] = "transformers",
+    concurrency: Annotated[
+        list[int] | None,
+        typer.Option(help="With a server: requests at a time; default: 1; may be repeated."),
+    ] = None,
+    baseline: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="With a server: the same one without a drafter, for the speedup."),
+    ] = None,
+    served_model: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="With a server: its name of the target; default: that of --model."),
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(help="With a server: name of the evaluation; default: the address of the server."),
+    ] = None,
     runs: console.Runs = None,
     as_json: console.Json = False,
 ) -> None:
@@ -36,10 +73,38 @@ def evaluate(
 
     Each prompt is decoded by the target alone and with each drafter. The table shows speed, and how many
     responses are identical.
+
+    With --engine openai:URL, the prompts are sent to a running server at each --concurrency. Times are
+    the client's, acceptance is what the server's metrics count. The key is OPENAI_API_KEY. The exit
+    status is 1 when a request failed.
     """
     from vlmdistill.pipelines.prompts import importing
 
+    url = _server(context, engine, drafters or [])
     workspace = console.workspace(model, runs)
+    if url is not None:
+        from vlmdistill.pipelines.evaluation import served
+
+        load = served.Load(
+            concurrencies=tuple(dict.fromkeys(concurrency or (1,))),
+            temperatures=tuple(dict.fromkeys(temperature or (0.0,))),
+            max_new_tokens=max_new_tokens,
+            limit=limit,
+            seed=seed,
+        )
+        with console.progress("sending", "prompts") as report:
+            made = served.evaluate_server(
+                workspace,
+                url,
+                load,
+                baseline=baseline,
+                name=name,
+                served_model=served_model,
+                prompts_file=prompts,
+                on_prompt=report,
+            )
+        show_served(made, as_json)
+        return
     importing.select(importing.read(prompts or workspace.prompts, model), "eval")  # before the slow imports
     from vlmdistill.drafters.core.tree import Tree
     from vlmdistill.pipelines.evaluation import evaluate as pipeline
@@ -54,11 +119,83 @@ def evaluate(
         how=console.loading(attention, target_dtype, compiled=compiled),
     )
     with console.progress("decoding", "prompts") as report:
-        evaluations = pipeline.evaluate(workspace, drafters, settings, prompts_file=prompts, on_prompt=report)
+        evaluations = pipeline.evaluate(
+            workspace, drafters or [], settings, prompts_file=prompts, on_prompt=report
+        )
     if as_json:
         console.result({one.name: _facts(one) for one in evaluations}, as_json=True)
     else:
         show(evaluations)
+
+
+def _server(context: typer.Context, engine: str, drafters: list[str]) -> str | None:
+    """The URL of `--engine`; None for this process. BadParameter when an argument is of the other engine."""
+    remote = engine.startswith(SERVER)
+    if not remote and engine != "transformers":
+        raise typer.BadParameter(f"'{engine}' is neither transformers nor openai:URL", param_hint="--engine")
+    for option in context.command.params:
+        source = context.get_parameter_source(option.name or "")
+        if option.name in (HERE if remote else THERE) and source is not None and source.name != "DEFAULT":
+            needed = "transformers" if remote else "openai:URL"
+            raise typer.BadParameter(f"it needs --engine {needed}", param_hint=option.opts[0])
+    if remote and drafters:
+        raise typer.BadParameter("the server decides what drafts: give none", param_hint="DRAFTER...")
+    if not remote and not drafters:
+        raise typer.BadParameter("name at least one", param_hint="DRAFTER...")
+    return engine.removeprefix(SERVER) if remote else None
+
+
+def show_served(made: "ServedEvaluation", as_json: bool) -> None:
+    """Print a line for each temperature, concurrency and server; Exit 1 if a request failed."""
+    import msgspec
+
+    from vlmdistill.pipelines.evaluation.served_records import load_figures
+
+    found = [load_figures(load) for load in made.loads]
+    if as_json:
+        facts = msgspec.to_builtins(made)
+        console.result(_known({**facts, "loads": [asdict(one) for one in found]}), as_json=True)
+    else:
+        header = ["server", "T", "concurrency", "tokens/s", "first token ms", "ms/token", "tau", "accepted"]
+        lines = []
+        for one in found:
+            paired = [_cell(one.speedup, (one.intervals or {}).get("speedup"))]
+            paired += [f"{one.identical}/{one.compared}" if one.compared else "-"]
+            lines.append([made.name, *_run_cells(one, one.server), *paired])
+            if one.baseline:
+                lines.append(["baseline", *_run_cells(one, one.baseline), "-", "-"])
+        console.rows([*header, "speedup", "identical"], lines)
+    for one in found:
+        for warning in one.warnings:
+            console.note(f"warning: {warning}")
+    if made.failed:
+        sent = sum(len(run.requests) + len(run.failed) for run in made.runs)
+        first = made.failed[0]
+        console.note(f"{len(made.failed)} of {sent} requests failed, prompt {first.key}: {first.reason}")
+        raise typer.Exit(1)
+
+
+def _run_cells(load: "LoadFigures", run: "RunFigures") -> list[str]:
+    pace = f"{run.tokens_per_second:.0f}" if run.tokens_per_second is not None else "-"
+    times = [_milliseconds(run.first_seconds), _milliseconds(run.seconds_per_token)]
+    rates = [_cell(run.tau), _cell(run.accepted)]
+    return [f"{load.temperature:g}", str(load.concurrency), pace, *times, *rates]
+
+
+def _milliseconds(found: "Quartiles | None") -> str:
+    return f"{1e3 * found.median:.1f} ({1e3 * found.low:.1f}-{1e3 * found.high:.1f})" if found else "-"
+
+
+def _cell(value: float | None, within: "Interval | None" = None) -> str:
+    shown = "-" if value is None else f"{value:.2f}"
+    return f"{shown} ({within.low:.2f}-{within.high:.2f})" if within else shown
+
+
+def _known(facts: Any) -> Any:
+    """Without what the server did not report."""
+    if isinstance(facts, dict):
+        return {name: _known(value) for name, value in facts.items() if value is not None}
+    return [_known(one) for one in facts] if isinstance(facts, list) else facts
 
 
 def show(evaluations: "list[Evaluation]") -> None:
@@ -83,8 +220,7 @@ def show(evaluations: "list[Evaluation]") -> None:
 
 def rate(figures: "Figures", name: "Rate") -> str:
     """A rate with its confidence interval, as one cell."""
-    shown, interval = f"{getattr(figures, name):.2f}", figures.intervals.get(name)
-    return f"{shown} ({interval.low:.2f}-{interval.high:.2f})" if interval else shown
+    return _cell(getattr(figures, name), figures.intervals.get(name))
 
 
 def responses(count: "Checks", kind: str = " identical") -> str:

@@ -3,6 +3,7 @@
 Rates and intervals are not stored: `statistics.py` computes them from the records.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -41,6 +42,17 @@ class Decoding:
     def __post_init__(self) -> None:
         if len(self.chain_tried) != len(self.chain_accepted):
             raise ValueError("chain_tried and chain_accepted differ in length")
+
+
+def chain_counts(chains: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """`chain_tried` and `chain_accepted`; `chains` are the accepted and verified tokens of each cycle."""
+    longest = max((verified for _, verified in chains), default=0)
+    tried, accepted = [0] * longest, [0] * longest
+    for taken, verified in chains:
+        for position in range(min(taken + 1, verified)):
+            tried[position] += 1
+            accepted[position] += position < taken
+    return tuple(tried), tuple(accepted)
 
 
 @dataclass(frozen=True, kw_only=True)

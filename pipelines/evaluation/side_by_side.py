@@ -17,6 +17,7 @@ from vlmdistill.pipelines.evaluation.records import (
     PromptKind,
     PromptResult,
     ShownResponse,
+    chain_counts,
 )
 from vlmdistill.pipelines.prompts.importing import Prompt
 from vlmdistill.pipelines.responses.generate import pieces
@@ -140,12 +141,7 @@ class SideBySide:
 def _counted(decoded: Timed, check: Check | None) -> Decoding:
     """The numbers of a response."""
     cycles = decoded.cycles[1:]
-    longest = max((cycle.chain[1] for cycle in cycles), default=0)
-    tried, accepted = [0] * longest, [0] * longest
-    for taken, verified in (cycle.chain for cycle in cycles):
-        for position in range(min(taken + 1, verified)):
-            tried[position] += 1
-            accepted[position] += position < taken
+    tried, accepted = chain_counts([cycle.chain for cycle in cycles])
     return Decoding(
         tokens=len(decoded.ids),
         calls=len(cycles),
@@ -153,8 +149,8 @@ def _counted(decoded: Timed, check: Check | None) -> Decoding:
         seconds=decoded.seconds,
         prefill_seconds=decoded.prefill_seconds,
         decode_seconds=decoded.decode_seconds,
-        chain_tried=tuple(tried),
-        chain_accepted=tuple(accepted),
+        chain_tried=tried,
+        chain_accepted=accepted,
         check=check,
     )
 

@@ -1,9 +1,12 @@
 """Read images with Pillow, upright and in RGB."""
 
+import base64
 import contextlib
+import io
 import struct
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 from PIL import Image
@@ -24,6 +27,7 @@ BROKEN = (
     struct.error,
     Image.DecompressionBombError,
 )
+PLAIN_FORMATS = ("PNG", "JPEG", "WEBP")  # that all servers read
 ORIENTATION = 0x0112  # tag of EXIF 2.3, section 4.6.4
 TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -82,3 +86,24 @@ def _turn(image: Image.Image) -> Image.Transpose | None:
         return TURNS.get(image.getexif().get(ORIENTATION, 1))
     except BROKEN:
         return None
+
+
+def data_url(file: str) -> str:
+    """An image as a data URL that any reader shows as `upright` does; MediaError if it cannot be read.
+
+    The file's own bytes if they need no rotation and no conversion, else a PNG.
+    """
+    try:
+        with large_images(), Image.open(file) as image:
+            kind = image.format or ""
+            if kind in PLAIN_FORMATS and image.mode == "RGB" and _turn(image) is None:
+                data = Path(file).read_bytes()
+            else:
+                kind, buffer = "PNG", io.BytesIO()
+                upright(image).save(buffer, kind)
+                data = buffer.getvalue()
+    except FileNotFoundError:
+        raise MediaError(f"image {file} does not exist") from None
+    except BROKEN as error:
+        raise MediaError(f"image {file} cannot be read: {error}") from None
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(data).decode()}"

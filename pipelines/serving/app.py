@@ -219,6 +219,9 @@ class _Completion:
 
     def _decoding(self) -> dict[str, Any]:
         counts = self._response.decoding
-        drafter = self._response.decoder.drafter_name if self._response.request.speculate else None
         tokens_per_call = (counts.tokens - 1) / max(1, counts.calls)
-        return {"drafter": drafter, **asdict(counts), "tokens_per_call": tokens_per_call}
+        return {
+            "drafter": self._response.drafter_name,
+            **asdict(counts),
+            "tokens_per_call": tokens_per_call,
+        }

@@ -25,6 +25,13 @@ class ServingMetrics:
             "calls": Counter("target_calls", "Calls of the target after the prefill", **to),
             "seconds": Counter("decoding_seconds", "Time of decoding, prefill included", **to),
         }
+        self._drafts = Counter("drafts", "Drafts that the target verified", **to)
+        verified = "Drafts whose likeliest chain was accepted before this position, from 0"
+        accepted = "Of these, drafts whose token at this position was accepted"
+        self._chains = {
+            "chain_tried": Counter("chain_tried_tokens", verified, ["position"], **to),
+            "chain_accepted": Counter("chain_accepted_tokens", accepted, ["position"], **to),
+        }
         text = "Time from a request to its first text, waiting included"
         self.first_text = Histogram("first_text_seconds", text, buckets=BUCKETS, **to)
         waiting = Gauge("requests_waiting", "Requests in the queue", **to)
@@ -37,6 +44,10 @@ class ServingMetrics:
         counted = {"prompt_tokens": response.prompt_tokens, **asdict(response.decoding)}
         for name, counter in self._counters.items():
             counter.inc(counted[name])
+        self._drafts.inc(counted["calls"] if response.drafter_name else 0)
+        for name, counter in self._chains.items():
+            for position, count in enumerate(counted[name]):
+                counter.labels(str(position)).inc(count)
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""

@@ -11,7 +11,7 @@ from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.core.drafter import Proposer
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.decoding.decoders import Cycle, decode
-from vlmdistill.pipelines.evaluation.records import Decoding
+from vlmdistill.pipelines.evaluation.records import Decoding, chain_counts
 from vlmdistill.pipelines.responses.generate import pieces
 from vlmdistill.pipelines.serving.chat import ChatRequest
 from vlmdistill.pipelines.targets.checkpoints.loading import load
@@ -78,6 +78,7 @@ class ServedResponse:
     def decoding(self) -> Decoding:
         """What it took so far; the EOS counts as a token."""
         prefill = sum(cycle.seconds for cycle in self.cycles[:1])
+        tried, accepted = chain_counts([cycle.chain for cycle in self.cycles[1:]])
         return Decoding(
             tokens=sum(len(cycle.ids) for cycle in self.cycles),
             calls=max(0, len(self.cycles) - 1),
@@ -85,7 +86,14 @@ class ServedResponse:
             seconds=self.seconds,
             prefill_seconds=prefill,
             decode_seconds=self.seconds - prefill,
+            chain_tried=tried,
+            chain_accepted=accepted,
         )
+
+    @property
+    def drafter_name(self) -> str | None:
+        """The drafter that this request is decoded with; None for plain decoding."""
+        return self.decoder.drafter_name if self.request.speculate else None
 
     def pieces(self) -> Generator[TimedPiece]:
         """Decode; DataError or ApiError when the prompt cannot be used."""

@@ -2,32 +2,28 @@
 
 import asyncio
 import base64
-import http.client
 import io
 import json
 import random
-import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-import uvicorn
 from PIL import Image
 
 from tests.drafters import synthetic
+from tests.served_app import Served, serving
 from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.decoding.decoders import Cycle
 from vlmdistill.pipelines.demo import scenes
 from vlmdistill.pipelines.responses.generate import generate
 from vlmdistill.pipelines.serving import chat, gate
-from vlmdistill.pipelines.serving.app import build_app
 from vlmdistill.pipelines.serving.chat import ChatRequest
 from vlmdistill.pipelines.serving.decoder_queue import DecoderQueue
 from vlmdistill.pipelines.serving.served_decoder import ServedDecoder, TimedPiece, open_decoder, until_stop
@@ -64,54 +60,6 @@ def media(tmp_path_factory: pytest.TempPathFactory) -> Path:
     image.save(folder.parent / "secret.png")
     (folder / "link.png").symlink_to(folder.parent / "secret.png")
     return folder
-
-
-@dataclass
-class Served:
-    """A running server."""
-
-    port: int
-    opened: ExitStack
-
-    def client(self, key: str = "none") -> openai.OpenAI:
-        url = f"http://127.0.0.1:{self.port}/v1"
-        return self.opened.enter_context(openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=400))
-
-    def request(
-        self, method: str, path: str, body: Any = None, chunked: bool = False, **headers: str
-    ) -> tuple[int, bytes]:
-        sent = {name.replace("_", "-"): text for name, text in headers.items()}
-        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=400)) as connection:
-            connection.request(method, path, body, sent, encode_chunked=chunked)
-            response = connection.getresponse()
-            return response.status, response.read()
-
-    def metric(self, name: str) -> float:
-        lines = self.request("GET", "/metrics")[1].decode().splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name} "))
-
-    def wait_for(self, name: str, value: float) -> None:
-        end = time.monotonic() + 300
-        while self.metric(f"vlmdistill_{name}") != value:
-            assert time.monotonic() < end, f"{name} does not become {value}"
-            time.sleep(0.01)
-
-
-@contextmanager
-def serving(decoder: ServedDecoder, **options: Any) -> Iterator[Served]:
-    """A server in a thread of its own."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    app = build_app(decoder, **options)
-    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", ws="none", log_config=None))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    try:
-        with ExitStack() as opened:
-            yield Served(listener.getsockname()[1], opened)
-    finally:
-        server.should_exit = True
-        thread.join(30)
-        assert not thread.is_alive()
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,251 @@
+"""Evaluates a running server: sends it the held-out prompts, times the responses, and reads its own counts.
+
+With a baseline, the same server without a drafter, blocks of prompts go to both in alternation, so that a
+machine whose speed drifts affects both alike, and neither runs while the other is measured.
+"""
+
+import asyncio
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vlmdistill.pipelines.evaluation import served_records
+from vlmdistill.pipelines.evaluation.evaluate import held_out
+from vlmdistill.pipelines.evaluation.served_records import (
+    FailedRequest,
+    ServedEvaluation,
+    ServedLoad,
+    ServerRun,
+    TimedRequest,
+)
+from vlmdistill.pipelines.evaluation.server_client import ServedModel, ServerClient, ServerError
+from vlmdistill.pipelines.evaluation.server_metrics import Counters, between
+from vlmdistill.pipelines.media.images import data_url
+from vlmdistill.pipelines.prompts.importing import Prompt
+from vlmdistill.pipelines.targets.checkpoints.registry import HUB
+from vlmdistill.pipelines.targets.embedded import EMBEDDED
+from vlmdistill.pipelines.workspace import Workspace
+from vlmdistill.stores.errors import DataError
+from vlmdistill.stores.schema import content_hash
+
+BLOCK = 2  # prompts for each concurrent request, before the other server has its turn
+LOOKS, PAUSE = 25, 0.2  # at the metrics, seconds apart, until they stand still
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What is sent to a server."""
+
+    concurrencies: tuple[int, ...] = (1,)
+    temperatures: tuple[float, ...] = (0.0,)
+    max_new_tokens: int = 512
+    limit: int = 100
+    seed: int = 0
+
+    def check(self, prompts: int) -> None:
+        """DataError on a value that cannot be used with so many prompts."""
+        if odd := [one for one in self.temperatures if not 0 <= one <= 2]:
+            raise DataError(f"--temperature {odd[0]}: servers take 0, greedy decoding, to 2")
+        if odd := [one for one in self.concurrencies if not 1 <= one <= prompts]:
+            raise DataError(
+                f"--concurrency {odd[0]}: give 1 to {prompts}, the number of held-out prompts that are sent"
+            )
+
+
+def evaluate_server(
+    workspace: Workspace,
+    url: str,
+    load: Load,
+    *,
+    baseline: str | None = None,
+    name: str | None = None,
+    served_model: str | None = None,
+    prompts_file: Path | None = None,
+    on_prompt: Callable[[int, int, str], None] = lambda done, total, remark: None,
+) -> ServedEvaluation:
+    """Measure the server at `url` and write `reports/served/<name>.json`; the name defaults to its address.
+
+    Requests that fail are counted. ServerError when a server cannot be used, or when all requests failed at
+    one of them; DataError when a prompt cannot be sent.
+    """
+    if name is not None and not re.fullmatch(r"\w[\w.-]*", name):
+        raise DataError(f"--name {name}: use letters, digits, '_', '.' and '-'")
+    chosen = held_out(prompts_file or workspace.prompts, load.limit, workspace.model)
+    load.check(len(chosen))
+    asked = [(prompt.key, chat_messages(prompt)) for prompt in chosen]
+
+    async def measured() -> ServedEvaluation:
+        clients = [ServerClient(one) for one in (url, baseline) if one is not None]
+        try:
+            models = [await _model(client, workspace, served_model) for client in clients]
+            servers = [
+                _Server(client, model.id, asked, load) for client, model in zip(clients, models, strict=True)
+            ]
+            for server in servers:
+                await server.warm_up()
+            total = len(load.temperatures) * len(load.concurrencies) * len(servers) * len(asked)
+            done = 0
+
+            def count(remark: str) -> None:
+                nonlocal done
+                done += 1
+                on_prompt(done, total, remark)
+
+            loads = [
+                await _load(servers, temperature, concurrency, count)
+                for temperature in load.temperatures
+                for concurrency in load.concurrencies
+            ]
+        finally:
+            for client in clients:
+                await client.close()
+        return ServedEvaluation(
+            format=served_records.FORMAT,
+            name=name or clients[0].address,
+            url=clients[0].url,
+            model=models[0].id,
+            drafter=models[0].drafter,
+            baseline=clients[1].url if baseline else None,
+            prompt_set=content_hash([key for key, _ in asked]),
+            max_new_tokens=load.max_new_tokens,
+            seed=load.seed,
+            measured=time.strftime("%Y-%m-%d %H:%M:%S"),
+            loads=tuple(loads),
+        )
+
+    made = asyncio.run(measured())
+    served_records.write(made, workspace.reports / "served" / f"{made.name}.json")
+    return made
+
+
+def chat_messages(prompt: Prompt) -> list[dict[str, Any]]:
+    """A prompt as the OpenAI API takes it, images as data URLs; DataError where it shows a video."""
+
+    def part(one: dict[str, Any]) -> dict[str, Any]:
+        if one["type"] == "video":
+            raise DataError(
+                f"prompt {prompt.key} shows the video {one['path']}, and the OpenAI API takes only text and "
+                "images: give other prompts with --prompts"
+            )
+        if one["type"] == "image":
+            return {"type": "image_url", "image_url": {"url": data_url(one["path"])}}
+        return {"type": "text", "text": one["text"]}
+
+    return [
+        {"role": message["role"], "content": [part(one) for one in message["content"]]}
+        for message in prompt.messages
+    ]
+
+
+async def _model(client: ServerClient, workspace: Workspace, wanted: str | None) -> ServedModel:
+    """The model `wanted`, or the one that has a name of the workspace's; ServerError if it is not served."""
+    served = await client.models()
+    target = workspace.model
+    names = [wanted] if wanted else [target, HUB.get(target, target), str(EMBEDDED.get(target, target))]
+    for same in (lambda one: one, _short) if wanted is None else (lambda one: one,):
+        for model in served:
+            if same(model.id) in map(same, names):
+                return model
+    listed = ", ".join(f"'{model.id}'" for model in served) or "nothing"
+    raise ServerError(
+        f"{client.url} does not serve '{wanted or target}': name one with --served-model: {listed}"
+    )
+
+
+def _short(model: str) -> str:
+    """The name of a model without its folder or its owner on the hub."""
+    return model.rstrip("/").rpartition("/")[2].lower()
+
+
+async def _load(
+    servers: Sequence["_Server"], temperature: float, concurrency: int, count: Callable[[str], None]
+) -> ServedLoad:
+    """Send all prompts to all servers, in alternation if there are several."""
+    prompts = range(len(servers[0].asked))
+    size = len(prompts) if len(servers) == 1 else BLOCK * concurrency
+    before = [await server.settled() for server in servers]
+    outcomes: list[list[TimedRequest | FailedRequest]] = [[] for _ in servers]
+    seconds = [0.0] * len(servers)
+    for number, start in enumerate(range(0, len(prompts), size)):
+        turn = number % len(servers)
+        for side in [*range(len(servers))[turn:], *range(len(servers))[:turn]]:
+            waiting = iter(prompts[start : start + size])
+            begun = time.perf_counter()
+            work = [servers[side].drain(waiting, temperature, count) for _ in range(concurrency)]
+            for some in await asyncio.gather(*work):
+                outcomes[side] += some
+            seconds[side] += time.perf_counter() - begun
+    runs = []
+    for server, then, took, found in zip(servers, before, seconds, outcomes, strict=True):
+        requests = tuple(one for one in found if isinstance(one, TimedRequest))
+        failed = tuple(one for one in found if isinstance(one, FailedRequest))
+        if not requests:
+            raise ServerError(f"{server.client.url}: all {len(failed)} requests failed: {failed[0].reason}")
+        counts = between(then, await server.settled())
+        runs.append(ServerRun(seconds=took, requests=requests, failed=failed, counts=counts))
+    return ServedLoad(
+        temperature=temperature,
+        concurrency=concurrency,
+        server=runs[0],
+        baseline=runs[1] if len(runs) > 1 else None,
+    )
+
+
+class _Server:
+    """A server, and what it is asked."""
+
+    def __init__(
+        self, client: ServerClient, model: str, asked: Sequence[tuple[str, Any]], load: Load
+    ) -> None:
+        self.client, self.model, self.asked, self.load = client, model, asked, load
+
+    async def warm_up(self) -> None:
+        """Send the first prompt, which nobody counts; what fails here fails again when it is counted."""
+        await self.send(0, 0.0)
+
+    async def send(self, number: int, temperature: float) -> TimedRequest | FailedRequest:
+        """Send one prompt."""
+        key, messages = self.asked[number]
+        options: dict[str, Any] = {
+            "model": self.model,
+            "temperature": temperature,
+            "max_tokens": self.load.max_new_tokens,
+        }
+        if temperature:
+            options["seed"] = self.load.seed * 1_000_003 + number
+        try:
+            got = await self.client.chat(messages, options)
+        except ServerError as error:
+            return FailedRequest(key=key, reason=str(error))
+        return TimedRequest(
+            key=key,
+            tokens=got.tokens,
+            seconds=got.seconds,
+            first_seconds=got.first_seconds,
+            finish=got.finish,
+            response=content_hash([got.text]),
+        )
+
+    async def drain(
+        self, waiting: Iterator[int], temperature: float, count: Callable[[str], None]
+    ) -> list[TimedRequest | FailedRequest]:
+        """Send prompts one after the other until none waits."""
+        outcomes = []
+        for number in waiting:
+            outcomes.append(await self.send(number, temperature))
+            count(f"T={temperature:g}")
+        return outcomes
+
+    async def settled(self) -> Counters:
+        """Its counters once they stand still: some are counted after the response has been sent."""
+        before = await self.client.counters()
+        for _ in range(LOOKS if before else 0):
+            await asyncio.sleep(PAUSE)
+            now = await self.client.counters()
+            if now == before:
+                break
+            before = now
+        return before

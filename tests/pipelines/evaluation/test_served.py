@@ -1,0 +1,279 @@
+"""`vlmdistill eval --engine openai:URL`: what a running server accepts, how fast it is, and when it fails."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from itertools import count
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests import tiny
+from tests.served_app import Served, serving
+from vlmdistill.cli.main import main
+from vlmdistill.drafters.core.tree import Tree
+from vlmdistill.drafters.decoding.decoders import Cycle
+from vlmdistill.pipelines.evaluation import server_metrics
+from vlmdistill.pipelines.evaluation.served_records import ServedEvaluation, ServerCounts
+from vlmdistill.pipelines.serving.chat import ChatRequest
+from vlmdistill.pipelines.serving.served_decoder import ServedDecoder, open_decoder
+from vlmdistill.pipelines.workspace import Workspace
+
+TREE, PROMPTS, TOKENS = "chain-4", 8, "24"
+
+
+@pytest.fixture(scope="module")
+def workspace(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    """A tiny target with eight held-out prompts: with no, one, two and three images, some rotated."""
+    folder, model = tmp_path_factory.mktemp("served"), str(checkpoint("qwen2_5_vl"))
+    rows = []
+    for number in range(PROMPTS):
+        parts: list[dict[str, Any]] = [{"type": "text", "text": f"What is {number}?"}]
+        for shown in range(number % 4):
+            name = f"{number}-{shown}.{'png' if shown else 'jpg'}"
+            image = tiny.picture(28 * (1 + shown), 56, number)
+            exif = image.getexif()
+            exif[0x0112] = 6 if number == 3 else 1
+            image.save(folder / name, exif=exif)
+            parts.insert(2 * shown, {"type": "image", "image": name})
+        rows.append({"messages": [{"role": "user", "content": parts}]})
+    (folder / "asked.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    where = ("--split", "eval", "--model", model, "--runs", str(folder / "runs"))
+    assert main(["prompts", str(folder / "asked.jsonl"), *where]) == 0
+    return Workspace.of(model, folder / "runs")
+
+
+@pytest.fixture(scope="module")
+def decoder(workspace: Workspace) -> ServedDecoder:
+    return open_decoder(workspace, "lookahead", tree=Tree.parse(TREE))
+
+
+@pytest.fixture(scope="module")
+def server(decoder: ServedDecoder) -> Iterator[Served]:
+    with serving(decoder) as served:
+        yield served
+
+
+@pytest.fixture(autouse=True)
+def _no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+
+def url(served: Served) -> str:
+    return f"http://127.0.0.1:{served.port}"
+
+
+def arguments(workspace: Workspace, *more: str) -> list[str]:
+    runs = str(workspace.root.parent)
+    return ["eval", "--model", workspace.model, "--runs", runs, "--max-new-tokens", TOKENS, *more]
+
+
+@pytest.fixture
+def measure(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Run the command with --json: its JSON, and stderr if the exit status is 1."""
+
+    def run(*more: str, status: int = 0) -> Any:
+        capsys.readouterr()
+        assert main(arguments(workspace, "--json", *more)) == status
+        shown = capsys.readouterr()
+        return (json.loads(shown.out), shown.err) if status else json.loads(shown.out)
+
+    return run
+
+
+def test_a_server_accepts_what_eval_accepts(
+    server: Served, workspace: Workspace, measure: Callable[..., Any]
+) -> None:
+    (offline,) = measure("lookahead", "--tree", TREE)["lookahead"]["temperatures"]
+    more = ("--concurrency", "1", "--concurrency", "3", "--name", "mine")
+    found = measure("--engine", f"openai:{url(server)}/v1", *more)
+    assert (found["drafter"], [one["concurrency"] for one in found["loads"]]) == ("lookahead", [1, 3])
+    for load in found["loads"]:
+        served = load["server"]
+        assert served["drafts"] == offline["calls"]
+        assert served["tokens"] == offline["tokens"]
+        for name in ("tau", "accepted", "alpha"):
+            assert served[name] == offline[name]
+        assert served["accepted"] > 0
+        assert served["seconds"] > 0
+        assert 0 < served["first_seconds"]["low"] <= served["first_seconds"]["median"]
+    kept = msgspec.json.decode(
+        (workspace.reports / "served" / "mine.json").read_bytes(), type=ServedEvaluation
+    )
+    assert [len(load.server.requests) for load in kept.loads] == [PROMPTS, PROMPTS]
+
+
+def test_a_baseline_gives_speedup_and_identical_responses(
+    server: Served, decoder: ServedDecoder, measure: Callable[..., Any]
+) -> None:
+    with serving(replace(decoder, drafter=None, drafter_name=None)) as plain:
+        found = measure("--engine", f"openai:{url(server)}", "--baseline", url(plain), "--concurrency", "2")
+        alone = measure("--engine", f"openai:{url(plain)}")
+    (load,) = found["loads"]
+    assert (load["identical"], load["compared"]) == (PROMPTS, PROMPTS)
+    assert load["intervals"].keys() == {"speedup", "decode_speedup"}
+    interval = load["intervals"]["speedup"]
+    assert 0 < interval["low"] <= load["speedup"] <= interval["high"]
+    assert load["baseline"]["tokens"] == load["server"]["tokens"]
+    absent = {"drafts", "accepted_tokens", "tau", "accepted", "alpha", "cached_prompts"}
+    assert absent & load["baseline"].keys() == set()  # not zero
+    assert not {"speedup", "identical", "baseline"} & alone["loads"][0].keys()
+
+
+def test_sampling_is_measured_at_each_temperature(server: Served, measure: Callable[..., Any]) -> None:
+    options = ("--temperature", "0", "--temperature", "1", "--limit", "2")
+    loads = measure("--engine", f"openai:{url(server)}", *options)["loads"]
+    assert [(one["temperature"], one["server"]["requests"]) for one in loads] == [(0, 2), (1, 2)]
+
+
+class Flawed(ServedDecoder):
+    """Fails for every second request."""
+
+    asked = count()
+
+    def decode(self, request: ChatRequest, media: Path | None) -> tuple[int, Iterator[Cycle]]:
+        if next(self.asked) % 2:
+            raise RuntimeError("a fault")
+        return super().decode(request, media)
+
+
+def test_requests_that_fail_are_counted_and_end_in_exit_1(
+    decoder: ServedDecoder, measure: Callable[..., Any]
+) -> None:
+    flawed = Flawed(decoder.model, decoder.target, decoder.drafter, decoder.drafter_name, decoder.tree)
+    with serving(flawed) as served:
+        found, said = measure("--engine", f"openai:{url(served)}", status=1)
+    (load,) = found["loads"]
+    assert (load["server"]["requests"], load["server"]["failed"]) == (PROMPTS // 2, PROMPTS // 2)
+    assert "tau" not in load["server"]  # its drafts are those of all requests
+    assert "4 of 8 requests failed" in said
+    assert "HTTP 500" in said
+
+
+class Page(BaseHTTPRequestHandler):
+    """A web site that is no server of the OpenAI API."""
+
+    def do_GET(self) -> None:
+        body = b"<html></html>"
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def site() -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), Page) as http:
+        Thread(target=http.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{http.server_port}"
+        http.shutdown()
+
+
+def failing(workspace: Workspace, capsys: pytest.CaptureFixture[str], *more: str) -> str:
+    """The one line on stderr of a command that fails before it measures."""
+    capsys.readouterr()
+    assert main(arguments(workspace, *more)) == 1
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    (line,) = shown.err.strip().splitlines()
+    return line
+
+
+def test_a_server_that_cannot_be_used_is_one_line(
+    workspace: Workspace,
+    server: Served,
+    decoder: ServedDecoder,
+    site: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def line(engine: str, *more: str) -> str:
+        return failing(workspace, capsys, "--engine", f"openai:{engine}", *more)
+
+    assert "cannot be reached" in line("http://127.0.0.1:1")
+    assert "cannot be reached" in line(url(server), "--baseline", "http://127.0.0.1:1")
+    assert "is not a server of the OpenAI API" in line(site)
+    assert "is not a URL" in line("127.0.0.1:8000")
+    assert "does not serve 'other'" in line(url(server), "--served-model", "other")
+    assert "--concurrency 9" in line(url(server), "--concurrency", "9")
+    assert "--temperature 3" in line(url(server), "--temperature", "3")
+    with serving(decoder, key="a key") as locked:
+        assert "needs a key: set OPENAI_API_KEY" in line(url(locked))
+        monkeypatch.setenv("OPENAI_API_KEY", "another key")
+        assert "refuses the key in OPENAI_API_KEY" in line(url(locked))
+        monkeypatch.setenv("OPENAI_API_KEY", "a key")
+        assert main(arguments(workspace, "--engine", f"openai:{url(locked)}", "--limit", "1")) == 0
+
+
+def test_a_prompt_with_a_video_is_refused_by_name(
+    prompts_file: Path,
+    workspace: Workspace,
+    server: Served,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    tiny.film(tmp_path / "film.mp4", tiny.clip(4, 56, 28, 0))
+    row = {"conversations": [{"from": "human", "value": "What moves?"}], "video": "film.mp4"}
+    (tmp_path / "row.json").write_text(json.dumps([row]))
+    file = tmp_path / "prompts.parquet"
+    assert main(["prompts", str(tmp_path / "row.json"), "--split", "eval", "--out", str(file)]) == 0
+    assert "film.mp4" in failing(
+        workspace, capsys, "--engine", f"openai:{url(server)}", "--prompts", str(file)
+    )
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        ["lookahead", "--concurrency", "2"],
+        ["lookahead", "--baseline", "http://127.0.0.1:1"],
+        ["lookahead", "--engine", "openai:http://127.0.0.1:1"],
+        ["--engine", "openai:http://127.0.0.1:1", "--tree", "chain-4"],
+        ["--engine", "openai:http://127.0.0.1:1", "--compile"],
+        ["lookahead", "--engine", "vllm"],
+    ],
+)
+def test_what_belongs_to_the_other_engine_is_a_usage_error(more: list[str], workspace: Workspace) -> None:
+    assert main(arguments(workspace, *more)) == 2
+
+
+VLLM = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
+# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 10.0
+vllm:spec_decode_num_drafts_total{engine="1",model_name="m"} 6.0
+vllm:spec_decode_num_drafts_created{engine="0",model_name="m"} 1.7e+09
+vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 12.0
+vllm:spec_decode_num_accepted_tokens_total{engine="1",model_name="m"} 3.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} 9.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"} 3.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",model_name="m",position="0"} 3.0
+vllm:generation_tokens_total{engine="0",model_name="m"} 1.23e+02
+vllm:mm_cache_queries_total{engine="0",model_name="m"} 4.0
+vllm:mm_cache_hits_total{engine="0",model_name="m"} 1.0
+"""
+
+
+def test_counters_are_summed_over_engines_and_a_restart_is_not_counted() -> None:
+    whole = server_metrics.parse(VLLM)
+    assert server_metrics.between({}, whole) == ServerCounts(
+        generated=123,
+        images=4,
+        cached_images=1,
+        drafts=16,
+        accepted=15,
+        chain_tried=(16, 12),
+        chain_accepted=(12, 3),
+    )
+    assert server_metrics.between(whole, whole) == ServerCounts(
+        generated=0, images=0, cached_images=0
+    )  # there was no draft
+    assert server_metrics.between(whole, {("generated", 0): 1}) == ServerCounts()
+    assert server_metrics.between({}, {}) == ServerCounts()

@@ -1,0 +1,64 @@
+"""A server of our own in a thread, and requests to it without the `openai` client."""
+
+import http.client
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import openai
+import uvicorn
+
+from vlmdistill.pipelines.serving.app import build_app
+from vlmdistill.pipelines.serving.served_decoder import ServedDecoder
+
+
+@dataclass
+class Served:
+    """A running server."""
+
+    port: int
+    opened: ExitStack
+
+    def client(self, key: str = "none") -> openai.OpenAI:
+        url = f"http://127.0.0.1:{self.port}/v1"
+        return self.opened.enter_context(openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=400))
+
+    def request(
+        self, method: str, path: str, body: Any = None, chunked: bool = False, **headers: str
+    ) -> tuple[int, bytes]:
+        sent = {name.replace("_", "-"): text for name, text in headers.items()}
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=400)) as connection:
+            connection.request(method, path, body, sent, encode_chunked=chunked)
+            response = connection.getresponse()
+            return response.status, response.read()
+
+    def metric(self, name: str) -> float:
+        lines = self.request("GET", "/metrics")[1].decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name} "))
+
+    def wait_for(self, name: str, value: float) -> None:
+        end = time.monotonic() + 300
+        while self.metric(f"vlmdistill_{name}") != value:
+            assert time.monotonic() < end, f"{name} does not become {value}"
+            time.sleep(0.01)
+
+
+@contextmanager
+def serving(decoder: ServedDecoder, **options: Any) -> Iterator[Served]:
+    """A server in a thread of its own."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    app = build_app(decoder, **options)
+    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", ws="none", log_config=None))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        with ExitStack() as opened:
+            yield Served(listener.getsockname()[1], opened)
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        assert not thread.is_alive()
