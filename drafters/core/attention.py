@@ -6,11 +6,12 @@ but compute them again in the backward pass, as exp(score - lse), and so do we f
 lse and the output of all parts, the gradient of each part is exact.
 
 Shapes: R rows, L rows of a block, S keys in common, K key heads, X queries of a row for each key head, H = K
-* X, d head width.
+* X, d head width; 1HLd is the order that kernels take.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -31,29 +32,34 @@ class Block:
     causal: bool
 
 
-def blocks(first_R: Tensor, end_R: Tensor) -> list[Block]:
+Part = Sequence[Block]
+"""Blocks that have no row in common."""
+
+
+def blocks(first_R: Tensor, end_R: Tensor) -> list[Part]:
     """Blocks in which row r sees the keys from `first_R[r]` up to and without `end_R[r]`, at least one.
 
-    While each row sees one key more than the row before, two blocks serve them all.
+    While each row sees one key more than the row before, two blocks serve them all. The first part has a
+    block for every row.
     """
     starts_R = torch.ones_like(end_R, dtype=torch.bool)
     starts_R[1:] = (end_R[1:] != end_R[:-1] + 1) | (first_R[1:] != first_R[:-1])
     run_3C = torch.stack([torch.arange(len(end_R), device=end_R.device), first_R, end_R])[:, starts_R]
     starts, firsts, ends = run_3C.tolist()
-    found = []
+    common, later = [], []
     for start, stop, first, end in zip(starts, [*starts[1:], len(end_R)], firsts, ends, strict=False):
         rows, last = slice(start, stop), end - 1
+        later.append(Block(rows, slice(last, last + stop - start), True))
         if first < last:
-            found.append(Block(rows, slice(first, last), False))
-        found.append(Block(rows, slice(last, last + stop - start), True))
-    return found
+            common.append(Block(rows, slice(first, last), False))
+    return [later, common]
 
 
 def attention(
     query_RKXd: Tensor,
     key_SKd: Tensor,
     value_SKd: Tensor,
-    seen: Sequence[Block],
+    seen: Sequence[Part],
     own: Sequence[tuple[Tensor, Tensor, int]],
 ) -> Tensor:
     """Each query's mean of the values that it sees, weighted by the softmax of their scores: [R, K, X, d].
@@ -75,21 +81,26 @@ class _Attention(torch.autograd.Function):
         query_RKXd: Tensor,
         key_SKd: Tensor,
         value_SKd: Tensor,
-        seen: Sequence[Block],
+        seen: Sequence[Part],
         since: Sequence[int],
         *own: Tensor,
     ) -> Tensor:
-        exact = torch.promote_types(query_RKXd.dtype, torch.float32)
-        lse_RKX = query_RKXd.new_full(query_RKXd.shape[:-1], -torch.inf, dtype=exact)
-        out_RKXd = torch.zeros_like(query_RKXd, dtype=exact)
-        kernel = _kernel(query_RKXd)
+        exact, shape = torch.promote_types(query_RKXd.dtype, torch.float32), query_RKXd.shape
+        out_RKXd = query_RKXd.new_zeros(shape, dtype=exact)
+        lse_RKX = query_RKXd.new_full(shape[:-1], -torch.inf, dtype=exact)
+        query, key, value = (_heads_first(state) for state in (query_RKXd, key_SKd, value_SKd))
+        kernel = _kernel(query)
         kept = []
-        for block in seen:
-            part_LKXd, lse_LKX, rest = kernel.forward(
-                query_RKXd[block.rows], key_SKd[block.keys], value_SKd[block.keys], block.causal
-            )
-            _merge(out_RKXd[block.rows], lse_RKX[block.rows], part_LKXd, lse_LKX)
-            kept.append(rest)
+        for part in seen:
+            part_RKXd, part_RKX = torch.zeros_like(out_RKXd), torch.full_like(lse_RKX, -torch.inf)
+            part_1HRd, part_1HR = _heads_first(part_RKXd), _heads_first(part_RKX[..., None])[..., 0]
+            for block in part:
+                rows, keys = block.rows, block.keys
+                part_1HRd[:, :, rows], part_1HR[:, :, rows], *rest = kernel.forward(
+                    query[:, :, rows], key[:, :, keys], value[:, :, keys], block.causal
+                )
+                kept.append(rest)
+            _merge(out_RKXd, lse_RKX, part_RKXd, part_RKX)
         for key_RKd, value_RKd, first in zip(own[::2], own[1::2], since, strict=True):
             score_RKX = _scores(query_RKXd[:, :, first:], key_RKd).to(exact)
             _merge(out_RKXd[:, :, first:], lse_RKX[:, :, first:], value_RKd[:, :, None], score_RKX)
@@ -102,31 +113,31 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_RKXd: Tensor) -> tuple[Tensor | None, ...]:
         query_RKXd, key_SKd, value_SKd, out_RKXd, lse_RKX, *own = ctx.saved_tensors
-        parts = (query_RKXd, key_SKd, value_SKd)
-        grads = [torch.zeros_like(part, dtype=lse_RKX.dtype) for part in parts]
-        for block, rest in zip(ctx.seen, ctx.kept, strict=True):
-            places = (block.rows, block.keys, block.keys)
+        exact, scale = lse_RKX.dtype, query_RKXd.shape[-1] ** -0.5
+        grads = [part.new_zeros(part.shape, dtype=exact) for part in (query_RKXd, key_SKd, value_SKd)]
+        into = [_heads_first(grad) for grad in grads]
+        grad_RKXd = grad_RKXd.contiguous()  # kernels take the last dimension to be dense
+        grad, query, out = (_heads_first(state) for state in (grad_RKXd, query_RKXd, out_RKXd))
+        key, value, lse = (_heads_first(state) for state in (key_SKd, value_SKd, lse_RKX[..., None]))
+        for block, rest in zip(chain.from_iterable(ctx.seen), ctx.kept, strict=True):
+            rows, keys = block.rows, block.keys
             found = ctx.kernel.backward(
-                grad_RKXd[block.rows],
-                *(part[place] for part, place in zip(parts, places, strict=True)),
-                out_RKXd[block.rows],
-                lse_RKX[block.rows],
-                rest,
-                block.causal,
+                *(grad[:, :, rows], query[:, :, rows], key[:, :, keys], value[:, :, keys]),
+                *(out[:, :, rows], lse[:, :, rows, 0], block.causal, *rest),
             )
-            for grad, place, added in zip(grads, places, found, strict=True):
-                grad[place] += added
-        mean_RKX = (grad_RKXd * out_RKXd).sum(-1, dtype=lse_RKX.dtype)
-        own_grads = []
+            for whole, at, added in zip(into, (rows, keys, keys), found, strict=True):
+                whole[:, :, at] += added
+        mean_RKX = (grad_RKXd * out_RKXd).sum(-1, dtype=exact)
         for key_RKd, value_RKd, first in zip(own[::2], own[1::2], ctx.since, strict=True):
-            query, grad, mean, lse = (x[:, :, first:] for x in (query_RKXd, grad_RKXd, mean_RKX, lse_RKX))
-            weight_RKX = (_scores(query, key_RKd) - lse).exp()
-            slope_RKX = weight_RKX * (torch.einsum("rkxd,rkd->rkx", grad, value_RKd) - mean)
-            slope_RKX = slope_RKX.to(query.dtype) * query.shape[-1] ** -0.5
+            asking, given = query_RKXd[:, :, first:], grad_RKXd[:, :, first:]
+            weight_RKX = (_scores(asking, key_RKd) - lse_RKX[:, :, first:]).exp()
+            slope_RKX = torch.einsum("rkxd,rkd->rkx", given, value_RKd) - mean_RKX[:, :, first:]
+            slope_RKX = (weight_RKX * slope_RKX * scale).to(asking.dtype)
             grads[0][:, :, first:] += slope_RKX[..., None] * key_RKd[:, :, None]
-            own_grads.append(torch.einsum("rkx,rkxd->rkd", slope_RKX, query))
-            own_grads.append(torch.einsum("rkx,rkxd->rkd", weight_RKX.to(grad.dtype), grad))
-        return *(grad.to(query_RKXd.dtype) for grad in grads), None, None, *own_grads
+            grads.append(torch.einsum("rkx,rkxd->rkd", slope_RKX, asking))
+            grads.append(torch.einsum("rkx,rkxd->rkd", weight_RKX.to(given.dtype), given))
+        dtype = query_RKXd.dtype
+        return *(whole.to(dtype) for whole in grads[:3]), None, None, *grads[3:]
 
 
 def _scores(query_RKXd: Tensor, key_RKd: Tensor) -> Tensor:
@@ -135,129 +146,128 @@ def _scores(query_RKXd: Tensor, key_RKd: Tensor) -> Tensor:
     return score_RKX.mul(query_RKXd.shape[-1] ** -0.5)
 
 
-def _merge(out_LKXd: Tensor, lse_LKX: Tensor, part_LKXd: Tensor, part_lse_LKX: Tensor) -> None:
+def _merge(out_RKXd: Tensor, lse_RKX: Tensor, part_RKXd: Tensor, part_lse_RKX: Tensor) -> None:
     """Add a part to the mean so far, in place."""
-    share_LKX1 = torch.sigmoid(part_lse_LKX - lse_LKX)[..., None]
-    out_LKXd.lerp_(part_LKXd.to(out_LKXd.dtype), share_LKX1)
-    torch.logaddexp(lse_LKX, part_lse_LKX, out=lse_LKX)
+    share_RKX1 = torch.sigmoid(part_lse_RKX - lse_RKX)[..., None]
+    out_RKXd.lerp_(part_RKXd.to(out_RKXd.dtype), share_RKX1)
+    torch.logaddexp(lse_RKX, part_lse_RKX, out=lse_RKX)
+
+
+def _heads_first(state_Nd: Tensor) -> Tensor:
+    """[N, ..., d] -> [1, H, N, d]."""
+    return state_Nd.flatten(1, -2).transpose(0, 1)[None]
 
 
 class _Flash:
-    """The flash kernels of PyTorch, in the shapes of `_Attention`."""
+    """The flash kernels of PyTorch."""
 
     @staticmethod
-    def forward(
-        query_LKXd: Tensor, key_SKd: Tensor, value_SKd: Tensor, causal: bool
-    ) -> tuple[Tensor, Tensor, list[Any]]:
-        """Output and log-sum-exp of a block, and what else its backward pass takes."""
-        states = (_heads_first(query_LKXd.flatten(1, 2)), _heads_first(key_SKd), _heads_first(value_SKd))
-        aten = torch.ops.aten
-        if query_LKXd.is_cpu:
-            out_1HLd, lse_1HL, *rest = aten._scaled_dot_product_flash_attention_for_cpu(*states, 0.0, causal)
-        else:
-            out_1HLd, lse_1HL, *rest = aten._scaled_dot_product_flash_attention(*states, 0.0, causal)
-        shape = query_LKXd.shape
-        return out_1HLd[0].transpose(0, 1).reshape(shape), lse_1HL[0].T.reshape(shape[:-1]), rest
+    def forward(query_1HLd: Tensor, key_1KSd: Tensor, value_1KSd: Tensor, causal: bool) -> tuple[Any, ...]:
+        """Output [1, H, L, d], log-sum-exp [1, H, L], and what else `backward` takes."""
+        aten, states = torch.ops.aten, (query_1HLd, key_1KSd, value_1KSd)
+        if query_1HLd.is_cpu:
+            return tuple(aten._scaled_dot_product_flash_attention_for_cpu(*states, 0.0, causal))
+        return tuple(aten._scaled_dot_product_flash_attention(*states, 0.0, causal)[:8])
 
     @staticmethod
     def backward(
-        grad_LKXd: Tensor,
-        query_LKXd: Tensor,
-        key_SKd: Tensor,
-        value_SKd: Tensor,
-        out_LKXd: Tensor,
-        lse_LKX: Tensor,
-        rest: list[Any],
+        grad_1HLd: Tensor,
+        query_1HLd: Tensor,
+        key_1KSd: Tensor,
+        value_1KSd: Tensor,
+        out_1HLd: Tensor,
+        lse_1HL: Tensor,
         causal: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of a block's queries, keys and values, given output and lse of all that they see."""
-        grad, query, out = (_heads_first(x.flatten(1, 2)) for x in (grad_LKXd, query_LKXd, out_LKXd))
-        # A slice would give wrong gradients on a GPU, whose kernel does not look at the strides.
-        lse_1HL = lse_LKX.flatten(1, 2).T[None].contiguous()
-        states = (grad, query, _heads_first(key_SKd), _heads_first(value_SKd), out, lse_1HL)
-        aten = torch.ops.aten
-        if query_LKXd.is_cpu:
-            grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(*states, 0.0, causal)
-        else:
-            *lengths, seed, offset = rest[:6]
-            grads = aten._scaled_dot_product_flash_attention_backward(
-                *states, *lengths, 0.0, causal, seed, offset
+        *rest: Any,
+    ) -> tuple[Tensor, ...]:
+        """The gradients of queries, keys and values, given output and log-sum-exp of all that is seen."""
+        aten, states = torch.ops.aten, (grad_1HLd, query_1HLd, key_1KSd, value_1KSd, out_1HLd)
+        if query_1HLd.is_cpu:
+            return tuple(
+                aten._scaled_dot_product_flash_attention_for_cpu_backward(*states, lse_1HL, 0.0, causal)
             )
-        query_LHd, key_SKd, value_SKd = (grad_1HNd[0].transpose(0, 1) for grad_1HNd in grads)
-        return query_LHd.reshape(query_LKXd.shape), key_SKd, value_SKd
+        *lengths, seed, offset = rest
+        # Contiguous: the kernel does not look at the strides.
+        states = (*states, lse_1HL.contiguous(), *lengths)
+        return tuple(aten._scaled_dot_product_flash_attention_backward(*states, 0.0, causal, seed, offset))
 
 
 class _Plain:
     """The same from matrix products, some rows at a time: for devices and dtypes without a flash kernel."""
 
     @staticmethod
-    def forward(
-        query_LKXd: Tensor, key_SKd: Tensor, value_SKd: Tensor, causal: bool
-    ) -> tuple[Tensor, Tensor, list[Any]]:
+    def forward(query_1HLd: Tensor, key_1KSd: Tensor, value_1KSd: Tensor, causal: bool) -> tuple[Any, ...]:
         """See `_Flash.forward`."""
-        out_LKXd = torch.empty_like(query_LKXd)
-        parts = []
-        for rows in _some(query_LKXd, key_SKd):
-            score_LKXS = _masked(query_LKXd, key_SKd, rows, causal)
-            parts.append(score_LKXS.logsumexp(-1))
-            weight_LKXS = (score_LKXS - parts[-1][..., None]).exp().to(value_SKd.dtype)
-            out_LKXd[rows] = torch.einsum("lkxs,skd->lkxd", weight_LKXS, value_SKd)
-        return out_LKXd, torch.cat(parts), []
+        query_KXLd, key_KSd, value_KSd = _grouped(query_1HLd, key_1KSd), key_1KSd[0], value_1KSd[0]
+        outs, sums = [], []
+        for rows in _some(query_1HLd, key_KSd):
+            score_KXLS = _masked(query_KXLd[:, :, rows], key_KSd, rows.start, causal)
+            sums.append(score_KXLS.logsumexp(-1))
+            weight_KXLS = (score_KXLS - sums[-1][..., None]).exp().to(value_KSd.dtype)
+            outs.append(torch.einsum("kxls,ksd->kxld", weight_KXLS, value_KSd))
+        return torch.cat(outs, 2).flatten(0, 1)[None], torch.cat(sums, 2).flatten(0, 1)[None]
 
     @staticmethod
     def backward(
-        grad_LKXd: Tensor,
-        query_LKXd: Tensor,
-        key_SKd: Tensor,
-        value_SKd: Tensor,
-        out_LKXd: Tensor,
-        lse_LKX: Tensor,
-        rest: list[Any],
+        grad_1HLd: Tensor,
+        query_1HLd: Tensor,
+        key_1KSd: Tensor,
+        value_1KSd: Tensor,
+        out_1HLd: Tensor,
+        lse_1HL: Tensor,
         causal: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """See `_Flash.backward`."""
-        exact, scale = lse_LKX.dtype, query_LKXd.shape[-1] ** -0.5
-        query_grad = torch.empty_like(query_LKXd)
-        key_grad, value_grad = (torch.zeros_like(part, dtype=exact) for part in (key_SKd, value_SKd))
-        mean_LKX = (grad_LKXd * out_LKXd).sum(-1, dtype=exact)
-        for rows in _some(query_LKXd, key_SKd):
-            grad, score = grad_LKXd[rows], _masked(query_LKXd, key_SKd, rows, causal)
-            weight_LKXS = (score - lse_LKX[rows, ..., None]).exp()
-            slope_LKXS = torch.einsum("lkxd,skd->lkxs", grad, value_SKd) - mean_LKX[rows, ..., None]
-            slope_LKXS = (weight_LKXS * slope_LKXS * scale).to(grad.dtype)
-            query_grad[rows] = torch.einsum("lkxs,skd->lkxd", slope_LKXS, key_SKd)
-            key_grad += torch.einsum("lkxs,lkxd->skd", slope_LKXS, query_LKXd[rows])
-            value_grad += torch.einsum("lkxs,lkxd->skd", weight_LKXS.to(grad.dtype), grad)
-        return query_grad, key_grad, value_grad
+        exact, scale = lse_1HL.dtype, query_1HLd.shape[-1] ** -0.5
+        query_KXLd, grad_KXLd = (_grouped(state, key_1KSd) for state in (query_1HLd, grad_1HLd))
+        key_KSd, value_KSd = key_1KSd[0], value_1KSd[0]
+        lse_KXL1, mean_KXL1 = (
+            _grouped(state[..., None], key_1KSd)
+            for state in (lse_1HL, (grad_1HLd * out_1HLd).sum(-1, dtype=exact))
+        )
+        queries, keys, values = (
+            [],
+            torch.zeros_like(key_KSd, dtype=exact),
+            torch.zeros_like(value_KSd, dtype=exact),
+        )
+        for rows in _some(query_1HLd, key_KSd):
+            asking, given = query_KXLd[:, :, rows], grad_KXLd[:, :, rows]
+            weight_KXLS = (_masked(asking, key_KSd, rows.start, causal) - lse_KXL1[:, :, rows]).exp()
+            slope_KXLS = torch.einsum("kxld,ksd->kxls", given, value_KSd) - mean_KXL1[:, :, rows]
+            slope_KXLS = (weight_KXLS * slope_KXLS * scale).to(given.dtype)
+            queries.append(torch.einsum("kxls,ksd->kxld", slope_KXLS, key_KSd))
+            keys += torch.einsum("kxls,kxld->ksd", slope_KXLS, asking)
+            values += torch.einsum("kxls,kxld->ksd", weight_KXLS.to(given.dtype), given)
+        return torch.cat(queries, 2).flatten(0, 1)[None], keys[None], values[None]
 
 
-def _kernel(query_RKXd: Tensor) -> type[_Flash] | type[_Plain]:
+def _kernel(query_1HRd: Tensor) -> type[_Flash] | type[_Plain]:
     """Flash where there is such a kernel; `torch.nn.attention.sdpa_kernel(MATH)` asks for plain products."""
-    if query_RKXd.is_cpu:
+    if query_1HRd.is_cpu:
         return _Flash if flash_sdp_enabled() else _Plain  # type: ignore[no-untyped-call]
-    states = _heads_first(query_RKXd.flatten(1, 2))
-    fits = can_use_flash_attention(SDPAParams(states, states, states, None, 0.0, True, False))
-    return _Flash if fits and query_RKXd.shape[-1] % 8 == 0 else _Plain
+    fits = can_use_flash_attention(SDPAParams(query_1HRd, query_1HRd, query_1HRd, None, 0.0, True, False))
+    return _Flash if fits and query_1HRd.shape[-1] % 8 == 0 else _Plain
 
 
-def _heads_first(state_NHd: Tensor) -> Tensor:
-    """As kernels take it: [1, H, N, d]."""
-    return state_NHd.transpose(0, 1)[None]
+def _grouped(state_1HLd: Tensor, key_1KSd: Tensor) -> Tensor:
+    """[1, H, L, d] -> [K, X, L, d]."""
+    heads, (_, count, length, width) = key_1KSd.shape[1], state_1HLd.shape
+    return state_1HLd.reshape(heads, count // heads, length, width)
 
 
-def _some(query_LKXd: Tensor, key_SKd: Tensor) -> list[slice]:
+def _some(query_1HLd: Tensor, key_KSd: Tensor) -> list[slice]:
     """Rows whose scores fit in `SCORE_BYTES`."""
-    step = max(1, SCORE_BYTES // (4 * len(key_SKd) * query_LKXd[0, ..., 0].numel()))
-    return [slice(start, start + step) for start in range(0, len(query_LKXd), step)]
+    _, heads, length, _ = query_1HLd.shape
+    step = max(1, SCORE_BYTES // (4 * heads * key_KSd.shape[1]))
+    return [slice(start, start + step) for start in range(0, length, step)]
 
 
-def _masked(query_LKXd: Tensor, key_SKd: Tensor, rows: slice, causal: bool) -> Tensor:
-    """The scores of some rows, float32 at least: [L, K, X, S]."""
-    score_LKXS: Tensor = torch.einsum("lkxd,skd->lkxs", query_LKXd[rows], key_SKd)
-    score_LKXS = score_LKXS.to(torch.promote_types(score_LKXS.dtype, torch.float32))
-    score_LKXS = score_LKXS.mul(query_LKXd.shape[-1] ** -0.5)
+def _masked(query_KXLd: Tensor, key_KSd: Tensor, first: int, causal: bool) -> Tensor:
+    """The scores of rows from the `first`, float32 at least: [K, X, L, S]."""
+    score_KXLS: Tensor = torch.einsum("kxld,ksd->kxls", query_KXLd, key_KSd)
+    score_KXLS = score_KXLS.to(torch.promote_types(score_KXLS.dtype, torch.float32))
+    score_KXLS = score_KXLS.mul(query_KXLd.shape[-1] ** -0.5)
     if causal:
-        row_L, key_S = (torch.arange(size, device=key_SKd.device) for size in (len(query_LKXd), len(key_SKd)))
-        hidden_LS = row_L[rows, None] < key_S
-        score_LKXS = score_LKXS.masked_fill(hidden_LS[:, None, None], -torch.inf)
-    return score_LKXS
+        row_L, key_S = (torch.arange(size, device=key_KSd.device) for size in score_KXLS.shape[2:])
+        score_KXLS = score_KXLS.masked_fill(first + row_L[:, None] < key_S, -torch.inf)
+    return score_KXLS

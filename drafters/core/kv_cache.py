@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vlmdistill.drafters.core.attention import Block, attention, blocks
+from vlmdistill.drafters.core.attention import Part, attention, blocks
 from vlmdistill.drafters.core.batch import TokenIndex
 
 
@@ -53,7 +53,7 @@ class PackedKVCache:
         self.context: dict[str, Tensor] = {}
         self._prefix: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []  # keys, values, segments, positions
         self._guesses: list[tuple[Tensor, Tensor]] = []  # keys and values [R, K, d] of hops 1, 2, ...
-        self._seen: list[Block] = []
+        self._seen: list[Part] = []
 
     def update(self, key_NKd: Tensor, value_NKd: Tensor, tokens: TokenIndex, hop: int) -> None:
         """Write prefix entries (hop 0), or one more guess for every row (in the rows' order)."""
@@ -81,7 +81,7 @@ class PackedKVCache:
         mixed_RJKGd = mixed_RKXd.view(count, kv_heads, queries, group, width).transpose(1, 2)
         return mixed_RJKGd.reshape(query_QHd.shape)
 
-    def _sorted(self, rows: TokenIndex) -> list[Block]:
+    def _sorted(self, rows: TokenIndex) -> list[Part]:
         """Sort the prefix by sample and position, so that what a row sees is a run of it."""
         key_SKd, value_SKd, segment_S, position_S = (
             torch.cat(part) for part in zip(*self._prefix, strict=True)

@@ -86,6 +86,7 @@ def test_values_and_gradients_of_all_hops_are_those_of_a_dense_mask(
         expected.append(dense(query_QHd, key_AHd, value_AHd, seen_QA))
 
     weights = [torch.randn(mixed.shape, generator=generator, dtype=dtype) for mixed in got]
+    weights[0] = weights[0][..., :1].expand_as(weights[0])  # as a sum makes them
     with sdpa_kernel(backend):
         gradients = torch.autograd.grad(got, leaves, weights)
     naive = torch.autograd.grad(expected, leaves, weights)
@@ -107,7 +108,6 @@ def test_no_row_wanted_is_no_error() -> None:
 def test_rows_in_runs_need_two_blocks_a_run() -> None:
     first_R, end_R = torch.tensor([0, 0, 0, 0, 6, 6]), torch.tensor([3, 4, 5, 6, 7, 8])
     assert attention.blocks(first_R, end_R) == [
-        attention.Block(slice(0, 4), slice(0, 2), False),
-        attention.Block(slice(0, 4), slice(2, 6), True),
-        attention.Block(slice(4, 6), slice(6, 8), True),
+        [attention.Block(slice(0, 4), slice(2, 6), True), attention.Block(slice(4, 6), slice(6, 8), True)],
+        [attention.Block(slice(0, 4), slice(0, 2), False)],
     ]
