@@ -101,8 +101,9 @@ $(VENV)/.docs: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[docs]"
 	@touch $@
 
-bench-train: setup  ## the training step against its baseline and its floor
+bench-train: setup  ## the training step and its attention against what came before, and their floors
 	$(BIN)/python -m benchmarks.train
+	$(BIN)/python -m benchmarks.attention
 
 wheel: setup  ## build the wheel into dist/
 	rm -rf build/lib build/bdist.* dist

@@ -1,9 +1,9 @@
-"""The drafter's attention and its KV caches: one for training, one for decoding.
+"""The drafter's KV caches: one for training, one for decoding.
 
 A drafter's `step` writes and attends through the `KVCache` protocol, so it runs the same code in both.
 
 Shapes: N entries, R rows whose output is wanted, J queries of a row, Q = R * J queries, S entries of the
-prefix, A nodes drafted so far, B samples, H query heads, K key heads, G = H / K, d head width.
+prefix, A nodes drafted so far, H query heads, K key heads, G = H / K, X = J * G, d head width.
 """
 
 from collections.abc import Iterator
@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vlmdistill.drafters.core.attention import Part, attention, blocks
 from vlmdistill.drafters.core.batch import TokenIndex
 
 
@@ -50,8 +51,9 @@ class PackedKVCache:
 
     def __init__(self) -> None:
         self.context: dict[str, Tensor] = {}
-        self._prefix: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        self._prefix: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []  # keys, values, segments, positions
         self._guesses: list[tuple[Tensor, Tensor]] = []  # keys and values [R, K, d] of hops 1, 2, ...
+        self._seen: list[Part] = []
 
     def update(self, key_NKd: Tensor, value_NKd: Tensor, tokens: TokenIndex, hop: int) -> None:
         """Write prefix entries (hop 0), or one more guess for every row (in the rows' order)."""
@@ -61,47 +63,37 @@ class PackedKVCache:
             self._guesses.append((key_NKd, value_NKd))
 
     def attend(self, query_QHd: Tensor, tokens: TokenIndex, hop: int) -> Tensor:
-        """Softmax over the prefix up to each row and the row's own guesses."""
+        """Softmax over the prefix up to each row and the row's own guesses; all hops want the same rows."""
+        rows = tokens.at_rows()
+        if hop == 0 or not self._seen:
+            self._seen = self._sorted(rows)
+        ((key_SKd, value_SKd, *_),) = self._prefix
+        count, (kv_heads, width) = len(rows.segment_N), key_SKd.shape[1:]
+        queries, group = len(query_QHd) // max(1, count), query_QHd.shape[1] // kv_heads
+        query_RKJGd = query_QHd.view(count, queries, kv_heads, group, width).transpose(1, 2)
+        mixed_RKXd = attention(
+            query_RKJGd.reshape(count, kv_heads, queries * group, width),
+            key_SKd,
+            value_SKd,
+            self._seen,
+            [(*guess, group * max(0, number - hop)) for number, guess in enumerate(self._guesses, start=1)],
+        )
+        mixed_RJKGd = mixed_RKXd.view(count, kv_heads, queries, group, width).transpose(1, 2)
+        return mixed_RJKGd.reshape(query_QHd.shape)
+
+    def _sorted(self, rows: TokenIndex) -> list[Part]:
+        """Sort the prefix by sample and position, so that what a row sees is a run of it."""
         key_SKd, value_SKd, segment_S, position_S = (
             torch.cat(part) for part in zip(*self._prefix, strict=True)
         )
-        rows = tokens.at_rows()
-        queries = max(1, len(query_QHd) // max(1, len(rows.segment_N)))
-        rows = rows.times(queries)
-        hop_Q = hop + torch.arange(len(query_QHd), device=query_QHd.device) % queries
-        samples = int(torch.maximum(segment_S.max(), rows.segment_N.max())) + 1
-        key_slots = _Slots(segment_S, samples)
-        row_slots = _Slots(rows.segment_N, samples)
-
-        heads, width = query_QHd.shape[1:]
-        kv_heads = key_SKd.shape[1]
-        query_QKGd = query_QHd.reshape(-1, kv_heads, heads // kv_heads, width) * width**-0.5
-        query_BQKGd = row_slots.pad(query_QKGd)
-        score_BKGQS = torch.einsum("bqkgd,bskd->bkgqs", query_BQKGd, key_slots.pad(key_SKd))
-        seen_BQS = key_slots.pad(position_S, -1)[:, None] <= row_slots.pad(rows.position_N, -1)[:, :, None]
-        seen_BQS = seen_BQS & key_slots.filled_BS[:, None]
-        # The lowest finite value, not -inf: padded rows see nothing and must not turn into NaN.
-        lowest = torch.finfo(score_BKGQS.dtype).min
-        score_BKGQS = score_BKGQS.masked_fill(~seen_BQS[:, None, None], lowest)
-        guesses = [
-            (key_RKd.repeat_interleave(queries, 0), value_RKd.repeat_interleave(queries, 0))
-            for key_RKd, value_RKd in self._guesses
-        ]
-        own = []
-        for guessed, (key_QKd, _) in enumerate(guesses, start=1):
-            score_QKG = torch.einsum("qkgd,qkd->qkg", query_QKGd, key_QKd)
-            if guessed > hop:
-                score_QKG = score_QKG.masked_fill((hop_Q < guessed)[:, None, None], lowest)
-            own.append(row_slots.pad(score_QKG).permute(0, 2, 3, 1))
-        score_BKGQX = torch.cat([score_BKGQS, *(score[..., None] for score in own)], dim=-1)
-        weight_BKGQX = score_BKGQX.float().softmax(-1).to(score_BKGQX.dtype)
-        prefix = key_slots.longest
-        mixed_BQKGd = torch.einsum("bkgqs,bskd->bqkgd", weight_BKGQX[..., :prefix], key_slots.pad(value_SKd))
-        mixed_QKGd = row_slots.unpad(mixed_BQKGd)
-        for column, (_, value_QKd) in enumerate(guesses):
-            weight_QKG = row_slots.unpad(weight_BKGQX[..., prefix + column].permute(0, 3, 1, 2))
-            mixed_QKGd = mixed_QKGd + weight_QKG[..., None] * value_QKd[:, :, None]
-        return mixed_QKGd.reshape(query_QHd.shape)
+        far = position_S.max() + 1
+        place_S, order_S = torch.sort(segment_S * far + position_S, stable=True)
+        first_R = torch.searchsorted(place_S, rows.segment_N * far)
+        end_R = torch.searchsorted(place_S, rows.segment_N * far + rows.position_N, right=True)
+        written = (key_SKd, value_SKd, segment_S, position_S)
+        key_SKd, value_SKd, segment_S, position_S = (part.index_select(0, order_S) for part in written)
+        self._prefix = [(key_SKd, value_SKd, segment_S, position_S)]
+        return blocks(first_R, end_R)
 
     @contextmanager
     def temporary(self) -> Iterator[None]:
@@ -109,30 +101,6 @@ class PackedKVCache:
         count = len(self._guesses)
         yield
         del self._guesses[count:]
-
-
-class _Slots:
-    """Packed rows [N, ...] as a padded block [B, longest, ...] and back."""
-
-    def __init__(self, segment_N: Tensor, samples: int) -> None:
-        count_B = torch.bincount(segment_N, minlength=samples)
-        self.longest = int(count_B.max())
-        order_N = torch.argsort(segment_N, stable=True)
-        rank_N = torch.empty_like(order_N)
-        first_B = torch.cumsum(count_B, 0) - count_B
-        steps_N = torch.arange(len(segment_N), device=segment_N.device)
-        rank_N[order_N] = steps_N - first_B[segment_N[order_N]]
-        self.flat_N = segment_N * self.longest + rank_N
-        self.shape = (samples, self.longest)
-        self.filled_BS = torch.arange(self.longest, device=segment_N.device) < count_B[:, None]
-
-    def pad(self, value_N: Tensor, fill: int = 0) -> Tensor:
-        rows = self.shape[0] * self.shape[1]
-        block = value_N.new_full((rows, *value_N.shape[1:]), fill)
-        return block.index_copy(0, self.flat_N, value_N).reshape(*self.shape, *value_N.shape[1:])
-
-    def unpad(self, block_BS: Tensor) -> Tensor:
-        return block_BS.flatten(0, 1).index_select(0, self.flat_N)
 
 
 class GrowingKVCache:

@@ -65,7 +65,7 @@ def unroll(
     drafter.condition(inputs, cache)
 
     tokens = entries.tokens.with_rows(rows_R)
-    entries = replace(entries, tokens=tokens)
+    entries, rows = replace(entries, tokens=tokens), tokens.at_rows()
     rotary_R = entries.rotary_N[rows_R]
     states = []
     for hop in range(stage.hops):
@@ -75,14 +75,14 @@ def unroll(
             ids_N=batch.ids_T[(token_R + hop + 1).clamp(max=last)],
             hidden_ND=state_RD.detach() if detach else state_RD,
             rotary_N=rotary_R + hop + 1,
-            tokens=tokens.at_rows(),
+            tokens=rows,
             hop=hop + 1,
         )
     ahead_HR = token_R + torch.arange(stage.hops, device=token_R.device)[:, None]
     inside_HR = supervised_T[ahead_HR.clamp(max=last)] & (ahead_HR <= last)
-    rows = TargetRows(hidden_TD, token_R, inside_HR.cumprod(0).bool())
-    scores = drafter.loss(states, rows, stage)
-    return Unrolled(scores.total, scores.hops, tokens.at_rows().segment_N)
+    targets = TargetRows(hidden_TD, token_R, inside_HR.cumprod(0).bool())
+    scores = drafter.loss(states, targets, stage)
+    return Unrolled(scores.total, scores.hops, rows.segment_N)
 
 
 def with_noise(batch: Batch, width: float, generator: torch.Generator) -> Batch:
