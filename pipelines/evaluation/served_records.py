@@ -21,7 +21,7 @@ from msgspec import Meta
 
 from vlmdistill.pipelines.evaluation.records import Amount, Count, Decoding, Measurement, PromptResult
 from vlmdistill.pipelines.evaluation.statistics import Interval, Rate, figures
-from vlmdistill.pipelines.workspace import written_aside
+from vlmdistill.pipelines.workspace import atomic_write
 
 FORMAT: Final = 1
 SPEEDS: Final = ("speedup", "decode_speedup")
@@ -156,7 +156,7 @@ class LoadFigures:
 
 def write(evaluation: ServedEvaluation, file: Path) -> None:
     """Replace the file atomically."""
-    with written_aside(file) as aside:
+    with atomic_write(file) as aside:
         aside.write_bytes(msgspec.json.format(msgspec.json.encode(evaluation), indent=1))
 
 
