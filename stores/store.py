@@ -25,6 +25,7 @@ from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.heads import read_head, write_head
 from vlmdistill.stores.index.merged import Lines, Shards
 from vlmdistill.stores.index.tables import XXH3, reserved
+from vlmdistill.stores.integrity.commits import commit, is_complete
 from vlmdistill.stores.layout import TOKENS, Layout, rows_of
 from vlmdistill.stores.manifest import (
     FORMAT,
@@ -135,10 +136,21 @@ class Store:
 
     # Writing
 
-    def writer(self, unit: str) -> Writer:
-        """A context manager that commits the samples added to it all at once, or not at all."""
+    def writer(self, unit: str, *, hold: bool = False) -> Writer:
+        """A context manager that commits the samples added to it all at once, or not at all.
+
+        With `hold` they count once `count` gets the `held` of the writer, in any process.
+        """
         origin = content_hash(self.provenance.to_dict())
-        return Writer(self.backend, self.layout, unit, origin, self._shards)
+        return Writer(self.backend, self.layout, unit, origin, self._shards, hold)
+
+    def count(self, held: Commit) -> None:
+        """Let a shard count that was held back; StoreError when it was removed, or its unit is committed."""
+        with writing(self.backend):
+            if not is_complete(self.backend, held):
+                raise StoreError(f"the files of unit {held.unit} were removed: write the unit again")
+            if commit(self.backend, held, lambda: None).shard != held.shard:
+                raise StoreError(f"unit {held.unit} is already committed with other data")
 
     def write_stats(self, run: str, table: "Mapping[str, Sequence[Any]] | pl.DataFrame") -> None:
         """Keep per-sample numbers of a training run: `key` and further columns.
