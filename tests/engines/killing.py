@@ -30,7 +30,7 @@ KILLS = int(os.environ.get("VLMDISTILL_KILLS", "3"))
 PROMPTS, BATCH = 24, 2  # tasks of 4 prompts
 PROGRAM = "tests.engines.killing"
 VICTIMS = {"driver": PROGRAM, "worker": "ray::WorkerActor", "engine": "engines.capture.server"}
-PATIENCE = 600.0  # seconds without a new file
+PATIENCE = 900.0  # seconds without a new file
 
 pytestmark = pytest.mark.timeout(3600 + 300 * KILLS)
 
@@ -67,15 +67,16 @@ def processes(root: int) -> Iterator[tuple[int, str]]:
 
 
 def files(folder: Path) -> int:
-    """How far a run is: responses, shards and their records."""
-    return sum(1 for pattern in ("responses/part-*", "features/*/*") for _ in folder.rglob(pattern))
+    """How far a run is: files of responses, shards and their records."""
+    patterns = ("responses/part-*", "features/shards/*", "features/commits/*")
+    return sum(1 for pattern in patterns for _ in (folder / "demo").glob(pattern))
 
 
-def wait(until: Callable[[], bool]) -> None:
+def wait(until: Callable[[], bool], tick: float) -> None:
     deadline = time.monotonic() + PATIENCE
     while not until():
         assert time.monotonic() < deadline
-        time.sleep(0.005)
+        time.sleep(tick)
 
 
 def strike(run: subprocess.Popen[bytes], folder: Path, rng: random.Random) -> str:
@@ -86,8 +87,8 @@ def strike(run: subprocess.Popen[bytes], folder: Path, rng: random.Random) -> st
     def found() -> list[int]:
         return [pid for pid, command in processes(run.pid) if name in command]
 
-    wait(lambda: run.poll() is not None or bool(found()))
-    wait(lambda: run.poll() is not None or files(folder) >= before + more)
+    wait(lambda: run.poll() is not None or bool(found()), 0.5)
+    wait(lambda: run.poll() is not None or files(folder) >= before + more, 0.02)
     time.sleep(rng.choice([0.0, 0.02, 0.5]) * rng.random())
     for pid in found():
         with suppress(ProcessLookupError):
