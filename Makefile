@@ -61,7 +61,7 @@ test-fast: setup  ## the tests that are not marked slow: a first answer in a few
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow"
 
 test-engine: setup engine  ## vLLM against our decoder and our capture
-	$(BIN)/python -m pytest tests/engines/serving.py tests/engines/capturing.py
+	$(BIN)/python -m pytest tests/engines/serving.py tests/engines/capturing.py tests/engines/killing.py
 
 prompts: setup  ## import SRC="files..." into the workspace of MODEL
 	$(VLM) prompts $(SRC) --model $(MODEL)

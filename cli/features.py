@@ -54,8 +54,9 @@ def features(
 ) -> None:
     """Capture the features that drafters need.
 
-    One pass captures the hidden states for all drafters of --for. Missing responses are generated first, and
-    only missing samples are captured. The exit status is 1 if any prompt fails on all machines.
+    One pass captures the hidden states for all drafters of --for. Missing responses are generated first, with
+    --engine vllm in the same pass, and only missing samples are captured. The exit status is 1 if any prompt
+    fails on all machines.
     """
     from vlmdistill.pipelines import flow
     from vlmdistill.pipelines.features import selection

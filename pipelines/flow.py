@@ -6,6 +6,7 @@ Each stage does only what is missing.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -14,7 +15,7 @@ from vlmdistill.drafters.core.config import DrafterConfig
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.pipelines import train
 from vlmdistill.pipelines.evaluation import evaluate
-from vlmdistill.pipelines.features import capturer
+from vlmdistill.pipelines.features import capturer, synthesizer
 from vlmdistill.pipelines.features.capturer import CaptureSettings, CaptureSummary
 from vlmdistill.pipelines.prompts import importing
 from vlmdistill.pipelines.prompts.importing import Prompt
@@ -137,18 +138,28 @@ def capture_features(
 ) -> CaptureRun:
     """Generate the missing responses if `generate`, then capture the missing features, in one Ray session.
 
-    Ray does not start if nothing is missing. `sampling` defaults to that of the responses that exist.
+    An engine does both in one pass. Ray does not start if nothing is missing. `sampling` defaults to that of
+    the responses that exist.
     """
-    generated, missing = None, generate and bool(dataset.without_response(prompts, responses))
+    generated = None
+    missing = {prompt.key for prompt in dataset.without_response(prompts, responses)} if generate else set()
+    there = capturer.keys_in(store, settings, workers.engine) if missing else set()
+    one_pass = workers.engine != "transformers" and not missing & there
+    respond = partial(synthesizer.synthesize, store, settings) if one_pass else responder.respond
     with cluster.session() if missing else nullcontext():
         if missing:
             known, filters = dataset.read_settings(responses)
             with bar("generating", "responses", str(responses)) as report:
-                generated = responder.respond(
+                generated = respond(
                     prompts, responses, model, sampling or known, filters, workers, batch=batch, report=report
                 )
         with bar("capturing", "samples", store) as report:
             captured = capturer.capture(prompts, responses, store, model, settings, workers, report)
+    if generated and one_pass:
+        rows = [row for row in dataset.read(responses) if row.key in missing]
+        captured = captured.after(
+            generated.seconds, len(there), sum(row.prompt_tokens + len(row.ids) for row in rows)
+        )
     return CaptureRun(generated, captured)
 
 

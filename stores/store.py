@@ -25,6 +25,7 @@ from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.heads import read_head, write_head
 from vlmdistill.stores.index.merged import Lines, Shards
 from vlmdistill.stores.index.tables import XXH3, reserved
+from vlmdistill.stores.integrity.commits import commit, is_complete
 from vlmdistill.stores.layout import TOKENS, Layout, dequantize, rows_of
 from vlmdistill.stores.manifest import (
     FORMAT,
@@ -152,12 +153,13 @@ class Store:
 
     # Writing
 
-    def writer(self, unit: str) -> Writer:
+    def writer(self, unit: str, *, hold: bool = False) -> Writer:
         """Write a shard: all samples added in one `with` block are committed, or none.
 
         Args:
             unit: Name of the shard: at most 200 letters, digits and `. _ = + -`. A unit that is committed
                 already is not written again; its samples must then have the same keys.
+            hold: The samples count once `count` gets the `held` of the writer, in any process.
 
         Returns:
             A context manager; `add(sample)` appends a sample.
@@ -167,7 +169,15 @@ class Store:
                 added before. At the end of the block: the unit holds other samples, or the disk is full.
         """
         origin = content_hash(self.provenance.to_dict())
-        return Writer(self.backend, self.layout, unit, origin, self._shards)
+        return Writer(self.backend, self.layout, unit, origin, self._shards, hold)
+
+    def count(self, held: Commit) -> None:
+        """Let a shard count that was held back; StoreError when it was removed, or its unit is committed."""
+        with writing(self.backend):
+            if not is_complete(self.backend, held):
+                raise StoreError(f"the files of unit {held.unit} were removed: write the unit again")
+            if commit(self.backend, held, lambda: None).shard != held.shard:
+                raise StoreError(f"unit {held.unit} is already committed with other data")
 
     def write_stats(self, run: str, table: "Mapping[str, Sequence[Any]] | pl.DataFrame") -> None:
         """Keep per-sample numbers of a training run: `key` and further columns.

@@ -27,10 +27,13 @@ from vlmdistill.stores.schema import SCHEMA_VERSION, Array, Rows, Sample
 class Writer:
     """Collects the samples of a unit; a context manager that commits on a clean exit.
 
-    When the unit is already committed, samples are only compared by key: the first commit counts.
+    When the unit is already committed, samples are only compared by key: the first commit counts. With `hold`
+    the shard is published, and counts once `Store.count` gets `held`.
     """
 
-    def __init__(self, backend: Backend, layout: Layout, unit: str, origin: str, shards: Shards):
+    def __init__(
+        self, backend: Backend, layout: Layout, unit: str, origin: str, shards: Shards, hold: bool = False
+    ):
         self.unit = check_name(unit, "unit")
         self._backend = backend
         self._layout = layout
@@ -42,6 +45,8 @@ class Writer:
         self._ends: dict[Rows, int] = {"text": 0, "visual": 0, "span": 0, "sample": 0}
         self._arrays: dict[str, ArrayWriter] = {}
         self._folder: Path | None = None
+        self._hold = hold
+        self.held: Commit | None = None  # the record of a shard that does not count yet
         self.committed = backend.size(commit_name(unit)) is not None
 
     def __enter__(self) -> "Writer":
@@ -162,6 +167,10 @@ class Writer:
             raise StoreError(f"unit {self.unit} cannot be kept: {why}")
         self._require_unused(record)
         folder = self._folder
+        if self._hold:
+            self._backend.publish(folder, record.named)
+            self.held = record
+            return
         first = commit(self._backend, record, lambda: self._backend.publish(folder, record.named))
         if first.shard == record.shard:
             self._shards.learn(self.unit, table.schema)

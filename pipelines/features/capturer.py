@@ -131,6 +131,17 @@ class CaptureSummary:
     tokens_per_second: float
     seconds: float
 
+    def after(self, seconds: float, held: int, tokens: int) -> "CaptureSummary":
+        """With the samples captured in `seconds` before this run, which began with `held` in the store."""
+        total, captured = seconds + self.seconds, self.samples - held
+        return dataclasses.replace(
+            self,
+            captured=captured,
+            samples_per_second=captured / total,
+            tokens_per_second=(tokens + self.tokens_per_second * self.seconds) / total,
+            seconds=total,
+        )
+
 
 class Capturer:
     """The worker: loads the target once and captures task after task, each into one shard."""
@@ -291,11 +302,7 @@ def capture(
             f"`vlmdistill responses -m {model}`"
         )
     with only_writer(Path(store)) if local else nullcontext():
-        there = set[str]()
-        if (opened := store_at(store)) is not None:
-            check_engine(opened, options.engine)
-            there = opened.keys()
-            check_encoding(opened, select_features(opened, settings.drafters, opened.info), settings.encoding)
+        there = keys_in(store, settings, options.engine)
         missing = {item.prompt.key: item for item in items if item.prompt.key not in there}
         start, done, tokens, failed = time.monotonic(), len(items) - len(missing), 0, dict[str, str]()
         if missing:
@@ -360,6 +367,15 @@ def plan(items: Sequence[CaptureItem], facts: CaptureFacts, shard_bytes: int) ->
         chunk.append(item)
         size += weight
     return [*tasks, CaptureTask.of(chunk)]
+
+
+def keys_in(store: str, settings: CaptureSettings, engine: EngineName) -> set[str]:
+    """The keys of the samples in a store, if any; StoreError if the run cannot add to it."""
+    if (there := store_at(store)) is None:
+        return set()
+    check_engine(there, engine)
+    check_encoding(there, select_features(there, settings.drafters, there.info), settings.encoding)
+    return there.keys()
 
 
 def check_dtype(store: Store | None, dtype: str) -> None:

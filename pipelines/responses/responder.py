@@ -7,11 +7,11 @@ missing ones, and every prompt has one response.
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vlmdistill.pipelines.engines.environment import EngineName, check_environment
 from vlmdistill.pipelines.media.images import MediaError
@@ -27,7 +27,13 @@ from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
 from vlmdistill.pipelines.workspace import absolute_model, only_writer
 from vlmdistill.stores.errors import DataError, TargetError, one_line
+from vlmdistill.stores.manifest import Commit
 from vlmdistill.stores.schema import content_hash
+
+if TYPE_CHECKING:
+    from vlmdistill.pipelines.engines.capture.engine_target import EngineTarget
+    from vlmdistill.pipelines.targets.encode import EncodedPrompt, EncodedResponse
+    from vlmdistill.pipelines.targets.target_model import TargetModel
 
 LENGTHS = {"image": 2000, "video": 20000}  # of media, in characters of text, to sort prompts by length
 BATCH_TOKENS = 65536  # of the prompts in one batch, padding included
@@ -84,6 +90,7 @@ class ResponseResult:
 
     rows: list[ResponseRow] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)  # key -> error on this machine
+    shard: Commit | None = None  # of the kept responses, where they were captured as well
 
 
 class Responder:
@@ -98,14 +105,19 @@ class Responder:
         load_options: Options | None = None,
         engine: EngineName = "transformers",
     ) -> None:
-        from vlmdistill.pipelines.engines.capture.engine_target import EngineTarget, loaded
-
-        self.target = loaded(model, load_options or Options(), engine)
-        self.engine = EngineTarget(self.target, (), ENGINE_TOKENS) if engine == "vllm" else None
+        self.target, self.engine = self._load(model, load_options or Options(), engine)
         self.sampling = sampling
         self.filters = filters
         self.batch = batch
         self.limit = min(self.filters.max_length or 2**31, self.target.info.max_position)
+
+    def _load(
+        self, model: str, how: Options, engine: EngineName
+    ) -> "tuple[TargetModel, EngineTarget | None]":
+        from vlmdistill.pipelines.engines.capture.engine_target import EngineTarget, loaded
+
+        target = loaded(model, how, engine)
+        return target, EngineTarget(target, (), ENGINE_TOKENS) if engine == "vllm" else None
 
     def facts(self) -> dict[str, Any]:
         """The fingerprint of the target, the dtype in which it runs, and what runs it."""
@@ -151,21 +163,24 @@ class Responder:
             seed=seed,
         )
         for (prompt, encoded), response in zip(batch, responses, strict=True):
-            ids = [int(i) for i in response.ids]
-            result.rows.append(
-                self._row(
-                    prompt,
-                    ids=ids,
-                    text=response.text,
-                    finish=response.finish,
-                    prompt_tokens=encoded.length,
-                    visual_tokens=sum(span.length for span in encoded.spans),
-                    words=len(response.text.split()),
-                    repetition=repetition(ids),
-                    reason=self.filters.reason(response.text, ids, encoded.length, self.limit),
-                    seed=seed,
-                )
-            )
+            result.rows.append(self._response(prompt, encoded, response, seed))
+
+    def _response(
+        self, prompt: Prompt, encoded: "EncodedPrompt", response: "EncodedResponse", seed: int
+    ) -> ResponseRow:
+        ids = [int(i) for i in response.ids]
+        return self._row(
+            prompt,
+            ids=ids,
+            text=response.text,
+            finish=response.finish,
+            prompt_tokens=encoded.length,
+            visual_tokens=sum(span.length for span in encoded.spans),
+            words=len(response.text.split()),
+            repetition=repetition(ids),
+            reason=self.filters.reason(response.text, ids, encoded.length, self.limit),
+            seed=seed,
+        )
 
     def _row(self, prompt: Prompt, *, reason: str, **values: Any) -> ResponseRow:
         settings = {**dataclasses.asdict(self.sampling), "target": str(self.target.fingerprint), "seed": 0}
@@ -183,10 +198,14 @@ def respond(
     batch: int = 32,
     task_size: int | None = None,
     report: OnProgress = silent,
+    worker: Callable[..., Responder] = Responder,
+    shared: Callable[..., Shared] = Shared,
+    on_result: Callable[[ResponseResult], None] = lambda _: None,
 ) -> ResponseSummary:
     """Generate the responses to `prompts` that `out` lacks. Stopped at any time, it keeps what is done.
 
-    A batch has at most `batch` prompts, a task `task_size`, by default 2 batches. DataError if `out` was made
+    A batch has at most `batch` prompts, a task `task_size`, by default 2 batches. `on_result` gets each
+    result when its responses are on the disk. DataError if `out` was made
     by another target or with other settings. TargetError if the target cannot be loaded, or if a machine of
     the cluster has another one.
     """
@@ -211,18 +230,20 @@ def respond(
         start, done, tokens, failed = time.monotonic(), len(prompts) - len(missing), 0, dict[str, str]()
         if missing:
             report(done, len(prompts), "starting")
-            worker = partial(
-                Responder, absolute_model(model), sampling, filters, batch, options.load, options.engine
+            make = partial(
+                worker, absolute_model(model), sampling, filters, batch, options.load, options.engine
             )
-            shared = Shared(absolute_model(model), fingerprint, some_media(missing))
+            check = shared(absolute_model(model), fingerprint, some_media(missing))
             weights = weight_bytes(model, options.load)
             pool = ActorPool[ResponseTask, ResponseResult]
-            with session(), pool(worker, shared, options, weights=weights) as workers:
+            with session(), pool(make, check, options, weights=weights) as workers:
                 dataset.write_settings(out, {**workers.facts(), **settings})
                 start = time.monotonic()
                 for ended in workers.run(plan(missing, task_size or 2 * batch, sampling.seed)):
                     rows = ended.result.rows if ended.result else []
                     dataset.write_part(out, ended.task.name, rows)
+                    if ended.result:
+                        on_result(ended.result)
                     done += len(rows) + len(ended.failed)
                     tokens += sum(len(row.ids) for row in rows)
                     failed |= ended.failed

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -19,7 +20,8 @@ from tests import tiny
 from vlmdistill.drafters.core import catalogue
 from vlmdistill.pipelines.engines.capture.engine_target import EngineTarget
 from vlmdistill.pipelines.targets.checkpoints.loading import load
-from vlmdistill.pipelines.targets.encode import EncodedPrompt
+from vlmdistill.pipelines.targets.encode import EncodedPrompt, EncodedResponse
+from vlmdistill.pipelines.targets.generation import nucleus
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 from vlmdistill.stores.errors import TargetError
 from vlmdistill.stores.loader.tensors import as_torch
@@ -113,6 +115,65 @@ def test_states_equal_those_of_transformers(
     ours = engine.capture(encoded, responses, "float32", keys)
     theirs = target.capture(encoded, responses, features, "float32", keys)
     assert_equal(ours, theirs, features)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_states_of_responses_as_they_are_generated_equal_those_of_transformers(
+    target: VisionLanguageTarget,
+    features: frozenset[Feature],
+    engine: EngineTarget,
+    prompts: dict[str, EncodedPrompt],
+    temperature: float,
+) -> None:
+    keys, encoded = list(prompts), list(prompts.values())
+    kept = dict[str, tuple[EncodedResponse, Sample]]()
+
+    def keep(key: str, response: EncodedResponse, sample: Sample) -> None:
+        kept[key] = response, sample
+
+    engine.respond(encoded, "float32", keys, keep, max_new_tokens=100, temperature=temperature)
+    responses = [kept[key][0] for key in keys]
+    if not temperature:
+        assert {response.finish for response in responses} == {"stop", "length"}
+        assert responses == target.generate(encoded, max_new_tokens=100, temperature=0.0)
+    theirs = target.capture(encoded, [one.ids for one in responses], features, "float32", keys)
+    assert_equal([kept[key][1] for key in keys], theirs, features)
+
+
+def test_tokens_drawn_in_one_pass_follow_the_distribution_of_the_target(
+    target: VisionLanguageTarget, prompts: dict[str, EncodedPrompt]
+) -> None:
+    """How likely they are, and how often a token repeats the one before, which is what vLLM drafts."""
+    prompt, tokens, sums = prompts["image"], 0, torch.zeros(2, 2)  # difference, variance
+
+    def keep(_: str, response: EncodedResponse, sample: Sample) -> None:
+        nonlocal tokens, sums
+        hidden_ND = as_torch(sample.features[Feature("hidden", "text")], "float32")
+        ids_R = torch.tensor(response.ids)
+        logits_RV = nucleus(target.logits(hidden_ND[-len(ids_R) - 1 : -1]), 1.0, 0.9)
+        logp_RV = logits_RV.log_softmax(-1)
+        p_RV = logp_RV.exp()
+        drawn_R = p_RV.gather(1, ids_R[:, None])[:, 0]
+        assert drawn_R.min() > 0
+        known_RV = logp_RV.nan_to_num(neginf=0.0)
+        mean_R = (p_RV * known_RV).sum(-1)
+        spread_R = (p_RV * known_RV**2).sum(-1) - mean_R**2
+        again_R = p_RV[1:].gather(1, ids_R[:-1, None])[:, 0]
+        repeats = (ids_R[1:] == ids_R[:-1]).float() - again_R
+        tokens += len(ids_R)
+        sums += torch.tensor(
+            [
+                [float((drawn_R.log() - mean_R).sum()), float(spread_R.sum())],
+                [float(repeats.sum()), float((again_R * (1 - again_R)).sum())],
+            ]
+        )
+
+    with closing(EngineTarget(target, {Feature("hidden", "text")}, 512)) as engine:
+        keys = [str(number) for number in range(64)]
+        engine.respond([prompt] * 64, "float32", keys, keep, max_new_tokens=40, top_p=0.9)
+    assert tokens > 1000
+    scores = sums[:, 0] / sums[:, 1].sqrt()
+    assert scores.abs().max() < 5, (tokens, scores, sums)
 
 
 def heads_of_32(monkeypatch: pytest.MonkeyPatch) -> None:

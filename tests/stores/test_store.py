@@ -207,6 +207,28 @@ def test_a_second_writer_of_a_unit_changes_nothing(store: Store) -> None:
     assert sorted(path for path in Path(store.path).rglob("*")) == before
 
 
+def test_a_shard_that_is_held_back_counts_when_it_is_let(store: Store) -> None:
+    with store.writer("held", hold=True) as writer:
+        writer.add(sample(50))
+    assert writer.held is not None
+    assert "k0050" not in Store.open(store.path)
+    other = Store.open(store.path)
+    other.count(writer.held)
+    assert same(other["k0050"], sample(50))
+    other.count(writer.held)  # again, as after a kill
+    assert not verify(store.path).findings
+
+
+def test_a_shard_that_is_held_back_and_removed_never_counts(store: Store) -> None:
+    with store.writer("held", hold=True) as writer:
+        writer.add(sample(50))
+    assert writer.held is not None
+    collect(store, grace=0)
+    with pytest.raises(StoreError, match="unit held were removed: write the unit again"):
+        store.count(writer.held)
+    assert "k0050" not in Store.open(store.path)
+
+
 def test_two_writers_of_a_unit_at_once_leave_one_shard(store: Store) -> None:
     with store.writer("u9") as one, store.writer("u9") as two:
         for number in (20, 21):

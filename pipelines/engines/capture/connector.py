@@ -1,9 +1,9 @@
 """Runs in the engine: a KV connector that sends the rows that were asked for, sequence by sequence.
 
 vLLM's method `extract_hidden_states` keeps the captured layers of all tokens in a KV cache group of their
-own, [blocks, layers, block size, D], so that long prompts may come in chunks. When a sequence is done, its
-rows are gathered on the device, copied once, and sent by a thread. Where the receiver is slow the engine
-waits: it holds few sequences.
+own, [blocks, layers, block size, D], at each step: chunks of a prompt, and tokens that are generated. When a
+sequence is done, its rows are gathered on the device, copied once, and sent by a thread. Where the receiver
+is slow the engine waits: it holds few sequences.
 """
 
 import queue
@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
-from vlmdistill.pipelines.engines.capture.wire import Channel, States
+from vlmdistill.pipelines.engines.capture.wire import Channel, States, through_stop
 
 LAYER = "cache_only_layers"  # in the name of the one layer that keeps states
 HELD = 4  # sequences that wait to be sent
@@ -35,6 +35,8 @@ class Done:
     key: str
     ids: list[int]
     rows: dict[int, bytes]
+    grown: range  # positions of the response
+    grows: tuple[int, ...]  # layers that keep them
     blocks: list[int]
 
 
@@ -71,11 +73,24 @@ class RowConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Keep the blocks of a finished sequence until a worker has sent its rows."""
+        """Keep the blocks of a finished sequence until a worker has sent its rows.
+
+        The last token was drawn and never run: it has no state.
+        """
         asked = request.kv_transfer_params
-        ids = list(request.prompt_token_ids)
-        blocks = list(block_ids[self._group])
-        self._done.append(Done(request.request_id, asked["key"], ids, asked["rows"], blocks))
+        prompt = list(request.prompt_token_ids)
+        ids = prompt + through_stop(list(request.output_token_ids)[:-1], asked["stop_ids"])
+        self._done.append(
+            Done(
+                request=request.request_id,
+                key=asked["key"],
+                ids=ids,
+                rows=asked["rows"],
+                grown=range(len(prompt), len(ids)),
+                grows=asked["grown"],
+                blocks=list(block_ids[self._group]),
+            )
+        )
         return True, None
 
     def build_connector_meta(self, scheduler_output: Any) -> DoneList:
@@ -129,6 +144,8 @@ class RowConnector(KVConnectorBase_V1, SupportsHMA):
         rows = {"ids": torch.tensor(done.ids, dtype=torch.int32)}
         for layer, positions in done.rows.items():
             at_N = torch.from_numpy(np.frombuffer(positions, dtype=np.int32).astype(np.int64))
+            if layer in done.grows:
+                at_N = torch.cat([at_N, torch.tensor(done.grown, dtype=torch.long)])
             block_N, offset_N = (
                 blocks[at_N // size].to(self._cache.device),
                 (at_N % size).to(self._cache.device),

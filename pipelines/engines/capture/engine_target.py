@@ -3,7 +3,7 @@
 Shapes: B samples, L positions, D hidden width, V vocabulary.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import torch
@@ -42,6 +42,7 @@ class EngineTarget:
         taps = tapped({feature.source for feature in self._features}, last)
         self._layer_of = {source: layer for layer, sources in taps.items() for source in sources}
         self._layer_of["hidden"] = last  # the last row is checked, whatever is stored
+        self._grown = {self._layer_of[f.source] for f in self._features if f.where == "text"} | {last}
         layers = tuple(sorted(set(self._layer_of.values()))) if features else ()
         devices = max(1, torch.cuda.device_count())
         self._engine = EngineProcess(target.folder, target.dtype_name, layers, batch_tokens, devices)
@@ -70,26 +71,75 @@ class EngineTarget:
         for key, transcript in transcripts.items():
             self._check_length(key, transcript)
         for (key, transcript), prompt in zip(transcripts.items(), prompts, strict=True):
-            rows = {
-                layer: positions.numpy().astype(np.int32).tobytes()
-                for layer, positions in self._positions(transcript).items()
-            }
-            self._submit(key, transcript, prompt, rows, Draw())
-        samples, last, failed = dict[str, Sample](), dict[str, Tensor](), list[TargetError]()
+            self._submit(key, transcript, prompt, Draw(max_tokens=0))
+        samples = dict[str, Sample]()
+
+        def receive(captured: Captured) -> Tensor:
+            samples[captured.key], last_1D = self._sample(captured, transcripts[captured.key], dtype)
+            return last_1D
+
+        self._run(len(keys), receive)
+        return [samples[key] for key in keys]
+
+    def respond(
+        self,
+        prompts: Sequence[EncodedPrompt],
+        dtype: str,
+        keys: Sequence[str],
+        keep: Callable[[str, EncodedResponse, Sample], None],
+        *,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> None:
+        """Generate responses as `generate` does, and capture them in the same pass as `capture` does.
+
+        `keep` is called with each as it is done, in any order. TargetError as from both, and when one sample
+        is not what `target` captures: what was kept in this call is then not to be used.
+        """
+        by_key, checked = dict(zip(keys, prompts, strict=True)), keys[_telling(prompts)]
+        for key, prompt in by_key.items():
+            self._check_length(key, Transcript.of(prompt), 2)
+        for at, (key, prompt) in enumerate(by_key.items()):
+            draw = Draw(
+                max_tokens=max_new_tokens,
+                temperature=temperature,
+                top_p=top_p,
+                seed=seed + at,
+                stop_ids=self._target.info.eos_ids,
+            )
+            self._submit(key, Transcript.of(prompt), prompt, draw, grown=True)
+        telling = list[Sample]()
+
+        def receive(captured: Captured) -> Tensor:
+            prompt = by_key[captured.key]
+            response = self._target.response(captured.ids_L[prompt.length :].tolist())
+            sample, last_1D = self._sample(captured, Transcript.of(prompt, response.ids), dtype)
+            if captured.key == checked:
+                telling.append(sample)
+            keep(captured.key, response, sample)
+            return last_1D
+
+        chosen = self._run(len(keys), receive)[checked]
+        self._check_logprobs(by_key[checked], chosen)
+        self.check([by_key[checked]], [chosen.ids], telling, dtype)
+
+    def _run(self, sequences: int, receive: Callable[[Captured], Tensor]) -> dict[str, Chosen]:
+        """Run what was submitted. `receive` gets each sequence and returns its last state, to be checked."""
+        last, failed = dict[str, Tensor](), list[Exception]()
         self._engine.run()
-        for captured in self._engine.states(len(transcripts)):
+        for captured in self._engine.states(sequences):
             try:
-                sample, last_1D = self._sample(captured, transcripts[captured.key], dtype)
-            except TargetError as error:
-                failed.append(error)  # the other sequences have to be received all the same
-            else:
-                samples[captured.key], last[captured.key] = sample, last_1D
+                last[captured.key] = receive(captured)
+            except Exception as error:  # noqa: BLE001 - the others have to be received all the same
+                failed.append(error)
         chosen = self._engine.chosen()
         if failed:
             raise failed[0]
-        for key in keys:
-            self._check_greedy(key, last[key], chosen[key].ids[0])
-        return [samples[key] for key in keys]
+        for key, last_1D in last.items():
+            self._check_greedy(key, last_1D, chosen[key].greedy)
+        return chosen
 
     def generate(
         self,
@@ -117,7 +167,7 @@ class EngineTarget:
                 stop_ids=self._target.info.eos_ids,
                 logprobs=at == checked,
             )
-            self._submit(str(at), transcript, prompt, {}, draw)
+            self._submit(str(at), transcript, prompt, draw)
         self._engine.run()
         chosen = self._engine.chosen()
         self._check_logprobs(prompts[checked], chosen[str(checked)])
@@ -150,31 +200,37 @@ class EngineTarget:
         """End the engine."""
         self._engine.close()
 
-    def _check_length(self, key: str, transcript: Transcript) -> None:
-        length = len(transcript.ids_L)
-        if length >= self._engine.max_length:  # one token is generated
+    def _check_length(self, key: str, transcript: Transcript, drawn: int = 1) -> None:
+        """TargetError if a sequence does not fit with the tokens that are drawn at least."""
+        length, most = len(transcript.ids_L), self._engine.max_length - drawn
+        if length > most:
             raise TargetError(
-                f"sample {key} has {length} tokens, and vLLM takes {self._engine.max_length - 1} at most: "
+                f"sample {key} has {length} tokens, and vLLM takes {most} at most: "
                 "drop it with `vlmdistill responses --max-length N`, or use a larger GPU"
             )
 
     def _submit(
-        self, key: str, transcript: Transcript, prompt: EncodedPrompt, rows: dict[int, bytes], draw: Draw
+        self, key: str, transcript: Transcript, prompt: EncodedPrompt, draw: Draw, grown: bool = False
     ) -> None:
+        """Hand over a sequence. `grown`: what is drawn after it is kept as well."""
+        rows = self._positions(transcript) if self._features else {}
         visual = {
             name: value.to(self._target.dtype) if name.startswith("pixel_values") else value
             for name, value in prompt.inputs.items()
         }
         sequence = Submit(
-            key=key, ids=transcript.ids_L.tolist(), media=media_of(prompt), rows=rows, draw=draw
+            key=key,
+            ids=transcript.ids_L.tolist(),
+            media=media_of(prompt),
+            rows={layer: at_N.numpy().astype(np.int32).tobytes() for layer, at_N in rows.items()},
+            grown=tuple(self._grown) if grown else (),
+            draw=draw,
         )
         self._engine.submit(sequence, {ROPE: transcript.rope_AL, **visual})
 
     def _positions(self, transcript: Transcript) -> dict[int, Tensor]:
         """The positions to keep of each layer, sorted: the union of what its features need."""
-        parts: dict[int, list[Tensor]] = {
-            self._layer_of["hidden"]: [torch.tensor([len(transcript.ids_L) - 1])]
-        }
+        parts = {self._layer_of["hidden"]: [transcript.positions("text")]}  # the last of them is checked
         for feature in self._features:
             parts.setdefault(self._layer_of[feature.source], []).append(transcript.positions(feature.where))
         return {layer: torch.unique(torch.cat(places)) for layer, places in parts.items()}
@@ -192,7 +248,7 @@ class EngineTarget:
         for feature in self._features:
             at = torch.searchsorted(kept[self._layer_of[feature.source]], transcript.positions(feature.where))
             rows[feature] = as_numpy(states[feature.source][at].to(DTYPES[dtype]))
-        return transcript.sample(captured.key, rows), states["hidden"][-1:]
+        return transcript.sample(captured.key, rows), states["hidden"][-1:].clone()
 
     def _check_greedy(self, key: str, last_1D: Tensor, token: int) -> None:
         """The LM head turns the last state into the token that the engine chose, or one as likely."""

@@ -21,6 +21,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from vlmdistill.pipelines.engines.capture import captured_models
 from vlmdistill.pipelines.engines.capture.positions import identifier, set_positions, take_positions
+from vlmdistill.pipelines.engines.capture.undrafted import UndraftedScheduler
 from vlmdistill.pipelines.engines.capture.wire import (
     PROTOCOL,
     ROPE,
@@ -34,6 +35,7 @@ from vlmdistill.pipelines.engines.capture.wire import (
     RunAll,
     Start,
     Submit,
+    through_stop,
 )
 
 Received = tuple[Message, dict[str, torch.Tensor]]
@@ -60,7 +62,9 @@ class VllmEngine:
         )
         self._engine = LLMEngine.from_engine_args(arguments)
         self._engine.apply_model(take_positions)
+        self._captures = bool(start.layers)
         self._positions = dict[str, torch.Tensor]()  # of the sequences that were submitted
+        self._drawn = dict[str, Drawn]()
         self._processor = MULTIMODAL_REGISTRY.create_processor(self._engine.model_config)
 
     @property
@@ -72,32 +76,43 @@ class VllmEngine:
         """Queue a sequence, as our processor made it: vLLM's own is not asked."""
         self._positions[sequence.key] = visual.pop(ROPE)
         draw = sequence.draw
+        self._drawn[sequence.key] = Drawn(frozenset(draw.stop_ids))
         parameters = SamplingParams(
             temperature=draw.temperature,
             top_p=draw.top_p,
             # vLLM 0.32 rewinds a sequence's generator after a chunk, which those of a CPU cannot.
             seed=draw.seed if torch.cuda.is_available() else None,
-            max_tokens=draw.max_tokens,
+            max_tokens=draw.max_tokens + self._captures,
             ignore_eos=True,
-            stop_token_ids=list(draw.stop_ids),
-            logprobs=0 if draw.logprobs else None,
+            stop_token_ids=[] if self._captures else list(draw.stop_ids),
+            logprobs=1 if self._captures else 0 if draw.logprobs else None,
             detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args={"kv_transfer_params": {"key": sequence.key, "rows": sequence.rows}},
+            output_kind=RequestOutputKind.DELTA,
+            extra_args={
+                "kv_transfer_params": {
+                    "key": sequence.key,
+                    "rows": sequence.rows,
+                    "grown": sequence.grown,
+                    "stop_ids": draw.stop_ids,
+                }
+            },
         )
         self._engine.add_request(sequence.key, self._input(sequence, visual), parameters)
 
     def run(self) -> dict[str, Chosen]:
         """Run all that was submitted; what follows each sequence, by key."""
-        chosen = dict[str, Chosen]()
         self._engine.apply_model(partial(set_positions, positions=self._positions))
         self._positions = {}
         core = self._engine.engine_core.engine_core
         # The connector gets its last sequences in a step after they finished.
         while self._engine.has_unfinished_requests() or core.scheduler.has_requests():
             for output in self._engine.step():
-                chosen[output.request_id] = _chosen(output.outputs[0])
-        return chosen
+                one = self._drawn[output.request_id]
+                one.add(output.outputs[0])
+                if self._captures and one.stopped and not output.finished:
+                    self._engine.abort_request([output.request_id])
+        drawn, self._drawn = self._drawn, {}
+        return {key: one.chosen(self._captures) for key, one in drawn.items()}
 
     def _input(self, sequence: Submit, visual: dict[str, Any]) -> Any:
         if not sequence.media:
@@ -117,6 +132,7 @@ class VllmEngine:
 def capturing(start: Start) -> dict[str, Any]:
     """Arguments that make vLLM capture the inputs of layers and hand them to our connector."""
     return {
+        "scheduler_cls": UndraftedScheduler,
         "speculative_config": {
             "method": "extract_hidden_states",
             "num_speculative_tokens": 1,
@@ -131,10 +147,28 @@ def capturing(start: Start) -> dict[str, Any]:
     }
 
 
-def _chosen(output: Any) -> Chosen:
-    ids = list(output.token_ids)
-    given = output.logprobs or ()
-    return Chosen(ids, [of[token].logprob for of, token in zip(given, ids, strict=False)])
+class Drawn:
+    """The tokens that were drawn after a sequence so far."""
+
+    def __init__(self, stop_ids: frozenset[int]) -> None:
+        self._stop_ids = stop_ids
+        self._ids: list[int] = []
+        self._logprobs: list[dict[int, Any]] = []  # of each token, and of the most likely one
+        self.stopped = False  # the token that ends the response was run: its state is kept
+
+    def add(self, output: Any) -> None:
+        """The tokens of one step."""
+        run = max(0, len(self._ids) - 1)  # tokens that were inputs of earlier steps
+        self._ids += output.token_ids
+        self._logprobs += output.logprobs or ()
+        self.stopped |= not self._stop_ids.isdisjoint(self._ids[run:-1])
+
+    def chosen(self, captured: bool) -> Chosen:
+        """The response, and what is most likely after it if it was captured."""
+        ids = through_stop(self._ids[:-1] if captured else self._ids, self._stop_ids)
+        logprobs = [of[token].logprob for of, token in zip(self._logprobs, ids, strict=False)]
+        after = self._logprobs[len(ids)] if captured else {}
+        return Chosen(ids, logprobs, max(after, key=lambda token: after[token].logprob, default=-1))
 
 
 def _range(medium: Medium) -> PlaceholderRange:

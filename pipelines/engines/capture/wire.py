@@ -2,7 +2,7 @@
 
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TypeAlias
 
 import msgspec
@@ -10,7 +10,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-PROTOCOL = 1  # both sides have to agree on it
+PROTOCOL = 2  # both sides have to agree on it
 ROPE = "rope"  # the name of a sequence's rotary positions
 LENGTH = struct.Struct("<I")  # bytes of the header
 
@@ -52,9 +52,12 @@ class Medium(Struct, frozen=True):
 
 
 class Draw(Struct, frozen=True, kw_only=True):
-    """How the tokens after a sequence are chosen."""
+    """How the tokens after a sequence are chosen.
 
-    max_tokens: int = 1
+    An engine that captures runs the last of them as well, so it draws one more, which is not of the response.
+    """
+
+    max_tokens: int
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
@@ -69,6 +72,7 @@ class Submit(Struct, frozen=True, tag=True, kw_only=True):
     ids: list[int]
     media: tuple[Medium, ...]
     rows: dict[int, bytes]  # layer -> positions to keep, int32
+    grown: tuple[int, ...] = ()  # layers that keep the positions of the response as well
     draw: Draw
 
 
@@ -87,12 +91,19 @@ class Chosen(Struct, frozen=True):
 
     ids: list[int]
     logprobs: list[float] = []
+    greedy: int = -1  # the most likely token after them, where the engine captures
 
 
 class Finished(Struct, frozen=True, tag=True):
     """The engine's, after all states: what follows each sequence, by key."""
 
     chosen: dict[str, Chosen]
+
+
+def through_stop(ids: list[int], stop_ids: Collection[int]) -> list[int]:
+    """The tokens up to the first of `stop_ids`, which is included."""
+    ends = (at + 1 for at, token in enumerate(ids) if token in stop_ids)
+    return ids[: next(ends, len(ids))]
 
 
 Message: TypeAlias = Start | Ready | Failed | Submit | RunAll | States | Finished

@@ -25,6 +25,8 @@ WRITTEN = """{
   "vata": true, "ivsb": false, "mtp": true
 }"""
 """The settings in a `config.json` of format 2."""
+LATER = {"validate_every": 0, "patience": 0}
+"""Settings that came later, off."""
 
 SETTINGS = (
     *("kv_heads=target", "positions=compact", "tree=chain-4", "batch_tokens=2048", "steps=240", "clip=1.0"),
@@ -39,7 +41,7 @@ def test_written_settings_are_read_and_written_back_alike() -> None:
     assert config == override(paper, SETTINGS)
     assert config.model == Sparrow.Config(kv_heads="target", positions="compact", ivsb=False)
     assert (config.training.steps, config.training.clip, config.tree.total) == (240, 1.0, 5)
-    assert json.loads(json.dumps(to_dict(config))) == json.loads(WRITTEN)
+    assert json.loads(json.dumps(to_dict(config))) == {**json.loads(WRITTEN), **LATER}
 
 
 def test_no_setting_has_two_meanings() -> None:

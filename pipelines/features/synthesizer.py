@@ -1,0 +1,134 @@
+"""Stages 2 and 3 in one pass: an engine keeps the hidden states of responses while it generates them.
+
+A worker publishes the shard of a task and returns the responses. The driver writes those, and then lets the
+shard count: every sample of the store has its response. A run that is stopped in between leaves responses
+whose features `capture` adds.
+"""
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vlmdistill.pipelines.engines.environment import EngineName
+from vlmdistill.pipelines.features.capturer import (
+    CaptureItem,
+    Capturer,
+    CaptureSettings,
+    check_origin,
+    keys_in,
+    media_columns,
+)
+from vlmdistill.pipelines.prompts.importing import Prompt
+from vlmdistill.pipelines.responses import responder
+from vlmdistill.pipelines.responses.dataset import SamplingSettings
+from vlmdistill.pipelines.responses.quality import Filters
+from vlmdistill.pipelines.responses.responder import Responder, ResponseResult, ResponseSummary, ResponseTask
+from vlmdistill.pipelines.runtime.reporting import OnProgress, silent
+from vlmdistill.pipelines.runtime.shared import Shared, marked
+from vlmdistill.pipelines.runtime.workers import WorkerOptions
+from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
+from vlmdistill.pipelines.targets.checkpoints.registry import Options
+from vlmdistill.pipelines.workspace import only_writer
+from vlmdistill.stores.store import Store
+from vlmdistill.stores.writer import Writer
+
+if TYPE_CHECKING:
+    from vlmdistill.pipelines.engines.capture.engine_target import EngineTarget
+    from vlmdistill.pipelines.targets.encode import EncodedResponse
+    from vlmdistill.pipelines.targets.target_model import TargetModel
+    from vlmdistill.stores.schema import Sample
+
+
+class Synthesizer(Responder):
+    """The worker: generates the responses of a task, and writes the kept ones' features as one shard."""
+
+    _writer: Writer
+
+    def __init__(
+        self, store: str, settings: CaptureSettings, model: str, sampling: SamplingSettings, *more: Any
+    ) -> None:
+        self._store, self._settings, self._sampling = store, settings, str(sampling)
+        super().__init__(model, sampling, *more)
+
+    def _load(
+        self, model: str, how: Options, engine: EngineName
+    ) -> "tuple[TargetModel, EngineTarget | None]":
+        self._capturer = Capturer(model, self._store, self._sampling, self._settings, how, engine)
+        return self._capturer.target, self._capturer.engine
+
+    def work(self, task: ResponseTask) -> ResponseResult:
+        """The responses to the prompts of a task, and the kept ones' shard, which does not count yet."""
+        with self._capturer.store.writer(task.name, hold=True) as self._writer:
+            result = super().work(task)
+        result.shard = self._writer.held
+        return result
+
+    def _generate(self, batch: Sequence[tuple[Prompt, Any]], seed: int, result: ResponseResult) -> None:
+        by_key = {prompt.key: (prompt, encoded) for prompt, encoded in batch}
+
+        def keep(key: str, response: "EncodedResponse", sample: "Sample") -> None:
+            prompt, encoded = by_key[key]
+            row = self._response(prompt, encoded, response, seed)
+            result.rows.append(row)
+            if row.keep:
+                meta = {**CaptureItem(prompt, row).meta, **media_columns(prompt, encoded.samplings)}
+                self._writer.add(dataclasses.replace(sample, meta=meta))
+
+        assert self.engine is not None
+        self.engine.respond(
+            [encoded for _, encoded in batch],
+            self._settings.dtype,
+            list(by_key),
+            keep,
+            max_new_tokens=self.sampling.max_new_tokens,
+            temperature=self.sampling.temperature,
+            top_p=self.sampling.top_p,
+            seed=seed,
+        )
+
+
+def synthesize(
+    store: str,
+    settings: CaptureSettings,
+    prompts: Sequence[Prompt],
+    responses: Path,
+    model: str,
+    sampling: SamplingSettings,
+    filters: Filters,
+    options: WorkerOptions,
+    *,
+    batch: int = 32,
+    report: OnProgress = silent,
+) -> ResponseSummary:
+    """Generate the responses to `prompts` that are missing and capture them, as `respond` and `capture` do.
+
+    The store must not hold samples of these prompts. Stopped at any time, it keeps what is done.
+    """
+    store = os.path.expanduser(store)
+    local = "://" not in store
+    check_origin(checkpoint(model), responses, store)
+    keys_in(store, settings, options.engine)
+    url = str(Path(store).absolute()) if local else store
+
+    def count(result: ResponseResult) -> None:
+        if result.shard:
+            Store.open(store).count(result.shard)
+
+    with only_writer(Path(store)) if local else nullcontext(), marked(store) as mark:
+        return responder.respond(
+            prompts,
+            responses,
+            model,
+            sampling,
+            filters,
+            options,
+            batch=batch,
+            report=report,
+            worker=partial(Synthesizer, url, settings),
+            shared=partial(Shared, store=url, mark=mark),
+            on_result=count,
+        )
