@@ -104,6 +104,6 @@ class Medusa(Drafter):
                 for name, weight in head.named_parameters()
             },
             Feeding(drafter="medusa", visual="unread", draft_tokens=heads),
-            "medusa",
+            "draft_model",  # vLLM knows it by `model_type`; its "medusa" fails on targets with images
             draft_vocabulary=self.info.vocab_size,
         )

@@ -76,7 +76,7 @@ class ServedDrafter:
     """Its `config.json`, without `feeding`."""
     weights: Mapping[str, Tensor]
     feeding: Feeding
-    method: Literal["eagle", "eagle3", "medusa"]
+    method: Literal["eagle", "eagle3", "draft_model"]
     """What vLLM calls it in `--speculative-config`."""
     draft_vocabulary: int
     engines: tuple[str, ...] = ("vllm",)
