@@ -84,8 +84,9 @@ def commands(written: "Exported") -> list[str]:
 
     target = EMBEDDED.get(written.target) or HUB.get(written.target, written.target)
     caching = " --no-enable-prefix-caching" if written.drops_visual else ""
+    chunking = " --disable-chunked-mm-input" if written.whole_images else ""
     lines = [
-        f"vLLM:   VLLM_USE_V2_MODEL_RUNNER=0 vllm serve {target}{caching} --speculative-config "
+        f"vLLM:   VLLM_USE_V2_MODEL_RUNNER=0 vllm serve {target}{caching}{chunking} --speculative-config "
         f'\'{{"method": "{written.method}", "model": "{written.out}", "num_speculative_tokens": 4}}\''
     ]
     if "sglang" in written.engines:

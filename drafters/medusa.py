@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from vlmdistill.drafters.checkpoints.serving import Feeding, ServedDrafter
 from vlmdistill.drafters.core.batch import Entries, Head
 from vlmdistill.drafters.core.config import ModelConfig, Stage, TrainConfig, at_least, features
 from vlmdistill.drafters.core.drafter import Drafter
@@ -83,3 +84,26 @@ class Medusa(Drafter):
     def estimate(self, state_ND: Tensor, hop: int) -> Tensor:
         """Section 2.1.1: h + SiLU(W h + b), an estimate of the target's state `hop` + 1 tokens on."""
         return state_ND + nn.functional.silu(self.heads[hop](state_ND))
+
+    def published(self) -> ServedDrafter:
+        """As vLLM's Medusa reads it, but for the LM head, which the target shares."""
+        heads = len(self.heads)
+        return ServedDrafter(
+            {
+                "architectures": ["MedusaVlmdistill"],
+                "model_type": "medusa",
+                "hidden_size": self.info.hidden_size,
+                "vocab_size": self.info.vocab_size,
+                "num_heads": heads,
+                "num_hidden_layers": 1,
+                "medusa_fc_bias": True,
+            },
+            {
+                f"blocks.{number}.layers.0.{name}": weight
+                for number, head in enumerate(self.heads)
+                for name, weight in head.named_parameters()
+            },
+            Feeding(drafter="medusa", visual="unread", draft_tokens=heads),
+            "draft_model",  # vLLM knows it by `model_type`; its "medusa" fails on targets with images
+            draft_vocabulary=self.info.vocab_size,
+        )

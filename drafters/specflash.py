@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from vlmdistill.drafters.checkpoints.serving import Compression, ServedDrafter, served_block, unserved
 from vlmdistill.drafters.core.batch import Batch, Entries, Head, TokenIndex
 from vlmdistill.drafters.core.config import ModelConfig, Stage, TrainConfig, at_least, features
 from vlmdistill.drafters.core.drafter import Drafter
@@ -139,3 +140,19 @@ class SpecFlash(Drafter):
         width = self.info.hidden_size
         first = hop % self.config.group * width
         return state_NX[:, first : first + width]
+
+    def published(self) -> ServedDrafter:
+        """As vLLM runs it: one pass for each placeholder; TrainingError for `passes` above 1."""
+        config = self.config
+        if config.passes > 1:  # vLLM would have to write an entry in the pass that reads a placeholder
+            raise unserved("passes", config.passes, 1)
+        compression = Compression(reads="hidden", entries=config.queries, ratio=config.ratio, spread=True)
+        return served_block(
+            self,
+            self.block,
+            visual="dropped" if config.compress else "fused",
+            compression=compression if config.compress else None,
+            placeholder_D=self.placeholder_D if config.group > 1 else None,
+            draft_tokens=config.max_hops or 0,
+            more={"compressor.query": self.query_CD[:, None]} if config.compress else None,
+        )

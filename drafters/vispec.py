@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from vlmdistill.drafters.checkpoints.serving import Compression, ServedDrafter, served_block
 from vlmdistill.drafters.core.batch import Batch, Entries, Head, TokenIndex
 from vlmdistill.drafters.core.config import ModelConfig, Stage, TrainConfig, at_least, features
 from vlmdistill.drafters.core.drafter import Drafter
@@ -109,6 +110,24 @@ class ViSpec(Drafter):
             global_ND = nn.functional.pad(cache.context["global"], (0, 0, 1, 0))[entries.tokens.span_N + 1]
             hidden_ND = self.img_fc(torch.cat([hidden_ND, global_ND], dim=-1))
         return self.block(self.embed(entries.ids_N), hidden_ND, entries, cache)
+
+    def published(self) -> ServedDrafter:
+        """As vLLM runs it: an image leaves its compressed tokens, and g."""
+        joined = self.img_fc is not None
+        parts = {"compressor": self.adaptor, **({"join": self.img_fc} if self.img_fc is not None else {})}
+        return served_block(
+            self,
+            self.block,
+            visual="dropped",
+            compression=Compression(
+                reads="embed", entries=self.config.num_q - 1, heads=self.adaptor.heads, joined=joined
+            ),
+            more={
+                f"{part}.{name.removesuffix('_QHd')}": weight
+                for part, module in parts.items()
+                for name, weight in module.named_parameters()
+            },
+        )
 
 
 class Adaptor(nn.Module):

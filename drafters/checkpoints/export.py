@@ -30,7 +30,9 @@ class Exported:
     method: str
     """What vLLM calls it in `--speculative-config`."""
     drops_visual: bool
-    """It drafts without visual tokens."""
+    """It drafts without visual tokens, or with a few compressed ones."""
+    whole_images: bool
+    """It needs all visual tokens of an image in one step."""
 
 
 def exportable() -> list[str]:
@@ -77,4 +79,5 @@ def export(folder: Path, out: Path, dtype: str = "bfloat16") -> Exported:
         engines=served_as.engines,
         method=served_as.method,
         drops_visual=served_as.feeding.visual == "dropped",
+        whole_images=served_as.feeding.whole_images,
     )

@@ -27,6 +27,8 @@ class EngineJob(Struct, frozen=True, kw_only=True):
     """Requests decoded together."""
     step_tokens: int | None = None
     """Tokens in one step; longer prompts are read in several."""
+    whole_images: bool = False
+    """All visual tokens of an image in one step."""
     prefix_caching: bool = False
 
 

@@ -121,7 +121,8 @@ def check(
                 f"vLLM reads prompt {prompt.key} as other tokens than the target's processor does"
             )
     drafter = str(Path(exported.out).absolute())
-    found = process.run(replace(job, drafter=drafter, method=exported.method))
+    served = replace(job, drafter=drafter, method=exported.method, whole_images=exported.whole_images)
+    found = process.run(served)
     pairs = zip(plain.responses, found.responses, strict=True)
     return Parity(
         prompts=len(prompts),

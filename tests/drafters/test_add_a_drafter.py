@@ -9,10 +9,12 @@ from tests.drafters import synthetic
 from tests.drafters.conformance import test_masks, test_needs, test_steps, test_training
 from vlmdistill import drafters
 from vlmdistill.drafters.checkpoints import checkpoint
+from vlmdistill.drafters.checkpoints.export import export
 from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.drafter import Drafter
 from vlmdistill.drafters.training.trainer import train
 from vlmdistill.pipelines.train import resolve
+from vlmdistill.stores.errors import TrainingError
 
 PAGE = Path(__file__).parents[2] / "docs" / "add-a-drafter.md"
 SWITCHES = [{}, {"gate": False}]
@@ -49,3 +51,5 @@ def test_it_is_trained_with_any_recipe_and_setting(tmp_path: Path) -> None:
     again = checkpoint.load(out, synthetic.head(), synthetic.INFO)
     assert isinstance(again, Drafter)
     assert (again.config, str(again.tree)) == (catalogue.load("gated").Config(gate=False), "chain-5")  # type: ignore[call-arg]
+    with pytest.raises(TrainingError, match=r"gated cannot be exported: .* engines load eagle2, eagle3"):
+        export(out, tmp_path / "served")

@@ -30,7 +30,10 @@ from vlmdistill.pipelines.prompts.importing import Prompt
 from vlmdistill.pipelines.targets.checkpoints.loading import load
 from vlmdistill.pipelines.workspace import Workspace
 
-NAMES = ("eagle2", "hass", "eagle3", "msd", "sparrow", "text_only", "hivis")
+NAMES = (
+    *("eagle2", "hass", "eagle3", "msd", "sparrow", "text_only", "hivis"),
+    *("vispec", "specflash", "medusa"),
+)
 SAMPLES, STEPS, PROMPTS = 200, 60, 20
 
 pytestmark = pytest.mark.timeout(1800)
@@ -100,7 +103,7 @@ def test_the_engine_accepts_exactly_what_our_decoder_accepts(name: str, served: 
     assert found.engine.accepted > 0
 
 
-@pytest.mark.parametrize("name", ["hivis", "msd"])
+@pytest.mark.parametrize("name", ["hivis", "msd", "vispec"])
 def test_a_prompt_read_in_several_steps_drafts_the_same(name: str, served: Served) -> None:
     """Steps of 16 tokens, room for three drafts: some have only visual tokens or end within an image."""
     found = served.check(name, changed(served.job, step_tokens=16, batch=3))

@@ -4,12 +4,21 @@ In vLLM, entry t pairs the embedding of token t + 1 with the target's state of t
 Shapes: P prompt tokens, N rows of one step of a request.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vlmdistill.drafters.checkpoints.serving import AfterImage
+from vlmdistill.drafters.checkpoints.serving import AfterImage, Compression
+
+
+class Shown(NamedTuple):
+    """The visual tokens of an image, or a contiguous run of those of a video."""
+
+    start: int
+    length: int
 
 
 @dataclass(frozen=True)
@@ -21,10 +30,23 @@ class EntryMap:
     """The token whose state an entry is paired with; -1: none, and the entry is dropped."""
     before_P: NDArray[np.int64]
     """Kept entries before each: its slot in the drafter's KV cache."""
+    query_P: NDArray[np.int64]
+    """The compressed entry of its image that a row carries; -1: an entry of its own."""
+    image_P: NDArray[np.int64]
+    """The last image that begins before an entry or at it; -1: none."""
+    turned_P: NDArray[np.int64]
+    """Rotary position less the index in the expanded sequence."""
+    images: Sequence[Shown]
 
     @classmethod
-    def of(cls, visual_P: NDArray[np.bool_], after_image: AfterImage) -> "EntryMap":
-        """Drop the entries of visual tokens.
+    def of(
+        cls,
+        visual_P: NDArray[np.bool_],
+        after_image: AfterImage,
+        images: Sequence[Shown] = (),
+        compression: Compression | None = None,
+    ) -> "EntryMap":
+        """Drop the entries of visual tokens, but those that carry what `compression` leaves of `images`.
 
         With `after_image="text"` the first token after an image is paired with the state of the last text
         token before it (HiViS eq. 3), and dropped where no text comes before.
@@ -34,7 +56,22 @@ class EntryMap:
         source_P = np.maximum.accumulate(text_P)
         next_is_visual_P = np.append(visual_P, False)[1:]
         kept_P = ~next_is_visual_P & (source_P >= 0)
-        return cls(kept_P, source_P, np.cumsum(kept_P) - kept_P)
+        query_P, turned_P = np.full_like(own_P, -1), np.zeros_like(own_P)
+        if compression is not None:
+            for start, length in images:
+                # The last rows of an image carry its entries: by then all its states are known.
+                count = compression.count(length)
+                query_C = np.arange(count)
+                row_C = start - 1 + length - count + query_C
+                spread_C = np.maximum(start + (2 * query_C + 1) * length // (2 * max(count, 1)) - 1, 0)
+                inside_C = (row_C >= 0) & (row_C < len(own_P))
+                row_X = row_C[inside_C]
+                kept_P[row_X], query_P[row_X] = True, query_C[inside_C]
+                if compression.spread:
+                    turned_P[row_X] = (spread_C - row_C)[inside_C]
+        starts = [image.start for image in images]
+        image_P = np.searchsorted(starts, own_P + 1, side="right") - 1
+        return cls(kept_P, source_P, np.cumsum(kept_P) - kept_P, query_P, image_P, turned_P, images)
 
     @property
     def dropped(self) -> int:
@@ -55,7 +92,14 @@ class EntryMap:
         slot_N = np.append(self.before_P[rest], after_N - self.dropped)
         if not kept_N.any():
             kept_N[-1] = True
-        return StepRows(kept_N, source_N - first, np.arange(first, first + count) - slot_N)
+        return StepRows(
+            kept_N,
+            source_N - first,
+            np.arange(first, first + count) - slot_N,
+            np.append(self.query_P[rest], np.full_like(after_N, -1)),
+            np.append(self.image_P[rest], np.full_like(after_N, len(self.images) - 1)),
+            np.append(self.turned_P[rest], np.zeros_like(after_N)),
+        )
 
 
 @dataclass(frozen=True)
@@ -67,6 +111,14 @@ class StepRows:
     """The row whose state an entry is paired with; negative: the state was in an earlier step."""
     dropped_N: NDArray[np.int64]
     """Entries dropped before each: its position less its slot."""
+    query_N: NDArray[np.int64]
+    image_N: NDArray[np.int64]
+    turned_N: NDArray[np.int64]
+
+    @property
+    def changed(self) -> bool:
+        """Some rows are not entries of their own."""
+        return self.dropped > 0 or bool((self.query_N >= 0).any())
 
     @property
     def dropped(self) -> int:

@@ -30,6 +30,7 @@ def run(job: EngineJob) -> EngineOutcome:
         speculative_config=drafter if job.drafter else None,
         max_num_seqs=job.batch,
         max_num_batched_tokens=job.step_tokens,
+        disable_chunked_mm_input=job.whole_images,
         enable_prefix_caching=job.prefix_caching,
         enforce_eager=True,
         disable_log_stats=False,  # what is accepted is among the statistics

@@ -49,3 +49,14 @@ def check_limits(vllm_config: Any, feeding: Feeding) -> None:
             f"{feeding.drafter} drops visual tokens from the drafter's KV cache, which prefix caching cannot "
             "share: start vLLM with --no-enable-prefix-caching"
         )
+    asked = vllm_config.speculative_config.num_speculative_tokens
+    if 0 < feeding.draft_tokens < asked:
+        raise ValueError(
+            f"num_speculative_tokens={asked}, and {feeding.drafter} drafts at most {feeding.draft_tokens} "
+            f"tokens: set it to {feeding.draft_tokens}"
+        )
+    if feeding.whole_images and not vllm_config.scheduler_config.disable_chunked_mm_input:
+        raise ValueError(
+            f"{feeding.drafter} compresses an image from the states of all its tokens, which must be in one "
+            "step: start vLLM with --disable-chunked-mm-input"
+        )

@@ -5,8 +5,8 @@ def register() -> None:
     """Add the drafter classes to vLLM's registry, and the proposer that feeds them.
 
     vLLM 0.32 loads plugins in plugins/__init__.py `load_general_plugins`, before it imports
-    v1/worker/gpu_model_runner.py, which takes `EagleProposer` from v1/spec_decode/eagle.py. Drafters of other
-    origin run unchanged. ValueError on another version of vLLM.
+    v1/worker/gpu_model_runner.py, which takes the proposers from v1/spec_decode. Drafters of other origin run
+    unchanged. ValueError on another version of vLLM.
     """
     import vllm
     from vllm import ModelRegistry
@@ -16,10 +16,12 @@ def register() -> None:
     check_version(vllm.__version__)
     models = "vlmdistill.pipelines.engines.vllm.served_model"
     ModelRegistry.register_model("EagleVlmdistill", f"{models}:EagleVlmdistill")
+    ModelRegistry.register_model("MedusaVlmdistill", f"{models}:MedusaVlmdistill")
     ModelRegistry.register_model("LlamaForCausalLMEagle3", f"{models}:Eagle3Vlmdistill")
 
-    from vllm.v1.spec_decode import eagle
+    from vllm.v1.spec_decode import eagle, medusa
 
-    from vlmdistill.pipelines.engines.vllm.proposer import ChosenProposer
+    from vlmdistill.pipelines.engines.vllm.proposer import ChosenProposer, ServedMedusaProposer
 
     eagle.EagleProposer = ChosenProposer
+    medusa.MedusaProposer = ServedMedusaProposer

@@ -3,6 +3,7 @@
 Shapes: B requests of a batch, N rows of a step, K rows that are kept, D hidden.
 """
 
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -10,11 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
+from vllm.model_executor.models import supports_multimodal
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.eagle import EagleProposer
+from vllm.v1.spec_decode.medusa import MedusaProposer
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
-from vlmdistill.pipelines.engines.vllm.entry_map import EntryMap, StepRows
+from vlmdistill.pipelines.engines.vllm.entry_map import EntryMap, Shown, StepRows
 from vlmdistill.pipelines.engines.vllm.limits import feeding_of
 
 
@@ -24,6 +27,32 @@ class ChosenProposer(EagleProposer):
     def __new__(cls, vllm_config: VllmConfig, *_: object, **__: object) -> "ChosenProposer":
         """Choose by the drafter's folder."""
         return object.__new__(cls if feeding_of(vllm_config) is None else ServedProposer)
+
+
+class ServedMedusaProposer(MedusaProposer):
+    """vLLM's proposer, which gives exported heads the target's LM head."""
+
+    def load_model(self, target_model: Any) -> None:
+        """Load the heads."""
+        super().load_model(target_model)
+        if feeding_of(self.vllm_config) is not None:
+            language = (
+                target_model.get_language_model() if supports_multimodal(target_model) else target_model
+            )
+            self.model.lm_head = language.lm_head
+
+
+@dataclass
+class _Request:
+    """A request of the batch, and what is known of its prompt."""
+
+    state: Any
+    entries: EntryMap | None
+    """None: it has no visual tokens."""
+    sources: list[tuple[str, int]] = field(default_factory=list)
+    """Of each image: the key of its embeddings, and the first of them."""
+    joined: dict[int, Tensor] = field(default_factory=dict)
+    """What each image joins to later states, once it is known."""
 
 
 class ServedProposer(ChosenProposer):
@@ -39,7 +68,8 @@ class ServedProposer(ChosenProposer):
         feeding = feeding_of(vllm_config)
         assert feeding is not None
         self.feeding, self.runner = feeding, runner
-        self._maps: dict[str, tuple[Any, EntryMap | None]] = {}  # with the request that each was made for
+        self._known: dict[str, _Request] = {}
+        self._joined_BD: Tensor | None = None
         self._text_states: dict[str, Tensor] = {}
 
     def set_inputs_first_pass(self, *args: Any, **kwargs: Any) -> tuple[int, Tensor, CommonAttentionMetadata]:
@@ -55,11 +85,15 @@ class ServedProposer(ChosenProposer):
         if self.feeding.visual != "dropped":
             return count, sampled_B, batch
         steps = self._steps(starts)
-        if not any(step.dropped for step in steps):
-            return count, sampled_B, batch
-        if self.feeding.after_image == "text":
-            self._pair_with_text(steps, starts)
-        return self._drop(steps, position_N, sampled_B, batch)
+        if self.feeding.compression is not None:
+            self._compress(steps, starts)
+        if any(step.changed for step in steps):
+            if self.feeding.after_image == "text":
+                self._pair_with_text(steps, starts)
+            count, sampled_B, batch = self._drop(steps, position_N, sampled_B, batch)
+        if self._joins:
+            self._joined_BD = self.model.model.joined_ND[sampled_B.long()]
+        return count, sampled_B, batch
 
     def build_model_inputs_first_pass(
         self, num_tokens: int, num_input_tokens: int, mm_embed_inputs: tuple[list[Tensor], Tensor] | None
@@ -67,7 +101,7 @@ class ServedProposer(ChosenProposer):
         """Mark the rows of bare visual embeddings, and start to count guesses."""
         if self.feeding.visual == "raw" and mm_embed_inputs is not None:
             self.model.model.raw_N = mm_embed_inputs[1].to(self.device)
-        if self.feeding.guesses:
+        if self._counts:
             self.model.model.guess_1.zero_()
         made: tuple[dict[str, Any], int] = super().build_model_inputs_first_pass(
             num_tokens, num_input_tokens, mm_embed_inputs
@@ -99,9 +133,21 @@ class ServedProposer(ChosenProposer):
         batch.max_seq_len = min(batch.max_seq_len + 1, self.max_model_len)
         if batch.seq_lens_cpu_upper_bound is not None:
             batch.seq_lens_cpu_upper_bound = batch.seq_lens_cpu_upper_bound + 1
-        if self.feeding.guesses:
-            self.model.model.guess_1.add_(1).clamp_(max=self.feeding.guesses - 1)
+        if self._counts:
+            self.model.model.guess_1.add_(1)
+        if self._joined_BD is not None:
+            self.model.model.joined_ND[:batch_size] = self._joined_BD
         return position_B
+
+    @property
+    def _counts(self) -> bool:
+        """The model reads the number of guesses."""
+        return self.feeding.guesses > 0 or self.feeding.placeholder
+
+    @property
+    def _joins(self) -> bool:
+        """The model reads a vector of the last image beside each state."""
+        return self.feeding.compression is not None and self.feeding.compression.joined
 
     def _requests(self) -> dict[str, Any]:
         """The requests of the batch, in the order of their rows."""
@@ -120,30 +166,78 @@ class ServedProposer(ChosenProposer):
 
     def _steps(self, starts: list[int]) -> list[StepRows]:
         """The rows of each request of the batch, [B]."""
-        states = self._requests()
-        known = self._maps
-        self._maps = {
-            name: known[name] if name in known and known[name][0] is state else (state, self._map(state))
-            for name, state in states.items()
+        known = self._known
+        self._known = {
+            name: known[name] if name in known and known[name].state is state else self._request(state)
+            for name, state in self._requests().items()
         }
         everything = EntryMap.of(np.zeros(0, dtype=bool), "visual")
         return [
-            (entries or everything).step(state.num_computed_tokens, end - start)
-            for (start, end), state, (_, entries) in zip(
-                pairwise(starts), states.values(), self._maps.values(), strict=True
-            )
+            (one.entries or everything).step(one.state.num_computed_tokens, end - start)
+            for (start, end), one in zip(pairwise(starts), self._known.values(), strict=True)
         ]
 
-    def _map(self, state: Any) -> EntryMap | None:
-        """The entries of one request's prompt; None when it has no visual tokens."""
+    def _request(self, state: Any) -> _Request:
+        """The entries of one request's prompt."""
         if not state.mm_features:
-            return None
+            return _Request(state, None)
         visual_P = np.zeros(state.num_prompt_tokens, dtype=bool)
+        images, sources = list[Shown](), list[tuple[str, int]]()
         for feature in state.mm_features:
             shown = feature.mm_position
-            rows = slice(shown.offset, shown.offset + shown.length)
-            visual_P[rows] |= True if shown.is_embed is None else shown.is_embed.cpu().numpy()
-        return EntryMap.of(visual_P, self.feeding.after_image)
+            own_L = np.ones(shown.length, bool) if shown.is_embed is None else shown.is_embed.cpu().numpy()
+            visual_P[shown.offset : shown.offset + shown.length] |= own_L
+            edges = np.flatnonzero(np.diff(np.concatenate([[False], own_L, [False]]))).tolist()
+            for start, end in zip(edges[::2], edges[1::2], strict=True):
+                images.append(Shown(shown.offset + start, end - start))
+                sources.append((feature.identifier, int(own_L[:start].sum())))
+        entries = EntryMap.of(visual_P, self.feeding.after_image, images, self.feeding.compression)
+        return _Request(state, entries, sources)
+
+    def _compress(self, steps: list[StepRows], starts: list[int]) -> None:
+        """Compress the images that rows of this step carry, or that their states are joined with."""
+        model, first = self.model.model, 0
+        rows, carried = list[int](), list[Tensor]()
+        for start, step, one in zip(starts, steps, self._known.values(), strict=False):
+            kept_K = np.flatnonzero(step.kept_N)
+            image_K, query_K = step.image_N[kept_K], step.query_N[kept_K]
+            here = slice(first, first + len(kept_K))
+            if self._joins:
+                model.joined_ND[here] = 0
+            for image in np.unique(image_K[image_K >= 0]).tolist():
+                of_K = image_K == image
+                carries_K = np.flatnonzero(of_K & (query_K >= 0))
+                if len(carries_K) or (self._joins and image not in one.joined):
+                    visual_LD = self._visual(one, image, start)
+                    if visual_LD is None:
+                        continue  # a step ends before an image of one token: its row stays as it is
+                    out_QD = model.compressor(visual_LD)
+                    rows += (first + carries_K).tolist()
+                    carried.append(out_QD[query_K[carries_K].tolist()])
+                    if self._joins:
+                        one.joined[image] = out_QD[-1]
+                if self._joins:
+                    model.joined_ND[here][self._tensor(of_K)] = one.joined[image]
+            first += len(kept_K)
+        if rows:
+            model.compressed = torch.tensor(rows, device=self.device), torch.cat(carried)
+
+    def _visual(self, one: _Request, image: int, start: int) -> Tensor | None:
+        """The visual tokens of an image as the drafter reads them, [L, D]; None: not known in this step."""
+        assert one.entries is not None
+        assert self.feeding.compression is not None
+        shown = one.entries.images[image]
+        if self.feeding.compression.reads == "hidden":
+            first = start + shown.start - one.state.num_computed_tokens
+            read_ND = self.hidden_states
+        else:
+            key, first = one.sources[image]
+            read_ND = self.runner.encoder_cache.get(key)
+            if read_ND is None:
+                return None
+        # The first D columns, since Qwen3-VL has deep features after its embeddings.
+        visual_LD: Tensor = read_ND[first : first + shown.length, : self.hidden_size].to(self.dtype)
+        return visual_LD
 
     def _pair_with_text(self, steps: list[StepRows], starts: list[int]) -> None:
         """Put the state of the last text token into the entries after an image (HiViS eq. 3).
@@ -154,9 +248,8 @@ class ServedProposer(ChosenProposer):
         requests = self.runner.requests  # one that was aborted leaves its state behind
         self._text_states = {name: held for name, held in self._text_states.items() if name in requests}
         hidden_ND = self.hidden_states.clone() if any(_moves(step) for step in steps) else self.hidden_states
-        for (start, end), step, (name, (state, _)) in zip(
-            pairwise(starts), steps, self._maps.items(), strict=True
-        ):
+        for (start, end), step, (name, one) in zip(pairwise(starts), steps, self._known.items(), strict=True):
+            state = one.state
             held_1D = self._text_states.pop(name, None)
             row_N, source_N = np.arange(end - start), step.source_N
             for row in np.flatnonzero(step.kept_N & (source_N != row_N)):
@@ -184,7 +277,9 @@ class ServedProposer(ChosenProposer):
         index_K = (position_N - dropped_N)[kept_K]
         self.input_ids[:count] = self.input_ids[kept_K]
         self.hidden_states[:count] = self.hidden_states[kept_K]
-        self.positions[:count] = index_K if self.feeding.positions == "compact" else position_N[kept_K]
+        turned_N = self._tensor(np.concatenate([step.turned_N for step in steps]))
+        rotary_K = index_K if self.feeding.positions == "compact" else (position_N + turned_N)[kept_K]
+        self.positions[:count] = rotary_K
         row_N = self._tensor(np.cumsum(kept_N) - 1)
         starts_cpu = torch.from_numpy(np.append(0, np.cumsum(lengths_B)).astype(np.int32))
         request_K = self._tensor(np.repeat(np.arange(len(steps)), lengths_B))

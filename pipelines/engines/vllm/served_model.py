@@ -1,6 +1,7 @@
-"""Drafters as models of vLLM 0.32: EAGLE's block, and vLLM's own EAGLE-3 with image embeddings.
+"""Drafters as models of vLLM 0.32: EAGLE's block, vLLM's own EAGLE-3 with image embeddings, Medusa's heads.
 
-Shapes: N rows of a step, U visual tokens among them, G rows of the guess table, D hidden, V vocabulary.
+Shapes: N rows of a step, U visual tokens among them, X that carry compressed images, G rows of the guess
+table, D hidden, V vocabulary.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,8 +14,10 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models.llama_eagle import LlamaDecoderLayer
 from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
+from vllm.model_executor.models.medusa import ResidualBlock
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 
+from vlmdistill.pipelines.engines.vllm.compressor import Compressor
 from vlmdistill.pipelines.engines.vllm.limits import check_limits, feeding_of
 
 
@@ -22,7 +25,9 @@ class ServedEagleBlock(nn.Module):
     """`drafters.core.layers.EagleBlock` of vLLM's own layers: one decoder layer over [embedding ; state]."""
 
     guess_1: Tensor
-    """Number of guesses before the rows of a pass, at most G - 1; a tensor, which captured graphs read."""
+    """Number of guesses before the rows of a pass; a tensor, which captured graphs read."""
+    joined_ND: Tensor
+    """What is joined to the states of a pass; as long as the longest one."""
 
     def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
@@ -51,12 +56,33 @@ class ServedEagleBlock(nn.Module):
         self.register_buffer("guess_1", torch.zeros(1, dtype=torch.long), persistent=False)
         self.raw_N: Tensor | None = None
         """Rows of the next pass that enter as bare visual embeddings."""
+        self.compressed: tuple[Tensor, Tensor] | None = None
+        """Rows of the next pass that carry compressed images, [X], and these, [X, D]."""
+        self.placeholder_D: nn.Parameter | None = None
+        if feeding.placeholder:
+            self.placeholder_D = nn.Parameter(torch.zeros(width), requires_grad=False)
+        self.compressor: Compressor | None = None
+        self.join: nn.Linear | None = None
+        if (compression := feeding.compression) is not None:
+            self.compressor = Compressor(compression, width, config.head_dim, bias=config.qkv_bias)
+            if compression.joined:
+                self.join = nn.Linear(2 * width, width)
+                longest = vllm_config.scheduler_config.max_num_batched_tokens
+                self.register_buffer("joined_ND", torch.zeros(longest, width), persistent=False)
 
     def forward(self, positions_N: Tensor, hidden_ND: Tensor, embed_ND: Tensor) -> Tensor:
         """The drafter's states, [N, D]."""
+        if self.join is not None:
+            hidden_ND = self.join(torch.cat([hidden_ND, self.joined_ND[: len(hidden_ND)]], dim=-1))
         x_ND = self.fc(torch.cat([embed_ND, hidden_ND], dim=-1))
         if self.guesses_GD is not None:
-            x_ND = x_ND + self.guesses_GD[self.guess_1]
+            x_ND = x_ND + self.guesses_GD[self.guess_1.clamp(max=len(self.guesses_GD) - 1)]
+        if self.placeholder_D is not None:
+            x_ND = torch.where(self.guess_1 > 0, self.placeholder_D, x_ND)
+        if self.compressed is not None:
+            row_X, entry_XD = self.compressed
+            x_ND[row_X] = entry_XD
+            self.compressed = None
         if self.raw_N is not None:
             count = len(self.raw_N)  # vLLM may have padded the rows
             x_ND[:count] = torch.where(self.raw_N[:, None], embed_ND[:count], x_ND[:count])
@@ -114,17 +140,18 @@ class EagleVlmdistill(nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load an exported folder; ValueError when it lacks a weight."""
         mapper = WeightsMapper(
-            orig_to_new_substr={"guesses": "guesses_GD"},
+            orig_to_new_substr={
+                "guesses": "guesses_GD",
+                "placeholder": "placeholder_D",
+                "compressor.query": "compressor.query_QHd",
+            },
             orig_to_new_stacked={
                 **{f".{name}_proj": (".qkv_proj", name) for name in "qkv"},
                 ".gate_proj": (".gate_up_proj", 0),
                 ".up_proj": (".gate_up_proj", 1),
             },
         )
-        loaded = AutoWeightsLoader(self.model).load_weights(weights, mapper=mapper)
-        expected = {name for name, _ in self.model.named_parameters() if "embed_tokens" not in name}
-        if lacking := sorted(expected - loaded):
-            raise ValueError(f"the drafter's folder lacks {', '.join(lacking)}: export it again")
+        load_all(self.model, weights, mapper)
 
 
 class Eagle3Vlmdistill(Eagle3LlamaForCausalLM):
@@ -148,6 +175,45 @@ class Eagle3Vlmdistill(Eagle3LlamaForCausalLM):
     ) -> Tensor:
         """Token embeddings, visual ones instead of those of the placeholders, [N, D]."""
         return with_images(self.model.embed_input_ids(input_ids), multimodal_embeddings, is_multimodal)
+
+
+class MedusaVlmdistill(nn.Module):
+    """Medusa's heads, with the target's LM head, which `ServedMedusaProposer` sets."""
+
+    lm_head: nn.Module
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        config = vllm_config.speculative_config.draft_model_config.hf_config
+        feeding = feeding_of(vllm_config)
+        assert feeding is not None, "vLLM builds this class only for exported drafters"
+        check_limits(vllm_config, feeding)
+        # vLLM has set `num_heads` to the number of drafted tokens.
+        self.blocks = nn.ModuleList(
+            ResidualBlock(config, config.hidden_size, 1) for _ in range(config.num_heads)
+        )
+        self.logits_processor = LogitsProcessor(config.vocab_size)
+
+    def forward(self, hidden_states: Tensor) -> list[Tensor]:
+        """An estimate of the target's state for each guess, [N, D]."""
+        return [block(hidden_states) for block in self.blocks]
+
+    def compute_logits(self, hidden_states: list[Tensor]) -> list[Tensor]:
+        """Scores of each guess, [N, V]."""
+        return [self.logits_processor(self.lm_head, estimate_ND) for estimate_ND in hidden_states]
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Load the heads that are used; ValueError when the folder lacks one."""
+        names = {name for name, _ in self.named_parameters()}
+        load_all(self, ((name, weight) for name, weight in weights if name in names), WeightsMapper())
+
+
+def load_all(model: nn.Module, weights: Iterable[tuple[str, Tensor]], mapper: WeightsMapper) -> None:
+    """Load an exported folder; ValueError when it lacks a weight."""
+    loaded = AutoWeightsLoader(model).load_weights(weights, mapper=mapper)
+    expected = {name for name, _ in model.named_parameters() if "embed_tokens" not in name}
+    if lacking := sorted(expected - loaded):
+        raise ValueError(f"the drafter's folder lacks {', '.join(lacking)}: export it again")
 
 
 def with_images(embed_ND: Tensor, visual_UD: Sequence[Tensor] | None, is_visual_N: Tensor | None) -> Tensor:

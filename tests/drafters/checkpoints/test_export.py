@@ -139,9 +139,25 @@ def test_weights_are_in_the_format_asked_for_and_ids_stay_ids(tmp_path: Path, dt
     assert {str(weight.dtype) for weight in weights.values()} == {f"torch.{dtype}"}
 
 
+@torch.inference_mode()
+def test_an_engine_reads_heads_by_their_names(tmp_path: Path) -> None:
+    folder, drafter = saved(tmp_path / "medusa", "medusa", heads=3)
+    export(folder, tmp_path / "out", "float32")
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    state_ND = torch.randn(5, INFO.hidden_size)
+    for head in range(3):
+        weight_DD, bias_D = (weights.pop(f"blocks.{head}.layers.0.{name}") for name in ("weight", "bias"))
+        moved_ND = state_ND + nn.functional.silu(nn.functional.linear(state_ND, weight_DD, bias_D))
+        torch.testing.assert_close(drafter.estimate(state_ND, head), moved_ND)
+    assert not weights
+
+
 def test_what_no_engine_serves_is_refused(tmp_path: Path) -> None:
-    folder, _ = saved(tmp_path / "medusa", "medusa")
-    with pytest.raises(TrainingError, match=r"medusa cannot be exported: .* engines load eagle2, eagle3"):
+    folder, _ = saved(tmp_path / "specflash", "specflash", passes=2)
+    with pytest.raises(TrainingError, match=r"has passes=2, .* --set passes=1"):
+        export(folder, tmp_path / "out")
+    folder, _ = saved(tmp_path / "vispec", "vispec", positions="compact")
+    with pytest.raises(TrainingError, match=r"has positions=compact, .* --set positions=expanded"):
         export(folder, tmp_path / "out")
     folder, _ = saved(tmp_path / "sparrow", "sparrow", vata=False)
     with pytest.raises(TrainingError, match=r"has vata=False, .* --set vata=true"):

@@ -11,19 +11,31 @@ from typing import Any
 
 import pytest
 
-from vlmdistill.drafters.checkpoints.serving import KEY, Feeding
+from vlmdistill.drafters.checkpoints.serving import KEY, Compression, Feeding
 from vlmdistill.pipelines.engines.vllm.limits import check_limits, check_version, feeding_of
 
 SPARROW = Feeding(drafter="sparrow", visual="dropped")
 EAGLE2 = Feeding(drafter="eagle2", visual="fused")
 
 
-def settings(feeding: object = None, *, v2: bool = False, caching: bool = False, **parallel: int) -> Any:
+WHOLE = Feeding(drafter="whole", visual="dropped", compression=Compression(reads="hidden", entries=4))
+
+
+def settings(
+    feeding: object = None,
+    *,
+    v2: bool = False,
+    caching: bool = False,
+    drafted: int = 4,
+    whole: bool = False,
+    **parallel: int,
+) -> Any:
     """A configuration of vLLM, as far as the plugin reads it."""
     sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "decode_context_parallel_size": 1}
     drafter = SimpleNamespace(hf_config=SimpleNamespace(**({KEY: feeding} if feeding else {})))
     return SimpleNamespace(
-        speculative_config=SimpleNamespace(draft_model_config=drafter),
+        speculative_config=SimpleNamespace(draft_model_config=drafter, num_speculative_tokens=drafted),
+        scheduler_config=SimpleNamespace(disable_chunked_mm_input=whole),
         use_v2_model_runner=v2,
         cache_config=SimpleNamespace(enable_prefix_caching=caching),
         parallel_config=SimpleNamespace(**(sizes | parallel)),
@@ -41,6 +53,8 @@ def test_one_version_is_supported() -> None:
 def test_what_runs_is_not_refused() -> None:
     check_limits(settings(), SPARROW)
     check_limits(settings(caching=True), EAGLE2)
+    check_limits(settings(whole=True), WHOLE)
+    check_limits(settings(drafted=5), Feeding(drafter="heads", visual="unread", draft_tokens=5))
 
 
 @pytest.mark.parametrize(
@@ -55,6 +69,13 @@ def test_what_runs_is_not_refused() -> None:
 def test_what_does_not_run_is_named(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         check_limits(settings(**change), SPARROW)
+
+
+def test_what_one_drafter_needs_is_named() -> None:
+    with pytest.raises(ValueError, match=r"compresses an image .* --disable-chunked-mm-input"):
+        check_limits(settings(), WHOLE)
+    with pytest.raises(ValueError, match=r"num_speculative_tokens=6, and heads .* 5 tokens: set it to 5"):
+        check_limits(settings(drafted=6), Feeding(drafter="heads", visual="unread", draft_tokens=5))
 
 
 def test_a_drafter_of_other_origin_is_left_to_vllm() -> None:
@@ -82,7 +103,10 @@ def test_the_plugin_needs_nothing_that_vllm_does_not_install() -> None:
         [
             "import sys",
             *(f"sys.modules[{name!r}] = None" for name in absent),
-            *(f"import {package}.{module}" for module in ("plugin", "entry_map", "limits", "job")),
+            *(
+                f"import {package}.{module}"
+                for module in ("plugin", "entry_map", "compressor", "limits", "job")
+            ),
         ]
     )
     subprocess.run([sys.executable, "-c", code], check=True)

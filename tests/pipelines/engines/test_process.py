@@ -29,6 +29,7 @@ WRITTEN = Exported(
     engines=("sglang", "vllm"),
     method="eagle3",
     drops_visual=False,
+    whole_images=False,
 )
 
 
