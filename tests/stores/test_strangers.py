@@ -43,7 +43,6 @@ from vlmdistill.stores.summary import info as about
 from vlmdistill.stores.views.expressions import where
 from vlmdistill.stores.views.filters import filter_store
 
-
 FEATURE = Feature.parse("hidden.text")
 EXAMPLES = int(os.environ.get("VLMDISTILL_FUZZ", "500"))
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600 + EXAMPLES)]
