@@ -1,6 +1,6 @@
 """Memory and time of the attention of training, against dense weights.
 
-    python -m benchmarks.attention [--case NAME] [--hops N] [--heads N] [--out FILE]
+    python -m benchmarks.attention [--case NAME] [--hops N] [--heads N] [--only dense|ours] [--out FILE]
 
 One layer, float32, on one thread: its queries, keys and values are random, so what is measured is attention
 alone, forward and backward over all hops. The baseline is the attention that came before: samples padded to

@@ -87,7 +87,8 @@ def commands(written: "Exported") -> list[str]:
     chunking = " --disable-chunked-mm-input" if written.whole_images else ""
     lines = [
         f"vLLM:   VLLM_USE_V2_MODEL_RUNNER=0 vllm serve {target}{caching}{chunking} --speculative-config "
-        f'\'{{"method": "{written.method}", "model": "{written.out}", "num_speculative_tokens": 4}}\''
+        f'\'{{"method": "{written.method}", "model": "{written.out}", "num_speculative_tokens": '
+        f"{written.draft_tokens}}}'"
     ]
     if "sglang" in written.engines:
         lines.append(

@@ -13,6 +13,8 @@ from vlmdistill.drafters.core.batch import Head
 from vlmdistill.stores.errors import TrainingError
 from vlmdistill.stores.schema import TargetInfo
 
+DRAFT_TOKENS = 4  # of a served chain, where the drafter has as many
+
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
@@ -33,6 +35,8 @@ class Exported:
     """It drafts without visual tokens, or with a few compressed ones."""
     whole_images: bool
     """It needs all visual tokens of an image in one step."""
+    draft_tokens: int
+    """How many tokens it is to draft."""
 
 
 def exportable() -> list[str]:
@@ -80,4 +84,5 @@ def export(folder: Path, out: Path, dtype: str = "bfloat16") -> Exported:
         method=served_as.method,
         drops_visual=served_as.feeding.visual == "dropped",
         whole_images=served_as.feeding.whole_images,
+        draft_tokens=min(DRAFT_TOKENS, served_as.feeding.draft_tokens or DRAFT_TOKENS),
     )

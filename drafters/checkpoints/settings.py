@@ -41,8 +41,7 @@ def with_recipe(config: DrafterConfig, name: str) -> DrafterConfig:
     """Apply a recipe by its name; DataError on an unknown one."""
     if name not in RECIPES:
         near = did_you_mean(name, RECIPES)
-        known = f"{', '.join(RECIPES)}, or name a .toml file"
-        raise DataError(f"there is no recipe '{name}'{near}; choose from {known}")
+        raise DataError(f"there is no recipe '{name}'{near}; choose from {', '.join(RECIPES)}")
     recipe = RECIPES[name]
     names = {stage.name for stage in config.training.stages}
     epochs = [f"stages.{stage}.epochs={count}" for stage, count in recipe.epochs.items() if stage in names]
@@ -75,10 +74,10 @@ def with_file(config: DrafterConfig, file: Path, drafter: str, drafters: Collect
 
 
 def _leaves(table: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of a table and of those in it, by their dotted keys."""
+    """The values of a table and of those in it, by their dotted keys; losses are one value."""
     for name, value in table.items():
         key = f"{path}.{name}" if path else name
-        if isinstance(value, dict):
+        if isinstance(value, dict) and name != "losses":
             yield from _leaves(value, key)
         else:
             yield key, value

@@ -72,8 +72,8 @@ class TrainingProgress:
 class Metrics:
     """The figures of a run, written as they come."""
 
-    def __init__(self, folder: Path, done: int, *, tensorboard: bool) -> None:
-        """Continue the record of a run after `done` steps: what was recorded of later ones is dropped.
+    def __init__(self, folder: Path, done: int, history: Sequence[HeldOut], *, tensorboard: bool) -> None:
+        """Continue the record of a run after `done` steps and the measurements of `history`; drop the rest.
 
         TrainingError when TensorBoard is asked for and not installed, or when nothing can be written.
         """
@@ -90,7 +90,9 @@ class Metrics:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             lines = self._file.read_bytes().splitlines(keepends=True) if self._file.exists() else []
-            self._file.write_bytes(b"".join(line for line in lines if _step(line) <= done))
+            ready = self._file.with_suffix(".tmp")
+            ready.write_bytes(b"".join(line for line in lines if _is_kept(line, done, history)))
+            ready.replace(self._file)
         except OSError as error:
             raise TrainingError(f"{self._file} cannot be written ({one_line(error)})") from None
 
@@ -121,16 +123,14 @@ def _by_hop(agreement: Sequence[float]) -> dict[str, float]:
     return {f"agreement/hop{hop}": share for hop, share in enumerate(agreement)}
 
 
-class _Line(msgspec.Struct):
-    step: int
-
-
-def _step(line: bytes) -> float:
-    """The step of a line; later than any for one that was cut off."""
+def _is_kept(line: bytes, done: int, history: Sequence[HeldOut]) -> bool:
+    """Whether a line is of a step, or of a measurement, that the run does not do again."""
     try:
-        return msgspec.json.decode(line, type=_Line).step if line.endswith(b"\n") else float("inf")
-    except msgspec.DecodeError:
-        return float("inf")
+        found = msgspec.json.decode(line, type=dict[str, Any])
+    except msgspec.DecodeError:  # cut off
+        return False
+    steps = range(done + 1) if "train/loss" in found else [one.step for one in history]
+    return found.get("step") in steps
 
 
 class SampleStats:

@@ -76,7 +76,7 @@ class RunData:
             split(store, stage.view or run.view, run.config.training, run.held_out)
             for stage in run.config.schedule
         ]
-        if run.config.training.validate_every and not samples[-1].held_out:
+        if run.config.training.validate_every and samples and not samples[-1].held_out:
             raise TrainingError(
                 f"validate_every needs held-out samples, and at a share of {run.held_out:g} {run.store} has "
                 "none: hold out more with --held-out"

@@ -1,7 +1,8 @@
 """The trainer: reads a store, writes a drafter folder, on one process or many.
 
 All random draws depend on (seed, step) alone, so an interrupted run continues bit for bit on the same number
-of ranks. Rank 0 decides what to continue; only its disk is written.
+of ranks, as far as the device computes the same twice: a CPU does, the attention kernels of GPUs may not
+unless `torch.use_deterministic_algorithms` is on. Rank 0 decides what to continue; only its disk is written.
 """
 
 import logging
@@ -122,8 +123,8 @@ class _Trainer:
             self.position, self.saved = found.position, found.position.total
 
         def record() -> None:
-            done, board = self.position.total, self.run.tensorboard
-            self.metrics = Metrics(self.run.state, done, tensorboard=board)
+            done, history, board = self.position.total, self.position.history, self.run.tensorboard
+            self.metrics = Metrics(self.run.state, done, history, tensorboard=board)
 
         ranks.first(record)
         self.signals.where = self._where

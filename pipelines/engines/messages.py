@@ -20,7 +20,7 @@ class EngineJob(Struct, frozen=True, kw_only=True):
     drafter: str = ""
     """An exported folder; empty: plain decoding."""
     method: str = "eagle"
-    draft_tokens: int = 4
+    draft_tokens: int = 0
     max_new_tokens: int = 512
     dtype: str = "float32"
     batch: int = 8

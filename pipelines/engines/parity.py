@@ -121,13 +121,19 @@ def check(
                 f"vLLM reads prompt {prompt.key} as other tokens than the target's processor does"
             )
     drafter = str(Path(exported.out).absolute())
-    served = replace(job, drafter=drafter, method=exported.method, whole_images=exported.whole_images)
+    served = replace(
+        job,
+        drafter=drafter,
+        method=exported.method,
+        draft_tokens=exported.draft_tokens,
+        whole_images=exported.whole_images,
+    )
     found = process.run(served)
     pairs = zip(plain.responses, found.responses, strict=True)
     return Parity(
         prompts=len(prompts),
         identical=sum(one == other for one, other in pairs),
-        ours=ours(target, folder, prompts, job, on_prompt),
+        ours=ours(target, folder, prompts, served, on_prompt),
         engine=DraftCounts(found.drafts, found.accepted),
         versions=found.versions,
     )

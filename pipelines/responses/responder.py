@@ -205,9 +205,8 @@ def respond(
     """Generate the responses to `prompts` that `out` lacks. Stopped at any time, it keeps what is done.
 
     A batch has at most `batch` prompts, a task `task_size`, by default 2 batches. `on_result` gets each
-    result when its responses are on the disk. DataError if `out` was made
-    by another target or with other settings. TargetError if the target cannot be loaded, or if a machine of
-    the cluster has another one.
+    result when its responses are on the disk. DataError if `out` was made by another target or with other
+    settings. TargetError if the target cannot be loaded, or if a machine of the cluster has another one.
     """
     sampling, filters = sampling or SamplingSettings(), filters or Filters()
     options = options or WorkerOptions()

@@ -43,10 +43,9 @@ from vlmdistill.stores.summary import info as about
 from vlmdistill.stores.views.expressions import where
 from vlmdistill.stores.views.filters import filter_store
 
-pytestmark = pytest.mark.slow
-
 FEATURE = Feature.parse("hidden.text")
 EXAMPLES = int(os.environ.get("VLMDISTILL_FUZZ", "500"))
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600 + EXAMPLES)]
 MEMORY = 64 << 20  # bytes: the store has some kilobytes
 ROOM = (
     1 << 30

@@ -198,7 +198,7 @@ class ServedProposer(ChosenProposer):
         """Compress the images that rows of this step carry, or that their states are joined with."""
         model, first = self.model.model, 0
         rows, carried = list[int](), list[Tensor]()
-        for start, step, one in zip(starts, steps, self._known.values(), strict=False):
+        for (start, end), step, one in zip(pairwise(starts), steps, self._known.values(), strict=True):
             kept_K = np.flatnonzero(step.kept_N)
             image_K, query_K = step.image_N[kept_K], step.query_N[kept_K]
             here = slice(first, first + len(kept_K))
@@ -208,9 +208,11 @@ class ServedProposer(ChosenProposer):
                 of_K = image_K == image
                 carries_K = np.flatnonzero(of_K & (query_K >= 0))
                 if len(carries_K) or (self._joins and image not in one.joined):
-                    visual_LD = self._visual(one, image, start)
+                    visual_LD = self._visual(one, image, start, end)
                     if visual_LD is None:
-                        continue  # a step ends before an image of one token: its row stays as it is
+                        # The row before an image carries an entry if the image has no more tokens than it
+                        # has entries. Where a step ends at that row, it stays as it is.
+                        continue
                     out_QD = model.compressor(visual_LD)
                     rows += (first + carries_K).tolist()
                     carried.append(out_QD[query_K[carries_K].tolist()])
@@ -222,13 +224,18 @@ class ServedProposer(ChosenProposer):
         if rows:
             model.compressed = torch.tensor(rows, device=self.device), torch.cat(carried)
 
-    def _visual(self, one: _Request, image: int, start: int) -> Tensor | None:
-        """The visual tokens of an image as the drafter reads them, [L, D]; None: not known in this step."""
+    def _visual(self, one: _Request, image: int, start: int, end: int) -> Tensor | None:
+        """The visual tokens of an image as the drafter reads them, [L, D]; None: not known in this step.
+
+        The rows of the request are those from `start` up to and without `end`.
+        """
         assert one.entries is not None
         assert self.feeding.compression is not None
         shown = one.entries.images[image]
         if self.feeding.compression.reads == "hidden":
             first = start + shown.start - one.state.num_computed_tokens
+            if first + shown.length > end:
+                return None
             read_ND = self.hidden_states
         else:
             key, first = one.sources[image]

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.drafters import synthetic
 from vlmdistill.drafters.checkpoints import checkpoint
-from vlmdistill.drafters.checkpoints.settings import from_dict, override, to_dict
+from vlmdistill.drafters.checkpoints.settings import from_dict, override, to_dict, with_file
 from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.sparrow import Sparrow
 
@@ -42,6 +42,16 @@ def test_written_settings_are_read_and_written_back_alike() -> None:
     assert config.model == Sparrow.Config(kv_heads="target", positions="compact", ivsb=False)
     assert (config.training.steps, config.training.clip, config.tree.total) == (240, 1.0, 5)
     assert json.loads(json.dumps(to_dict(config))) == {**json.loads(WRITTEN), **LATER}
+
+
+def test_losses_of_a_recipe_file_replace_the_papers(tmp_path: Path) -> None:
+    paper, file = catalogue.config("sparrow"), tmp_path / "mine.toml"
+    replaced = override(paper, ['stages.text.losses={"l1": 2}'])
+    assert {name for stage in replaced.training.stages for name in stage.losses} > {"l1"}
+    file.write_text("[stages.text]\nlosses = { l1 = 2 }\n")
+    assert with_file(paper, file, "sparrow", catalogue.NAMES) == replaced
+    file.write_text("[sparrow.stages.text.losses]\nl1 = 2\n")
+    assert with_file(paper, file, "sparrow", catalogue.NAMES) == replaced
 
 
 def test_no_setting_has_two_meanings() -> None:

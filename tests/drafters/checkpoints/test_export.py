@@ -179,3 +179,11 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="exists: name a new folder"):
         export(folder, tmp_path / "out")
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize(("settings", "drafted"), [({"heads": 3}, 3), ({"heads": 7}, 4)])
+def test_no_more_tokens_are_drafted_than_the_drafter_has_heads(
+    settings: dict[str, int], drafted: int, tmp_path: Path
+) -> None:
+    folder, _ = saved(tmp_path / "medusa", "medusa", **settings)
+    assert export(folder, tmp_path / "served", "float32").draft_tokens == drafted

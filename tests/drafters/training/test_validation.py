@@ -173,7 +173,8 @@ def test_a_stage_that_learns_nothing_more_ends_early(store: Path, tmp_path: Path
 def test_a_run_continues_from_a_checkpoint_at_the_end_of_a_stage(store: Path, tmp_path: Path) -> None:
     """The reader of the stage that is done is not that of the next."""
     settings = ("steps=8", "stages.*.epochs=1")
-    whole, parts = (plan(store, tmp_path / name, settings=settings, save_every=4) for name in "ab")
+    how: dict[str, Any] = {"settings": settings, "held_out": 0.3, "save_every": 4}
+    whole, parts = (plan(store, tmp_path / name, **how) for name in "ab")
     train(whole)
 
     def stop(progress: TrainingProgress) -> None:
@@ -185,6 +186,7 @@ def test_a_run_continues_from_a_checkpoint_at_the_end_of_a_stage(store: Path, tm
         train(parts, stop)
     train(parts)
     assert weights(parts) == weights(whole)
+    assert [one["step"] for one in figures(parts) if "train/loss" not in one] == [4, 8]
 
 
 def test_settings_that_cannot_validate_are_refused(store: Path, tmp_path: Path) -> None:
@@ -193,6 +195,8 @@ def test_settings_that_cannot_validate_are_refused(store: Path, tmp_path: Path) 
     assert not list(tmp_path.iterdir())
     with pytest.raises(DataError, match="patience=2"):
         plan(store, tmp_path / "out", settings=("patience=2",))
+    with pytest.raises(TrainingError):
+        train(plan(store, tmp_path / "out", settings=("stages=[]", "validate_every=5"), **HOW))
 
 
 # What is recorded

@@ -30,6 +30,7 @@ WRITTEN = Exported(
     method="eagle3",
     drops_visual=False,
     whole_images=False,
+    draft_tokens=4,
 )
 
 
