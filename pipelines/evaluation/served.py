@@ -8,7 +8,8 @@ import asyncio
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import content_hash
 
 BLOCK = 2  # prompts for each concurrent request, before the other server has its turn
-LOOKS, PAUSE = 25, 0.2  # at the metrics, seconds apart, until they stand still
+PAUSE, PATIENCE = 0.2, 5.0  # seconds between looks at the metrics, and for all, until they stand still
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +69,9 @@ def evaluate_server(
 ) -> ServedEvaluation:
     """Measure the server at `url` and write `reports/served/<name>.json`; the name defaults to its address.
 
-    Requests that fail are counted. ServerError when a server cannot be used, or when all requests failed at
-    one of them; DataError when a prompt cannot be sent.
+    The file is written after each load: an interruption loses only the load that it interrupts. Requests that
+    fail are counted. ServerError when a server cannot be used, or when all requests to the one at `url`
+    failed; DataError when a prompt cannot be sent.
     """
     if name is not None and not re.fullmatch(r"\w[\w.-]*", name):
         raise DataError(f"--name {name}: use letters, digits, '_', '.' and '-'")
@@ -94,31 +96,33 @@ def evaluate_server(
                 done += 1
                 on_prompt(done, total, remark)
 
-            loads = [
-                await _load(servers, temperature, concurrency, count)
-                for temperature in load.temperatures
-                for concurrency in load.concurrencies
-            ]
+            made = ServedEvaluation(
+                format=served_records.FORMAT,
+                name=name or clients[0].address,
+                url=clients[0].url,
+                model=models[0].id,
+                drafter=models[0].drafter,
+                baseline=clients[1].url if baseline else None,
+                prompt_set=content_hash([key for key, _ in asked]),
+                max_new_tokens=load.max_new_tokens,
+                seed=load.seed,
+                measured=time.strftime("%Y-%m-%d %H:%M:%S"),
+                loads=(),
+            )
+            for temperature, concurrency in product(load.temperatures, load.concurrencies):
+                one = await _load(servers, temperature, concurrency, count)
+                made = replace(made, loads=(*made.loads, one))
+                if any(one.server.requests for one in made.loads):
+                    served_records.write(made, workspace.reports / "served" / f"{made.name}.json")
         finally:
             for client in clients:
                 await client.close()
-        return ServedEvaluation(
-            format=served_records.FORMAT,
-            name=name or clients[0].address,
-            url=clients[0].url,
-            model=models[0].id,
-            drafter=models[0].drafter,
-            baseline=clients[1].url if baseline else None,
-            prompt_set=content_hash([key for key, _ in asked]),
-            max_new_tokens=load.max_new_tokens,
-            seed=load.seed,
-            measured=time.strftime("%Y-%m-%d %H:%M:%S"),
-            loads=tuple(loads),
-        )
+        if not any(one.server.requests for one in made.loads):
+            failed = [lost for one in made.loads for lost in one.server.failed]
+            raise ServerError(f"{made.url}: all {len(failed)} requests failed: {failed[0].reason}")
+        return made
 
-    made = asyncio.run(measured())
-    served_records.write(made, workspace.reports / "served" / f"{made.name}.json")
-    return made
+    return asyncio.run(measured())
 
 
 def chat_messages(prompt: Prompt) -> list[dict[str, Any]]:
@@ -165,7 +169,9 @@ async def _load(
 ) -> ServedLoad:
     """Send all prompts to all servers, in alternation if there are several."""
     prompts = range(len(servers[0].asked))
-    size = len(prompts) if len(servers) == 1 else BLOCK * concurrency
+    size = len(prompts)
+    if len(servers) > 1:  # both should be first, which takes two blocks, full if possible
+        size = max(concurrency, min(BLOCK * concurrency, (size + 1) // 2))
     before = [await server.settled() for server in servers]
     outcomes: list[list[TimedRequest | FailedRequest]] = [[] for _ in servers]
     seconds = [0.0] * len(servers)
@@ -182,8 +188,6 @@ async def _load(
     for server, then, took, found in zip(servers, before, seconds, outcomes, strict=True):
         requests = tuple(one for one in found if isinstance(one, TimedRequest))
         failed = tuple(one for one in found if isinstance(one, FailedRequest))
-        if not requests:
-            raise ServerError(f"{server.client.url}: all {len(failed)} requests failed: {failed[0].reason}")
         counts = between(then, await server.settled())
         runs.append(ServerRun(seconds=took, requests=requests, failed=failed, counts=counts))
     return ServedLoad(
@@ -201,6 +205,7 @@ class _Server:
         self, client: ServerClient, model: str, asked: Sequence[tuple[str, Any]], load: Load
     ) -> None:
         self.client, self.model, self.asked, self.load = client, model, asked, load
+        self.counts = False  # whether it has shown metrics
 
     async def warm_up(self) -> None:
         """Send the first prompt, which nobody counts; what fails here fails again when it is counted."""
@@ -240,12 +245,17 @@ class _Server:
         return outcomes
 
     async def settled(self) -> Counters:
-        """Its counters once they stand still: some are counted after the response has been sent."""
+        """Its counters once they stand still: some are counted after the response has been sent.
+
+        Where it has shown metrics before, an empty page is a failed read, and read again.
+        """
         before = await self.client.counters()
-        for _ in range(LOOKS if before else 0):
+        end = time.perf_counter() + PATIENCE
+        while (before or self.counts) and time.perf_counter() < end:
             await asyncio.sleep(PAUSE)
             now = await self.client.counters()
-            if now == before:
+            if now and now == before:
                 break
-            before = now
+            before = now or before
+        self.counts |= bool(before)
         return before

@@ -209,7 +209,10 @@ def load_figures(load: ServedLoad) -> LoadFigures:
     rates = figures(Measurement(temperature=load.temperature, prompts=tuple(timed))) if timed else None
     intervals: dict[Rate, Interval] = {}
     if rates:
-        intervals = {name: found for name, found in rates.intervals.items() if name in SPEEDS}
+        # A bound of 0 is that of resamples whose rate is unknown.
+        intervals = {
+            name: found for name, found in rates.intervals.items() if name in SPEEDS and found.low > 0
+        }
     return LoadFigures(
         temperature=load.temperature,
         concurrency=load.concurrency,
@@ -218,7 +221,7 @@ def load_figures(load: ServedLoad) -> LoadFigures:
         identical=sum(base.response == one.response for base, one in pairs) if greedy else None,
         compared=len(pairs) if greedy else None,
         speedup=rates.speedup if rates else None,
-        decode_speedup=rates.decode_speedup if rates else None,
+        decode_speedup=(rates.decode_speedup or None) if rates else None,  # 0: nothing came after the first
         intervals=intervals or None,
         warnings=tuple(_warnings(load)),
     )
@@ -230,6 +233,8 @@ def _warnings(load: ServedLoad) -> Iterator[str]:
         if run is None:
             continue
         at = f"{whose} at concurrency {load.concurrency}"
+        if run.failed and not run.requests:
+            yield f"{at} failed all {len(run.failed)} requests: {run.failed[0].reason}"
         found = run_figures(run)
         for share, what in ((found.cached_prompts, "prompt tokens"), (found.cached_images, "images")):
             if share:

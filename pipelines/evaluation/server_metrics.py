@@ -47,10 +47,11 @@ def parse(text: str) -> Counters:
 def between(before: Counters, after: Counters) -> ServerCounts:
     """What was counted from one page to a later one. What a page lacks, or a restart has reset, is None.
 
+    All is None if the first page is empty: the later one counts since the server started.
     Counters of drafts are None, too, when there was no draft.
     """
     gained = {key: value - before.get(key, 0) for key, value in after.items()}
-    if any(value < 0 for value in gained.values()):
+    if not before or any(value < 0 for value in gained.values()):
         return ServerCounts()
 
     def chain(wanted: str) -> tuple[int, ...]:

@@ -2,12 +2,12 @@
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from itertools import count
+from itertools import count, groupby
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -18,8 +18,17 @@ from vlmdistill.cli.main import main
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.decoding.decoders import Cycle
 from vlmdistill.pipelines.evaluation import server_metrics
-from vlmdistill.pipelines.evaluation.served_records import ServedEvaluation, ServerCounts
+from vlmdistill.pipelines.evaluation.served import Load, evaluate_server
+from vlmdistill.pipelines.evaluation.served_records import (
+    ServedEvaluation,
+    ServedLoad,
+    ServerCounts,
+    ServerRun,
+    TimedRequest,
+    load_figures,
+)
 from vlmdistill.pipelines.serving.chat import ChatRequest
+from vlmdistill.pipelines.serving.metrics import ServingMetrics
 from vlmdistill.pipelines.serving.served_decoder import ServedDecoder, open_decoder
 from vlmdistill.pipelines.workspace import Workspace
 
@@ -72,6 +81,11 @@ def arguments(workspace: Workspace, *more: str) -> list[str]:
     return ["eval", "--model", workspace.model, "--runs", runs, "--max-new-tokens", TOKENS, *more]
 
 
+def record(workspace: Workspace, name: str) -> ServedEvaluation:
+    file = workspace.reports / "served" / f"{name}.json"
+    return msgspec.json.decode(file.read_bytes(), type=ServedEvaluation)
+
+
 @pytest.fixture
 def measure(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
     """Run the command with --json: its JSON, and stderr if the exit status is 1."""
@@ -101,10 +115,7 @@ def test_a_server_accepts_what_eval_accepts(
         assert served["accepted"] > 0
         assert served["seconds"] > 0
         assert 0 < served["first_seconds"]["low"] <= served["first_seconds"]["median"]
-    kept = msgspec.json.decode(
-        (workspace.reports / "served" / "mine.json").read_bytes(), type=ServedEvaluation
-    )
-    assert [len(load.server.requests) for load in kept.loads] == [PROMPTS, PROMPTS]
+    assert [len(load.server.requests) for load in record(workspace, "mine").loads] == [PROMPTS, PROMPTS]
 
 
 def test_a_baseline_gives_speedup_and_identical_responses(
@@ -152,6 +163,92 @@ def test_requests_that_fail_are_counted_and_end_in_exit_1(
     assert "tau" not in load["server"]  # its drafts are those of all requests
     assert "4 of 8 requests failed" in said
     assert "HTTP 500" in said
+
+
+@dataclass(frozen=True)
+class Dying(ServedDecoder):
+    """Fails for all requests after the first ones."""
+
+    life: Iterator[int] = field(default_factory=lambda: iter(()))
+
+    def decode(self, request: ChatRequest, media: Path | None) -> tuple[int, Iterator[Cycle]]:
+        if next(self.life, None) is None:
+            raise RuntimeError("it is dead")
+        return super().decode(request, media)
+
+
+def test_a_server_that_dies_loses_no_finished_load(
+    decoder: ServedDecoder,
+    workspace: Workspace,
+    measure: Callable[..., Any],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    more = ("--concurrency", "1", "--concurrency", "2", "--name", "dead")
+    with serving(Dying(decoder.model, decoder.target)) as served:
+        line = failing(workspace, capsys, "--engine", f"openai:{url(served)}", *more)
+    assert "all 16 requests failed" in line
+    assert not (workspace.reports / "served" / "dead.json").exists()
+    life = iter(range(1 + PROMPTS))  # one to warm it up
+    with serving(Dying(decoder.model, decoder.target, life=life)) as served:
+        found, said = measure("--engine", f"openai:{url(served)}", *more, status=1)
+    assert [one["server"]["requests"] for one in found["loads"]] == [PROMPTS, 0]
+    assert "8 of 16 requests failed" in said
+    assert len(record(workspace, "dead").failed) == PROMPTS
+
+
+def test_an_interruption_keeps_the_finished_loads(server: Served, workspace: Workspace) -> None:
+    def stop(done: int, total: int, remark: str) -> None:
+        if done > PROMPTS:
+            raise KeyboardInterrupt
+
+    load = Load(concurrencies=(1, 2), max_new_tokens=2)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate_server(workspace, url(server), load, name="stopped", on_prompt=stop)
+    assert [one.concurrency for one in record(workspace, "stopped").loads] == [1]
+
+
+def test_failed_reads_of_the_metrics_are_not_counted_as_zero(
+    server: Served, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, looks = ServingMetrics.text, count()
+    monkeypatch.setattr(ServingMetrics, "text", lambda self: text(self) if next(looks) % 2 else b"")
+    load = Load(concurrencies=(1, 2), max_new_tokens=8)
+    first, second = (one.server for one in evaluate_server(workspace, url(server), load, name="deaf").loads)
+    assert first.counts == ServerCounts()  # the first look failed
+    assert second.counts.generated == sum(one.tokens or 0 for one in second.requests)
+
+
+class Listed(ServedDecoder):
+    """Lists the servers in the order of their requests."""
+
+    order: ClassVar[list[str | None]] = []
+
+    def decode(self, request: ChatRequest, media: Path | None) -> tuple[int, Iterator[Cycle]]:
+        self.order.append(self.drafter_name)
+        return super().decode(request, media)
+
+
+def test_servers_alternate_at_a_high_concurrency(decoder: ServedDecoder, measure: Callable[..., Any]) -> None:
+    listed = Listed(decoder.model, decoder.target, decoder.drafter, decoder.drafter_name, decoder.tree)
+    with serving(listed) as served, serving(replace(listed, drafter=None, drafter_name=None)) as plain:
+        measure("--engine", f"openai:{url(served)}", "--baseline", url(plain), "--concurrency", "5")
+    turns = [(name, len(list(some))) for name, some in groupby(Listed.order[2:])]  # after the warm-up
+    assert turns == [("lookahead", 5), (None, 8), ("lookahead", 3)]
+
+
+@pytest.mark.parametrize(("tokens", "first"), [(1, 0.5), (4, 2.0)])
+def test_the_decode_speedup_of_one_token_or_one_chunk_is_unknown(tokens: int, first: float) -> None:
+    requests = tuple(
+        TimedRequest(
+            key=str(key), tokens=tokens, seconds=2.0, first_seconds=first, finish="stop", response="hash"
+        )
+        for key in range(PROMPTS)
+    )
+    run = ServerRun(seconds=16.0, requests=requests, failed=(), counts=ServerCounts())
+    found = load_figures(ServedLoad(temperature=0, concurrency=1, server=run, baseline=run))
+    assert (found.speedup, found.decode_speedup) == (1, None)
+    assert found.intervals is not None
+    assert found.intervals.keys() == {"speedup"}
 
 
 class Page(BaseHTTPRequestHandler):
@@ -263,7 +360,7 @@ vllm:mm_cache_hits_total{engine="0",model_name="m"} 1.0
 
 def test_counters_are_summed_over_engines_and_a_restart_is_not_counted() -> None:
     whole = server_metrics.parse(VLLM)
-    assert server_metrics.between({}, whole) == ServerCounts(
+    assert server_metrics.between(dict.fromkeys(whole, 0), whole) == ServerCounts(
         generated=123,
         images=4,
         cached_images=1,
@@ -276,4 +373,4 @@ def test_counters_are_summed_over_engines_and_a_restart_is_not_counted() -> None
         generated=0, images=0, cached_images=0
     )  # there was no draft
     assert server_metrics.between(whole, {("generated", 0): 1}) == ServerCounts()
-    assert server_metrics.between({}, {}) == ServerCounts()
+    assert server_metrics.between({}, whole) == ServerCounts()  # counted since the server started
