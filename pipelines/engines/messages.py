@@ -12,7 +12,7 @@ class Question(Struct, frozen=True, kw_only=True):
 
 
 class EngineJob(Struct, frozen=True, kw_only=True):
-    """What an engine is to generate, greedily."""
+    """What an engine is to generate."""
 
     target: str
     """Its checkpoint folder."""
@@ -22,6 +22,8 @@ class EngineJob(Struct, frozen=True, kw_only=True):
     method: str = "eagle"
     draft_tokens: int = 0
     max_new_tokens: int = 512
+    temperature: float = 0.0
+    top_p: float = 1.0
     dtype: str = "float32"
     batch: int = 8
     """Requests decoded together."""

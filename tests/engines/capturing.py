@@ -12,16 +12,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from tests import tiny
+from tests.engines.draws import HIDDEN, Draws
 from vlmdistill.drafters.core import catalogue
 from vlmdistill.pipelines.engines.capture.engine_target import EngineTarget
 from vlmdistill.pipelines.targets.checkpoints.loading import load
 from vlmdistill.pipelines.targets.encode import EncodedPrompt, EncodedResponse
-from vlmdistill.pipelines.targets.generation import nucleus
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 from vlmdistill.stores.errors import TargetError
 from vlmdistill.stores.loader.tensors import as_torch
@@ -144,36 +143,16 @@ def test_tokens_drawn_in_one_pass_follow_the_distribution_of_the_target(
     target: VisionLanguageTarget, prompts: dict[str, EncodedPrompt]
 ) -> None:
     """How likely they are, and how often a token repeats the one before, which is what vLLM drafts."""
-    prompt, tokens, sums = prompts["image"], 0, torch.zeros(2, 2)  # difference, variance
+    draws = Draws(target, 1.0, 0.9)
 
     def keep(_: str, response: EncodedResponse, sample: Sample) -> None:
-        nonlocal tokens, sums
-        hidden_ND = as_torch(sample.features[Feature("hidden", "text")], "float32")
-        ids_R = torch.tensor(response.ids)
-        logits_RV = nucleus(target.logits(hidden_ND[-len(ids_R) - 1 : -1]), 1.0, 0.9)
-        logp_RV = logits_RV.log_softmax(-1)
-        p_RV = logp_RV.exp()
-        drawn_R = p_RV.gather(1, ids_R[:, None])[:, 0]
-        assert drawn_R.min() > 0
-        known_RV = logp_RV.nan_to_num(neginf=0.0)
-        mean_R = (p_RV * known_RV).sum(-1)
-        spread_R = (p_RV * known_RV**2).sum(-1) - mean_R**2
-        again_R = p_RV[1:].gather(1, ids_R[:-1, None])[:, 0]
-        repeats = (ids_R[1:] == ids_R[:-1]).float() - again_R
-        tokens += len(ids_R)
-        sums += torch.tensor(
-            [
-                [float((drawn_R.log() - mean_R).sum()), float(spread_R.sum())],
-                [float(repeats.sum()), float((again_R * (1 - again_R)).sum())],
-            ]
-        )
+        draws.add(sample, list(response.ids))
 
-    with closing(EngineTarget(target, {Feature("hidden", "text")}, 512)) as engine:
+    with closing(EngineTarget(target, {HIDDEN}, 512)) as engine:
         keys = [str(number) for number in range(64)]
-        engine.respond([prompt] * 64, "float32", keys, keep, max_new_tokens=40, top_p=0.9)
-    assert tokens > 1000
-    scores = sums[:, 0] / sums[:, 1].sqrt()
-    assert scores.abs().max() < 5, (tokens, scores, sums)
+        engine.respond([prompts["image"]] * 64, "float32", keys, keep, max_new_tokens=40, top_p=0.9)
+    assert draws.tokens > 1000
+    assert draws.scores.abs().max() < 5, (draws.tokens, draws.sums)
 
 
 def heads_of_32(monkeypatch: pytest.MonkeyPatch) -> None:

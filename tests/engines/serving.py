@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace as changed
 
+from tests.engines.draws import HIDDEN, Draws
 from vlmdistill.cli.main import main
 from vlmdistill.drafters.checkpoints.export import export
 from vlmdistill.pipelines.engines import parity, process
@@ -111,8 +112,31 @@ def test_a_prompt_read_in_several_steps_drafts_the_same(name: str, served: Serve
     assert found.engine == found.ours
 
 
+def test_sampled_responses_follow_the_distribution_of_the_target(served: Served) -> None:
+    """How likely their tokens are, and how often a token repeats the one before."""
+    written, question = served.exported["hivis"], served.job.questions[0]
+    job = changed(
+        served.job,
+        questions=(question,) * 64,
+        drafter=str(Path(written.out).absolute()),
+        method=written.method,
+        draft_tokens=written.draft_tokens,
+        max_new_tokens=40,
+        temperature=0.8,
+        top_p=0.9,
+    )
+    found, draws = process.run(job), Draws(served.target, 0.8, 0.9)
+    prompt = served.target.encode(served.prompts[0].messages)
+    for number, ids in enumerate(found.responses):
+        (sample,) = served.target.capture([prompt], [ids], {HIDDEN}, "float32", [str(number)])
+        draws.add(sample, ids)
+    assert found.accepted > 100
+    assert draws.tokens > 1000
+    assert draws.scores.abs().max() < 5, (draws.tokens, draws.sums)
+
+
 def test_prefix_caching_is_refused_where_visual_tokens_are_dropped(served: Served) -> None:
-    job = changed(served.job, drafter=served.exported["sparrow"].out, prefix_caching=True)
+    job = changed(served.job, drafter=served.exported["sparrow"].out, draft_tokens=4, prefix_caching=True)
     with pytest.raises(EngineError, match=r"ValueError: sparrow drops .* --no-enable-prefix-caching"):
         process.run(job)
 

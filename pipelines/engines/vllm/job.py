@@ -13,7 +13,7 @@ from vlmdistill.pipelines.media.images import upright
 
 
 def run(job: EngineJob) -> EngineOutcome:
-    """Generate all responses greedily, with the drafter if there is one, and count what was accepted."""
+    """Generate all responses, with the drafter if there is one, and count what was accepted."""
     import torch
     import transformers
     import vllm
@@ -37,7 +37,9 @@ def run(job: EngineJob) -> EngineOutcome:
         limit_mm_per_prompt={"image": max([1, *(len(one.images) for one in job.questions)])},
         seed=0,
     )
-    sampling = vllm.SamplingParams(temperature=0, max_tokens=job.max_new_tokens)
+    sampling = vllm.SamplingParams(
+        temperature=job.temperature, top_p=job.top_p, max_tokens=job.max_new_tokens
+    )
     outputs = engine.generate([_prompt(one) for one in job.questions], sampling, use_tqdm=False)
     counted: dict[str, Any] = {one.name: one for one in engine.get_metrics()}
     return EngineOutcome(

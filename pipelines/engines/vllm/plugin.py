@@ -19,9 +19,14 @@ def register() -> None:
     ModelRegistry.register_model("MedusaVlmdistill", f"{models}:MedusaVlmdistill")
     ModelRegistry.register_model("LlamaForCausalLMEagle3", f"{models}:Eagle3Vlmdistill")
 
+    from vllm.platforms import current_platform
+    from vllm.v1.sample import rejection_sampler
     from vllm.v1.spec_decode import eagle, medusa
 
     from vlmdistill.pipelines.engines.vllm.proposer import ChosenProposer, ServedMedusaProposer
+    from vlmdistill.pipelines.engines.vllm.verification import expand_batch_to_tokens
 
     eagle.EagleProposer = ChosenProposer
     medusa.MedusaProposer = ServedMedusaProposer
+    if current_platform.is_cpu():
+        rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
