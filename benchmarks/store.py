@@ -4,9 +4,10 @@
 
 Every number is a rate in GB/s. All take turns of a few samples each, so that whatever else the machine
 does slows them alike; of cold reads a turn is a whole round, since the disk goes on with what a turn has
-asked for when the next one begins. A ratio is taken turn by turn, over the same samples; told are the median
-of all and, in brackets, the quartiles. Caches are dropped with posix_fadvise before a cold turn. The samples
-are synthetic: the lengths of long answers, the values of hidden states with a few massive channels.
+asked for when the next one begins. A ratio is taken turn by turn, over the same samples; what is printed
+is the median of all and, in brackets, the quartiles. Caches are dropped with posix_fadvise before a cold
+turn. The samples are synthetic: the lengths of long responses, the values of hidden states with a few
+massive channels.
 """
 
 import argparse

@@ -42,7 +42,7 @@ def _bound(column: str, reason: str, keep: Callable[[pl.Expr], pl.Expr]) -> Filt
 
 
 def min_words(least: str = "6") -> Filter:
-    """Answers over five words (HiViS, both stages)."""
+    """Responses over five words (HiViS, both stages)."""
     return _bound("words", f"fewer than {least} words", lambda words: words >= _number(least))
 
 
@@ -65,7 +65,7 @@ def max_tokens(most: str = "2048") -> Filter:
 
 
 def unique(text: str = "") -> Filter:
-    """One of each group of near-duplicate answers: the first by key that shares no band of its sketch.
+    """One of each group of near-duplicate responses: the first by key that shares no band of its sketch.
 
     A sample without a sketch is nobody's duplicate and stays.
     """

@@ -73,7 +73,7 @@ def repetition(text: str) -> float:
 def sketch(text: str) -> str:
     """A MinHash of the word triples, in bands: near-duplicates share a band, others hardly do.
 
-    80 hex digits. With likeness s of two answers' triples, a band is shared with 1 - (1 - s^6)^5:
+    80 hex digits. With likeness s of two responses' triples, a band is shared with 1 - (1 - s^6)^5:
     0.98 at 0.9, 0.08 at 0.5.
     """
     import xxhash
