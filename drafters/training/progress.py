@@ -15,7 +15,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from vlmdistill.drafters.training.saved import HeldOut
+from vlmdistill.drafters.training.saved import HeldOut, replacing
 from vlmdistill.drafters.training.unroll import Unrolled
 from vlmdistill.stores.errors import TrainingError, one_line
 
@@ -90,9 +90,8 @@ class Metrics:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             lines = self._file.read_bytes().splitlines(keepends=True) if self._file.exists() else []
-            ready = self._file.with_suffix(".tmp")
-            ready.write_bytes(b"".join(line for line in lines if _is_kept(line, done, history)))
-            ready.replace(self._file)
+            with replacing(self._file) as new:
+                new.write_bytes(b"".join(line for line in lines if _is_kept(line, done, history)))
         except OSError as error:
             raise TrainingError(f"{self._file} cannot be written ({one_line(error)})") from None
 

@@ -92,10 +92,10 @@ def write(folder: Path, saved: Saved, tensors: Mapping[str, Tensor]) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _replacing(folder / saved.file) as new:
+        with replacing(folder / saved.file) as new:
             save_file(dict(tensors), new)
             saved = replace(saved, checksum=_hash(new))
-        with _replacing(folder / RECORD) as new:
+        with replacing(folder / RECORD) as new:
             new.write_bytes(seal(saved))
     except (OSError, SafetensorError, StoreError) as error:
         raise TrainingError(f"no checkpoint can be written to {folder} ({one_line(error)})") from None
@@ -142,7 +142,7 @@ def _is_leg(leg: Any) -> bool:
 
 
 @contextmanager
-def _replacing(file: Path) -> Iterator[Path]:
+def replacing(file: Path) -> Iterator[Path]:
     """Yield a path to write to. At the end it replaces `file`, complete and on disk, or not at all."""
     new = file.with_name(f".{file.name}")
     try:
