@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     folders = [_folder(name, seed) for name, seed in pairs] + [n for n in names if n not in trained]
     tree = train.resolve("eagle2", "demo", ()).tree
-    settings = evaluate.Settings(temperatures=(0.0, 1.0), limit=options.limit, max_new_tokens=512, tree=tree)
+    settings = evaluate.Settings(temperatures=(0.0, 1.0), limit=options.limit, trees=(tree,))
     reports = evaluate.kept(workspace, folders, settings)
     reports = reports or evaluate.evaluate(workspace, folders, settings, on_prompt=_progress)
     for warning in (text for ranking in rank(reports) for one in ranking.results for text in one.warnings):

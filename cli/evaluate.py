@@ -8,6 +8,9 @@ import typer
 from vlmdistill.cli import console
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vlmdistill.pipelines.evaluation.comparison import Ranking
     from vlmdistill.pipelines.evaluation.records import Evaluation
     from vlmdistill.pipelines.evaluation.served_records import (
         LoadFigures,
@@ -35,7 +38,14 @@ def evaluate(
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Decode at most N held-out prompts.")] = 100,
     max_new_tokens: console.MaxNewTokens = 512,
-    tree: console.TreeShape = None,
+    tree: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SHAPE|auto",
+            help="Draft tree: total-depth-k, such as 30-3-8, or chain-5; auto: the fastest here, which is "
+            "kept with the drafter; default: the drafter's own; may be repeated.",
+        ),
+    ] = None,
     seed: console.Seed = 0,
     threads: Annotated[
         int, typer.Option(min=0, help="CPU threads; 0: 1 or all, whichever decodes faster.")
@@ -113,7 +123,7 @@ def evaluate(
         temperatures=tuple(temperature or (0.0,)),
         max_new_tokens=max_new_tokens,
         limit=limit,
-        tree=Tree.parse(tree) if tree else None,
+        trees=tuple("auto" if one == "auto" else Tree.parse(one) for one in dict.fromkeys(tree or ())),
         seed=seed,
         threads=threads,
         how=console.loading(attention, target_dtype, compiled=compiled),
@@ -212,10 +222,34 @@ def show(evaluations: "list[Evaluation]") -> None:
         lines.append([one.name, f"{one.temperature:g}", *rates, speed, responses(figures.lossless, "")])
         warnings += one.warnings
     console.rows(header, lines)
+    show_budgets(rankings)
     for ranking in rankings:
         typer.echo(ranking.text)
     for warning in warnings:
         console.note(f"warning: {warning}")
+
+
+def show_budgets(rankings: "Sequence[Ranking]") -> None:
+    """Print the milliseconds of a cycle by phase, beside a step of plain decoding."""
+    header = [
+        "milliseconds per cycle of",
+        "T",
+        "draft",
+        "verify",
+        "accept",
+        "plain step",
+        "ideal decode speedup",
+    ]
+    lines = []
+    for one in (one for ranking in rankings for one in ranking.results):
+        if (spent := one.figures.budget) is not None and one.figures.calls:
+            cycle = [1e3 * value / one.figures.calls for value in (spent.draft, spent.verify, spent.accept)]
+            shown = [f"{value:.2f}" for value in (*cycle, 1e3 * spent.plain_step, spent.ideal)]
+            lines.append([one.name, f"{one.temperature:g}", *shown])
+    if lines:
+        typer.echo()
+        console.rows(header, lines)
+        typer.echo()
 
 
 def rate(figures: "Figures", name: "Rate") -> str:
@@ -238,5 +272,13 @@ def _facts(evaluation: "Evaluation") -> dict[str, Any]:
 
     facts: dict[str, Any] = msgspec.to_builtins(evaluation)
     prompts = {"count": len(evaluation.keys), "hash": evaluation.prompt_set}
-    measured = [{"temperature": at.temperature, **asdict(figures(at))} for at in evaluation.temperatures]
+    measured = [
+        {
+            "temperature": at.temperature,
+            **asdict(figures(at)),
+            "by_kind": {kind: asdict(figures(one)) for kind, one in at.by(lambda p: p.kind).items()},
+            "by_dataset": {name: asdict(figures(one)) for name, one in at.by(lambda p: p.dataset).items()},
+        }
+        for at in evaluation.temperatures
+    ]
     return {**facts, "prompts": prompts, "temperatures": measured}

@@ -202,7 +202,7 @@ def measure(
         temperatures=plan.temperatures,
         limit=plan.eval_limit,
         max_new_tokens=plan.eval_tokens,
-        tree=tree,
+        trees=(tree,) if tree else (),
         seed=plan.seed,
     )
     if not evaluate.kept(workspace, plan.drafters, settings):

@@ -3,7 +3,7 @@
 Shapes: N tokens of a pass, K rows kept, U visual tokens, D hidden width, V vocabulary.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -44,8 +44,13 @@ class Target(Reader, Protocol):
         """The frozen tables, on the target's device."""
         ...
 
-    def prefill(self, prompt: Any, features: Collection[Feature]) -> Batch:
-        """Start a new sequence with a prompt; returns its tokens with `features` and hidden.text."""
+    def prefill(
+        self, prompt: Any, features: Collection[Feature], on_encoded: Callable[[], None] = lambda: None
+    ) -> Batch:
+        """Start a new sequence with a prompt; returns its tokens with `features` and hidden.text.
+
+        `on_encoded` is called when its images and videos are encoded.
+        """
         ...
 
     def logits(self, hidden_ND: Tensor) -> Tensor:

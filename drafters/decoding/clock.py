@@ -1,19 +1,59 @@
-"""The clock around a response: totals and speedups come from it, their parts from the decoder's cycles."""
+"""The clocks of decoding: phases of a cycle inside the decoder, and the whole response from outside.
+
+Totals and speedups come from the clock outside; the decoder's own seconds say where they went.
+"""
 
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
-from vlmdistill.drafters.decoding.decoders import Cycle
+if TYPE_CHECKING:
+    from vlmdistill.drafters.decoding.decoders import Cycle
+
+Phase = Literal["vision", "prefill", "draft_prefill", "draft", "verify", "accept"]
+"""The vision encoder; the target's layers on the prompt; the drafter on the prompt; the drafter on trees and
+accepted tokens; the target's forward passes, plain steps included; acceptance and the target's KV cache."""
+
+
+class Laps:
+    """The phases of one cycle. On a GPU events mark their ends, so that no mark waits for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._start = time.perf_counter()
+        self._ends: list[tuple[Phase | None, Any]] = [(None, self._now())]
+
+    def end(self, phase: Phase) -> None:
+        """What was done since the last call was of this phase."""
+        self._ends.append((phase, self._now()))
+
+    def stop(self) -> float:
+        """The seconds since the beginning, by the host."""
+        return time.perf_counter() - self._start
+
+    def add_to(self, spent: dict[Phase, float]) -> None:
+        """Add the seconds of each phase; the device must have finished."""
+        for (_, before), (phase, after) in pairwise(self._ends):
+            assert phase is not None
+            spent[phase] += before.elapsed_time(after) / 1e3 if self._on_gpu else after - before
+
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
 
 @dataclass(frozen=True)
 class Timed:
     """A decoded response."""
 
-    cycles: list[Cycle]
+    cycles: "list[Cycle]"
     seconds: float  # from the call of the decoder to its end, including queued work of the device
 
     @property
@@ -32,12 +72,20 @@ class Timed:
         return sum(cycle.seconds for cycle in self.cycles[1:])
 
     @property
+    def phases(self) -> dict[Phase, float]:
+        """The seconds of each phase of all cycles."""
+        spent: dict[Phase, float] = dict.fromkeys(get_args(Phase), 0.0)
+        for cycle in self.cycles:
+            cycle.laps.add_to(spent)
+        return spent
+
+    @property
     def accounted(self) -> float:
         """Share of `seconds` that the cycles account for: 1 if they miss no work."""
         return (self.prefill_seconds + self.decode_seconds) / self.seconds if self.seconds else 1.0
 
 
-def timed(decode: Callable[[], Iterator[Cycle]], device: torch.device) -> Timed:
+def timed(decode: "Callable[[], Iterator[Cycle]]", device: torch.device) -> Timed:
     """Decode to the end under one clock."""
     wait(device)
     start = time.perf_counter()

@@ -6,7 +6,6 @@ seconds of a response add up to the time that passes outside, minus the caller's
 Shapes: K tokens of a cycle, N nodes of a tree, D hidden.
 """
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from vlmdistill.drafters.core.drafter import Proposer
 from vlmdistill.drafters.core.target import Target
 from vlmdistill.drafters.core.tree import Observer, Tree
 from vlmdistill.drafters.decoding.acceptance import choose, verify
+from vlmdistill.drafters.decoding.clock import Laps
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,9 @@ class Cycle:
     ids: list[int]  # the tokens gained, the bonus last
     accepted: int  # how many of them were drafted
     chain: tuple[int, int]  # best-guess chain: nodes accepted, nodes verified
+    guesses: list[int]  # the tokens of that chain
     seconds: float  # since the caller asked for this cycle
+    laps: Laps  # their phases
 
 
 def speculate(
@@ -44,22 +46,27 @@ def speculate(
 
     Ends after any EOS of the target, or at `max_new_tokens`; nothing follows an EOS.
     """
-    start = time.perf_counter()
+    laps = Laps(target.head.embed_VD.device)
     needs = drafter.config.needs(target.info, decoding=True)
     limit = _Limit(target, max_new_tokens)
     with torch.inference_mode():
-        prefix = target.prefill(prompt, needs)
-        draft = drafter.draft(prefix, target)
-        observer = draft if isinstance(draft, Observer) else None
+        prefix = target.prefill(prompt, needs, lambda: laps.end("vision"))
         last_1D = {source: prefix.feature(source, "text")[-1:] for source in {"hidden", *drafter.sources}}
         bonus_1 = choose(target.logits(last_1D["hidden"]), temperature, generator)
+        laps.end("prefill")
+        draft = drafter.draft(prefix, target)
+        observer = draft if isinstance(draft, Observer) else None
         draft.commit(bonus_1, torch.cat([last_1D[source] for source in drafter.sources], dim=-1))
-        yield Cycle(limit.cut(bonus_1.tolist()), 0, (0, 0), time.perf_counter() - start)
+        gained = limit.cut(bonus_1.tolist())
+        laps.end("draft_prefill")
+        yield Cycle(gained, 0, (0, 0), [], laps.stop(), laps)
         while not limit.reached:
-            start = time.perf_counter()
+            laps = Laps(bonus_1.device)
             nodes = draft.grow(tree)
+            laps.end("draft")
             states = target.extend(nodes.ids_N, nodes.depth_N, nodes.visible_NN, last_1D.keys())
             logits_NV = target.logits(states["hidden"])
+            laps.end("verify")
             accepted = verify(nodes, logits_NV, temperature, generator)
             if observer is not None:
                 observer.observe(logits_NV)
@@ -74,11 +81,14 @@ def speculate(
             path_K = accepted.path_N[:length]
             target.commit(path_K)
             kept = limit.cut([*ids[1:length], bonus])
+            laps.end("accept")
             if not limit.reached:
                 before_KD = torch.cat([states[source][path_K] for source in drafter.sources], dim=-1)
                 draft.commit(torch.cat([nodes.ids_N[path_K[1:]], accepted.bonus_1]), before_KD)
-            chain = (sum(greedy[:length]) - 1, sum(greedy) - 1)
-            yield Cycle(kept, min(length - 1, len(kept)), chain, time.perf_counter() - start)
+            laps.end("draft")
+            guesses = [token for token, best in zip(ids, greedy, strict=True) if best][1:]
+            chain = (sum(greedy[:length]) - 1, len(guesses))
+            yield Cycle(kept, min(length - 1, len(kept)), chain, guesses, laps.stop(), laps)
 
 
 def plain(
@@ -90,20 +100,26 @@ def plain(
     generator: torch.Generator | None = None,
 ) -> Iterator[Cycle]:
     """Decode one token at a time with a KV cache: the baseline of every speedup."""
-    start = time.perf_counter()
+    laps = Laps(target.head.embed_VD.device)
     limit = _Limit(target, max_new_tokens)
     with torch.inference_mode():
-        prefix: Batch = target.prefill(prompt, ())
+        prefix: Batch = target.prefill(prompt, (), lambda: laps.end("vision"))
         token_1 = choose(target.logits(prefix.feature("hidden", "text")[-1:]), temperature, generator)
         one = torch.ones(1, dtype=torch.long, device=token_1.device)
         row = torch.zeros_like(one)
-        yield Cycle(limit.cut(token_1.tolist()), 0, (0, 0), time.perf_counter() - start)
+        gained = limit.cut(token_1.tolist())
+        laps.end("prefill")
+        yield Cycle(gained, 0, (0, 0), [], laps.stop(), laps)
         while not limit.reached:
-            start = time.perf_counter()
+            laps = Laps(token_1.device)
             hidden_1D = target.extend(token_1, one, None, ("hidden",))["hidden"]
-            token_1 = choose(target.logits(hidden_1D), temperature, generator)
+            logits_1V = target.logits(hidden_1D)
+            laps.end("verify")
+            token_1 = choose(logits_1V, temperature, generator)
             target.commit(row)
-            yield Cycle(limit.cut(token_1.tolist()), 0, (0, 0), time.perf_counter() - start)
+            gained = limit.cut(token_1.tolist())
+            laps.end("accept")
+            yield Cycle(gained, 0, (0, 0), [], laps.stop(), laps)
 
 
 def decode(

@@ -4,18 +4,19 @@ For each prompt, plain decoding and all drafters run in alternation in one proce
 speed drifts affects all alike (`side_by_side.py`).
 """
 
-import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import torch
 
 from vlmdistill.drafters.checkpoints import checkpoint
+from vlmdistill.drafters.core.drafter import Proposer
 from vlmdistill.drafters.core.tree import Tree
+from vlmdistill.drafters.decoding import tree_search
 from vlmdistill.drafters.decoding.decoders import plain
 from vlmdistill.pipelines.evaluation import records
 from vlmdistill.pipelines.evaluation.records import (
@@ -25,6 +26,7 @@ from vlmdistill.pipelines.evaluation.records import (
     TrainedSettings,
     Training,
 )
+from vlmdistill.pipelines.evaluation.unfinished import Unfinished
 from vlmdistill.pipelines.prompts import importing
 from vlmdistill.pipelines.prompts.importing import Prompt
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
@@ -35,6 +37,9 @@ if TYPE_CHECKING:
     from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 
 
+PROMPTS, SEARCH_TOKENS = 32, 128  # of a search for the fastest tree: at most, and in each response
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """How to decode, the same for all drafters of one evaluation."""
@@ -42,7 +47,7 @@ class Settings:
     temperatures: tuple[float, ...] = (0.0,)
     max_new_tokens: int = 512
     limit: int = 100
-    tree: Tree | None = None  # None: each drafter's own
+    trees: tuple[Tree | Literal["auto"], ...] = ()  # none: each drafter's own; several: each in turn
     seed: int = 0
     threads: int = 0  # 0: one or all, whichever is faster for plain decoding
     how: Options = field(default_factory=Options)  # of loading the target
@@ -69,6 +74,9 @@ def evaluate(
 ) -> list[Evaluation]:
     """Evaluate drafters by name (folders of the workspace) and write `reports/<name>.json` for each.
 
+    With several trees each is a result of its own, `<name>@<tree>`. An interrupted evaluation continues after
+    its last prompt.
+
     DataError if there are no prompts, TrainingError if a drafter is missing or was trained for another
     target.
     """
@@ -84,34 +92,60 @@ def evaluate(
         name: checkpoint.load(workspace.drafter(name), target.head, target.info, provenance=origin)
         for name in described
     }
-    threads = _use_threads(settings.threads, target, target.encode(chosen[0].messages))
-    total, done = len(chosen) * len(settings.temperatures), 0
-    measured: dict[str, list[Measurement]] = {name: [] for name in described}
+    unfinished = Unfinished(
+        workspace.reports,
+        {
+            "drafters": described,
+            "settings": [*map(str, settings.trees), settings.max_new_tokens, settings.seed, settings.threads],
+            "prompts": [prompt.key for prompt in chosen],
+            "target": [target.name, str(target.fingerprint), target.dtype_name],
+            "hardware": tree_search.hardware(target.device),
+        },
+    )
+    decoded = unfinished.read()
+    threads = settings.threads or next((one.threads for one in decoded.values()), 0)
+    threads = _use_threads(threads, target, target.encode(chosen[0].messages))
+    decoders: dict[str, tuple[Proposer, Tree]] = {}
+    names_of: dict[str, str] = {}
+    others = _others(chosen, prompts_file or workspace.prompts, workspace.model)
+    for name, drafter in drafters.items():
+        for tree in _trees(workspace.drafter(name), drafter, target, settings, others or chosen, on_prompt):
+            label = name if len(settings.trees) < 2 else f"{name}@{tree}"
+            decoders[label], names_of[label] = (drafter, tree), name
+    decoded = {at: one for at, one in decoded.items() if one.results.keys() == decoders.keys()}
+    total = len(chosen) * len(settings.temperatures)
     for temperature in settings.temperatures:
         bench = SideBySide(
             target,
-            drafters,
+            decoders,
             temperature=temperature,
             max_new_tokens=settings.max_new_tokens,
-            tree=settings.tree,
             seed=settings.seed,
         )
         for number, prompt in enumerate(chosen):
-            bench.decode(number, prompt)
-            done += 1
-            on_prompt(done, total, f"T={temperature:g}")
-        for name in described:
-            measured[name].append(bench.measurement(name))
-    now, hardware = time.strftime("%Y-%m-%d %H:%M:%S"), _hardware(target)
+            if (temperature, number) not in decoded:
+                decoded[temperature, number] = bench.decode(number, prompt)
+                unfinished.add(decoded[temperature, number])
+            on_prompt(len(decoded), total, f"T={temperature:g}")
+    now, hardware = time.strftime("%Y-%m-%d %H:%M:%S"), tree_search.hardware(target.device)
+
+    def measurement(label: str, temperature: float) -> Measurement:
+        rows = [decoded[temperature, number] for number in range(len(chosen))]
+        return Measurement(
+            temperature=temperature,
+            prompts=tuple(row.results[label] for row in rows),
+            shown=tuple(row.shown[label] for row in rows if row.shown),
+        )
+
     made = [
         Evaluation(
             format=records.FORMAT,
-            name=name,
-            drafter=described[name].drafter,
-            tree=str(settings.tree or drafter.tree),
+            name=label,
+            drafter=described[names_of[label]].drafter,
+            tree=str(tree),
             parameters=sum(weight.numel() for weight in drafter.parameters()),
-            training=described[name].training,
-            config=described[name].config,
+            training=described[names_of[label]].training,
+            config=described[names_of[label]].config,
             target=TargetId(name=target.name, family=target.info.family, fingerprint=str(target.fingerprint)),
             hardware=hardware,
             dtype=target.dtype_name,
@@ -119,21 +153,24 @@ def evaluate(
             max_new_tokens=settings.max_new_tokens,
             seed=settings.seed,
             measured=now,
-            temperatures=tuple(measured[name]),
+            temperatures=tuple(measurement(label, temperature) for temperature in settings.temperatures),
         )
-        for name, drafter in drafters.items()
+        for label, (drafter, tree) in decoders.items()
     ]
     for one in made:
         records.write(one, workspace.reports / f"{one.name}.json")
+    unfinished.remove()
     return made
 
 
 def kept(workspace: Workspace, names: Sequence[str], settings: Settings) -> list[Evaluation]:
     """The existing evaluations of these drafters; empty unless all can be reused.
 
-    They can if the drafters have not changed since, the settings are the same, and one process measured them
-    all: numbers of several processes are less comparable.
+    They can if the drafters have not changed since, the settings are the same with at most one tree, and one
+    process measured them all: numbers of several processes are less comparable.
     """
+    if len(settings.trees) > 1:
+        return []
     keys = [prompt.key for prompt in held_out(workspace.prompts, settings.limit)]
     found = []
     for name in names:
@@ -145,7 +182,7 @@ def kept(workspace: Workspace, names: Sequence[str], settings: Settings) -> list
         if not (
             (one.drafter, one.config, one.training) == (now.drafter, now.config, now.training)
             and one.keys == keys
-            and one.tree == str(settings.tree or now.config.tree)
+            and one.tree == (str(settings.trees[0]) if settings.trees else now.config.tree)
             and (one.max_new_tokens, one.seed) == (settings.max_new_tokens, settings.seed)
             and {at.temperature for at in one.temperatures} >= set(settings.temperatures)
         ):
@@ -156,15 +193,17 @@ def kept(workspace: Workspace, names: Sequence[str], settings: Settings) -> list
 
 def held_out(file: Path, limit: int, model: str = "M") -> list[Prompt]:
     """The first `limit` prompts of the eval split, by key; DataError if there are none."""
-    chosen = sorted(
-        (one for one in importing.read(file, model) if one.split == "eval"), key=lambda one: one.key
-    )
+    chosen = sorted((one for one in importing.read(file, model) if one.split == "eval"), key=_key)
     if not chosen:
         raise DataError(
             f"{file} has no prompts of the eval split: import some with "
             "`vlmdistill prompts --split eval FILE...`, or with --eval-share above 0"
         )
     return chosen[:limit]
+
+
+def _key(prompt: Prompt) -> str:
+    return prompt.key
 
 
 @dataclass(frozen=True)
@@ -182,6 +221,39 @@ def _describe(folder: Path) -> _Description:
         return msgspec.convert(checkpoint.describe(folder), _Description)
     except msgspec.ValidationError as error:
         raise TrainingError(f"{folder / 'config.json'} is not a drafter ({error}): train it again") from None
+
+
+def _others(evaluated: Sequence[Prompt], file: Path, model: str) -> list[Prompt]:
+    """Some prompts that are not evaluated, by key."""
+    keys = {prompt.key for prompt in evaluated}
+    return sorted((one for one in importing.read(file, model) if one.key not in keys), key=_key)[:PROMPTS]
+
+
+def _trees(
+    folder: Path,
+    drafter: Proposer,
+    target: "VisionLanguageTarget",
+    settings: Settings,
+    prompts: Sequence[Prompt],
+    on_prompt: Callable[[int, int, str], None],
+) -> list[Tree]:
+    """The trees to decode with. `auto` is kept with the drafter in `folder`, or searched for on `prompts`."""
+    best = tree_search.kept(folder, tree_search.conditions(target))
+    if best is None and "auto" in settings.trees:
+        found = tree_search.search(
+            target,
+            drafter,
+            [target.encode(prompt.messages) for prompt in prompts],
+            max_new_tokens=min(settings.max_new_tokens, SEARCH_TOKENS),
+            temperature=settings.temperatures[0],
+            seed=settings.seed,
+            on_round=lambda left, of: on_prompt(0, 1, f"{folder.name}: {left} trees on {of} prompts"),
+        )
+        if folder.is_dir():
+            tree_search.keep(folder, found)
+        best = Tree.parse(found.tree)
+    trees = (best if tree == "auto" else tree for tree in settings.trees or (drafter.tree,))
+    return list(dict.fromkeys(tree for tree in trees if isinstance(tree, Tree)))
 
 
 def _use_threads(asked: int, target: "VisionLanguageTarget", prompt: Any) -> int:
@@ -202,17 +274,3 @@ def _use_threads(asked: int, target: "VisionLanguageTarget", prompt: Any) -> int
     best = min(timed)[1]
     torch.set_num_threads(best)
     return best
-
-
-def _hardware(target: "VisionLanguageTarget") -> str:
-    device = target.head.embed_VD.device
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    model = ""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [
-            line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line
-        ]
-        model = names[0] if names else ""
-    return f"CPU {model or platform.machine()}"

@@ -3,8 +3,8 @@
 Rates and intervals are not stored: `statistics.py` computes them from the records.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -26,6 +26,18 @@ PromptKind = Literal["text", "image", "images", "video"]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Phases:
+    """The seconds of each phase of decoding, see `drafters.decoding.clock.Phase`."""
+
+    vision: Amount = 0.0
+    prefill: Amount = 0.0
+    draft_prefill: Amount = 0.0
+    draft: Amount = 0.0
+    verify: Amount = 0.0
+    accept: Amount = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Decoding:
     """The counts and times of decoding one prompt once."""
 
@@ -37,7 +49,9 @@ class Decoding:
     decode_seconds: Amount  # of all later cycles, by the decoder's clock
     chain_tried: tuple[Count, ...] = ()  # by position: cycles that verified it after accepting all before it
     chain_accepted: tuple[Count, ...] = ()  # by position: of these, cycles that accepted it
+    missed: Count = 0  # drafted tokens of the most likely chains that the response has and no cycle accepted
     check: Check | None = None  # against the stock model's generate; None: not compared
+    phases: Phases | None = None  # None: measured before they were recorded
 
     def __post_init__(self) -> None:
         if len(self.chain_tried) != len(self.chain_accepted):
@@ -92,6 +106,13 @@ class Measurement:
     temperature: Amount
     prompts: Annotated[tuple[PromptResult, ...], Meta(min_length=1)]
     shown: tuple[ShownResponse, ...] = ()
+
+    def by(self, label: Callable[[PromptResult], str]) -> "dict[str, Measurement]":
+        """Its prompts by a label, such as their kind or dataset; nothing is shown of them."""
+        groups: dict[str, list[PromptResult]] = {}
+        for one in self.prompts:
+            groups.setdefault(label(one), []).append(one)
+        return {name: replace(self, prompts=tuple(some), shown=()) for name, some in groups.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Decodes each prompt with plain decoding and every drafter in alternation, checks and counts the results."""
 
 from collections.abc import Iterator, Mapping
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -12,13 +13,14 @@ from vlmdistill.drafters.decoding.decoders import Cycle, decode
 from vlmdistill.pipelines.evaluation.records import (
     Check,
     Decoding,
-    Measurement,
+    Phases,
     Piece,
     PromptKind,
     PromptResult,
     ShownResponse,
     chain_counts,
 )
+from vlmdistill.pipelines.evaluation.unfinished import Decoded
 from vlmdistill.pipelines.prompts.importing import Prompt
 from vlmdistill.pipelines.responses.generate import pieces
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
@@ -34,63 +36,64 @@ class SideBySide:
     def __init__(
         self,
         target: VisionLanguageTarget,
-        drafters: Mapping[str, Proposer],
+        drafters: Mapping[str, tuple[Proposer, Tree]],
         *,
         temperature: float,
         max_new_tokens: int,
-        tree: Tree | None,
         seed: int,
     ) -> None:
-        self.target, self.drafters, self.tree = target, drafters, tree
+        self.target, self.drafters = target, drafters
         self.temperature, self.max_new_tokens, self.seed = temperature, max_new_tokens, seed
-        self._results: dict[str, list[PromptResult]] = {name: [] for name in drafters}
-        self._shown: dict[str, list[ShownResponse]] = {name: [] for name in drafters}
+        self._warm = False
 
-    def decode(self, number: int, prompt: Prompt) -> None:
+    def decode(self, number: int, prompt: Prompt) -> Decoded:
         """Decode a prompt with every decoder, in an order that rotates with `number`."""
         encoded = self.target.encode(prompt.messages)
         names = [PLAIN, *self.drafters]
         turn = number % len(names)
         decoded: dict[str, Timed] = {}
         for name in [*names[turn:], *names[:turn]]:
-            if number == 0:
-                self._decode(name, encoded, number)  # a warm-up run
+            if not self._warm:
+                self._decode(name, encoded, number)
             decoded[name] = self._decode(name, encoded, number)
         checks: dict[str, Check] = {}
         greedy = self.temperature == 0
         reference = self.target.reference(encoded, max_new_tokens=self.max_new_tokens) if greedy else None
         if reference is not None:
             checks = {name: self._check(encoded, list(reference.ids), decoded[name].ids) for name in names}
+        self._warm = True
         base = _counted(decoded[PLAIN], checks.get(PLAIN))
-        for name in self.drafters:
-            self._results[name].append(
-                PromptResult(
-                    key=prompt.key,
-                    dataset=prompt.dataset,
-                    kind=_kind(prompt),
-                    plain=base,
-                    drafted=_counted(decoded[name], checks.get(name)),
-                )
+        results = {
+            name: PromptResult(
+                key=prompt.key,
+                dataset=prompt.dataset,
+                kind=_kind(prompt),
+                plain=base,
+                drafted=_counted(decoded[name], checks.get(name)),
             )
-            if number < SHOWN:
-                self._shown[name].append(self._show(prompt, decoded[name].cycles))
-
-    def measurement(self, name: str) -> Measurement:
-        """The results of one drafter."""
-        return Measurement(
-            temperature=self.temperature, prompts=tuple(self._results[name]), shown=tuple(self._shown[name])
+            for name in self.drafters
+        }
+        shown = {name: self._show(prompt, decoded[name].cycles) for name in self.drafters if number < SHOWN}
+        return Decoded(
+            number=number,
+            temperature=self.temperature,
+            threads=torch.get_num_threads(),
+            results=results,
+            shown=shown,
         )
 
     def _decode(self, name: str, encoded: Any, number: int) -> Timed:
         seed = self.seed * 1_000_003 + number
         generator = torch.Generator(self.target.device).manual_seed(seed)
 
+        drafter, tree = (None, None) if name == PLAIN else self.drafters[name]
+
         def decoder() -> Iterator[Cycle]:
             return decode(
                 self.target,
-                None if name == PLAIN else self.drafters[name],
+                drafter,
                 encoded,
-                tree=self.tree,
+                tree=tree,
                 max_new_tokens=self.max_new_tokens,
                 temperature=self.temperature,
                 generator=generator,
@@ -151,8 +154,21 @@ def _counted(decoded: Timed, check: Check | None) -> Decoding:
         decode_seconds=decoded.decode_seconds,
         chain_tried=tried,
         chain_accepted=accepted,
+        missed=_missed(decoded),
         check=check,
+        phases=Phases(**decoded.phases),
     )
+
+
+def _missed(decoded: Timed) -> int:
+    """Compares what was accepted with the response, which the verifier did not write."""
+    ids, start, missed = decoded.ids, 0, 0
+    for cycle in decoded.cycles:
+        pairs = zip(cycle.guesses, ids[start:], strict=False)
+        agreeing = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        missed += max(0, agreeing - cycle.accepted)
+        start += len(cycle.ids)
+    return missed
 
 
 def _kind(prompt: Prompt) -> PromptKind:

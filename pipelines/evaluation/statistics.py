@@ -9,7 +9,8 @@ All metrics are pooled over prompts:
 - `speedup`: plain over speculative seconds per token, by the clock outside the decoders, vision and prefill
   included;
 - `decode_speedup`: the same for the cycles after the prefill;
-- `prefill_share`: the share of the prefill in the speculative seconds.
+- `prefill_share`: the share of the prefill in the speculative seconds;
+- `budget`: the speculative seconds by phase, which add up to all of them.
 
 The first token comes from the prefill, not from a call: `tau` and `accepted` exclude it.
 
@@ -31,7 +32,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from vlmdistill.pipelines.evaluation.records import Decoding, Measurement, PromptResult
+from vlmdistill.pipelines.evaluation.records import Decoding, Measurement, Phases, PromptResult
 
 RESAMPLES = 2000
 FEWEST = 6  # prompts for an interval: five agree by chance in more than 5% of cases
@@ -64,6 +65,21 @@ class Checks:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Budget:
+    """The seconds of all responses by phase (`drafters.decoding.clock.Phase`), in sum `Figures.seconds`."""
+
+    vision: float
+    prefill: float
+    draft_prefill: float
+    draft: float
+    verify: float
+    accept: float
+    other: float  # Python between the phases, and what the cycles do not account for
+    plain_step: float  # seconds of a step of plain decoding
+    ideal: float  # decode speedup if a cycle took as long as its drafting and a plain step
+
+
+@dataclass(frozen=True, kw_only=True)
 class Figures:
     """The metrics of one drafter at one temperature, see the top of the file."""
 
@@ -82,6 +98,10 @@ class Figures:
     plain_seconds: float
     tokens_per_second: float
     plain_tokens_per_second: float
+    budget: Budget | None  # None if a prompt was measured without phases
+    missed: (
+        int  # drafted tokens that the response has and that were not accepted: 0 unless acceptance is broken
+    )
     accounted: float  # share of the elapsed seconds that the cycles account for
     plain_accounted: float
     lossless: Checks
@@ -115,11 +135,17 @@ def figures(measurement: Measurement) -> Figures:
         plain_seconds=plain_seconds,
         tokens_per_second=_ratio(tokens, seconds),
         plain_tokens_per_second=_ratio(plain_tokens, plain_seconds),
+        budget=_budget(prompts, float(rates["tau"][0])),
+        missed=(missed := sum(one.missed for one in own)),
         accounted=accounted,
         plain_accounted=plain_accounted,
         lossless=_checks(own),
         plain_lossless=_checks(plain),
-        warnings=(*_unaccounted("the", accounted), *_unaccounted("plain decoding's", plain_accounted)),
+        warnings=(
+            *_unaccounted("the", accounted),
+            *_unaccounted("plain decoding's", plain_accounted),
+            *_rejected(missed),
+        ),
     )
 
 
@@ -201,6 +227,23 @@ def _unaccounted(whose: str, share: float) -> list[str]:
         f"{whose} cycles account for {share:.1%} of the elapsed seconds: speedup includes all seconds, "
         "decode_speedup and prefill_share only those of the cycles"
     ]
+
+
+def _rejected(missed: int) -> list[str]:
+    if not missed:
+        return []
+    return [f"{missed} drafted tokens agree with the responses and were not accepted: acceptance is broken"]
+
+
+def _budget(prompts: Sequence[PromptResult], tau: float) -> Budget | None:
+    spent = [one.drafted.phases for one in prompts if one.drafted.phases is not None]
+    if len(spent) < len(prompts):
+        return None
+    phases = {name: sum(getattr(one, name) for one in spent) for name in Phases.__dataclass_fields__}
+    step = _ratio(sum(one.plain.decode_seconds for one in prompts), sum(one.plain.calls for one in prompts))
+    drafting = _ratio(phases["draft"], sum(one.drafted.calls for one in prompts))
+    other = sum(one.drafted.seconds for one in prompts) - sum(phases.values())
+    return Budget(**phases, other=other, plain_step=step, ideal=tau * _ratio(step, step + drafting))
 
 
 def _ratio(above: float, below: float) -> float:

@@ -4,7 +4,7 @@ Shapes: B samples, L positions, N tokens of one decoding step, K committed rows,
 width, S committed positions, U visual tokens.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -63,14 +63,21 @@ class VisionLanguageTarget(TargetModel):
             max_new_tokens,
         )
 
-    def prefill(self, prompt: EncodedPrompt, features: Collection[Feature] = ()) -> Batch:
+    def prefill(
+        self,
+        prompt: EncodedPrompt,
+        features: Collection[Feature] = (),
+        on_encoded: Callable[[], None] = lambda: None,
+    ) -> Batch:
         """Start a new sequence: run a prompt and return its tokens with `features` and hidden.text."""
         decoder, transcript = self._decoder, Transcript.of(prompt)
         self._prompt = prompt
         wanted = {HIDDEN_TEXT, *features}
         with torch.inference_mode():
             cache = decoder.start(prompt.length, prompt.next_rope)
-            states = self._states([prompt], [transcript], {f.source for f in wanted}, cache)
+            embedded = self._embed([prompt], [transcript])
+            on_encoded()
+            states = self._run(*embedded, {f.source for f in wanted}, cache)
             cache.length = prompt.length
             return transcript.batch({name: state[0] for name, state in states.items()}, wanted)
 

@@ -12,7 +12,7 @@ from tests.drafters.synthetic import untrained
 from tests.ticks import Ticks
 from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.tree import Tree
-from vlmdistill.drafters.decoding import decoders
+from vlmdistill.drafters.decoding import clock as clocks
 from vlmdistill.drafters.decoding.decoders import Cycle, plain, speculate
 from vlmdistill.pipelines.targets.checkpoints.loading import load
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
@@ -26,7 +26,7 @@ def target(checkpoint: Callable[..., Path]) -> VisionLanguageTarget:
 @pytest.fixture
 def ticks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ticks]:
     with Ticks() as clock:
-        monkeypatch.setattr(decoders, "time", clock)
+        monkeypatch.setattr(clocks, "time", clock)
         yield clock
 
 

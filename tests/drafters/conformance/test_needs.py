@@ -75,8 +75,9 @@ class Generous:
     def __init__(self, target: VisionLanguageTarget) -> None:
         self._target = target
 
-    def prefill(self, prompt: Any, features: Collection[Feature]) -> Batch:
-        return self._target.prefill(prompt, {*features, *(f for f in EVERYTHING if f.source != "layer3")})
+    def prefill(self, prompt: Any, features: Collection[Feature], *on_encoded: Callable[[], None]) -> Batch:
+        more = {*features, *(f for f in EVERYTHING if f.source != "layer3")}
+        return self._target.prefill(prompt, more, *on_encoded)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)

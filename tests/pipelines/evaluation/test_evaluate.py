@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -14,16 +15,19 @@ from vlmdistill.cli.main import main
 from vlmdistill.drafters.checkpoints.checkpoint import Origin, save
 from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.drafter import Drafter
-from vlmdistill.drafters.core.tree import Tree
+from vlmdistill.drafters.core.tree import DraftTree, Tree
 from vlmdistill.drafters.decoding import clock, decoders
+from vlmdistill.drafters.decoding.acceptance import Acceptance, verify
 from vlmdistill.drafters.decoding.decoders import Cycle, plain, speculate
+from vlmdistill.drafters.decoding.tree_search import FILE, BestTree
 from vlmdistill.drafters.lookahead import Window
 from vlmdistill.pipelines.evaluation.evaluate import Settings, evaluate, kept
 from vlmdistill.pipelines.evaluation.records import Evaluation, read, write
 from vlmdistill.pipelines.evaluation.statistics import figures
+from vlmdistill.pipelines.evaluation.unfinished import Decoded
 from vlmdistill.pipelines.targets.checkpoints.loading import load
 from vlmdistill.pipelines.workspace import Workspace
-from vlmdistill.stores.errors import TrainingError
+from vlmdistill.stores.errors import DataError, TrainingError
 
 SETTINGS = Settings(max_new_tokens=8, temperatures=(0.0, 1.0))
 WORK = 200  # operations
@@ -45,7 +49,6 @@ def by_ticks(
 ) -> Evaluation:
     """An evaluation whose clocks, of the decoders and around them, count operations."""
     with pytest.MonkeyPatch.context() as patch, Ticks() as ticks:
-        patch.setattr(decoders, "time", ticks)
         patch.setattr(clock, "time", ticks)
         plant(patch)
         (made,) = evaluate(workspace, ["lookahead"], SETTINGS)
@@ -79,6 +82,136 @@ def test_the_cycles_account_for_all_seconds(honest: Evaluation) -> None:
         assert (measured.accounted, measured.plain_accounted, measured.warnings) == (1, 1, ())
         for one in at.prompts:
             assert one.drafted.seconds == one.drafted.prefill_seconds + one.drafted.decode_seconds > 0
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_the_phases_account_for_all_seconds(at: int, honest: Evaluation) -> None:
+    measured = figures(honest.temperatures[at])
+    assert measured.budget is not None
+    budget = dataclasses.asdict(measured.budget)
+    plain_step, ideal = budget.pop("plain_step"), budget.pop("ideal")
+    assert sum(budget.values()) == measured.seconds
+    assert budget["other"] == 0
+    assert all(budget[phase] > 0 for phase in ("prefill", "draft_prefill", "draft", "verify", "accept"))
+    assert plain_step == sum(one.plain.decode_seconds for one in honest.temperatures[at].prompts) / sum(
+        one.plain.calls for one in honest.temperatures[at].prompts
+    )
+    assert measured.decode_speedup < ideal < measured.tau
+
+
+def test_a_slower_drafter_is_slower_in_its_phase_alone(workspace: Workspace, honest: Evaluation) -> None:
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        grow = Window.grow
+
+        def slow(self: Window, shape: Tree) -> DraftTree:
+            work()
+            return grow(self, shape)
+
+        patch.setattr(Window, "grow", slow)
+
+    for at, before in zip(by_ticks(workspace, plant).temperatures, honest.temperatures, strict=True):
+        slow, fair = figures(at), figures(before)
+        assert slow.budget is not None
+        assert slow.budget == dataclasses.replace(  # type: ignore[type-var]
+            fair.budget,
+            draft=fair.budget.draft + WORK * fair.calls,  # type: ignore[union-attr]
+            ideal=slow.budget.ideal,
+        )
+        assert slow.speedup < fair.speedup
+        assert slow.budget.ideal < fair.budget.ideal  # type: ignore[union-attr]
+
+
+def shortened(*args: Any) -> Acceptance:
+    """The last accepted token is left to the next cycle."""
+    accepted = verify(*args)
+    if int(accepted.length_1) == 1:
+        return accepted
+    last = accepted.path_N[accepted.length_1 - 1]
+    return dataclasses.replace(accepted, length_1=accepted.length_1 - 1, bonus_1=args[0].ids_N[last])
+
+
+def test_a_verifier_that_accepts_too_little_is_detected(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is lossless: only the responses show that guesses were right."""
+    settings = dataclasses.replace(SETTINGS, temperatures=(0.0,), max_new_tokens=48)
+    (fair,) = evaluate(workspace, ["lookahead"], settings)
+    monkeypatch.setattr(decoders, "verify", shortened)
+    (made,) = evaluate(workspace, ["lookahead"], settings)
+    before, after = figures(fair.temperatures[0]), figures(made.temperatures[0])
+    assert before.missed == 0
+    assert after.lossless == before.lossless
+    assert after.tau < before.tau
+    assert after.missed > 0
+    assert [one for one in after.warnings if one.startswith(f"{after.missed} drafted tokens")]
+
+
+def test_several_trees_are_results_of_their_own(workspace: Workspace) -> None:
+    trees = (Tree.parse("chain-2"), Tree.parse("8-2-2"))
+    settings = dataclasses.replace(SETTINGS, trees=trees, limit=2)
+    made = evaluate(workspace, ["lookahead"], settings)
+    assert [(one.name, one.tree) for one in made] == [(f"lookahead@{tree}", str(tree)) for tree in trees]
+    assert [read(workspace.reports / f"lookahead@{tree}.json") for tree in trees] == made
+    plain_of = [[at.prompts[0].plain for at in one.temperatures] for one in made]
+    assert plain_of[0] == plain_of[1]  # measured once, for both
+
+
+def test_the_fastest_tree_is_kept_with_the_drafter(
+    workspace: Workspace, checkpoint: Callable[..., Path]
+) -> None:
+    target = load(workspace.model)
+    kind = catalogue.load("eagle2")
+    drafter = kind(kind.Config(), target.info, target.head)
+    assert isinstance(drafter, Drafter)
+    folder = workspace.drafter("tuned")
+    origin = Origin(target.provenance((), "float32"), type(drafter).Training(), {})
+    save(drafter, "eagle2", folder, origin)
+    settings = dataclasses.replace(SETTINGS, trees=("auto",), limit=1, temperatures=(0.0,), threads=1)
+    rounds: list[str] = []
+    (first,) = evaluate(
+        workspace, ["tuned"], settings, on_prompt=lambda done, total, remark: rounds.append(remark)
+    )
+    (best,) = msgspec.json.decode((folder / FILE).read_bytes(), type=list[BestTree])
+    assert first.tree == best.tree == max(best.tokens_per_second, key=best.tokens_per_second.__getitem__)
+    assert len([one for one in rounds if "trees" in one]) == 4
+    (again,) = evaluate(
+        workspace, ["tuned"], settings, on_prompt=lambda done, total, remark: rounds.append(remark)
+    )
+    assert again.tree == first.tree
+    assert len([one for one in rounds if "trees" in one]) == 4  # not searched for again
+    (folder / FILE).write_text("[{}]")
+    with pytest.raises(DataError, match=FILE):
+        evaluate(workspace, ["tuned"], settings)
+
+
+def test_an_interrupted_evaluation_continues_after_its_last_prompt(
+    workspace: Workspace, tmp_path: Path
+) -> None:
+    elsewhere = Workspace(workspace.model, tmp_path)
+    remarks: list[int] = []
+
+    def until_second(done: int, total: int, remark: str) -> None:
+        remarks.append(done)
+        if done == 2:
+            raise KeyboardInterrupt
+
+    def run(settings: Settings, on_prompt: Callable[[int, int, str], None]) -> Evaluation:
+        return evaluate(
+            elsewhere, ["lookahead"], settings, prompts_file=workspace.prompts, on_prompt=on_prompt
+        )[0]
+
+    with pytest.raises(KeyboardInterrupt):
+        run(SETTINGS, until_second)
+    (file,) = elsewhere.reports.iterdir()
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(lines[0] + lines[1][:-20])  # died while it wrote
+    other = dataclasses.replace(SETTINGS, seed=5)
+    assert run(other, lambda *_: None).seed == 5  # of its own
+    made = run(SETTINGS, lambda done, total, remark: remarks.append(done))
+    assert remarks == [1, 2, 1, *range(2, 7)]
+    first = msgspec.json.decode(lines[0], type=Decoded).results["lookahead"]
+    assert made.temperatures[0].prompts[0] == first
+    assert [one.name for one in elsewhere.reports.iterdir()] == ["lookahead.json"]
 
 
 def plant_in_decoder(patch: pytest.MonkeyPatch) -> None:
@@ -148,12 +281,13 @@ def test_the_numbers_of_every_prompt_are_written(workspace: Workspace, made: Eva
 def test_cycles_are_counted_by_position_of_the_chain(
     workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    laps = clock.Laps(torch.device("cpu"))
     cycles = [
-        Cycle([5], 0, (0, 0), 0.5),  # the prefill
-        Cycle([1, 2, 3, 4], 3, (3, 3), 0.2),
-        Cycle([1, 2], 1, (1, 3), 0.2),
-        Cycle([1, 2], 1, (0, 3), 0.2),  # along another branch
-        Cycle([1], 0, (0, 1), 0.2),
+        Cycle([5], 0, (0, 0), [], 0.5, laps),  # the prefill
+        Cycle([1, 2, 3, 4], 3, (3, 3), [], 0.2, laps),
+        Cycle([1, 2], 1, (1, 3), [], 0.2, laps),
+        Cycle([1, 2], 1, (0, 3), [], 0.2, laps),  # along another branch
+        Cycle([1], 0, (0, 1), [], 0.2, laps),
     ]
     monkeypatch.setattr(decoders, "speculate", lambda *args, **kwargs: iter(cycles))
     settings = dataclasses.replace(SETTINGS, temperatures=(1.0,), limit=1)
@@ -171,7 +305,7 @@ def test_cycles_are_counted_by_position_of_the_chain(
         {"temperatures": (0.0, 0.5)},
         {"max_new_tokens": 9},
         {"limit": 2},
-        {"tree": Tree.parse("chain-3")},
+        {"trees": (Tree.parse("chain-3"),)},
         {"seed": 1},
     ],
     ids=lambda change: next(iter(change)),
