@@ -16,6 +16,7 @@ from vlmdistill.drafters.training.sweep import RangeTest, Sweep
 from vlmdistill.drafters.training.trainer import find_rate, train
 from vlmdistill.stores.errors import TrainingError
 
+pytestmark = pytest.mark.slow
 STILL = ("stages.*.learning_rate=0", "steps=4")  # what is trained stays as it began
 
 
