@@ -1,18 +1,23 @@
 """The training step against the loss that came before it, and against the products that it cannot save.
 
     python -m benchmarks.train [--method hass] [--width 512] [--vocabulary 32000] [--out FILE]
+    python -m benchmarks.train --profile [--method sparrow] ...
 
 One packed batch, forward and backward, on one thread: 600 visual and 400 text tokens, 300 of them supervised.
 The baseline computes the logits of drafter and target for every hop and again in the backward pass. The floor
 is the products with the LM head alone: drafter and gradient for each row and hop, target for each row. Rounds
 run all of them in turn; a figure is the median of processor seconds, a ratio the median of the ratios within
 a round.
+
+`--profile` shows where the time of a step goes, noise included, by kinds of operations; the same products of
+matrices alone, as a floor; and how often a GPU would be waited for.
 """
 
 import argparse
 import json
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +25,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, profiler
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from vlmdistill.drafters.core import catalogue
@@ -88,6 +94,79 @@ def measure(case: Case, rounds: int) -> dict[str, float]:
         **{f"{name}, CPU-s": statistics.median(values) for name, values in seconds.items()},
         "before / step": _ratio(seconds["before"], seconds["step"]),
         "floor / step": _ratio(seconds["floor"], seconds["step"]),
+    }
+
+
+KINDS = {
+    "products": "mm addmm bmm baddbmm",
+    "attention": "_scaled_dot_product _flash _fused",
+    "softmax, top-k": "_log_softmax _softmax topk argmax _logcumsumexp",
+    "gathers, copies": "index _index gather scatter copy_ cat embedding fill_ zero_",
+}
+"""Kinds of operations by the beginnings of their names; all others count as `other`."""
+WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "repeat_interleave", "bincount")
+"""Operations whose result has a size, or a value on the host, that a GPU must tell first."""
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down products, sorts and waits."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.products: list[tuple[torch.Size, torch.Size]] = []
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("mm", "addmm"):
+            self.products.append((args[-2].shape, args[-1].shape))
+        by_mask = name == "index" and any(at is not None and at.dtype == torch.bool for at in args[1])
+        self.counts["waits"] += name in WAITING or by_mask
+        self.counts["sorts"] += name in ("sort", "argsort")
+        return func(*args, **(kwargs or {}))
+
+
+def shares(case: Case, rounds: int) -> dict[str, float]:
+    """Seconds of a step by kind of operation, and of its products of matrices alone; sorts and waits."""
+    torch.manual_seed(0)
+    stage = catalogue.config(case.method).training.schedule[-1]
+    table_VD = torch.randn(case.vocabulary, case.width) * case.width**-0.5
+    config = catalogue.config(case.method).model
+    drafter = catalogue.trained(case.method)(config, _info(case), Head(table_VD, table_VD)).train()
+    made = _batch(drafter)
+
+    def step() -> None:
+        generator = torch.Generator().manual_seed(0)
+        batch = made.having(made.features)  # nothing is known of it yet
+        _backward(unroll(drafter, batch, stage, generator, noise=0.2).total)
+
+    step()
+    with _Watch() as watch:
+        step()
+    operands = [(torch.randn(*one), torch.randn(*other)) for one, other in watch.products]
+    found: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        start = time.process_time()
+        step()
+        found.setdefault("step", []).append(time.process_time() - start)
+        start = time.process_time()
+        for one, other in operands:
+            torch.mm(one, other)
+        found.setdefault("floor", []).append(time.process_time() - start)
+    with profiler.profile(activities=[profiler.ProfilerActivity.CPU]) as trace:
+        for _ in range(rounds):
+            step()
+    spent = dict.fromkeys((*KINDS, "other"), 0.0)
+    for event in trace.key_averages():
+        begins = {kind: tuple(f"aten::{name}" for name in names.split()) for kind, names in KINDS.items()}
+        kind = next((kind for kind, names in begins.items() if event.key.startswith(names)), "other")
+        spent[kind] += event.self_cpu_time_total / 1e6 / rounds
+    return {
+        "hops": stage.hops,
+        **{f"{name}, CPU-s": statistics.median(values) for name, values in found.items()},
+        **{kind: seconds / sum(spent.values()) for kind, seconds in spent.items()},
+        "floor / step": _ratio(found["floor"], found["step"]),
+        **watch.counts,
     }
 
 
@@ -176,16 +255,21 @@ def main() -> None:
     parser.add_argument("--method", action="append", choices=catalogue.NAMES)
     parser.add_argument("--width", action="append", type=int)
     parser.add_argument("--vocabulary", action="append", type=int)
+    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     figures: dict[str, Any] = {}
-    for method in options.method or METHODS:
-        for width in options.width or (512, 1024):
-            for vocabulary in options.vocabulary or (32_000, 152_064):
+    how: tuple[Any, ...] = (measure, METHODS, (512, 1024), (32_000, 152_064))
+    if options.profile:
+        how = shares, ("eagle2", "sparrow"), (1024,), (32_000,)
+    run, methods, widths, vocabularies = how
+    for method in options.method or methods:
+        for width in options.width or widths:
+            for vocabulary in options.vocabulary or vocabularies:
                 case = Case(method, width, vocabulary)
-                found = figures[case.name] = measure(case, options.rounds)
+                found = figures[case.name] = run(case, options.rounds)
                 line = ", ".join(f"{name} {value:.2f}" for name, value in found.items())
                 print(f"{case.name}: {line}", flush=True)
     if options.out:

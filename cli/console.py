@@ -73,6 +73,26 @@ Recipe = Annotated[
         help="Training settings, by name or in a file; default: demo for the demo targets, else paper.",
     ),
 ]
+HeldOut = Annotated[
+    float,
+    typer.Option(
+        "--held-out",
+        metavar="SHARE",
+        min=0,
+        max=0.9,
+        help="Share of the samples kept apart to validate on; --set validate_every=N validates.",
+    ),
+]
+TRACKERS = ("tensorboard", "trackio", "wandb")
+Trackers = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tracker",
+        metavar="|".join(TRACKERS),
+        callback=lambda names: _known_trackers(names or ()),
+        help="Send the figures of training there, too; an extra of that name; may be repeated.",
+    ),
+]
 AllowFailed = Annotated[
     float,
     typer.Option(
@@ -106,6 +126,12 @@ Compiled = Annotated[
     bool,
     typer.Option("--compile", help="Compile the target's decoding steps: a slow start, faster on a GPU."),
 ]
+
+
+def _known_trackers(names: Sequence[str]) -> list[str]:
+    if unknown := [name for name in names if name not in TRACKERS]:
+        raise typer.BadParameter(f"there is no tracker '{unknown[0]}': choose from {', '.join(TRACKERS)}")
+    return list(names)
 
 
 def workspace(model: str, runs: str | None) -> "Workspace":

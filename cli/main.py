@@ -15,6 +15,7 @@ from vlmdistill.cli.evaluate import evaluate
 from vlmdistill.cli.export import export
 from vlmdistill.cli.features import features
 from vlmdistill.cli.generate import generate
+from vlmdistill.cli.importing import import_drafter
 from vlmdistill.cli.prompts import prompts
 from vlmdistill.cli.report import report
 from vlmdistill.cli.responses import responses
@@ -24,8 +25,21 @@ from vlmdistill.cli.train import train
 from vlmdistill.stores.errors import StoppedError, VlmdistillError, one_line
 
 GROUPS = {"target": target.app, "store": store.app}
-COMMANDS = (prompts, responses, features, train, evaluate, report, generate, serve, export, run)
-VERBS = {"eval" if verb is evaluate else verb.__name__: verb for verb in COMMANDS}
+COMMANDS = (
+    prompts,
+    responses,
+    features,
+    train,
+    import_drafter,
+    evaluate,
+    report,
+    generate,
+    serve,
+    export,
+    run,
+)
+KEYWORDS = {evaluate: "eval", import_drafter: "import"}  # no names of functions
+VERBS = {KEYWORDS.get(verb, verb.__name__): verb for verb in COMMANDS}
 
 KEPT = "finished work is kept; run the same command to continue"
 LEFT = {

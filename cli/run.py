@@ -20,6 +20,8 @@ def run(
             "--set", metavar="KEY=VALUE", help="A training setting of all drafters; may be repeated."
         ),
     ] = None,
+    held_out: console.HeldOut = 0.02,
+    tracker: console.Trackers = None,
     temperature: Annotated[
         list[float] | None,
         typer.Option(help="Temperature of the evaluation; may be repeated; default: 0 and 1."),
@@ -59,6 +61,7 @@ def run(
         allow_failed=allow_failed,
         jobs=jobs,
         seed=seed,
+        watching=train.Watching(held_out=held_out, trackers=tuple(tracker or ())),
     )
     flow.run(console.workspace(model, runs), plan, console.note, console.progress)
     report(model=model, runs=runs)

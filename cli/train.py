@@ -1,11 +1,16 @@
 """`vlmdistill train`: train a drafter on a feature store."""
 
 import os
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from vlmdistill.cli import console
+
+if TYPE_CHECKING:
+    from vlmdistill.drafters.training.run import Run
+
+SHOWN = 20  # lines of the table of learning rates
 
 
 def train(
@@ -23,6 +28,12 @@ def train(
             "--set", metavar="KEY=VALUE", help="A training setting, such as steps=100; may be repeated."
         ),
     ] = None,
+    init: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FROM", help="Begin with the weights of this drafter or published checkpoint that fit."
+        ),
+    ] = None,
     seed: console.Seed = 0,
     ranks: Annotated[int, typer.Option(min=1, help="Training processes on this machine.")] = 1,
     zero: Annotated[
@@ -34,13 +45,13 @@ def train(
         typer.Option(help="Dtype of training; auto: bfloat16 on a GPU, else float32."),
     ] = "auto",
     save_every: Annotated[int, typer.Option(min=1, help="Optimizer steps between checkpoints.")] = 200,
-    held_out: Annotated[
-        float,
-        typer.Option(metavar="SHARE", min=0, max=0.9, help="Share of the samples kept apart to validate on."),
-    ] = 0.02,
-    tensorboard: Annotated[
+    held_out: console.HeldOut = 0.02,
+    tracker: console.Trackers = None,
+    find_lr: Annotated[
         bool,
-        typer.Option("--tensorboard", help="Write a TensorBoard log too; needs the extra `tensorboard`."),
+        typer.Option(
+            "--find-lr", help="Only test rising learning rates on fresh weights and suggest one; no drafter."
+        ),
     ] = False,
     force: Annotated[
         bool, typer.Option("--force", help="Start over and replace an earlier run of this name.")
@@ -69,8 +80,14 @@ def train(
         dtype=dtype,
         save_every=save_every,
         held_out=held_out,
-        tensorboard=tensorboard,
+        trackers=tuple(tracker or ()),
+        init=workspace.trained(init).absolute() if init else None,
     )
+    if find_lr:
+        if ranks > 1 or "RANK" in os.environ:
+            raise typer.BadParameter("--find-lr runs in one process: leave out --ranks")
+        _find_rate(plan, as_json)
+        return
     with console.progress(f"training {name or drafter}", "steps") as report:
         folder = pipeline.launch(plan, ranks, force, report)
     if os.environ.get("RANK", "0") == "0":
@@ -80,7 +97,36 @@ def train(
         agreement = measured.get("held_out_agreement", [])
         shares = " ".join(f"{share:.3f}" for share in agreement) or "nothing was held out"
         facts = {"drafter": str(folder), "steps": training["steps"], "saved_step": step}
+        if warm := training.get("init"):
+            counts = {name: len(warm[name]) for name in ("taken", "zero", "fresh", "unused")}
+            facts |= {"init": warm["from"], "init_weights": counts}
         facts |= {"samples": training["samples"], "held_out_agreement": agreement if as_json else shares}
         console.result(
             facts | {name: measured[name] for name in ("predicted_tau",) if name in measured}, as_json
         )
+
+
+def _find_rate(plan: "Run", as_json: bool) -> None:
+    """Print the learning rates that a range test tried, and the one that it suggests."""
+    from vlmdistill.drafters.training.sweep import Sweep
+    from vlmdistill.drafters.training.trainer import find_rate
+
+    with console.progress(f"testing learning rates of {plan.drafter}", "steps") as report:
+        test = find_rate(plan, Sweep(), report)
+    if as_json:
+        tried = [
+            {"learning_rate": rate, "loss": loss, "smoothed": smoothed}
+            for rate, loss, smoothed in zip(test.rates, test.losses, test.smoothed, strict=True)
+        ]
+        facts = {"stage": test.stage, "lowest": test.lowest, "suggestion": test.suggestion, "tried": tried}
+        console.result(facts, as_json)
+        return
+    lines = [
+        (f"{rate:.1e}", f"{loss:.4g}", f"{smoothed:.4g}")
+        for rate, loss, smoothed in zip(test.rates, test.losses, test.smoothed, strict=True)
+    ]
+    console.rows(("learning rate", "loss", "smoothed"), lines[:: max(1, len(lines) // SHOWN)])
+    console.note(
+        f"stage {test.stage}: the smoothed loss is lowest at {test.lowest:.1e}; a tenth of that is "
+        f"suggested: --set stages.{test.stage}.learning_rate={test.suggestion:.1e}"
+    )

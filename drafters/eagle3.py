@@ -13,8 +13,9 @@ stores about a third.
 Shapes: N entries, R rows, U visual tokens, D hidden, V vocabulary, K draft vocabulary.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from msgspec.structs import replace
@@ -31,7 +32,7 @@ from vlmdistill.drafters.core.batch import Batch, Entries, Head
 from vlmdistill.drafters.core.config import ModelConfig, Stage, TrainConfig, at_least, features
 from vlmdistill.drafters.core.drafter import Drafter
 from vlmdistill.drafters.core.kv_cache import KVCache
-from vlmdistill.drafters.core.layers import DecoderLayer
+from vlmdistill.drafters.core.layers import DecoderLayer, layer_names
 from vlmdistill.stores.schema import Feature, TargetInfo
 
 
@@ -85,6 +86,13 @@ class Eagle3(Drafter):
             ),
         )
 
+    published_names: ClassVar[Mapping[str, str]] = {
+        **{name: name for name in ("fc", "norm", "lm_head", "d2t")},
+        **layer_names("midlayer", "layer"),
+        "midlayer.input_layernorm": "embed_norm",
+        "midlayer.hidden_norm": "hidden_norm",
+    }
+    published_settings: ClassVar[Mapping[str, str]] = {"lm_head.weight": "draft_vocab"}
     config: Config
     d2t: Tensor
 
@@ -126,13 +134,12 @@ class Eagle3(Drafter):
         """Visual tokens enter as [visual embedding ; fused states before it], at their expanded positions."""
         if self.config.visual == "none":
             return
-        states, found = zip(*(batch.before(source) for source in self.sources), strict=True)
-        text = len(batch.ids_T)
-        seen_U = found[0][text:]
-        hidden_UD = self.fc(torch.cat([state[text:] for state in states], dim=-1)[seen_U])
-        x_UD = self.normed(batch.feature("embed", "visual")[seen_U], hidden_UD)
-        tokens = batch.visual_tokens.only(seen_U)
-        self.layer.write_kv(x_UD, tokens.position_N - 1, tokens, cache)
+        states, found = zip(*(batch.before(source, "visual") for source in self.sources), strict=True)
+        seen_N = found[0].nonzero()[:, 0]
+        hidden_ND = self.fc(torch.cat(states, dim=-1)[seen_N])
+        x_ND = self.normed(batch.feature("embed", "visual")[seen_N], hidden_ND)
+        tokens = batch.visual_tokens.only(seen_N)
+        self.layer.write_kv(x_ND, tokens.position_N - 1, tokens, cache)
 
     def step(self, entries: Entries, cache: KVCache) -> Tensor:
         """g_t + layer([norm(e_{t+1}) ; norm(g_t)]) -> g_{t+1}, with g_t = fc([low ; mid ; high]) at hop 0."""

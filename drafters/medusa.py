@@ -9,7 +9,9 @@ On images: as the ViSpec paper runs it. h_t already contains them; no visual pos
 Shapes: N entries, R rows, D hidden.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -68,6 +70,7 @@ class Medusa(Drafter):
         )
 
     tree = Tree(30, 3, 8)
+    published_names: ClassVar[Mapping[str, str]] = {}  # published heads have LM heads of their own
     config: Config
 
     def __init__(self, config: Config, info: TargetInfo, head: Head) -> None:

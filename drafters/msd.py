@@ -8,7 +8,9 @@ Differs from EAGLE by: the input at visual positions, and the two stages.
 Shapes: N entries, R rows, U visual tokens, D hidden.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -17,7 +19,7 @@ from vlmdistill.drafters.core.batch import Batch, Entries, Head
 from vlmdistill.drafters.core.config import ModelConfig, Stage, TrainConfig, features
 from vlmdistill.drafters.core.drafter import Drafter
 from vlmdistill.drafters.core.kv_cache import KVCache
-from vlmdistill.drafters.core.layers import EagleBlock
+from vlmdistill.drafters.core.layers import EAGLE_NAMES, EagleBlock
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.stores.schema import Feature, TargetInfo
 
@@ -51,6 +53,11 @@ class MSD(Drafter):
         )
 
     tree = Tree(60, 5, 10)
+    published_names: ClassVar[Mapping[str, str]] = {
+        **EAGLE_NAMES,
+        "layers.0.input_layernorm": "block.layer.input_norm",
+    }
+    published_settings: ClassVar[Mapping[str, str]] = {"layers.0.input_layernorm.weight": "input_norm"}
     config: Config
 
     def __init__(self, config: Config, info: TargetInfo, head: Head) -> None:

@@ -11,7 +11,9 @@ Shapes: N entries, U visual tokens, M visual spans, Q queries, X queries or comp
 H heads, d head width, D hidden.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +23,7 @@ from vlmdistill.drafters.core.batch import Batch, Entries, Head, TokenIndex
 from vlmdistill.drafters.core.config import ModelConfig, Stage, TrainConfig, at_least, features
 from vlmdistill.drafters.core.drafter import Drafter
 from vlmdistill.drafters.core.kv_cache import KVCache
-from vlmdistill.drafters.core.layers import EagleBlock
+from vlmdistill.drafters.core.layers import EAGLE_NAMES, EagleBlock
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.stores.schema import Feature, TargetInfo
 
@@ -75,6 +77,15 @@ class ViSpec(Drafter):
             return self.stages if self.mtp else tuple(replace(stage, hops=1) for stage in self.stages)
 
     tree = Tree(30, 3, 8)
+    published_names: ClassVar[Mapping[str, str]] = {
+        **EAGLE_NAMES,
+        "imadpt.q": "adaptor.query_QHd",
+        "imadpt.k_proj": "adaptor.kv_proj/0",
+        "imadpt.v_proj": "adaptor.kv_proj/1",
+        "imadpt.o_proj": "adaptor.o_proj",
+        "img_fc": "img_fc",
+    }
+    published_settings: ClassVar[Mapping[str, str]] = {"imadpt.q": "num_q"}
     config: Config
 
     def __init__(self, config: Config, info: TargetInfo, head: Head) -> None:

@@ -58,6 +58,7 @@ class Plan:
     workers: WorkerOptions = field(default_factory=WorkerOptions)
     allow_failed: float = 0.0  # share of the prompts to train on
     jobs: int | None = None  # drafters trained at once
+    watching: train.Watching = field(default_factory=train.Watching)
     seed: int = 0
 
 
@@ -181,11 +182,13 @@ def fit(
                 at_once,
                 recipe=plan.recipe,
                 settings=plan.settings,
+                watching=plan.watching,
                 report=report,
             )
     for name, config in configs.items():
         with bar(f"training {name}", "steps") as report:
-            train.run(train.planned(workspace, name, config, seed=plan.seed), report=report)
+            planned = train.planned(workspace, name, config, seed=plan.seed, watching=plan.watching)
+            train.run(planned, report=report)
         if name in missing:
             log(f"trained    {name}, in {workspace.drafter(name)}")
 

@@ -43,8 +43,22 @@ def resolve(drafter: str, recipe: str, settings: Sequence[str]) -> DrafterConfig
     return override(config, settings)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Watching:
+    """How a run is watched."""
+
+    held_out: float = 0.02  # share of the samples kept apart to validate on
+    trackers: tuple[str, ...] = ()
+
+
 def planned(
-    workspace: Workspace, drafter: str, config: DrafterConfig, *, name: str | None = None, seed: int = 0
+    workspace: Workspace,
+    drafter: str,
+    config: DrafterConfig,
+    *,
+    name: str | None = None,
+    seed: int = 0,
+    watching: Watching | None = None,
 ) -> Run:
     """A run on the workspace's store into the workspace; `dataclasses.replace` changes more of it."""
     return Run(
@@ -53,6 +67,7 @@ def planned(
         store=str(workspace.features),
         out=workspace.drafter(name or drafter),
         seed=seed,
+        **vars(watching or Watching()),
     )
 
 
@@ -116,6 +131,7 @@ def several(
     *,
     recipe: str,
     settings: Sequence[str] = (),
+    watching: Watching | None = None,
     report: OnProgress = silent,
     on_done: Callable[[Job, FunctionDone], None] = lambda job, cost: None,
 ) -> None:
@@ -126,7 +142,12 @@ def several(
     """
     plans = {
         job.name: planned(
-            workspace, job.drafter, resolve(job.drafter, recipe, settings), name=job.name, seed=job.seed
+            workspace,
+            job.drafter,
+            resolve(job.drafter, recipe, settings),
+            name=job.name,
+            seed=job.seed,
+            watching=watching,
         )
         for job in jobs
     }

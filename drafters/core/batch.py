@@ -119,7 +119,10 @@ class Batch:
 
     def having(self, features: Mapping[Feature, Tensor]) -> "Batch":
         """The same tokens with other features."""
-        return dataclasses.replace(self, features=features)
+        same = dataclasses.replace(self, features=features)
+        known = ("visual_tokens", "text_tokens", "_prior")  # of the tokens alone
+        vars(same).update({name: vars(self)[name] for name in known if name in vars(self)})
+        return same
 
     def only(self, features: Collection[Feature]) -> "Batch":
         """Drop features.
@@ -152,39 +155,54 @@ class Batch:
         """The T text tokens, each with the last span before it."""
         if len(self.start_M) == 0:
             return TokenIndex(self.segment_T, self.position_T, torch.full_like(self.segment_T, -1))
-        far = int(self.position_T.max()) + int(self.length_M.sum()) + 1
+        far = self.position_T.max() + self.length_M.sum() + 1  # stays on the device
         key_T = self.segment_T * far + self.position_T
         span_T = torch.searchsorted(self.segment_M * far + self.start_M, key_T, right=True) - 1
         own_T = (span_T >= 0) & (self.segment_M[span_T.clamp(min=0)] == self.segment_T)
         return TokenIndex(self.segment_T, self.position_T, torch.where(own_T, span_T, -1))
 
-    def before(self, source: str) -> tuple[Tensor, Tensor]:
-        """The `source` state of each token's predecessor, text tokens first, then visual ones.
+    def before(self, source: str, where: Literal["text", "visual"] | None = None) -> tuple[Tensor, Tensor]:
+        """The `source` state of each token's predecessor, text tokens first, then visual ones, or one kind.
 
         The predecessor is the nearest earlier position whose state the batch has: any position; text and the
         last token of each span; or text alone (then the token after an image is paired with the last text
         token before it, as in HiViS eq. 3). Returns states [N, D] and `found` [N] (bool), where N is T + U if
         the batch has visual states, else T; rows not found are zero.
         """
-        text, visual, span = (Feature(source, where) for where in ("text", "visual", "span"))
-        segments, positions, states = [self.segment_T], [self.position_T], [self.features[text]]
-        if visual in self.features:
-            tokens = self.visual_tokens
-            segments, positions = [*segments, tokens.segment_N], [*positions, tokens.position_N]
-            states.append(self.features[visual])
-        elif span in self.features:
+        kinds: tuple[Literal["visual", "span"], ...] = ("visual", "span")
+        more = next((kind for kind in kinds if Feature(source, kind) in self.features), None)
+        if more not in self._prior:
+            self._prior[more] = self._find_prior(more)
+        text, (prior_N, found_N) = len(self.segment_T), self._prior[more]
+        ends = {"text": slice(0, text), "visual": slice(text, None)}
+        chosen = ends[where] if where else slice(None if more == "visual" else text)
+        states = [self.feature(source, "text"), *([self.feature(source, more)] if more else [])]
+        return torch.cat(states)[prior_N[chosen]] * found_N[chosen, None], found_N[chosen]
+
+    @cached_property
+    def _prior(self) -> dict[str | None, tuple[Tensor, Tensor]]:
+        """By the rows that follow those of text tokens: what `_find_prior` returns."""
+        return {}
+
+    def _find_prior(self, more: Literal["visual", "span"] | None) -> tuple[Tensor, Tensor]:
+        """The row of each row's predecessor, and whether it has one."""
+        segments, positions = [self.segment_T], [self.position_T]
+        if more == "visual":
+            segments, positions = (
+                [*segments, self.visual_tokens.segment_N],
+                [*positions, self.visual_tokens.position_N],
+            )
+        elif more == "span":
             segments = [*segments, self.segment_M]
             positions = [*positions, self.start_M + self.length_M - 1]
-            states.append(self.features[span])
-        segment_N, position_N, state_ND = torch.cat(segments), torch.cat(positions), torch.cat(states)
+        segment_N, position_N = torch.cat(segments), torch.cat(positions)
         rank_N = torch.argsort(segment_N * (position_N.max() + 1) + position_N)
-        prior_N = torch.empty_like(rank_N)
-        prior_N[rank_N] = rank_N.roll(1)
-        found_N = torch.empty_like(rank_N, dtype=torch.bool)
-        found_N[rank_N] = segment_N[rank_N] == segment_N[rank_N.roll(1)]
+        last_N = rank_N.roll(1)
+        prior_N, found_N = torch.empty_like(rank_N), torch.empty_like(rank_N, dtype=torch.bool)
+        prior_N[rank_N] = last_N
+        found_N[rank_N] = segment_N[rank_N] == segment_N[last_N]
         found_N[rank_N[0]] = False
-        wanted = len(segment_N) if visual in self.features else len(self.segment_T)
-        return (state_ND[prior_N] * found_N[:, None])[:wanted], found_N[:wanted]
+        return prior_N, found_N
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ whose output is wanted, N tokens or states, D hidden width, V vocabulary.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from vlmdistill.drafters.core.batch import Batch, Entries, Head
 from vlmdistill.drafters.core.config import ModelConfig, Stage, TrainConfig
 from vlmdistill.drafters.core.kv_cache import KVCache
+from vlmdistill.drafters.core.layers import EAGLE_NAMES
 from vlmdistill.drafters.core.losses import Scores, TargetRows, score
 from vlmdistill.drafters.core.target import Target
 from vlmdistill.drafters.core.tree import DraftSession, Tree
@@ -58,6 +59,11 @@ class Proposer(nn.Module, ABC):
 
 class Drafter(Proposer, ABC):
     """A drafter that goes step by step: how visual tokens enter, and what a step is."""
+
+    published_names: ClassVar[Mapping[str, str]] = EAGLE_NAMES
+    """Modules or tensors of its authors' checkpoints -> those here; `/n`: the n-th block of rows."""
+    published_settings: ClassVar[Mapping[str, str]] = {}
+    """Settings by a tensor of such a checkpoint: its rows or, for a switch, that it is there."""
 
     def draft(self, prompt: Batch, target: Target) -> DraftSession:
         """Grow trees from its own steps."""
@@ -112,12 +118,11 @@ class Drafter(Proposer, ABC):
         The token at text index j becomes the entry (embedding of x_j, state before it) at the rotary
         position of that state.
         """
-        states, found_T = zip(*(batch.before(source) for source in self.sources), strict=True)
-        text = len(batch.ids_T)
-        token_E = found_T[0][:text].nonzero()[:, 0]
+        states, found_T = zip(*(batch.before(source, "text") for source in self.sources), strict=True)
+        token_E = found_T[0].nonzero()[:, 0]
         entries = Entries(
             ids_N=batch.ids_T[token_E],
-            hidden_ND=torch.cat([state[:text] for state in states], dim=-1)[token_E],
+            hidden_ND=torch.cat(states, dim=-1)[token_E],
             rotary_N=self.rotary(batch)[token_E] - 1,
             tokens=batch.text_tokens.only(token_E),
         )

@@ -4,7 +4,7 @@ Shapes: N entries, R rows whose output is wanted, U visual tokens, D hidden, H q
 d head width.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -136,9 +136,30 @@ class EagleBlock(nn.Module):
 
     def write_visual(self, embed_UD: Tensor, batch: Batch, cache: KVCache) -> None:
         """Write visual tokens as entries [visual embedding ; state before it], if there is one."""
-        hidden_ND, found_N = batch.before("hidden")
-        text = len(batch.ids_T)
-        x_UD = self.fc(torch.cat([embed_UD, hidden_ND[text:]], dim=-1))
-        seen_U = found_N[text:]
-        tokens = batch.visual_tokens.only(seen_U)
-        self.layer.write_kv(x_UD[seen_U], tokens.position_N - 1, tokens, cache)
+        hidden_UD, found_U = batch.before("hidden", "visual")
+        seen_N = found_U.nonzero()[:, 0]
+        x_ND = self.fc(torch.cat([embed_UD, hidden_UD], dim=-1)[seen_N])
+        tokens = batch.visual_tokens.only(seen_N)
+        self.layer.write_kv(x_ND, tokens.position_N - 1, tokens, cache)
+
+
+def layer_names(theirs: str, ours: str) -> Mapping[str, str]:
+    """The modules of a decoder layer of a Llama checkpoint by their names here; `/n`: rows of a fused one.
+
+    There is no input norm, see `DecoderLayer`.
+    """
+    names = {
+        "self_attn.q_proj": "qkv_proj/0",
+        "self_attn.k_proj": "qkv_proj/1",
+        "self_attn.v_proj": "qkv_proj/2",
+        "self_attn.o_proj": "o_proj",
+        "post_attention_layernorm": "post_attention_norm",
+        "mlp.gate_proj": "gate_up_proj/0",
+        "mlp.up_proj": "gate_up_proj/1",
+        "mlp.down_proj": "down_proj",
+    }
+    return {f"{theirs}.{name}": f"{ours}.{here}" for name, here in names.items()}
+
+
+EAGLE_NAMES = {"fc": "block.fc", **layer_names("layers.0", "block.layer")}
+"""The modules of EAGLE's published drafters by their names here."""

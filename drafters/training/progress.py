@@ -1,14 +1,13 @@
 """Progress of training: figures of each step and validation, and statistics of each sample.
 
     <run>.training/metrics.jsonl   a line for each step and each validation: its step, stage and figures
-                   tensorboard/    the same figures, if asked for
+                   tensorboard/    the same figures, if asked for; see `trackers`
 
 Shapes: H hops; R rows of a batch.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vlmdistill.drafters.training.saved import HeldOut, replacing
+from vlmdistill.drafters.training.trackers import About, opened
 from vlmdistill.drafters.training.unroll import Unrolled
 from vlmdistill.stores.errors import TrainingError, one_line
 
@@ -60,7 +60,7 @@ class TrainingProgress:
     @property
     def loss(self) -> float:
         """The weighted loss per row, summed over hops."""
-        return float((self.sums_H3[:, 0] / self.sums_H3[:, 2].clamp(min=1)).sum())
+        return loss_of(self.sums_H3)
 
     @property
     def agreement(self) -> list[float]:
@@ -69,24 +69,22 @@ class TrainingProgress:
         return shares
 
 
+def loss_of(sums_H3: Tensor) -> float:
+    """The weighted loss per row, summed over hops."""
+    return float((sums_H3[:, 0] / sums_H3[:, 2].clamp(min=1)).sum())
+
+
 class Metrics:
     """The figures of a run, written as they come."""
 
-    def __init__(self, folder: Path, done: int, history: Sequence[HeldOut], *, tensorboard: bool) -> None:
-        """Continue the record of a run after `done` steps and the measurements of `history`; drop the rest.
+    def __init__(self, about: About, history: Sequence[HeldOut], trackers: Sequence[str]) -> None:
+        """Continue the record of a run after the measurements of `history`; drop later lines.
 
-        TrainingError when TensorBoard is asked for and not installed, or when nothing can be written.
+        TrainingError when a tracker is not installed, or when nothing can be written.
         """
-        self._file, self._board = folder / "metrics.jsonl", None
-        if tensorboard:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                raise TrainingError(
-                    f"--tensorboard needs a package that is missing ({one_line(error)}): pip install "
-                    '"vlmdistill[tensorboard]", or leave it out: metrics.jsonl has the same figures'
-                ) from None
-            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1)
+        folder, done = about.folder, about.done
+        self._file = folder / "metrics.jsonl"
+        self._trackers = [opened(name, about) for name in dict.fromkeys(trackers)]
         try:
             folder.mkdir(parents=True, exist_ok=True)
             lines = self._file.read_bytes().splitlines(keepends=True) if self._file.exists() else []
@@ -105,17 +103,16 @@ class Metrics:
         self._write("held_out", entry.stage, entry.step, figures)
 
     def close(self) -> None:
-        """Write out what TensorBoard has not yet."""
-        if self._board is not None:
-            self._board.close()
+        """Write out what the trackers have not yet."""
+        for tracker in self._trackers:
+            tracker.close()
 
     def _write(self, group: str, stage: str, step: int, figures: dict[str, float]) -> None:
         named = {f"{group}/{name}": value for name, value in figures.items()}
         with self._file.open("ab") as file:
             file.write(msgspec.json.encode({"step": step, "stage": stage, **named}) + b"\n")
-        if self._board is not None:
-            for name, value in named.items():
-                self._board.add_scalar(name, value, step)
+        for tracker in self._trackers:
+            tracker.log(named, step)
 
 
 def _by_hop(agreement: Sequence[float]) -> dict[str, float]:

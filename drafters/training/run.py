@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from vlmdistill.drafters.checkpoints import checkpoint
+from vlmdistill.drafters.checkpoints.initial import Initial
 from vlmdistill.drafters.checkpoints.settings import flat, to_dict
 from vlmdistill.drafters.core.config import DrafterConfig
 from vlmdistill.drafters.training import ranks, saved
@@ -38,7 +39,8 @@ class Run:
     micro_tokens: int = 8192  # tokens of one forward pass on one rank
     held_out: float = 0.02  # share of samples kept apart to measure agreement on
     save_every: int = 200  # optimizer steps between checkpoints
-    tensorboard: bool = False  # write a TensorBoard log as well as `metrics.jsonl`
+    trackers: tuple[str, ...] = ()  # that get the figures of `metrics.jsonl`, too
+    init: Path | None = None  # the drafter or published checkpoint whose weights it begins with
 
     @property
     def state(self) -> Path:
@@ -61,6 +63,7 @@ class RunData:
     samples: Sequence[DataSplit]
     signature: str
     settings: dict[str, Any]  # what the signature is a hash of, by name
+    initial: Initial | None = None
 
     @classmethod
     def of(cls, run: Run) -> "RunData":
@@ -85,8 +88,12 @@ class RunData:
         settings = {"drafter": run.drafter, "seed": run.seed, **flat(run.config)}
         settings["samples"] = f"{len({*chain.from_iterable(keys)})} ({content_hash(keys)})"
         config = {name: value for name, value in to_dict(run.config).items() if value or name not in LATER}
-        signature = content_hash([run.drafter, config, run.seed, keys])
-        return cls(store, needs, samples, signature, settings)
+        initial = Initial.read(run.init, run.drafter) if run.init else None
+        if initial:
+            settings["init"] = initial.hash
+        begins = [initial.hash] if initial else []
+        signature = content_hash([run.drafter, config, run.seed, keys, *begins])
+        return cls(store, needs, samples, signature, settings, initial)
 
     @cached_property
     def keys(self) -> list[str]:
@@ -102,6 +109,7 @@ def finished(run: Run, data: RunData) -> bool:
         if done.get("signature") == data.signature:
             return True
         theirs = {"drafter": description["drafter"], "seed": done.get("seed"), **flat(description["config"])}
+        theirs["init"] = done.get("init", {}).get("hash")
         odd = ranks.differences(
             {name: value for name, value in data.settings.items() if name in theirs}, theirs
         )

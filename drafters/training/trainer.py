@@ -5,6 +5,7 @@ of ranks, as far as the device computes the same twice: a CPU does, the attentio
 unless `torch.use_deterministic_algorithms` is on. Rank 0 decides what to continue; only its disk is written.
 """
 
+import itertools
 import logging
 import resource
 import sys
@@ -25,11 +26,13 @@ from vlmdistill.drafters.core.config import Stage
 from vlmdistill.drafters.core.vocabulary import columns_of
 from vlmdistill.drafters.training import deepspeed_engine, ranks, saved
 from vlmdistill.drafters.training.batches import as_batch
-from vlmdistill.drafters.training.progress import Metrics, SampleStats, TrainingProgress
+from vlmdistill.drafters.training.progress import Metrics, SampleStats, TrainingProgress, loss_of
 from vlmdistill.drafters.training.run import Run, RunData, finished, furthest
 from vlmdistill.drafters.training.saved import HeldOut, Position, Saved
 from vlmdistill.drafters.training.schedule import Schedule
 from vlmdistill.drafters.training.signals import ASKING, Signals
+from vlmdistill.drafters.training.sweep import RangeTest, Sweep
+from vlmdistill.drafters.training.trackers import About
 from vlmdistill.drafters.training.unroll import Unroll, supervised
 from vlmdistill.stores.errors import StoppedError, StoreError, TrainingError
 from vlmdistill.stores.loader.epoch import Epoch
@@ -69,6 +72,17 @@ def train(run: Run, on_step: Callable[[TrainingProgress], None] = lambda progres
     return run.out
 
 
+def find_rate(
+    run: Run, sweep: Sweep, on_step: Callable[[int, int, str], None] = lambda done, total, remark: None
+) -> RangeTest:
+    """Train fresh weights at rising learning rates on the first stage that has samples; nothing is kept.
+
+    TrainingError as for `train`, or when no stage has samples.
+    """
+    with Signals() as signals:
+        return _Trainer(run, RunData.of(run), signals, lambda progress: None).find_rate(sweep, on_step)
+
+
 class _Trainer:
     def __init__(
         self, run: Run, data: RunData, signals: Signals, on_step: Callable[[TrainingProgress], None]
@@ -93,8 +107,12 @@ class _Trainer:
             for table in (frozen.embed_VD, frozen.lm_head_VD)
         )
         kind = catalogue.trained(run.drafter)
-        drafter = kind(run.config.model, self.store.info, Head(embed_VD, lm_head_VD))
+        initial = data.initial
+        info = initial.info(self.store.info) if initial else self.store.info
+        drafter = kind(run.config.model, info, Head(embed_VD, lm_head_VD))
         drafter.tree = run.config.tree
+        # Before DeepSpeed copies the weights; a checkpoint then replaces them all.
+        self.taken = initial.into(drafter, run.drafter) if initial else None
         self.micro = max(1, round(self.config.batch_tokens / (self.world * run.micro_tokens)))
         self.budget = max(1, self.config.batch_tokens // (self.world * self.micro))
         self.schedule = Schedule(self.config, run.config.schedule, self.micro)
@@ -107,8 +125,12 @@ class _Trainer:
 
     def begin(self, found: Saved | None, source: int) -> None:
         """Continue from a checkpoint, which the rank `source` has; without one, start."""
+        drafter = self.engine.module.drafter
         if found is None:
-            if columns_of(self.engine.module.drafter) is not None:
+            for line in self.taken.lines() if self.taken and self.rank == 0 else ():
+                log.info("%s", line)
+            there = {name for name, _ in drafter.named_buffers()}
+            if columns_of(drafter) is not None and not (self.taken and there & {*self.taken.taken}):
                 self._count_tokens()
         else:
             validated = self.config.validate_every > 0 and found.position.best is not None
@@ -123,12 +145,45 @@ class _Trainer:
             self.position, self.saved = found.position, found.position.total
 
         def record() -> None:
-            done, history, board = self.position.total, self.position.history, self.run.tensorboard
-            self.metrics = Metrics(self.run.state, done, history, tensorboard=board)
+            about = About(
+                name=self.run.out.name,
+                target=self.store.info.name,
+                settings=self.data.settings,
+                signature=self.data.signature,
+                folder=self.run.state,
+                done=self.position.total,
+            )
+            self.metrics = Metrics(about, self.position.history, self.run.trackers)
 
         ranks.first(record)
         self.signals.where = self._where
         self.signals.patient = True
+
+    def find_rate(self, sweep: Sweep, on_step: Callable[[int, int, str], None]) -> RangeTest:
+        """See `find_rate`."""
+        drawn = [
+            (stage, samples.draw(stage, 0.5, self.run.seed))
+            for stage, samples in zip(self.schedule.stages, self.samples, strict=True)
+        ]
+        stage, keys = next(((one, keys) for one, keys in drawn if one.epochs and keys), (None, []))
+        if stage is None:
+            raise TrainingError(f"{self.run.store} has no samples for the stages of {self.run.drafter}")
+        if columns_of(self.engine.module.drafter) is not None:
+            self._count_tokens()
+        epochs = (self._read(keys, seed) for seed in itertools.count(self.run.seed))
+        groups = itertools.chain.from_iterable(self._groups(one, len(one)) for one in epochs)
+        rates: list[float] = []
+        losses: list[float] = []
+        test = RangeTest(stage.name, rates, losses)
+        for step, group in enumerate(itertools.islice(groups, sweep.steps)):
+            rates.append(sweep.rate(step))
+            sums_H3, *_ = self._step(stage, group, rates[-1], final=False)
+            losses.append(loss_of(sums_H3))
+            self.position.total += 1  # the noise of each step is its own
+            on_step(step + 1, sweep.steps, f"learning rate {rates[-1]:.1e}, loss {losses[-1]:.3f}")
+            if test.diverged:
+                break
+        return test
 
     def _count_tokens(self) -> None:
         """Let the drafter choose its vocabulary by the tokens of the responses that it will train on."""
@@ -404,6 +459,8 @@ class _Trainer:
             "seed": self.run.seed,
             "history": [asdict(one) for one in self.position.history],
         }
+        if self.data.initial and self.taken:
+            training["init"] = self.data.initial.record(self.taken)
         origin = checkpoint.Origin(self.store.provenance, self.config, training)
         checkpoint.save(self.engine.module.drafter, self.run.drafter, self.run.out, origin)
         if table := self.measures.table():

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.drafters import synthetic
 from vlmdistill.cli import console
@@ -21,6 +22,7 @@ from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.checkpoints.settings import flat
 from vlmdistill.drafters.core import catalogue
 from vlmdistill.pipelines.prompts.importing import read
+from vlmdistill.pipelines.targets.checkpoints.loading import load
 from vlmdistill.pipelines.train import resolve
 
 COMMAND = [sys.executable, "-m", "vlmdistill"]
@@ -187,6 +189,28 @@ def test_json_output(workplace: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert (facts["added"], facts["total"]) == (3, 3)
     assert main(["target", "list", "--json"]) == 0
     assert "qwen2.5-vl-7b" in json.loads(capsys.readouterr().out)["targets"]
+
+
+def test_an_imported_checkpoint_is_a_drafter(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """EAGLE's layout for the demo target, by its names and shapes."""
+    info = load("demo").info
+    width, inner = info.hidden_size, info.intermediate_size
+    shapes = {"fc": (width, 2 * width), "layers.0.mlp.down_proj": (width, inner)}
+    shapes |= {f"layers.0.mlp.{name}_proj": (inner, width) for name in ("gate", "up")}
+    shapes |= {f"layers.0.self_attn.{name}_proj": (width, width) for name in "qkvo"}
+    tensors = {f"{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
+    tensors["layers.0.post_attention_layernorm.weight"] = torch.ones(width)
+    config = {"hidden_size": width, "intermediate_size": inner, "num_attention_heads": info.num_heads}
+    Path("theirs").mkdir()
+    Path("theirs/config.json").write_text(json.dumps(config))
+    torch.save(tensors, "theirs/pytorch_model.bin")
+    assert main(["import", "theirs", "--as", "eagle2", "--name", "imported", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["not the target's"]["attention_bias"] is False
+    assert main(["generate", "--drafter", "imported", "--max-new-tokens", "4", "Hello"]) == 0
+    assert "exists" in failing(capsys, "import", "theirs", "--as", "eagle2", "--name", "imported")
+    assert "visual_norm" in failing(capsys, "import", "theirs", "--as", "sparrow")
+    assert "config.json" in failing(capsys, "import", ".", "--as", "eagle2")
 
 
 def test_export_prints_the_commands_that_serve_the_drafter(

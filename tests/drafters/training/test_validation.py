@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from vlmdistill.drafters.core.drafter import Drafter
 from vlmdistill.drafters.training.batches import as_batch, split
 from vlmdistill.drafters.training.progress import TrainingProgress
 from vlmdistill.drafters.training.run import Run
+from vlmdistill.drafters.training.trackers import MODULES
 from vlmdistill.drafters.training.trainer import train
 from vlmdistill.drafters.training.unroll import unroll
 from vlmdistill.stores.errors import DataError, StoppedError, TrainingError
@@ -250,8 +252,8 @@ def test_tensorboard_is_written_if_asked_for_and_named_if_missing(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, board = (
-        plan(store, tmp_path / name, settings=SETTINGS, tensorboard=name == "board", **HOW)
-        for name in ("plain", "board")
+        plan(store, tmp_path / name, settings=SETTINGS, trackers=trackers, **HOW)
+        for name, trackers in {"plain": (), "board": ("tensorboard",)}.items()
     )
     train(plain)
     assert not (plain.state / "tensorboard").exists()
@@ -264,9 +266,40 @@ def test_tensorboard_is_written_if_asked_for_and_named_if_missing(
     assert set(log.Tags()["scalars"]) == named
     assert [one.step for one in log.Scalars("train/gradient_norm")] == [*range(1, 15)]
 
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    missing = plan(store, tmp_path / "missing", tensorboard=True)
-    with pytest.raises(TrainingError, match=r"vlmdistill\[tensorboard\]"):
-        train(missing)
-    assert not missing.state.exists()
+    for name, module in MODULES.items():
+        monkeypatch.setitem(sys.modules, module, None)
+        missing = plan(store, tmp_path / "missing", trackers=(name,))
+        with pytest.raises(TrainingError, match=rf"vlmdistill\[{name}\]"):
+            train(missing)
+        assert not missing.state.exists()
     train(plan(store, tmp_path / "other"))
+
+
+@pytest.mark.parametrize("name", ["trackio", "wandb"])
+def test_trackers_get_the_figures_of_every_step_and_no_word_on_stdout(
+    name: str,
+    store: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The calls of their interfaces; a run that goes on continues its record."""
+    begun: list[dict[str, Any]] = []
+    sent: list[dict[str, Any]] = []
+    ended: list[None] = []
+
+    def init(**about: Any) -> SimpleNamespace:
+        sys.stdout.write("welcome")
+        begun.append(about)
+        return SimpleNamespace(log=lambda figures, step: sent.append({"step": step, **figures}))
+
+    def finish() -> None:
+        ended.append(None)
+
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(init=init, finish=finish))
+    run = plan(store, tmp_path / "out", settings=SETTINGS, trackers=(name,), **HOW)
+    train(run)
+    kept = figures(run)
+    assert sent == [{key: value for key, value in one.items() if key != "stage"} for one in kept]
+    assert (begun[0]["name"], begun[0]["resume"], len(ended)) == ("out", "allow", 1)
+    assert capsys.readouterr().out == ""

@@ -1,0 +1,34 @@
+"""`vlmdistill import`: a published drafter as one of this toolkit."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vlmdistill.cli import console
+
+
+def import_drafter(
+    folder: Annotated[Path, typer.Argument(help="Published checkpoint: config.json and its weights.")],
+    drafter: Annotated[str, typer.Option("--as", metavar="METHOD", help="Its method, such as eagle3.")],
+    model: console.Model = "demo",
+    name: Annotated[
+        str | None, typer.Option(help="Name of the imported drafter; default: the same as METHOD.")
+    ] = None,
+    runs: console.Runs = None,
+    as_json: console.Json = False,
+) -> None:
+    """Write a checkpoint in its authors' format as a drafter that `eval` and `export` accept.
+
+    It must be of the target given by --model. What would compute something else here is refused by the name
+    of its tensor or setting.
+    """
+    from vlmdistill.drafters.checkpoints import published
+    from vlmdistill.pipelines.targets.checkpoints.loading import load
+
+    workspace = console.workspace(model, runs)
+    published.read(folder, drafter)  # fails before the target is loaded
+    target = load(workspace.model, device="cpu", dtype="float32")
+    origin = target.provenance((), "float32")
+    out = workspace.drafter(name or drafter)
+    console.result(published.load(folder, drafter, target.head, target.info, out, origin), as_json)

@@ -1,0 +1,303 @@
+"""Drafters as their authors publish them: `config.json` of a Llama kind, and one file of weights.
+
+The file is `pytorch_model.bin`, of which tensors alone are read, or `model.safetensors`. Each tensor has a
+counterpart here, or is the target's and is compared with it, or the checkpoint is refused by its name.
+"""
+
+import json
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from blake3 import blake3
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from vlmdistill.drafters.checkpoints import checkpoint
+from vlmdistill.drafters.checkpoints.settings import override
+from vlmdistill.drafters.core import catalogue
+from vlmdistill.drafters.core.batch import Head
+from vlmdistill.drafters.core.config import DrafterConfig
+from vlmdistill.drafters.core.drafter import Drafter
+from vlmdistill.drafters.core.vocabulary import columns_of
+from vlmdistill.stores.errors import DataError, TrainingError, one_line
+from vlmdistill.stores.schema import Provenance, TargetInfo
+
+FILES = ("pytorch_model.bin", "model.safetensors")
+EMBEDDING, SPOKEN, FREQUENCIES = "embed_tokens.weight", "t2d", ".rotary_emb.inv_freq"
+"""What follows from the target, or from other tensors."""
+NEAR = 1e-2  # of a table that was kept in half precision
+UNKNOWN = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+"""Switches of later EAGLE-3 trainers that compute something else."""
+PLAIN_AXES = "qwen2_vl"
+"""The `model_type` of MSD's code, which gives all axes of M-RoPE the same position: that is plain RoPE."""
+
+
+class Layer(msgspec.Struct, frozen=True, kw_only=True):
+    """What is read of `config.json`; what is missing is as in the authors' code."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] | None = None
+    model_type: str = "llama"
+    eagle_aux_hidden_state_layer_ids: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published checkpoint, its weights by the names of a drafter here."""
+
+    layer: Layer
+    hash: str
+    weights: Mapping[str, Tensor]
+    settings: Mapping[str, Any]
+    """Settings of the drafter that its tensors show."""
+    origin: Mapping[str, str]
+    """Name here -> their name, or names."""
+    others: Mapping[str, Tensor] = field(default_factory=dict)
+    """Tensors without a counterpart."""
+
+    def info(self, target: TargetInfo) -> TargetInfo:
+        """The facts of the target, with those of this drafter's layer in which it may differ."""
+        layer = self.layer
+        return msgspec.structs.replace(
+            target,
+            intermediate_size=layer.intermediate_size,
+            num_heads=layer.num_attention_heads,
+            num_kv_heads=layer.num_key_value_heads or layer.num_attention_heads,
+            head_dim=layer.head_dim or layer.hidden_size // layer.num_attention_heads,
+            rms_norm_eps=layer.rms_norm_eps,
+            rope_theta=layer.rope_theta,
+            attention_bias=any(name.endswith("qkv_proj.bias") for name in self.weights),
+        )
+
+
+def is_published(folder: Path) -> bool:
+    """Whether a folder holds a checkpoint, and not a drafter of this toolkit."""
+    try:
+        return "provenance" not in json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def read(folder: Path, name: str) -> Published:
+    """Read a published checkpoint as the drafter of that name; TrainingError names what does not fit."""
+    kind = catalogue.trained(name)
+    if not kind.published_names:
+        raise TrainingError(f"{folder}: published checkpoints of {name} have another architecture than ours")
+    layer = _layer(folder)
+    found = [folder / file for file in FILES if (folder / file).is_file()]
+    if not found:
+        raise TrainingError(f"{folder} has no weights: there is neither {' nor '.join(FILES)}")
+    file = found[0]
+    try:
+        if file.suffix == ".bin":
+            tensors = torch.load(file, map_location="cpu", weights_only=True)
+        else:
+            tensors = load_file(file)
+        digest = blake3(max_threads=blake3.AUTO).update_mmap(file)
+    except (OSError, SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        raise TrainingError(f"{file} cannot be read as tensors alone ({_first(error)})") from None
+    if not isinstance(tensors, dict) or not all(isinstance(one, Tensor) for one in tensors.values()):
+        raise TrainingError(f"{file} is not a state dict: it holds more than named tensors")
+    odd = [key for key, one in tensors.items() if one.is_floating_point() and not torch.isfinite(one).all()]
+    if odd:
+        raise TrainingError(f"{file}: {odd[0]} holds values that are not finite")
+    digest.update((folder / "config.json").read_bytes())
+    settings: dict[str, Any] = {}
+    heads = layer.num_attention_heads
+    settings["kv_heads"] = "all" if (layer.num_key_value_heads or heads) == heads else "target"
+    switches = vars(kind.Config())
+    for tensor, setting in kind.published_settings.items():
+        if tensor in tensors:
+            settings[setting] = isinstance(switches[setting], bool) or len(tensors[tensor])
+    weights, origin, others = _translate(file, tensors, kind.published_names)
+    return Published(layer, digest.hexdigest()[:16], weights, settings, origin, others)
+
+
+def load(
+    folder: Path, name: str, head: Head, target: TargetInfo, out: Path, provenance: Provenance
+) -> Mapping[str, Any]:
+    """Write a published checkpoint to `out` as a drafter of this toolkit; returns facts about it.
+
+    TrainingError names a tensor or a setting that would make it compute something else, and refuses an `out`
+    that exists.
+    """
+    if out.exists():
+        raise TrainingError(f"{out} exists: give another --name")
+    found, paper = read(folder, name), catalogue.config(name)
+    if found.layer.hidden_size != target.hidden_size:
+        raise TrainingError(
+            f"{folder}: hidden_size is {found.layer.hidden_size} and the target's {target.hidden_size}: it "
+            "was trained for another target"
+        )
+    try:
+        config = override(paper, [f"{key}={json.dumps(value)}" for key, value in found.settings.items()])
+    except DataError as error:
+        raise TrainingError(f"{folder}: {error}") from None
+    drafter = checkpoint.build(catalogue.base(name), config, found.info(target), head)
+    assert isinstance(drafter, Drafter)
+    zeros = _fill(folder, drafter, found)
+    checked = _check_others(folder, drafter, found, head)
+    facts = {"from": str(folder), "hash": found.hash, "zero": zeros, "checked": checked}
+    own = found.info(target)
+    changed = {
+        key: getattr(own, key)
+        for key in TargetInfo.__struct_fields__
+        if getattr(own, key) != getattr(target, key)
+    }
+    training = {"steps": 0, "samples": 0, "history": [], "imported": {**facts, "not the target's": changed}}
+    origin = checkpoint.Origin(provenance, config.training, training)
+    checkpoint.save(drafter, catalogue.base(name), out, origin)
+    return {
+        "drafter": str(out),
+        "method": name,
+        "parameters": sum(one.numel() for one in drafter.parameters()),
+        "settings": dict(_differing(config, paper)),
+        "not the target's": changed,
+        "zero": zeros,
+        "compared": checked,
+    }
+
+
+def _layer(folder: Path) -> Layer:
+    file = folder / "config.json"
+    try:
+        raw = json.loads(file.read_bytes())
+        layer = msgspec.convert(raw, Layer)
+    except (OSError, ValueError, TypeError) as error:
+        raise TrainingError(f"{file} is not the configuration of a drafter ({one_line(error)})") from None
+    for switch in UNKNOWN:
+        if raw.get(switch):
+            raise TrainingError(f"{file}: {switch}={raw[switch]} is another architecture than the authors'")
+    if layer.hidden_act != "silu":
+        raise TrainingError(f"{file}: hidden_act is {layer.hidden_act}, and drafters here have silu")
+    rope = layer.rope_scaling or layer.rope_parameters or {}
+    scaling = rope.get("rope_type") or rope.get("type") or "default"
+    plain = ("default", "mrope") if layer.model_type == PLAIN_AXES else ("default",)
+    if scaling not in plain or ("mrope_section" in rope and layer.model_type != PLAIN_AXES):
+        raise TrainingError(f"{file}: rope_scaling {rope} is not plain RoPE, which drafters here have")
+    return msgspec.structs.replace(layer, rope_theta=float(rope.get("rope_theta", layer.rope_theta)))
+
+
+def _translate(
+    file: Path, tensors: Mapping[str, Tensor], names: Mapping[str, str]
+) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Tensor]]:
+    """The tensors by their names here, where those come from, and those without a counterpart."""
+    blocks: dict[str, dict[int, tuple[str, Tensor]]] = {}
+    others: dict[str, Tensor] = {}
+    for theirs, tensor in tensors.items():
+        module, _, kind = theirs.rpartition(".")
+        if theirs in names:
+            ours = names[theirs]
+        elif module in names:
+            path, slash, number = names[module].partition("/")
+            ours = f"{path}.{kind}{slash}{number}"
+        else:
+            others[theirs] = tensor
+            continue
+        key, _, number = ours.partition("/")
+        blocks.setdefault(key, {})[int(number or 0)] = theirs, tensor
+    for key, found in blocks.items():  # what is fused here must be there as a whole
+        module, _, kind = key.rpartition(".")
+        for theirs, ours in names.items():
+            path, slash, number = ours.partition("/")
+            if slash and path == module and int(number) not in found:
+                raise TrainingError(f"{file} lacks {theirs}.{kind}, and has {found[min(found)][0]}")
+    ordered = {key: [found[number] for number in sorted(found)] for key, found in blocks.items()}
+    try:
+        weights = {key: torch.cat([one for _, one in parts]) for key, parts in ordered.items()}
+    except RuntimeError as error:
+        raise TrainingError(f"{file}: tensors that belong together do not fit ({_first(error)})") from None
+    return weights, {key: ", ".join(name for name, _ in parts) for key, parts in ordered.items()}, others
+
+
+def _fill(folder: Path, drafter: Drafter, found: Published) -> list[str]:
+    """Load the weights; returns the biases that are zero because the checkpoint has none."""
+    state = drafter.state_dict()
+    for key, value in found.weights.items():
+        theirs = found.origin[key]
+        if key not in state:
+            raise TrainingError(f"{folder}: {theirs} has no counterpart in this method")
+        if value.shape != state[key].shape:
+            raise TrainingError(
+                f"{folder}: {theirs} is {[*value.shape]}, and {[*state[key].shape]} is expected of its config"
+            )
+    missing = sorted(set(state) - set(found.weights))
+    zeros = [key for key in missing if key.endswith(".bias") and f"{key[:-4]}weight" in found.weights]
+    buffers = {name for name, _ in drafter.named_buffers()} if columns_of(drafter) is None else set()
+    for key in missing:
+        if key not in zeros and key not in buffers:
+            theirs = next((name for name, ours in drafter.published_names.items() if _is(ours, key)), key)
+            raise TrainingError(f"{folder} lacks {theirs}, which this method needs")
+    empty = {key: torch.zeros_like(state[key]) for key in zeros}
+    drafter.load_state_dict({**state, **found.weights, **empty})
+    return zeros
+
+
+def _is(ours: str, key: str) -> bool:
+    return key == ours or key.rpartition(".")[0] == ours.partition("/")[0]
+
+
+def _check_others(folder: Path, drafter: Drafter, found: Published, head: Head) -> list[str]:
+    """Compare what has no counterpart with what it is a copy of; returns the names."""
+    columns_K, vocabulary = columns_of(drafter), drafter.info.vocab_size
+    if columns_K is not None and not (
+        bool((columns_K.diff() > 0).all()) and int(columns_K[0]) >= 0 and int(columns_K[-1]) < vocabulary
+    ):
+        raise TrainingError(f"{folder}: d2t is not an ascending choice of the target's {vocabulary} tokens")
+    taps = tuple(int(name.removeprefix("layer")) for name in drafter.sources if name.startswith("layer"))
+    theirs = found.layer.eagle_aux_hidden_state_layer_ids
+    if theirs is not None and theirs != taps:
+        raise TrainingError(f"{folder}: it reads the inputs of layers {theirs}; drafters here read {taps}")
+
+    def embedding(table_VD: Tensor) -> bool:
+        rows = min(len(table_VD), len(head.embed_VD))  # tables are padded differently
+        mine_VD = head.embed_VD[:rows].float().cpu()
+        same_width = table_VD.ndim == 2 and table_VD.shape[1] == mine_VD.shape[1]
+        return same_width and torch.allclose(table_VD[:rows].float(), mine_VD, rtol=NEAR, atol=1e-4)
+
+    def spoken(spoken_V: Tensor) -> bool:
+        chosen = torch.arange(len(spoken_V)) if columns_K is None else columns_K.cpu()
+        return torch.equal(spoken_V.nonzero()[:, 0], chosen)
+
+    def frequencies(value_d: Tensor) -> bool:
+        width = drafter.info.head_dim
+        exponent_d = torch.arange(0, width, 2, dtype=torch.float64) / width
+        expected_d = drafter.info.rope_theta**-exponent_d
+        fits = value_d.shape == expected_d.shape
+        return fits and torch.allclose(value_d.double(), expected_d, rtol=NEAR)
+
+    copies: Mapping[str, tuple[Callable[[Tensor], bool], str]] = {
+        EMBEDDING: (embedding, "the target's embeddings"),
+        SPOKEN: (spoken, "the choice in d2t"),
+        FREQUENCIES: (frequencies, f"those of rope_theta {drafter.info.rope_theta:g}"),
+    }
+    for name, tensor in found.others.items():
+        check = copies.get(FREQUENCIES if name.endswith(FREQUENCIES) else name)
+        if check is None:
+            raise TrainingError(f"{folder}: {name} has no counterpart in this method")
+        if not check[0](tensor):
+            raise TrainingError(f"{folder}: {name} is not {check[1]}, which a drafter here reads instead")
+    return sorted(found.others)
+
+
+def _differing(config: DrafterConfig, paper: DrafterConfig) -> Mapping[str, Any]:
+    mine, theirs = vars(config.model), vars(paper.model)
+    return {name: value for name, value in mine.items() if value != theirs[name]}
+
+
+def _first(error: BaseException) -> str:
+    return one_line(error).split(". ")[0][:200] or type(error).__name__

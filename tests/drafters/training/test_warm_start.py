@@ -1,0 +1,118 @@
+"""A run that begins with another drafter's weights, and the test of learning rates."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.drafters import synthetic
+from tests.drafters.synthetic import plan
+from tests.drafters.training.test_trainer import stopped
+from vlmdistill.drafters.checkpoints import checkpoint
+from vlmdistill.drafters.training.sweep import RangeTest, Sweep
+from vlmdistill.drafters.training.trainer import find_rate, train
+from vlmdistill.stores.errors import TrainingError
+
+pytestmark = pytest.mark.slow
+STILL = ("stages.*.learning_rate=0", "steps=4")  # what is trained stays as it began
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("warm") / "store"
+    synthetic.store(path, 24)
+    return path
+
+
+@pytest.fixture(scope="module")
+def eagle(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(plan(store, tmp_path_factory.mktemp("eagle") / "eagle", drafter="eagle2"))
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def recorded(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = checkpoint.describe(folder)["training"]["init"]
+    return found
+
+
+@pytest.mark.parametrize("drafter", ["eagle2", "hass", "vispec"])
+def test_weights_that_fit_are_taken_and_the_record_says_which(
+    drafter: str, store: Path, eagle: Path, tmp_path: Path
+) -> None:
+    out = train(plan(store, tmp_path / "warm", drafter=drafter, settings=STILL, init=eagle))
+    cold = train(plan(store, tmp_path / "cold", drafter=drafter, settings=STILL))
+    before, record = weights(eagle), recorded(out)
+    assert sorted(record["taken"]) == sorted(before)
+    for name, value in weights(out).items():
+        source = before if name in record["taken"] else weights(cold)
+        torch.testing.assert_close(value, source[name], rtol=0, atol=0)
+    assert sorted(record["fresh"]) == sorted({*weights(out)} - {*before})
+
+
+def test_what_does_not_fit_is_named_and_if_nothing_fits_the_run_is_refused(
+    store: Path, eagle: Path, tmp_path: Path
+) -> None:
+    settings = (*STILL, "kv_heads=target")
+    record = recorded(train(plan(store, tmp_path / "few", drafter="msd", settings=settings, init=eagle)))
+    assert record["fresh"]["block.layer.qkv_proj.weight"] == "[32, 16] here, [48, 16] there"
+    assert record["settings"]["kv_heads"] == "all"
+    assert "block.fc.weight" in record["taken"]
+    with pytest.raises(TrainingError, match=r"no weight of .* fits medusa"):
+        train(plan(store, tmp_path / "none", drafter="medusa", init=eagle))
+    with pytest.raises(TrainingError, match="no drafter in"):
+        train(plan(store, tmp_path / "none", init=tmp_path / "nowhere"))
+
+
+def test_a_draft_vocabulary_comes_with_its_head(store: Path, tmp_path: Path) -> None:
+    small = ("draft_vocab=9",)
+    first = train(plan(store, tmp_path / "first", drafter="eagle3", settings=(*STILL, *small)))
+    drafter = weights(first)
+    drafter["d2t"] = torch.arange(9) + 2  # another choice than the samples of the store would give
+    checkpoint.put(first, checkpoint.describe(first), drafter)
+    out = train(plan(store, tmp_path / "out", drafter="eagle3", settings=(*STILL, *small), init=first))
+    assert torch.equal(weights(out)["d2t"], drafter["d2t"])
+
+
+def test_an_interrupted_run_goes_on_bit_for_bit_and_not_from_other_weights(
+    store: Path, eagle: Path, tmp_path: Path
+) -> None:
+    whole = train(plan(store, tmp_path / "whole", drafter="msd", init=eagle))
+    stopped(plan(store, tmp_path / "parts", drafter="msd", init=eagle), 5)
+    with pytest.raises(TrainingError, match="init"):
+        train(plan(store, tmp_path / "parts", drafter="msd", init=whole))
+    with pytest.raises(TrainingError, match="init"):
+        train(plan(store, tmp_path / "parts", drafter="msd"))
+    seen: list[int] = []
+    again = plan(store, tmp_path / "parts", drafter="msd", init=eagle)
+    parts = train(again, lambda one: seen.append(one.step))
+    assert seen[0] == 4
+    files = [(run / "model.safetensors").read_bytes() for run in (whole, parts)]
+    assert files[0] == files[1]
+    train(plan(store, tmp_path / "parts", drafter="msd", init=eagle))  # is done
+    with pytest.raises(TrainingError, match="init"):
+        train(plan(store, tmp_path / "parts", drafter="msd"))
+
+
+def test_a_range_test_tries_rising_rates_and_leaves_nothing_behind(store: Path, tmp_path: Path) -> None:
+    run = plan(store, tmp_path / "out", drafter="eagle3", settings=("draft_vocab=9",))
+    sweep = Sweep(low=1e-5, high=1e3, steps=60)
+    test = find_rate(run, sweep)
+    assert test.stage == "text"
+    assert test.rates[0] == 1e-5
+    assert all(late / early == pytest.approx(10 ** (8 / 59)) for early, late in pairwise(test.rates))
+    assert len(test.rates) < 60  # such rates diverge
+    assert min(test.losses) < test.losses[0]
+    assert test.suggestion == test.lowest / 10
+    assert find_rate(run, sweep).losses == test.losses
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_loss_that_is_not_a_number_ends_a_range_test() -> None:
+    assert RangeTest("text", [1e-3, 1e-2], [1.0, float("nan")]).diverged
+    assert not RangeTest("text", [1e-3, 1e-2], [1.0, 0.9]).diverged
