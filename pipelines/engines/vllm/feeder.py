@@ -91,7 +91,7 @@ class Feeder:
         `block` is the drafter, which is given what images are compressed to; `embeds` holds the visual
         embeddings by key. `alive` are the requests that are not ended.
         """
-        steps = self._steps(read, starts)
+        steps = self._steps(read, starts, alive)
         if self.feeding.compression is not None:
             self._compress(read, steps, starts, hidden_ND, block, embeds)
         if not any(step.changed for step in steps):
@@ -119,15 +119,14 @@ class Feeder:
         """The same on the device."""
         return torch.from_numpy(values).to(self.device)
 
-    def _steps(self, read: Mapping[str, Reading], starts: list[int]) -> list[StepRows]:
-        """The rows of each request of the batch, [B]."""
-        known = self._known
-        self._known = {
-            name: known[name]
-            if name in known and known[name].features is one.features
-            else self._request(one)
-            for name, one in read.items()
-        }
+    def _steps(
+        self, read: Mapping[str, Reading], starts: list[int], alive: Collection[str]
+    ) -> list[StepRows]:
+        """The rows of each request of the batch, [B]; what is known of one that is not in it is kept."""
+        self._known = {name: one for name, one in self._known.items() if name in alive}
+        for name, reading in read.items():
+            if name not in self._known or self._known[name].features is not reading.features:
+                self._known[name] = self._request(reading)
         everything = EntryMap.of(np.zeros(0, dtype=bool), "visual")
         return [
             (self._known[name].entries or everything).step(one.first, end - start)
