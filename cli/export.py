@@ -86,7 +86,7 @@ def commands(written: "Exported") -> list[str]:
     caching = " --no-enable-prefix-caching" if written.drops_visual else ""
     chunking = " --disable-chunked-mm-input" if written.whole_images else ""
     lines = [
-        f"vLLM:   VLLM_USE_V2_MODEL_RUNNER=0 vllm serve {target}{caching}{chunking} --speculative-config "
+        f"vLLM:   vllm serve {target}{caching}{chunking} --speculative-config "
         f'\'{{"method": "{written.method}", "model": "{written.out}", "num_speculative_tokens": '
         f"{written.draft_tokens}}}'"
     ]

@@ -3,12 +3,25 @@
 from msgspec import Struct
 
 
+class SampledVideo(Struct, frozen=True, kw_only=True):
+    """The frames of a video that our own processor samples."""
+
+    path: str
+    indices: tuple[int, ...]
+    total: int
+    """Frames of the video."""
+    fps: float
+
+
 class Question(Struct, frozen=True, kw_only=True):
-    """One prompt: the text after the chat template, placeholders not yet expanded, and its images."""
+    """One prompt: the text after the chat template, placeholders not yet expanded, its images and videos."""
 
     text: str
     images: tuple[str, ...] = ()
-    """Absolute paths: the engine runs in a folder of its own."""
+    """Absolute paths, as those of videos: the engine runs in a folder of its own."""
+    videos: tuple[SampledVideo, ...] = ()
+    rope: list[list[int]] = []
+    """The target's rotary positions on each axis; empty for a text."""
 
 
 class EngineJob(Struct, frozen=True, kw_only=True):
@@ -27,8 +40,8 @@ class EngineJob(Struct, frozen=True, kw_only=True):
     dtype: str = "float32"
     batch: int = 8
     """Requests decoded together."""
-    step_tokens: int | None = None
-    """Tokens in one step; longer prompts are read in several."""
+    step_tokens: int = 0
+    """Tokens of a prompt in one step; longer ones are read in several. 0: as many as fit."""
     whole_images: bool = False
     """All visual tokens of an image in one step."""
     prefix_caching: bool = False

@@ -12,7 +12,7 @@ from vlmdistill.drafters.checkpoints.export import Exported
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.decoding.decoders import speculate
 from vlmdistill.pipelines.engines import process
-from vlmdistill.pipelines.engines.messages import EngineJob, EngineOutcome, Question
+from vlmdistill.pipelines.engines.messages import EngineJob, EngineOutcome, Question, SampledVideo
 from vlmdistill.pipelines.engines.process import EngineError
 from vlmdistill.pipelines.prompts.importing import Prompt
 
@@ -55,12 +55,14 @@ class Parity:
 
 
 def questions(target: "VisionLanguageTarget", prompts: Sequence[Prompt]) -> tuple[Question, ...]:
-    """The prompts as an engine takes them; EngineError where one shows a video."""
+    """The prompts as an engine takes them, with the frames and rotary positions of our own processor."""
     made = []
     for prompt in prompts:
         parts = [part for message in prompt.messages for part in message["content"]]
-        if any(part["type"] == "video" for part in parts):
-            raise EngineError(f"prompt {prompt.key} shows a video: the check supports only text and images")
+        paths = {
+            kind: [str(Path(part["path"]).absolute()) for part in parts if part["type"] == kind]
+            for kind in ("image", "video")
+        }
         text = target.processor.apply_chat_template(
             [
                 {"role": message["role"], "content": [_bare(part) for part in message["content"]]}
@@ -69,8 +71,19 @@ def questions(target: "VisionLanguageTarget", prompts: Sequence[Prompt]) -> tupl
             tokenize=False,
             add_generation_prompt=True,
         )
-        images = tuple(str(Path(file).absolute()) for file in prompt.files)
-        made.append(Question(text=text, images=images))
+        encoded = target.encode(prompt.messages)
+        videos = zip(paths["video"], encoded.samplings, strict=True)
+        made.append(
+            Question(
+                text=text,
+                images=tuple(paths["image"]),
+                videos=tuple(
+                    SampledVideo(path=path, indices=frames.indices, total=frames.total, fps=frames.fps)
+                    for path, frames in videos
+                ),
+                rope=encoded.rope_AL.tolist() if encoded.spans else [],
+            )
+        )
     return tuple(made)
 
 

@@ -14,7 +14,6 @@ from vlmdistill.stores.errors import VlmdistillError
 
 SETTINGS = {
     "HF_HUB_OFFLINE": "1",  # the target and the drafter are folders
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB

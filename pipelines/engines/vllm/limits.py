@@ -36,12 +36,16 @@ def feeding_of(vllm_config: Any) -> Feeding | None:
 
 def check_limits(vllm_config: Any, feeding: Feeding) -> None:
     """ValueError when vLLM is to run the drafter in a way that the plugin does not support."""
-    if vllm_config.use_v2_model_runner:
-        raise ValueError(
-            "vlmdistill's drafters run only on vLLM's V1 model runner: set VLLM_USE_V2_MODEL_RUNNER=0"
-        )
     parallel = vllm_config.parallel_config
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"):
+    sizes = ["tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"]
+    if vllm_config.use_v2_model_runner:
+        sizes += ["prefill_context_parallel_size", "data_parallel_size"]
+        if vllm_config.speculative_config.enable_adaptive_verification:
+            raise ValueError(
+                "vlmdistill's drafters do not run with adaptive verification: set "
+                "enable_adaptive_verification to false"
+            )
+    for name in sizes:
         if (size := getattr(parallel, name)) > 1:
             raise ValueError(f"vlmdistill's drafters do not run with {name}={size}: set it to 1")
     if feeding.visual == "dropped" and vllm_config.cache_config.enable_prefix_caching:

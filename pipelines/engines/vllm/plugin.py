@@ -2,11 +2,11 @@
 
 
 def register() -> None:
-    """Add the drafter classes to vLLM's registry, and the proposer that feeds them.
+    """Add the drafter classes to vLLM's registry, and what feeds them on each runner.
 
     vLLM 0.32 loads plugins in plugins/__init__.py `load_general_plugins`, before it imports
-    v1/worker/gpu_model_runner.py, which takes the proposers from v1/spec_decode. Drafters of other origin run
-    unchanged. ValueError on another version of vLLM.
+    v1/worker/gpu_model_runner.py, which takes the proposers from v1/spec_decode. The V2 runner imports its
+    speculator when it needs one. Drafters of other origin run unchanged. ValueError on another version.
     """
     import vllm
     from vllm import ModelRegistry
@@ -22,11 +22,14 @@ def register() -> None:
     from vllm.platforms import current_platform
     from vllm.v1.sample import rejection_sampler
     from vllm.v1.spec_decode import eagle, medusa
+    from vllm.v1.worker.gpu.spec_decode.eagle import speculator
 
     from vlmdistill.pipelines.engines.vllm.proposer import ChosenProposer, ServedMedusaProposer
+    from vlmdistill.pipelines.engines.vllm.speculator import ChosenSpeculator
     from vlmdistill.pipelines.engines.vllm.verification import expand_batch_to_tokens
 
     eagle.EagleProposer = ChosenProposer
     medusa.MedusaProposer = ServedMedusaProposer
+    speculator.EagleSpeculator = ChosenSpeculator
     if current_platform.is_cpu():
         rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens

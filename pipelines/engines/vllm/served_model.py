@@ -54,6 +54,9 @@ class ServedEagleBlock(nn.Module):
         if feeding.guesses:
             self.guesses_GD = nn.Parameter(torch.zeros(feeding.guesses, width), requires_grad=False)
         self.register_buffer("guess_1", torch.zeros(1, dtype=torch.long), persistent=False)
+        self.longest = config.max_position_embeddings
+        self.ahead_N: Tensor | None = None
+        """What is added to the positions of a pass, on the V2 runner."""
         self.raw_N: Tensor | None = None
         """Rows of the next pass that enter as bare visual embeddings."""
         self.compressed: tuple[Tensor, Tensor] | None = None
@@ -72,6 +75,8 @@ class ServedEagleBlock(nn.Module):
 
     def forward(self, positions_N: Tensor, hidden_ND: Tensor, embed_ND: Tensor) -> Tensor:
         """The drafter's states, [N, D]."""
+        if self.ahead_N is not None:
+            positions_N = (positions_N[: len(self.ahead_N)] + self.ahead_N).clamp(max=self.longest - 1)
         if self.join is not None:
             hidden_ND = self.join(torch.cat([hidden_ND, self.joined_ND[: len(hidden_ND)]], dim=-1))
         x_ND = self.fc(torch.cat([embed_ND, hidden_ND], dim=-1))

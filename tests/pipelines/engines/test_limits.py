@@ -25,16 +25,20 @@ def settings(
     feeding: object = None,
     *,
     v2: bool = False,
+    adaptive: bool = False,
     caching: bool = False,
     drafted: int = 4,
     whole: bool = False,
     **parallel: int,
 ) -> Any:
     """A configuration of vLLM, as far as the plugin reads it."""
-    sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "decode_context_parallel_size": 1}
+    kinds = ("tensor", "pipeline", "data", "decode_context", "prefill_context")
+    sizes = {f"{kind}_parallel_size": 1 for kind in kinds}
     drafter = SimpleNamespace(hf_config=SimpleNamespace(**({KEY: feeding} if feeding else {})))
     return SimpleNamespace(
-        speculative_config=SimpleNamespace(draft_model_config=drafter, num_speculative_tokens=drafted),
+        speculative_config=SimpleNamespace(
+            draft_model_config=drafter, num_speculative_tokens=drafted, enable_adaptive_verification=adaptive
+        ),
         scheduler_config=SimpleNamespace(disable_chunked_mm_input=whole),
         use_v2_model_runner=v2,
         cache_config=SimpleNamespace(enable_prefix_caching=caching),
@@ -52,7 +56,8 @@ def test_one_version_is_supported() -> None:
 
 def test_what_runs_is_not_refused() -> None:
     check_limits(settings(), SPARROW)
-    check_limits(settings(caching=True), EAGLE2)
+    check_limits(settings(v2=True), SPARROW)
+    check_limits(settings(caching=True, data_parallel_size=2), EAGLE2)
     check_limits(settings(whole=True), WHOLE)
     check_limits(settings(drafted=5), Feeding(drafter="heads", visual="unread", draft_tokens=5))
 
@@ -60,7 +65,8 @@ def test_what_runs_is_not_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"v2": True}, "VLLM_USE_V2_MODEL_RUNNER=0"),
+        ({"v2": True, "adaptive": True}, "enable_adaptive_verification"),
+        ({"v2": True, "data_parallel_size": 2}, "data_parallel_size=2: set it to 1"),
         ({"caching": True}, "sparrow drops visual tokens .* --no-enable-prefix-caching"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2: set it to 1"),
         ({"pipeline_parallel_size": 4}, "pipeline_parallel_size=4: set it to 1"),
@@ -105,7 +111,7 @@ def test_the_plugin_needs_nothing_that_vllm_does_not_install() -> None:
             *(f"sys.modules[{name!r}] = None" for name in absent),
             *(
                 f"import {package}.{module}"
-                for module in ("plugin", "entry_map", "compressor", "limits", "job")
+                for module in ("plugin", "entry_map", "feeder", "compressor", "limits", "job")
             ),
         ]
     )

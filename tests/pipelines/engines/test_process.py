@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import tiny
 from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.checkpoints.export import Exported
 from vlmdistill.pipelines.engines import parity, process
@@ -16,6 +17,7 @@ from vlmdistill.pipelines.engines.messages import EngineJob, EngineOutcome, Ques
 from vlmdistill.pipelines.engines.parity import DraftCounts, Parity, questions
 from vlmdistill.pipelines.engines.process import EngineError
 from vlmdistill.pipelines.prompts.importing import Prompt
+from vlmdistill.pipelines.targets.checkpoints.loading import load
 
 JOB = EngineJob(target="target", questions=(Question(text="What?"),))
 WRITTEN = Exported(
@@ -105,6 +107,12 @@ def test_the_engine_is_compared_with_itself_and_with_our_decoder(monkeypatch: py
         parity.check(target, Path("eagle3"), WRITTEN, asked, JOB)
 
 
-def test_a_video_is_refused_by_name() -> None:
-    with pytest.raises(EngineError, match="prompt one shows a video"):
-        questions(SimpleNamespace(), [prompt({"type": "video", "path": "clip.mp4"})])  # type: ignore[arg-type]
+def test_a_video_is_asked_for_with_our_frames_and_positions(tmp_path: Path) -> None:
+    for number in range(6):
+        tiny.picture(56, 84, number).save(tmp_path / f"{number}.png")
+    target, shown = load("demo-video", device="cpu"), prompt({"type": "video", "path": str(tmp_path)})
+    (question,) = questions(target, [shown])
+    encoded, (clip,) = target.encode(shown.messages), question.videos
+    assert (clip.path, clip.indices, clip.total) == (str(tmp_path), tuple(range(6)), 6)
+    assert question.rope == encoded.rope_AL.tolist()
+    assert question.text.count(target.processor.video_token) == 1
