@@ -12,17 +12,18 @@ if TYPE_CHECKING:
 
     from vlmdistill.pipelines.evaluation.comparison import Ranking
     from vlmdistill.pipelines.evaluation.records import Evaluation
-    from vlmdistill.pipelines.evaluation.served_records import (
-        LoadFigures,
-        Quartiles,
-        RunFigures,
-        ServedEvaluation,
-    )
-    from vlmdistill.pipelines.evaluation.statistics import Checks, Figures, Interval, Rate
+    from vlmdistill.pipelines.evaluation.served import ServedDrafters
+    from vlmdistill.pipelines.evaluation.statistics import Checks, Figures, Rate
 
 SERVER = "openai:"
-HERE = ("tree", "threads", "attention", "target_dtype", "compiled")  # options of decoding in this process
-THERE = ("concurrency", "baseline", "served_model", "name")  # options of a server
+HERE, VLLM, THERE = "transformers", "vllm", "openai:URL"
+ENGINES = {
+    **dict.fromkeys(("tree", "threads", "attention", "compiled"), (HERE,)),
+    "target_dtype": (HERE, VLLM),
+    "concurrency": (VLLM, THERE),
+    **dict.fromkeys(("baseline", "served_model", "name"), (THERE,)),
+}
+"""Options that only some engines have."""
 
 
 def evaluate(
@@ -56,8 +57,9 @@ def evaluate(
     engine: Annotated[
         str,
         typer.Option(
-            metavar="transformers|openai:URL",
-            help="What decodes: this process, or a running OpenAI-compatible server.",
+            metavar="transformers|vllm|openai:URL",
+            help="What decodes: this process, servers of vLLM that are started for it, or a running "
+            "OpenAI-compatible server.",
         ),
     ] = "transformers",
     concurrency: Annotated[
@@ -85,14 +87,15 @@ def evaluate(
     responses are identical.
 
     With --engine openai:URL, the prompts are sent to a running server at each --concurrency. Times are
-    the client's, acceptance is what the server's metrics count. The key is OPENAI_API_KEY. The exit
-    status is 1 when a request failed.
+    the client's, acceptance is what the server's metrics count. The key is OPENAI_API_KEY. With --engine
+    vllm, each drafter is exported and served by vLLM, beside a server without a drafter; needs `make
+    engine` once. The exit status is 1 when a request failed, or a drafter could not be served.
     """
     from vlmdistill.pipelines.prompts import importing
 
-    url = _server(context, engine, drafters or [])
+    kind = _engine(context, engine, drafters or [])
     workspace = console.workspace(model, runs)
-    if url is not None:
+    if kind != HERE:
         from vlmdistill.pipelines.evaluation import served
 
         load = served.Load(
@@ -103,17 +106,28 @@ def evaluate(
             seed=seed,
         )
         with console.progress("sending", "prompts") as report:
-            made = served.evaluate_server(
-                workspace,
-                url,
-                load,
-                baseline=baseline,
-                name=name,
-                served_model=served_model,
-                prompts_file=prompts,
-                on_prompt=report,
-            )
-        show_served(made, as_json)
+            if kind == VLLM:
+                found = served.evaluate_drafters(
+                    workspace,
+                    drafters or [],
+                    load,
+                    dtype=target_dtype,
+                    prompts_file=prompts,
+                    on_prompt=report,
+                )
+            else:
+                one = served.evaluate_server(
+                    workspace,
+                    engine.removeprefix(SERVER),
+                    load,
+                    baseline=baseline,
+                    name=name,
+                    served_model=served_model,
+                    prompts_file=prompts,
+                    on_prompt=report,
+                )
+                found = served.ServedDrafters([one])
+        show_served(found, as_json, by_name=kind == VLLM)
         return
     importing.select(importing.read(prompts or workspace.prompts, model), "eval")  # before the slow imports
     from vlmdistill.drafters.core.tree import Tree
@@ -138,74 +152,61 @@ def evaluate(
         show(evaluations)
 
 
-def _server(context: typer.Context, engine: str, drafters: list[str]) -> str | None:
-    """The URL of `--engine`; None for this process. BadParameter when an argument is of the other engine."""
-    remote = engine.startswith(SERVER)
-    if not remote and engine != "transformers":
-        raise typer.BadParameter(f"'{engine}' is neither transformers nor openai:URL", param_hint="--engine")
+def _engine(context: typer.Context, engine: str, drafters: list[str]) -> str:
+    """The kind of `--engine`; BadParameter when an argument is of another one."""
+    kind = THERE if engine.startswith(SERVER) else engine
+    if kind not in (HERE, VLLM, THERE):
+        raise typer.BadParameter(f"'{engine}' is none of {HERE}, {VLLM}, {THERE}", param_hint="--engine")
     for option in context.command.params:
         source = context.get_parameter_source(option.name or "")
-        if option.name in (HERE if remote else THERE) and source is not None and source.name != "DEFAULT":
-            needed = "transformers" if remote else "openai:URL"
-            raise typer.BadParameter(f"it needs --engine {needed}", param_hint=option.opts[0])
-    if remote and drafters:
+        needed = ENGINES.get(option.name or "", (kind,))
+        if kind not in needed and source is not None and source.name != "DEFAULT":
+            raise typer.BadParameter(f"it needs --engine {' or '.join(needed)}", param_hint=option.opts[0])
+    if kind == THERE and drafters:
         raise typer.BadParameter("the server decides what drafts: give none", param_hint="DRAFTER...")
-    if not remote and not drafters:
+    if kind != THERE and not drafters:
         raise typer.BadParameter("name at least one", param_hint="DRAFTER...")
-    return engine.removeprefix(SERVER) if remote else None
+    return kind
 
 
-def show_served(made: "ServedEvaluation", as_json: bool) -> None:
-    """Print a line for each temperature, concurrency and server; Exit 1 if a request failed."""
+def show_served(found: "ServedDrafters", as_json: bool, *, by_name: bool = False) -> None:
+    """Print a line for each temperature, concurrency and server; Exit 1 if something failed."""
     import msgspec
 
-    from vlmdistill.pipelines.evaluation.served_records import load_figures
+    from vlmdistill.pipelines.evaluation.served_records import TABLE, load_figures, table
 
-    found = [load_figures(load) for load in made.loads]
+    loads = {made.name: [load_figures(load) for load in made.loads] for made in found.made}
     if as_json:
-        facts = msgspec.to_builtins(made)
-        console.result(_known({**facts, "loads": [asdict(one) for one in found]}), as_json=True)
-    else:
-        header = ["server", "T", "concurrency", "tokens/s", "first token ms", "ms/token", "tau", "accepted"]
-        lines = []
-        for one in found:
-            paired = [_cell(one.speedup, (one.intervals or {}).get("speedup"))]
-            paired += [f"{one.identical}/{one.compared}" if one.compared else "-"]
-            lines.append([made.name, *_run_cells(one, one.server), *paired])
-            if one.baseline:
-                lines.append(["baseline", *_run_cells(one, one.baseline), "-", "-"])
-        console.rows([*header, "speedup", "identical"], lines)
-    for one in found:
+        facts = {
+            made.name: known(
+                {**msgspec.to_builtins(made), "loads": [asdict(one) for one in loads[made.name]]}
+            )
+            for made in found.made
+        }
+        console.result(facts if by_name else facts.popitem()[1], as_json=True)
+    elif found.made:
+        console.rows(TABLE, table(found.made))
+    for one in (one for some in loads.values() for one in some):
         for warning in one.warnings:
             console.note(f"warning: {warning}")
-    if made.failed:
-        sent = sum(len(run.requests) + len(run.failed) for run in made.runs)
-        first = made.failed[0]
-        console.note(f"{len(made.failed)} of {sent} requests failed, prompt {first.key}: {first.reason}")
+    for made in found.made:
+        if made.failed:
+            sent = sum(len(run.requests) + len(run.failed) for run in made.runs)
+            first = made.failed[0]
+            console.note(f"{len(made.failed)} of {sent} requests failed, prompt {first.key}: {first.reason}")
+    for name, error in found.failed.items():
+        if log := getattr(error, "log", ""):
+            console.note(f"{log}\n")
+        console.note(f"{name} was not measured: {error}")
+    if found.failed or any(made.failed for made in found.made):
         raise typer.Exit(1)
 
 
-def _run_cells(load: "LoadFigures", run: "RunFigures") -> list[str]:
-    pace = f"{run.tokens_per_second:.0f}" if run.tokens_per_second is not None else "-"
-    times = [_milliseconds(run.first_seconds), _milliseconds(run.seconds_per_token)]
-    rates = [_cell(run.tau), _cell(run.accepted)]
-    return [f"{load.temperature:g}", str(load.concurrency), pace, *times, *rates]
-
-
-def _milliseconds(found: "Quartiles | None") -> str:
-    return f"{1e3 * found.median:.1f} ({1e3 * found.low:.1f}-{1e3 * found.high:.1f})" if found else "-"
-
-
-def _cell(value: float | None, within: "Interval | None" = None) -> str:
-    shown = "-" if value is None else f"{value:.2f}"
-    return f"{shown} ({within.low:.2f}-{within.high:.2f})" if within else shown
-
-
-def _known(facts: Any) -> Any:
+def known(facts: Any) -> Any:
     """Without what the server did not report."""
     if isinstance(facts, dict):
-        return {name: _known(value) for name, value in facts.items() if value is not None}
-    return [_known(one) for one in facts] if isinstance(facts, list) else facts
+        return {name: known(value) for name, value in facts.items() if value is not None}
+    return [known(one) for one in facts] if isinstance(facts, list) else facts
 
 
 def show(evaluations: "list[Evaluation]") -> None:
@@ -254,7 +255,9 @@ def show_budgets(rankings: "Sequence[Ranking]") -> None:
 
 def rate(figures: "Figures", name: "Rate") -> str:
     """A rate with its confidence interval, as one cell."""
-    return _cell(getattr(figures, name), figures.intervals.get(name))
+    from vlmdistill.pipelines.evaluation.served_records import cell
+
+    return cell(getattr(figures, name), figures.intervals.get(name))
 
 
 def responses(count: "Checks", kind: str = " identical") -> str:

@@ -51,6 +51,8 @@ def export(
             "identical": parity.identical,
             "accepted_per_draft": parity.engine.per_draft,
             "accepted_per_draft_by_eval": parity.ours.per_draft,
+            "tree": parity.tree,
+            "accepted_per_draft_by_tree": parity.own.per_draft if parity.own else None,
             "versions": parity.versions,
         }
     console.result(facts, as_json)
@@ -74,7 +76,9 @@ def compare(
         target=str(target.folder.absolute()), questions=parity.questions(target, prompts), dtype=written.dtype
     )
     with console.progress("comparing", "prompts") as report:
-        return parity.check(target, workspace.trained(drafter), written, prompts, job, on_prompt=report)
+        return parity.check(
+            target, workspace.trained(drafter), written, prompts, job, own_tree=True, on_prompt=report
+        )
 
 
 def commands(written: "Exported") -> list[str]:

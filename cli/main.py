@@ -46,7 +46,7 @@ LEFT = {
     **dict.fromkeys(("responses", "features", "merge", "push", "pull", "run"), KEPT),
     "prompts": "nothing was imported",
     "train": "no step was done",
-    "eval": "no evaluation was written; run the same command to start again",
+    "eval": "only finished evaluations are kept; run the same command to start again",
 }
 """What an interrupted command leaves, if it does not report that itself."""
 

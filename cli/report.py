@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vlmdistill.cli import console
-from vlmdistill.cli.evaluate import rate, responses
+from vlmdistill.cli.evaluate import known, rate, responses
 
 if TYPE_CHECKING:
     from vlmdistill.pipelines.evaluation.comparison import DrafterResult
@@ -42,10 +42,11 @@ def report(
     """Write an HTML page of all evaluations and print their table.
 
     Evaluations with different prompts, settings or hardware do not compare; each such group has its own
-    table.
+    table, and those of serving engines another.
     """
     from vlmdistill.pipelines.evaluation import report as pipeline
     from vlmdistill.pipelines.evaluation.comparison import differing
+    from vlmdistill.pipelines.evaluation.served_records import TABLE, load_figures, table
 
     made = pipeline.make(console.workspace(model, runs), out)
     apart = differing(made.groups)
@@ -55,7 +56,13 @@ def report(
             for group in made.groups
             for one in group.results
         ]
-        console.result({"page": str(made.page), "differing": apart, "rows": rows}, as_json=True)
+        served = [
+            known({**asdict(load_figures(load)), "name": one.name})
+            for one in made.served
+            for load in one.loads
+        ]
+        facts = {"page": str(made.page), "differing": apart, "rows": rows, "served": served}
+        console.result(facts, as_json=True)
         return
     if apart:
         typer.echo(f"{len(made.groups)} groups that do not compare; they differ in {', '.join(apart)}")
@@ -67,6 +74,9 @@ def report(
             typer.echo(text)
         for warning in group.warnings:
             console.note(f"warning: {warning}")
+    if made.served:
+        typer.echo("\nserving engines, by eval --engine")
+        console.rows(TABLE, table(made.served))
     typer.echo(f"{chr(10) if apart else ''}page  {made.page}")
 
 

@@ -26,6 +26,8 @@ class Exported:
     dtype: str
     parameters: int
     draft_vocabulary: int
+    target_vocabulary: int
+    """vLLM pads the logits of each drafted token to this many."""
     layers: tuple[int, ...]
     """The layers of the target whose inputs it reads; none: the last state."""
     engines: tuple[str, ...]
@@ -79,6 +81,7 @@ def export(folder: Path, out: Path, dtype: str = "bfloat16") -> Exported:
         dtype=dtype,
         parameters=sum(value.numel() for value in held.values() if value.is_floating_point()),
         draft_vocabulary=served_as.draft_vocabulary,
+        target_vocabulary=info.vocab_size,
         layers=served_as.layers,
         engines=served_as.engines,
         method=served_as.method,

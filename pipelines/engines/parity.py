@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.checkpoints.export import Exported
+from vlmdistill.drafters.core.drafter import Proposer
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.decoding.decoders import speculate
 from vlmdistill.pipelines.engines import process
@@ -46,6 +47,10 @@ class Parity:
     ours: DraftCounts
     engine: DraftCounts
     versions: dict[str, str]
+    tree: str = ""
+    """The draft tree of the drafter itself, if it was asked for."""
+    own: DraftCounts | None = None
+    """Our decoder on that tree."""
 
     @property
     def holds(self) -> bool:
@@ -94,21 +99,20 @@ def _bare(part: dict[str, str]) -> dict[str, str]:
 
 def ours(
     target: "VisionLanguageTarget",
-    folder: Path,
+    drafter: Proposer,
     prompts: Sequence[Prompt],
     job: EngineJob,
     on_prompt: Callable[[int, int, str], None],
+    tree: Tree,
 ) -> DraftCounts:
-    """What our decoder accepts of a drafter's chains, greedily."""
-    origin = target.provenance((), "float32")
-    drafter = checkpoint.load(folder, target.head, target.info, provenance=origin)
-    tree, drafts, accepted = Tree.parse(f"chain-{job.draft_tokens}"), 0, 0
+    """What our decoder accepts of a drafter's drafts of this shape, greedily."""
+    drafts = accepted = 0
     for done, prompt in enumerate(prompts):
         encoded = target.encode(prompt.messages)
         cycles = list(speculate(target, drafter, encoded, tree=tree, max_new_tokens=job.max_new_tokens))[1:]
         drafts += len(cycles)
         accepted += sum(cycle.accepted for cycle in cycles)
-        on_prompt(done + 1, len(prompts), "our decoder")
+        on_prompt(done + 1, len(prompts), f"our decoder, {tree}")
     return DraftCounts(drafts, accepted)
 
 
@@ -120,12 +124,14 @@ def check(
     job: EngineJob,
     *,
     plain: EngineOutcome | None = None,
+    own_tree: bool = False,
     on_prompt: Callable[[int, int, str], None] = lambda done, total, remark: None,
 ) -> Parity:
     """Decode `prompts` with the drafter of `folder` in our decoder and, as exported, in the engine.
 
-    `job` says how; `plain` is the engine's outcome without a drafter, if it is known. EngineError when the
-    engine cannot run, or does not read the prompts as we do.
+    `job` says how; `plain` is the engine's outcome without a drafter, if it is known. Our decoder drafts the
+    engine's chains and, if asked, the drafter's own tree. EngineError when the engine cannot run, or does not
+    read the prompts as we do.
     """
     plain = plain or process.run(job)
     for prompt, read in zip(prompts, plain.prompts, strict=True):
@@ -142,11 +148,15 @@ def check(
         whole_images=exported.whole_images,
     )
     found = process.run(served)
+    loaded = checkpoint.load(folder, target.head, target.info, provenance=target.provenance((), "float32"))
+    chain = Tree.parse(f"chain-{served.draft_tokens}")
     pairs = zip(plain.responses, found.responses, strict=True)
     return Parity(
         prompts=len(prompts),
         identical=sum(one == other for one, other in pairs),
-        ours=ours(target, folder, prompts, served, on_prompt),
+        ours=ours(target, loaded, prompts, served, on_prompt, chain),
         engine=DraftCounts(found.drafts, found.accepted),
         versions=found.versions,
+        tree=str(loaded.tree) if own_tree else "",
+        own=ours(target, loaded, prompts, served, on_prompt, loaded.tree) if own_tree else None,
     )

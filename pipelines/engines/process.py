@@ -23,7 +23,11 @@ SETTINGS = {
 
 
 class EngineError(VlmdistillError):
-    """An engine has failed."""
+    """An engine has failed; `log` is the end of what it wrote."""
+
+    def __init__(self, line: str, log: str = "") -> None:
+        super().__init__(line)
+        self.log = log
 
 
 def run(job: EngineJob) -> EngineOutcome:
@@ -44,11 +48,11 @@ def run(job: EngineJob) -> EngineOutcome:
                 check=False,
             ).returncode
         if status:
-            raise EngineError(f"vLLM has failed: {_reason(log.read_text(errors='replace'), status)}")
+            raise EngineError(f"vLLM has failed: {reason(log.read_text(errors='replace'), status)}")
         return msgspec.json.decode(outcome_file.read_bytes(), type=EngineOutcome)
 
 
-def _reason(log: str, status: int) -> str:
+def reason(log: str, status: int) -> str:
     """Why a process has failed: the last error in its log, else its last line."""
     errors: list[str] = re.findall(r"\w*Error: .+", log)
     return (errors or log.splitlines() or [f"exit status {status}"])[-1]

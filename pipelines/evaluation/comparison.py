@@ -206,10 +206,10 @@ def differing(groups: Sequence[Group]) -> list[str]:
 def gather(workspace: Workspace) -> list[Group]:
     """Read all evaluations of a workspace and group those that can be compared, the latest first.
 
-    DataError if there are none, or if a JSON file in their folder is not an evaluation.
+    DataError if there are none, not even of a server, or if a JSON file in their folder is not an evaluation.
     """
     files = sorted(workspace.reports.glob("*.json"))
-    if not files:
+    if not files and not any(workspace.reports.glob("served/*.json")):
         raise DataError(
             f"no evaluations in {workspace.reports}: evaluate a drafter first with "
             f"`vlmdistill eval DRAFTER... --model {workspace.model}`"

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
+from vlmdistill.pipelines.evaluation import served_records
 from vlmdistill.pipelines.evaluation.comparison import DrafterResult, Group, differing, gather
 from vlmdistill.pipelines.evaluation.records import Evaluation, ShownResponse
+from vlmdistill.pipelines.evaluation.served_records import ServedEvaluation
 from vlmdistill.pipelines.workspace import Workspace, atomic_write
 
 IMAGE_SIDE = 320  # pixels of the longer side of an embedded image
@@ -121,10 +123,11 @@ class GroupView:
 
 @dataclass(frozen=True)
 class ReportPage:
-    """The file of the page, and the groups on it."""
+    """The file of the page, and what is on it."""
 
     page: Path
     groups: list[Group]
+    served: list[ServedEvaluation]  # of servers, by name
 
 
 def make(workspace: Workspace, out: Path | None = None) -> ReportPage:
@@ -132,14 +135,16 @@ def make(workspace: Workspace, out: Path | None = None) -> ReportPage:
 
     DataError if there are none, or if a JSON file in their folder is not an evaluation.
     """
-    report = ReportPage(out or workspace.reports / "index.html", gather(workspace))
-    page = _page(workspace.root.name, report.groups)
+    groups = gather(workspace)
+    served = [served_records.read(file) for file in sorted(workspace.reports.glob("served/*.json"))]
+    report = ReportPage(out or workspace.reports / "index.html", groups, served)
+    page = _page(workspace.root.name, groups, served)
     with atomic_write(report.page) as aside:
         aside.write_text(page, encoding="utf-8", errors="replace")  # JSON may contain a lone surrogate
     return report
 
 
-def _page(title: str, groups: Sequence[Group]) -> str:
+def _page(title: str, groups: Sequence[Group], served: Sequence[ServedEvaluation]) -> str:
     from jinja2 import Environment, StrictUndefined
 
     names = sorted({one.name for group in groups for one in group.evaluations})
@@ -154,6 +159,8 @@ def _page(title: str, groups: Sequence[Group]) -> str:
         title=title,
         views=[GroupView(group, styles) for group in groups],
         differing=differing(groups),
+        served=[(one.measured, line) for one in served for line in served_records.table([one])],
+        columns=served_records.TABLE,
         plane={"width": WIDTH, "left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM, "bar": BAR},
     )
 

@@ -1,4 +1,6 @@
-"""Evaluates a running server: sends it the held-out prompts, times the responses, and reads its own counts.
+"""Evaluates a server: sends it the held-out prompts, times the responses, and reads its own counts.
+
+The server runs already, or vLLM is started for each drafter.
 
 With a baseline, the same server without a drafter, blocks of prompts go to both in alternation, so that a
 machine whose speed drifts affects both alike, and neither runs while the other is measured.
@@ -6,13 +8,21 @@ machine whose speed drifts affects both alike, and neither runs while the other 
 
 import asyncio
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from vlmdistill.drafters.checkpoints.export import Exported, export
+from vlmdistill.pipelines.engines.environment import check_environment
+from vlmdistill.pipelines.engines.process import EngineError
+from vlmdistill.pipelines.engines.serve import vllm_server
 from vlmdistill.pipelines.evaluation import served_records
 from vlmdistill.pipelines.evaluation.evaluate import held_out
 from vlmdistill.pipelines.evaluation.served_records import (
@@ -26,13 +36,15 @@ from vlmdistill.pipelines.evaluation.server_client import ServedModel, ServerCli
 from vlmdistill.pipelines.evaluation.server_metrics import Counters, between
 from vlmdistill.pipelines.media.images import data_url
 from vlmdistill.pipelines.prompts.importing import Prompt
+from vlmdistill.pipelines.targets.checkpoints.folder import resolve
 from vlmdistill.pipelines.targets.checkpoints.registry import HUB
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.pipelines.workspace import Workspace
-from vlmdistill.stores.errors import DataError
+from vlmdistill.stores.errors import DataError, VlmdistillError
 from vlmdistill.stores.schema import content_hash
 
 BLOCK = 2  # prompts for each concurrent request, before the other server has its turn
+NAME = re.compile(r"\w[\w.-]*")
 PAUSE, PATIENCE = 0.2, 5.0  # seconds between looks at the metrics, and for all, until they stand still
 
 
@@ -73,7 +85,7 @@ def evaluate_server(
     fail are counted. ServerError when a server cannot be used, or when all requests to the one at `url`
     failed; DataError when a prompt cannot be sent.
     """
-    if name is not None and not re.fullmatch(r"\w[\w.-]*", name):
+    if name is not None and not NAME.fullmatch(name):
         raise DataError(f"--name {name}: use letters, digits, '_', '.' and '-'")
     chosen = held_out(prompts_file or workspace.prompts, load.limit, workspace.model)
     load.check(len(chosen))
@@ -123,6 +135,75 @@ def evaluate_server(
         return made
 
     return asyncio.run(measured())
+
+
+@dataclass
+class ServedDrafters:
+    """The drafters that were measured, and why the others were not."""
+
+    made: list[ServedEvaluation] = field(default_factory=list)
+    failed: dict[str, VlmdistillError] = field(default_factory=dict)
+
+
+def evaluate_drafters(
+    workspace: Workspace,
+    names: Sequence[str],
+    load: Load,
+    *,
+    dtype: str,
+    prompts_file: Path | None = None,
+    on_prompt: Callable[[int, int, str], None] = lambda done, total, remark: None,
+) -> ServedDrafters:
+    """Measure each drafter as `evaluate_server` does, with servers of our own: vLLM with it and without.
+
+    What is exported and what the servers say is kept in `served/` of the workspace. A drafter that cannot be
+    served does not stop the next one. TrainingError when a drafter cannot be exported.
+    """
+    check_environment("vllm")
+    load.check(len(held_out(prompts_file or workspace.prompts, load.limit, workspace.model)))
+    target, folder = resolve(workspace.model), workspace.root / "served"
+    if dtype == "auto":
+        dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+    written = dict[str, Exported]()
+    for name in names:
+        if not NAME.fullmatch(name):
+            raise DataError(f"{name}: name a drafter of the workspace, not a folder")
+        shutil.rmtree(folder / name, ignore_errors=True)
+        written[name] = export(workspace.drafter(name), folder / name, dtype)
+
+    def server(drafter: str, images: bool) -> AbstractContextManager[str]:
+        on_prompt(0, 0, f"starting vLLM with {drafter or 'no drafter'}")
+        log, one = folder / f"{drafter or 'baseline'}.log", written.get(drafter)
+        return vllm_server(target, workspace.model, dtype, log, one, whole_images=images)
+
+    def count(done: int, total: int, remark: str) -> None:
+        on_prompt(done, total, f"{name} {remark}")
+
+    found, plain, served_images = ServedDrafters(), "", None
+    with ExitStack() as baseline:
+        for name in sorted(written, key=lambda name: written[name].whole_images):
+            images = written[name].whole_images
+            try:
+                if images != served_images:  # the baseline is as the drafter in all else
+                    baseline.close()
+                    served_images = None
+                    plain, served_images = baseline.enter_context(server("", images)), images
+                with server(name, images) as url:
+                    found.made.append(
+                        evaluate_server(
+                            workspace,
+                            url,
+                            load,
+                            baseline=plain,
+                            name=name,
+                            served_model=workspace.model,
+                            prompts_file=prompts_file,
+                            on_prompt=count,
+                        )
+                    )
+            except (EngineError, ServerError) as error:
+                found.failed[name] = error
+    return found
 
 
 def chat_messages(prompt: Prompt) -> list[dict[str, Any]]:

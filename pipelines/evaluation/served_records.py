@@ -22,8 +22,13 @@ from msgspec import Meta
 from vlmdistill.pipelines.evaluation.records import Amount, Count, Decoding, Measurement, PromptResult
 from vlmdistill.pipelines.evaluation.statistics import Interval, Rate, figures
 from vlmdistill.pipelines.workspace import atomic_write
+from vlmdistill.stores.errors import DataError
 
 FORMAT: Final = 1
+TABLE: Final = (
+    *("server", "T", "concurrency", "tokens/s", "first token ms", "ms/token"),
+    *("tau", "accepted", "speedup", "identical", "failed"),
+)
 SPEEDS: Final = ("speedup", "decode_speedup")
 
 
@@ -158,6 +163,44 @@ def write(evaluation: ServedEvaluation, file: Path) -> None:
     """Replace the file atomically."""
     with atomic_write(file) as aside:
         aside.write_bytes(msgspec.json.format(msgspec.json.encode(evaluation), indent=1))
+
+
+def read(file: Path) -> ServedEvaluation:
+    """Read an evaluation of a server; DataError on an invalid file."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=ServedEvaluation)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        what = f"{file} is not an evaluation of a server ({error})"
+        raise DataError(f"{what}: remove it, or repeat `vlmdistill eval`") from None
+
+
+def table(evaluations: Sequence[ServedEvaluation]) -> list[list[str]]:
+    """The lines of `TABLE`: each server at each temperature and concurrency, then its baseline."""
+    lines = []
+    for made in evaluations:
+        for one in map(load_figures, made.loads):
+            paired = [cell(one.speedup, (one.intervals or {}).get("speedup"))]
+            paired += [f"{one.identical}/{one.compared}" if one.compared else "-"]
+            lines.append([made.name, *_run_cells(one, one.server), *paired, str(one.server.failed)])
+            if one.baseline:
+                lines.append(["baseline", *_run_cells(one, one.baseline), "-", "-", str(one.baseline.failed)])
+    return lines
+
+
+def _run_cells(load: LoadFigures, run: RunFigures) -> list[str]:
+    pace = f"{run.tokens_per_second:.0f}" if run.tokens_per_second is not None else "-"
+    times = [_milliseconds(run.first_seconds), _milliseconds(run.seconds_per_token)]
+    return [f"{load.temperature:g}", str(load.concurrency), pace, *times, cell(run.tau), cell(run.accepted)]
+
+
+def _milliseconds(found: Quartiles | None) -> str:
+    return f"{1e3 * found.median:.1f} ({1e3 * found.low:.1f}-{1e3 * found.high:.1f})" if found else "-"
+
+
+def cell(value: float | None, within: Interval | None = None) -> str:
+    """A rate, with its interval if it has one."""
+    shown = "-" if value is None else f"{value:.2f}"
+    return f"{shown} ({within.low:.2f}-{within.high:.2f})" if within else shown
 
 
 def run_figures(run: ServerRun) -> RunFigures:

@@ -115,6 +115,10 @@ class CaptureFacts:
     text_bytes: int  # of one text token
     visual_bytes: int  # of one visual token
 
+    def sample_bytes(self, tokens: int, visual: int) -> int:
+        """The size of a sample of so many tokens, `visual` of them visual."""
+        return (tokens - visual) * self.text_bytes + visual * self.visual_bytes
+
 
 @dataclass(frozen=True, kw_only=True)
 class CaptureSummary:
@@ -359,8 +363,7 @@ def plan(items: Sequence[CaptureItem], facts: CaptureFacts, shard_bytes: int) ->
     chunk: list[CaptureItem] = []
     size = 0
     for item in sorted(items, key=lambda item: (-item.tokens, item.prompt.key)):
-        visual = item.response.visual_tokens
-        weight = (item.tokens - visual) * facts.text_bytes + visual * facts.visual_bytes
+        weight = facts.sample_bytes(item.tokens, item.response.visual_tokens)
         if chunk and (size + weight > shard_bytes or len(chunk) >= SHARD_SAMPLES):
             tasks.append(CaptureTask.of(chunk))
             chunk, size = [], 0

@@ -1,20 +1,21 @@
 """Stages 2 and 3 in one pass: an engine keeps the hidden states of responses while it generates them.
 
-A worker publishes the shard of a task and returns the responses. The driver writes those, and then lets the
-shard count: every sample of the store has its response. A run that is stopped in between leaves responses
+A worker publishes the shards of a task and returns the responses. The driver writes those, and then lets the
+shards count: every sample of the store has its response. A run that is stopped in between leaves responses
 whose features `capture` adds.
 """
 
 import dataclasses
 import os
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vlmdistill.pipelines.engines.environment import EngineName
 from vlmdistill.pipelines.features.capturer import (
+    SHARD_SAMPLES,
     CaptureItem,
     Capturer,
     CaptureSettings,
@@ -33,6 +34,7 @@ from vlmdistill.pipelines.runtime.workers import WorkerOptions
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
 from vlmdistill.pipelines.workspace import only_writer
+from vlmdistill.stores.manifest import Commit
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.writer import Writer
 
@@ -44,9 +46,7 @@ if TYPE_CHECKING:
 
 
 class Synthesizer(Responder):
-    """The worker: generates the responses of a task, and writes the kept ones' features as one shard."""
-
-    _writer: Writer
+    """The worker: generates the responses of a task, and writes the kept ones' features as shards."""
 
     def __init__(
         self, store: str, settings: CaptureSettings, model: str, sampling: SamplingSettings, *more: Any
@@ -58,14 +58,36 @@ class Synthesizer(Responder):
         self, model: str, how: Options, engine: EngineName
     ) -> "tuple[TargetModel, EngineTarget | None]":
         self._capturer = Capturer(model, self._store, self._sampling, self._settings, how, engine)
+        self._planned = self._capturer.facts()
         return self._capturer.target, self._capturer.engine
 
     def work(self, task: ResponseTask) -> ResponseResult:
-        """The responses to the prompts of a task, and the kept ones' shard, which does not count yet."""
-        with self._capturer.store.writer(task.name, hold=True) as self._writer:
+        """The responses to the prompts of a task, and the kept ones' shards, which do not count yet."""
+        self._unit, self._opened, self._held = task.name, 0, list[Commit]()
+        self._writer: Writer | None = None
+        self._size = self._samples = 0  # of the open shard
+        with ExitStack() as self._open:
             result = super().work(task)
-        result.shard = self._writer.held
+            self._publish()
+        result.shards = self._held
         return result
+
+    def _add(self, sample: "Sample", size: int) -> None:
+        """Write a sample into the open shard, or into a new one where that is full."""
+        full = self._size + size > self._settings.shard_bytes or self._samples >= SHARD_SAMPLES
+        if self._writer is None or full:
+            self._publish()
+            writer = self._capturer.store.writer(f"{self._unit}-{self._opened}", hold=True)
+            self._writer = self._open.enter_context(writer)
+            self._opened, self._size, self._samples = self._opened + 1, 0, 0
+        self._writer.add(sample)
+        self._size, self._samples = self._size + size, self._samples + 1
+
+    def _publish(self) -> None:
+        """End the open shard, if there is one."""
+        self._open.close()
+        if self._writer and self._writer.held:
+            self._held.append(self._writer.held)
 
     def _generate(self, batch: Sequence[tuple[Prompt, Any]], seed: int, result: ResponseResult) -> None:
         by_key = {prompt.key: (prompt, encoded) for prompt, encoded in batch}
@@ -76,7 +98,8 @@ class Synthesizer(Responder):
             result.rows.append(row)
             if row.keep:
                 meta = {**CaptureItem(prompt, row).meta, **media_columns(prompt, encoded.samplings)}
-                self._writer.add(dataclasses.replace(sample, meta=meta))
+                size = self._planned.sample_bytes(row.prompt_tokens + len(row.ids), row.visual_tokens)
+                self._add(dataclasses.replace(sample, meta=meta), size)
 
         assert self.engine is not None
         self.engine.respond(
@@ -115,8 +138,8 @@ def synthesize(
     url = str(Path(store).absolute()) if local else store
 
     def count(result: ResponseResult) -> None:
-        if result.shard:
-            Store.open(store).count(result.shard)
+        for shard in result.shards:
+            Store.open(store).count(shard)
 
     with only_writer(Path(store)) if local else nullcontext(), marked(store) as mark:
         return responder.respond(

@@ -90,7 +90,7 @@ class ResponseResult:
 
     rows: list[ResponseRow] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)  # key -> error on this machine
-    shard: Commit | None = None  # of the kept responses, where they were captured as well
+    shards: list[Commit] = field(default_factory=list)  # of the kept ones, where they were captured as well
 
 
 class Responder:

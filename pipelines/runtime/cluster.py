@@ -55,7 +55,7 @@ def session() -> Iterator[None]:
         else:
             _connect(address, quiet)
         _hush()
-        _on_terminate(before if callable(before) else _leave)
+        on_terminate(before if callable(before) else leave)
         yield
     except ray.exceptions.RayError as error:  # errors of workers are handled by the pool
         raise VlmdistillError(
@@ -63,16 +63,17 @@ def session() -> Iterator[None]:
         ) from error
     finally:
         ray.shutdown()
-        _on_terminate(before)
+        on_terminate(before)
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
+def leave(number: int, frame: FrameType | None) -> None:
+    """A handler of SIGTERM that raises SystemExit, so that what is open is closed."""
     del number, frame
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one would interrupt the cleanup
     raise SystemExit(128 + signal.SIGTERM)
 
 
-def _on_terminate(handler: Any) -> None:
+def on_terminate(handler: Any) -> None:
     """Set the SIGTERM handler, after Ray has set its own. Python allows that in the main thread only."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_DFL if handler is None else handler)

@@ -1,6 +1,7 @@
 """`vlmdistill export --check`: nothing is written when it cannot run, and a difference is not exit 0."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,9 @@ def test_the_exit_status_says_whether_parity_holds(
 
     def check(target: Any, folder: Path, written: Any, prompts: list[Any], job: Any, **rest: Any) -> Parity:
         seen.append((folder, written.out, len(prompts), job.dtype))
-        return Parity(len(prompts), identical, DraftCounts(4, 8), DraftCounts(4, 8), {"vllm": "0.32.0"})
+        counts = DraftCounts(4, 8)
+        found = Parity(len(prompts), identical, counts, counts, {"vllm": "0.32.0"})
+        return replace(found, tree="30-3-8", own=DraftCounts(4, 10))
 
     monkeypatch.setattr(parity, "check", check)
     line = [
@@ -81,5 +84,7 @@ def test_the_exit_status_says_whether_parity_holds(
         2,
         "0.32.0",
     )
+    assert (facts["tree"], facts["accepted_per_draft_by_tree"]) == ("30-3-8", 2.5)
+    assert facts["draft_vocabulary"] == facts["target_vocabulary"]
     (command,) = [text for text in shown.err.splitlines() if text.startswith("vLLM: ")]
     assert "--no-enable-prefix-caching" in command

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+import polars as pl
 import pytest
 
 from vlmdistill.pipelines import flow
@@ -29,6 +30,7 @@ from vlmdistill.stores.store import Store
 
 KILLS = int(os.environ.get("VLMDISTILL_KILLS", "3"))
 PROMPTS, BATCH = 24, 2  # tasks of 4 prompts
+SHARD_BYTES = 250_000  # two or three samples: a task makes several shards
 PROGRAM = "tests.engines.killing"
 VICTIMS = {"driver": PROGRAM, "worker": "ray::WorkerActor", "engine": "engines.capture.server"}
 PATIENCE = 900.0  # seconds without a new file
@@ -44,7 +46,7 @@ def capture(folder: Path) -> None:
     """The run: all prompts, in many small tasks."""
     workspace = workspace_in(folder)
     prompts = importing.select(importing.read(workspace.prompts, "demo"), "train", PROMPTS)
-    settings = CaptureSettings(drafters=["sparrow"], dtype="float32")
+    settings = CaptureSettings(drafters=["sparrow"], dtype="float32", shard_bytes=SHARD_BYTES)
     options = WorkerOptions(workers=1, engine="vllm")
     flow.capture_features(
         "demo", prompts, workspace.responses, str(workspace.features), settings, options, batch=BATCH
@@ -99,7 +101,7 @@ def strike(run: subprocess.Popen[bytes], folder: Path, rng: random.Random) -> st
 
 
 def assert_whole(folder: Path) -> None:
-    """Every prompt has one response, every kept response one sample, of its own tokens."""
+    """Every prompt has one response, every kept response one sample, of its own tokens; shards are small."""
     workspace = workspace_in(folder)
     prompts = importing.select(importing.read(workspace.prompts, "demo"), "train", PROMPTS)
     keys = dataset.table(workspace.responses, ["key"])["key"].to_pylist()
@@ -109,6 +111,10 @@ def assert_whole(folder: Path) -> None:
     for row in kept:
         sample = store[row.key]
         assert np.array_equal(sample.ids_T[sample.response_T], row.ids), row.key
+    shards = store.index.group_by("unit").agg(pl.len(), pl.sum("text_tokens"))
+    row_bytes = 4 * store.info.hidden_size
+    assert all(count == 1 or tokens * row_bytes <= SHARD_BYTES for _, count, tokens in shards.iter_rows())
+    assert len(kept) > len(shards) > PROMPTS // (2 * BATCH)
     assert not verify(workspace.features).damage  # what killed writers left is no damage
 
 

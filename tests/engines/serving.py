@@ -4,15 +4,8 @@ Not collected by name: it needs the environment that `make engine` creates, and 
 """
 
 import json
-import os
 import shutil
-import signal
-import socket
-import subprocess
-import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -213,45 +206,7 @@ def test_sampled_responses_follow_the_distribution_of_the_target(served: Served)
     assert draws.scores.abs().max() < 5, (draws.tokens, draws.sums)
 
 
-@contextmanager
-def vllm_server(target: Path, drafter: str, log: Path) -> Iterator[str]:
-    """The URL of `vllm serve` with a drafter of `sparrow`'s kind."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    speculative = {"method": "eagle", "model": drafter, "num_speculative_tokens": 4}
-    command = [str(engine_python().with_name("vllm")), "serve", str(target), "--host", "127.0.0.1"]
-    command += ["--port", str(port), "--dtype", "float32", "--enforce-eager", "--no-enable-prefix-caching"]
-    command += ["--mm-processor-cache-gb", "0", "--speculative-config", json.dumps(speculative)]
-    settings = {key: value for key, value in process.SETTINGS.items() if "MULTIPROCESSING" not in key}
-    with log.open("wb") as said:
-        run = subprocess.Popen(
-            command,
-            env=settings | dict(os.environ),
-            cwd=log.parent,
-            stdout=said,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    url, healthy = f"http://127.0.0.1:{port}", False
-    try:
-        while not healthy:
-            assert run.poll() is None, log.read_text()[-2000:]
-            try:
-                healthy = urllib.request.urlopen(f"{url}/health", timeout=5).status == 200
-            except OSError:
-                time.sleep(1)
-        yield url
-    finally:
-        os.killpg(run.pid, signal.SIGTERM)
-        try:
-            run.wait(60)
-        finally:
-            if run.poll() is None:
-                os.killpg(run.pid, signal.SIGKILL)
-                run.wait()
-
-
-def test_eval_of_a_running_server_counts_what_eval_counts(
+def test_eval_with_servers_of_its_own_counts_what_eval_counts(
     served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On prompts without videos, which go over HTTP in no exact form."""
@@ -261,18 +216,27 @@ def test_eval_of_a_running_server_counts_what_eval_counts(
     asked = Workspace.of(MODEL, tmp_path / "runs").prompts
     common = ["--model", MODEL, "--prompts", str(asked), "--limit", "8", "--max-new-tokens", "256"]
     common += ["--json", "--runs", str(served.workspace.root.parent)]
-    assert served.target.folder is not None
-    with vllm_server(Path(served.target.folder), served.exported["sparrow"].out, tmp_path / "log") as url:
-        capsys.readouterr()
-        concurrencies = ["--concurrency", "1", "--concurrency", "4"]
-        assert main(["eval", "--engine", f"openai:{url}", *concurrencies, *common]) == 0
-        loads = json.loads(capsys.readouterr().out)["loads"]
+    capsys.readouterr()
+    concurrencies = ["--concurrency", "1", "--concurrency", "4"]
+    assert main(["eval", "sparrow", "--engine", "vllm", *concurrencies, *common]) == 0
+    loads = json.loads(capsys.readouterr().out)["sparrow"]["loads"]
     assert main(["eval", "sparrow", "--tree", "chain-4", *common]) == 0
     (offline,) = json.loads(capsys.readouterr().out)["sparrow"]["temperatures"]
+    assert [one["concurrency"] for one in loads] == [1, 4]
     for one in loads:
         found = one["server"]
         assert (found["drafts"], found["tokens"]) == (offline["calls"], offline["tokens"])
         for name in ("tau", "accepted", "alpha"):
             assert found[name] == pytest.approx(offline[name])
         assert found["accepted"] > 0
-        assert one["warnings"] == []
+        assert (one["identical"], one["warnings"]) == (8, [])
+    assert main(["report", "--model", MODEL, "--runs", str(served.workspace.root.parent)]) == 0
+    assert "sparrow" in capsys.readouterr().out
+    assert not [file for file in Path("/proc").glob("[0-9]*/cmdline") if named(served.workspace.root, file)]
+
+
+def named(folder: Path, command: Path) -> bool:
+    """Whether a process has a folder in its command line."""
+    with suppress(OSError):  # it has ended
+        return str(folder).encode() in command.read_bytes()
+    return False

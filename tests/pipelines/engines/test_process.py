@@ -12,6 +12,7 @@ import torch
 from tests import tiny
 from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.checkpoints.export import Exported
+from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.pipelines.engines import parity, process
 from vlmdistill.pipelines.engines.messages import EngineJob, EngineOutcome, Question
 from vlmdistill.pipelines.engines.parity import DraftCounts, Parity, questions
@@ -27,6 +28,7 @@ WRITTEN = Exported(
     dtype="float32",
     parameters=1,
     draft_vocabulary=9,
+    target_vocabulary=9,
     layers=(1, 2, 3),
     engines=("sglang", "vllm"),
     method="eagle3",
@@ -82,12 +84,12 @@ def test_the_engine_is_compared_with_itself_and_with_our_decoder(monkeypatch: py
         return outcome([1, 2, 3], [1, 4], drafts=7, accepted=9) if job.drafter else outcome([1, 2, 3], [1, 2])
 
     def speculate(*_: Any, tree: Any, **__: Any) -> Iterator[Any]:
-        assert str(tree) == "chain-4"
-        yield from (SimpleNamespace(accepted=accepted) for accepted in (0, 3, 4))
+        accepted = {"chain-4": (0, 3, 4), "30-3-8": (0, 5, 6)}[str(tree)]
+        yield from (SimpleNamespace(accepted=count) for count in accepted)
 
     monkeypatch.setattr(process, "run", run)
     monkeypatch.setattr(parity, "speculate", speculate)
-    monkeypatch.setattr(checkpoint, "load", lambda *_, **__: None)
+    monkeypatch.setattr(checkpoint, "load", lambda *_, **__: SimpleNamespace(tree=Tree(30, 3, 8)))
     target: Any = SimpleNamespace(
         head=None,
         info=None,
@@ -101,6 +103,8 @@ def test_the_engine_is_compared_with_itself_and_with_our_decoder(monkeypatch: py
         (str(Path("served").absolute()), "eagle3"),
     ]
     assert found == Parity(2, 1, DraftCounts(4, 14), DraftCounts(7, 9), {})
+    found = parity.check(target, Path("eagle3"), WRITTEN, asked, JOB, own_tree=True)
+    assert (found.tree, found.own) == ("30-3-8", DraftCounts(4, 22))
 
     target.encode = lambda messages: SimpleNamespace(ids_L=torch.tensor([5, 7]))
     with pytest.raises(EngineError, match="vLLM reads prompt one as other tokens"):

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from tests.pipelines.evaluation.made_up import RESPONSE, evaluation, measured, shown
 from vlmdistill.cli.report import report as verb
+from vlmdistill.pipelines.evaluation import served_records
 from vlmdistill.pipelines.evaluation.comparison import gather
 from vlmdistill.pipelines.evaluation.records import (
     Check,
@@ -30,6 +31,13 @@ from vlmdistill.pipelines.evaluation.records import (
     write,
 )
 from vlmdistill.pipelines.evaluation.report import make
+from vlmdistill.pipelines.evaluation.served_records import (
+    ServedEvaluation,
+    ServedLoad,
+    ServerCounts,
+    ServerRun,
+    TimedRequest,
+)
 from vlmdistill.pipelines.workspace import Workspace
 from vlmdistill.stores.errors import DataError
 
@@ -417,3 +425,42 @@ def test_a_report_without_evaluations_names_the_command_to_run(workspace: Worksp
     with pytest.raises(DataError, match=r"`vlmdistill eval DRAFTER\.\.\. --model demo`"):
         make(workspace)
     assert not workspace.root.exists()
+
+
+def test_evaluations_of_servers_are_a_section_of_their_own(workspace: Workspace, save: Save) -> None:
+    def run(seconds: float, **more: Any) -> ServerRun:
+        asked = [
+            TimedRequest(
+                key=f"k{one}", tokens=10, seconds=seconds, first_seconds=0.1, finish="stop", response="r"
+            )
+            for one in range(8)
+        ]
+        return ServerRun(seconds=8 * seconds, requests=tuple(asked), failed=(), **more)
+
+    counts = ServerCounts(generated=80, drafts=24, accepted=48, chain_tried=(24,), chain_accepted=(18,))
+    load = ServedLoad(
+        temperature=0, concurrency=4, server=run(1.0, counts=counts), baseline=run(2.5, counts=ServerCounts())
+    )
+    made_up = ServedEvaluation(
+        format=1,
+        name="in-vllm",
+        url="http://127.0.0.1:8000",
+        model="demo",
+        drafter=None,
+        baseline="http://127.0.0.1:8001",
+        prompt_set="hash",
+        max_new_tokens=64,
+        seed=0,
+        measured="2026-01-01 00:00:00",
+        loads=(load,),
+    )
+    served_records.write(made_up, workspace.reports / "served" / "in-vllm.json")
+    alone = make(workspace)
+    assert (alone.groups, alone.served) == ([], [made_up])
+    save("sparrow")
+    text = " ".join(text for _, text in Page(make(workspace).page).texts)
+    for cell in ("in-vllm", "3.00", "2.00", "2.50 (2.50\u20132.50)", "8/8"):  # tau to identical responses
+        assert cell in text
+    (workspace.reports / "served" / "odd.json").write_text("{}")
+    with pytest.raises(DataError, match=r"odd\.json is not an evaluation of a server"):
+        make(workspace)

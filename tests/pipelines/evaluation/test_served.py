@@ -336,7 +336,10 @@ def test_a_prompt_with_a_video_is_refused_by_name(
         ["lookahead", "--engine", "openai:http://127.0.0.1:1"],
         ["--engine", "openai:http://127.0.0.1:1", "--tree", "chain-4"],
         ["--engine", "openai:http://127.0.0.1:1", "--compile"],
-        ["lookahead", "--engine", "vllm"],
+        ["--engine", "vllm"],
+        ["lookahead", "--engine", "vllm", "--tree", "chain-4"],
+        ["lookahead", "--engine", "vllm", "--baseline", "http://127.0.0.1:1"],
+        ["lookahead", "--engine", "sglang"],
     ],
 )
 def test_what_belongs_to_the_other_engine_is_a_usage_error(more: list[str], workspace: Workspace) -> None:
