@@ -12,7 +12,26 @@ def train(
     drafter: Annotated[str, typer.Argument(help="Name of a drafter, such as sparrow.")],
     model: console.Model = "demo",
     store: console.StoreName = None,
+    cache: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR:SIZE",
+            help="Keep what is read of a store behind a URL in a local folder: /scratch/cache:500GB.",
+        ),
+    ] = None,
     view: Annotated[str | None, typer.Option(help="Train on this view of the store only.")] = None,
+    follow: Annotated[
+        bool,
+        typer.Option(
+            "--follow", help="Begin while the store is captured, and take in new shards until that has ended."
+        ),
+    ] = False,
+    wait: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS", min=0, help="With --follow: fail after this time without a new shard."
+        ),
+    ] = 1800.0,
     name: Annotated[
         str | None, typer.Option(help="Name of the trained drafter; default: the same as DRAFTER.")
     ] = None,
@@ -38,6 +57,13 @@ def train(
         float,
         typer.Option(metavar="SHARE", min=0, max=0.9, help="Share of the samples kept apart to validate on."),
     ] = 0.02,
+    checkpoints: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Copy each checkpoint there, and go on from it on any machine: s3://bucket/runs.",
+        ),
+    ] = None,
     tensorboard: Annotated[
         bool,
         typer.Option("--tensorboard", help="Write a TensorBoard log too; needs the extra `tensorboard`."),
@@ -64,11 +90,15 @@ def train(
     plan = dataclasses.replace(
         plan,
         store=store or plan.store,
+        cache=cache,
+        follow=follow,
+        wait=wait,
         view=view,
         zero=zero,
         dtype=dtype,
         save_every=save_every,
         held_out=held_out,
+        checkpoints=checkpoints and f"{checkpoints.rstrip('/')}/{workspace.root.name}/{name or drafter}",
         tensorboard=tensorboard,
     )
     with console.progress(f"training {name or drafter}", "steps") as report:

@@ -23,10 +23,10 @@ from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.batch import Batch, Head
 from vlmdistill.drafters.core.config import Stage
 from vlmdistill.drafters.core.vocabulary import columns_of
-from vlmdistill.drafters.training import deepspeed_engine, ranks, saved
+from vlmdistill.drafters.training import deepspeed_engine, follow, ranks, saved
 from vlmdistill.drafters.training.batches import as_batch
 from vlmdistill.drafters.training.progress import Metrics, SampleStats, TrainingProgress
-from vlmdistill.drafters.training.run import Run, RunData, finished, furthest
+from vlmdistill.drafters.training.run import Run, RunData, finished, furthest, splits
 from vlmdistill.drafters.training.saved import HeldOut, Position, Saved
 from vlmdistill.drafters.training.schedule import Schedule
 from vlmdistill.drafters.training.signals import ASKING, Signals
@@ -51,6 +51,8 @@ def train(run: Run, on_step: Callable[[TrainingProgress], None] = lambda progres
     """
     with Signals() as signals, ranks.guarded():
         ranks.join()
+        if run.follow:
+            follow.Capture(run.store, run.wait).first()
         with ranks.all_or_none():
             data = RunData.of(run)
         how = {
@@ -60,6 +62,8 @@ def train(run: Run, on_step: Callable[[TrainingProgress], None] = lambda progres
         origin = {"provenance": content_hash(data.store.provenance.to_dict())}
         ranks.same(data.settings | how | origin, "train the same")
         if not ranks.first(lambda: finished(run, data)):
+            if url := run.checkpoints:
+                ranks.first(lambda: saved.fetch(url, run.state, data.signature))
             trainer = _Trainer(run, data, signals, on_step)
             trainer.begin(*furthest(run, data))
             try:
@@ -79,6 +83,8 @@ class _Trainer:
         self.rank, self.world = ranks.join()
         self.position = Position()
         self.planned = 0
+        self.capture = follow.Capture(run.store, run.wait) if run.follow else None
+        self.allowed = sys.maxsize  # steps, as far as the capture is
         self.saved = 0  # the step of the last checkpoint
         self.metrics: Metrics | None = None  # on rank 0
         self.best: dict[str, torch.Tensor] = {}  # weights at `position.best`, on rank 0, if the run validates
@@ -109,6 +115,11 @@ class _Trainer:
         """Continue from a checkpoint, which the rank `source` has; without one, start."""
         if found is None:
             if columns_of(self.engine.module.drafter) is not None:
+                if self.capture:
+                    size = self.store.info.vocab_size
+                    raise TrainingError(
+                        f"--follow cannot choose a draft vocabulary: --set draft_vocab={size}"
+                    )
                 self._count_tokens()
         else:
             validated = self.config.validate_every > 0 and found.position.best is not None
@@ -175,7 +186,8 @@ class _Trainer:
         for number in range(self.position.stage, len(self.schedule.stages)):
             stage = self.schedule.stages[number]
             if self.config.steps:
-                planned += self.schedule.steps(number) if self.samples[number].draw(stage, 0.0, 0) else 0
+                some = self.capture or self.samples[number].draw(stage, 0.0, 0)
+                planned += self.schedule.steps(number) if some else 0
                 continue
             # The share of samples with images may move: the first epoch, the mean of those between, the last.
             epochs, mixed = ceil(stage.epochs), stage.visual[0] != stage.visual[1]
@@ -202,6 +214,8 @@ class _Trainer:
     def _epoch(self, stage: Stage) -> bool:
         """One pass, or the part of it that the stage's epochs or steps allow; False: nothing to read."""
         position, schedule = self.position, self.schedule
+        if self.capture:
+            self._follow(self.capture, stage)
         seed = int(content_hash([self.run.seed, position.stage, position.epoch]), 16) % 2**31
         keys = self.samples[position.stage].draw(stage, schedule.ramp(position), seed)
         reader = self._read(keys, seed, position.reader)
@@ -209,7 +223,8 @@ class _Trainer:
         read = whole - len(reader)
         final = schedule.is_last_epoch(position, whole)
         started = time.perf_counter()
-        for group in self._groups(reader, schedule.batches_left(position, whole, read)):
+        left = min(schedule.batches_left(position, whole, read), (self.allowed - position.total) * self.micro)
+        for group in self._groups(reader, left):
             waited = time.perf_counter() - started
             rate = schedule.learning_rate(position, read / whole)
             sums, tokens, norm, asked = self._step(stage, group, rate, final)
@@ -240,7 +255,33 @@ class _Trainer:
                 break
             started = time.perf_counter()
         reader.close()
+        if self.capture and whole:
+            position.shards = {unit: passes + read / whole for unit, passes in position.shards.items()}
         return whole > 0
+
+    def _follow(self, capture: follow.Capture, stage: Stage) -> None:
+        """Take in what was captured since the last epoch; wait while the run is as far as it may be."""
+        position = self.position
+        capture.begin()
+        while True:
+            grown, dead = capture.look()
+            if asked := self._asked(ranks.total(self._received())):
+                self._stop(asked)
+            self.allowed = grown.steps(self.config.steps)
+            if self.allowed > position.total:
+                if position.reader is None:
+                    position.shards = {unit: position.shards.get(unit, 0.0) for unit in grown.units}
+                with ranks.all_or_none():
+                    self.samples = splits(self.run, self.store, self.store.keys([*position.shards]))
+                self.keys = sorted({key for one in self.samples for key in (*one.visual, *one.text)})
+                ramp = self.schedule.ramp(position)
+                if grown.ended or self.samples[position.stage].draw(stage, ramp, 0):
+                    return
+            if dead:
+                if position.total > self.saved:
+                    self._save()
+                raise TrainingError(dead)
+            time.sleep(follow.POLL)
 
     def _groups(self, reader: Epoch, batches: int) -> Iterator[list[PackedSamples]]:
         """The micro-batches of one optimizer step at a time, `batches` of them in all."""
@@ -285,10 +326,19 @@ class _Trainer:
                     self.measures.add(samples.keys, out)
             self.engine.backward(loss, scale_wrt_gas=False)
             norm = deepspeed_engine.step(self.engine)
-        received = torch.tensor([self.signals.received == number for number in ASKING], device=self.device)
-        sent = ranks.total(torch.cat([sums.flatten(), received.double()]))
-        asked = [number for number, some in zip(ASKING, sent[-len(ASKING) :].tolist(), strict=True) if some]
-        return sent[: -len(ASKING)].view_as(sums), int(tokens), float(norm), asked[-1] if asked else None
+        sent = ranks.total(torch.cat([sums.flatten(), self._received()]))
+        asked = self._asked(sent[-len(ASKING) :])
+        return sent[: -len(ASKING)].view_as(sums), int(tokens), float(norm), asked
+
+    def _received(self) -> torch.Tensor:
+        """The signal that this rank has received, one-hot."""
+        received = [float(self.signals.received == number) for number in ASKING]
+        return torch.tensor(received, dtype=torch.float64, device=self.device)
+
+    def _asked(self, received: torch.Tensor) -> int | None:
+        """The signal that any rank has received, by their sum."""
+        asked = [number for number, some in zip(ASKING, received.tolist(), strict=True) if some]
+        return asked[-1] if asked else None
 
     def _over(self, stage: Stage) -> bool:
         """Whether a stage has come to its end, or has not learnt anything for as long as `patience`."""
@@ -366,8 +416,14 @@ class _Trainer:
             dtype=self.run.precision,
             position=self.position,
         )
+
+        def write() -> None:
+            saved.write(self.run.state, now, tensors)
+            if self.run.checkpoints:
+                saved.send(self.run.state, self.run.checkpoints)
+
         try:
-            ranks.first(lambda: saved.write(self.run.state, now, tensors))
+            ranks.first(write)
         except TrainingError as error:
             raise TrainingError(f"{error}; {self._where()}") from None
         self.saved = self.position.total
@@ -404,6 +460,8 @@ class _Trainer:
             "seed": self.run.seed,
             "history": [asdict(one) for one in self.position.history],
         }
+        if self.capture:
+            training["shards"] = {unit: round(passes, 3) for unit, passes in self.position.shards.items()}
         origin = checkpoint.Origin(self.store.provenance, self.config, training)
         checkpoint.save(self.engine.module.drafter, self.run.drafter, self.run.out, origin)
         if table := self.measures.table():
