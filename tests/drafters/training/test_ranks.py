@@ -25,7 +25,10 @@ from vlmdistill.drafters.training.run import Run
 from vlmdistill.drafters.training.trainer import train
 from vlmdistill.stores.errors import StoppedError, TrainingError
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning"),  # what ZeRO imports
+]
 
 ROOT = Path(__file__).parents[3]
 STEPS, SAVED, KILLED, STOPPED = 8, 3, 5, 6
