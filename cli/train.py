@@ -17,7 +17,26 @@ def train(
     drafter: Annotated[str, typer.Argument(help="Name of a drafter, such as sparrow.")],
     model: console.Model = "demo",
     store: console.StoreName = None,
+    cache: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR:SIZE",
+            help="Keep what is read of a store behind a URL in a local folder: /scratch/cache:500GB.",
+        ),
+    ] = None,
     view: Annotated[str | None, typer.Option(help="Train on this view of the store only.")] = None,
+    follow: Annotated[
+        bool,
+        typer.Option(
+            "--follow", help="Begin while the store is captured, and take in new shards until that has ended."
+        ),
+    ] = False,
+    wait: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS", min=0, help="With --follow: fail after this time without a new shard."
+        ),
+    ] = 1800.0,
     name: Annotated[
         str | None, typer.Option(help="Name of the trained drafter; default: the same as DRAFTER.")
     ] = None,
@@ -46,6 +65,13 @@ def train(
     ] = "auto",
     save_every: Annotated[int, typer.Option(min=1, help="Optimizer steps between checkpoints.")] = 200,
     held_out: console.HeldOut = 0.02,
+    checkpoints: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Copy each checkpoint there, and go on from it on any machine: s3://bucket/runs.",
+        ),
+    ] = None,
     tracker: console.Trackers = None,
     find_lr: Annotated[
         bool,
@@ -75,6 +101,9 @@ def train(
     plan = dataclasses.replace(
         plan,
         store=store or plan.store,
+        cache=cache,
+        follow=follow,
+        wait=wait,
         view=view,
         zero=zero,
         dtype=dtype,
@@ -82,6 +111,7 @@ def train(
         held_out=held_out,
         trackers=tuple(tracker or ()),
         init=workspace.trained(init).absolute() if init else None,
+        checkpoints=checkpoints and f"{checkpoints.rstrip('/')}/{workspace.root.name}/{name or drafter}",
     )
     if find_lr:
         if ranks > 1 or "RANK" in os.environ:
@@ -108,7 +138,7 @@ def train(
 
 def _find_rate(plan: "Run", as_json: bool) -> None:
     """Print the learning rates that a range test tried, and the one that it suggests."""
-    from vlmdistill.drafters.training.sweep import Sweep
+    from vlmdistill.drafters.training.schedule import Sweep
     from vlmdistill.drafters.training.trainer import find_rate
 
     with console.progress(f"testing learning rates of {plan.drafter}", "steps") as report:

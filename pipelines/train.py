@@ -13,7 +13,7 @@ import torch
 from vlmdistill.drafters.checkpoints.settings import override, with_file, with_recipe
 from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.config import DrafterConfig
-from vlmdistill.drafters.training import ranks
+from vlmdistill.drafters.training import ranks, saved
 from vlmdistill.drafters.training.run import Run
 from vlmdistill.drafters.training.trainer import train
 from vlmdistill.pipelines.runtime.processes import FunctionDone, FunctionProgress, Processes
@@ -89,6 +89,8 @@ def run(plan: Run, force: bool = False, report: OnProgress = silent) -> Path:
             if force:
                 shutil.rmtree(plan.out, ignore_errors=True)
                 shutil.rmtree(plan.state, ignore_errors=True)
+        if force and (url := plan.checkpoints):
+            ranks.first(lambda: saved.discard(url))
         return train(plan, lambda progress: report(progress.step, progress.total, progress.remark))
 
 

@@ -28,14 +28,17 @@ from vlmdistill.stores.index.tables import XXH3, reserved
 from vlmdistill.stores.integrity.commits import commit, is_complete
 from vlmdistill.stores.layout import TOKENS, Layout, dequantize, rows_of
 from vlmdistill.stores.manifest import (
+    CAPTURE,
     FORMAT,
     HEADS,
     KINDS,
     STATS,
     STORE,
+    CaptureRecord,
     Commit,
     StoreRecord,
     damaged,
+    find_record,
     read_record,
     seal,
     units,
@@ -119,15 +122,23 @@ class Store:
         return store
 
     @classmethod
-    def open(cls, path: str | Path) -> "Store":
-        """Open a store; StoreError when it is missing, damaged or newer than this code."""
-        backend = open_backend(path)
+    def open(cls, path: str | Path, cache: str | None = None) -> "Store":
+        """Open a store; StoreError when it is missing, damaged or newer than this code.
+
+        `cache`, as `DIR:SIZE`, keeps what is read of a URL on a local disk, in at most so many bytes.
+        """
+        backend = open_backend(path, cache)
         try:
             record = read_record(backend, STORE, StoreRecord)
         except (FileNotFoundError, NotADirectoryError):
             what = f"there is no feature store at {path}"
             raise StoreError(f"{what}: make one with `vlmdistill features`") from None
         return cls(backend, record)
+
+    @classmethod
+    def find(cls, path: str | Path) -> "Store | None":
+        """Open a store, None when there is none yet; StoreError as from `open`."""
+        return cls.open(path) if open_backend(path).size(STORE) is not None else None
 
     def require(self, provenance: Provenance, info: TargetInfo | None = None) -> None:
         """StoreError naming the first field in which this store's origin differs."""
@@ -179,6 +190,17 @@ class Store:
             if commit(self.backend, held, lambda: None).shard != held.shard:
                 raise StoreError(f"unit {held.unit} is already committed with other data")
 
+    def announce(self, samples: int, *, ended: bool) -> None:
+        """Say that a capture is at work that will make it `samples` in all, or that it has ended."""
+        with writing(self.backend):
+            record = CaptureRecord(schema=SCHEMA_VERSION, samples=samples, ended=ended)
+            self.backend.replace(CAPTURE, seal(record))
+
+    @property
+    def capture(self) -> CaptureRecord | None:
+        """What the last capture has announced; None if none has."""
+        return find_record(self.backend, CAPTURE, CaptureRecord)
+
     def write_stats(self, run: str, table: "Mapping[str, Sequence[Any]] | pl.DataFrame") -> None:
         """Keep per-sample numbers of a training run: `key` and further columns.
 
@@ -192,16 +214,23 @@ class Store:
 
     # The index
 
-    def keys(self) -> set[str]:
-        """List the samples that are committed now, also by other processes.
+    def keys(self, among: Sequence[str] | None = None) -> set[str]:
+        """List the samples that are committed now, also by other processes, or those `among` some units.
 
         Returns:
             The keys, in no order.
 
         Raises:
-            StoreError: The record or the index of a shard is damaged.
+            StoreError: The record or the index of a shard is damaged or missing.
         """
-        return self._shards.keys(units(self.backend))
+        try:
+            return self._shards.keys(units(self.backend) if among is None else among)
+        except FileNotFoundError as error:
+            raise damaged(self.path, f"a unit is missing ({error})") from None
+
+    def units(self) -> list[str]:
+        """The units that are committed now, sorted."""
+        return units(self.backend)
 
     def commit(self, unit: str) -> Commit:
         """The record of a committed unit; StoreError when it is damaged."""
@@ -383,9 +412,11 @@ class Store:
 
     def rows(self, spec: ArraySpec, row: Mapping[str, Any], out: Array | None = None) -> Array:
         """The rows of one array for one row of the index, as stored and checked, in `out` if given."""
-        shard = self.commit(row["unit"]).named
+        shard, span = self.commit(row["unit"]).named, self._span(spec.rows, row)
         try:
-            rows, checksum = read_rows(self.backend, shard, spec, self._span(spec.rows, row), out)
+            rows, checksum = read_rows(self.backend, shard, spec, span, out)
+            if checksum != row[XXH3 + spec.name] and self.backend.forget(*byte_range(shard, spec, span)):
+                rows, checksum = read_rows(self.backend, shard, spec, span, out)
         except FileNotFoundError as error:
             raise damaged(self._where(shard, spec, row), "it is missing") from error
         except OSError as error:

@@ -2,13 +2,14 @@
 
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from vlmdistill.drafters.core.batch import Batch
 from vlmdistill.drafters.core.config import Stage, TrainConfig
+from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.loader.tensors import as_torch
 from vlmdistill.stores.schema import PackedSamples
 from vlmdistill.stores.store import Store
@@ -58,8 +59,10 @@ class DataSplit:
         return random_.sample(self.visual, images) + random_.sample(self.text, length - images)
 
 
-def split(store: Store, view: str | None, config: TrainConfig, held_out: float) -> DataSplit:
-    """Sort the samples of a view; those longer than `config.max_length` are left out.
+def split(
+    store: Store, view: str | None, config: TrainConfig, held_out: float, among: Collection[str] | None = None
+) -> DataSplit:
+    """Sort the samples of a view, or those `among` some keys, without any longer than `config.max_length`.
 
     What is held out hangs on each key alone, so that it stays held out when the store grows.
     """
@@ -67,8 +70,12 @@ def split(store: Store, view: str | None, config: TrainConfig, held_out: float) 
     text: list[str] = []
     apart: list[str] = []
     rows = store.view(view).select("key", "text_tokens", "visual_tokens", "response_tokens")
+    if among is not None and sum(key in among for key in rows["key"]) < len(among):
+        raise StoreError(f"this machine does not see all shards of {store.path} that another one sees")
     for key, text_tokens, visual_tokens, response_tokens in rows.iter_rows():
         if text_tokens + visual_tokens > config.max_length or response_tokens < 2:
+            continue
+        if among is not None and key not in among:
             continue
         if int(hashlib.sha256(key.encode()).hexdigest()[:8], 16) < held_out * 2**32:
             apart.append(key)

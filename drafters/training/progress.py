@@ -6,6 +6,7 @@
 Shapes: H hops; R rows of a batch.
 """
 
+import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -72,6 +73,13 @@ class TrainingProgress:
 def loss_of(sums_H3: Tensor) -> float:
     """The weighted loss per row, summed over hops."""
     return float((sums_H3[:, 0] / sums_H3[:, 2].clamp(min=1)).sum())
+
+
+def memory() -> int:
+    """The most bytes that were in use: of this rank's GPU, or of its process on a CPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
 
 
 class Metrics:

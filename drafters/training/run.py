@@ -1,6 +1,6 @@
 """A training run: its settings, its samples, and how far it has come on disk."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -31,14 +31,18 @@ class Run:
     drafter: str
     config: DrafterConfig
     store: str  # a folder or a URL
+    cache: str | None = None  # DIR:SIZE, for a URL
     out: Path
     view: str | None = None
+    follow: bool = False  # the store is still captured: take in new shards until the capture has ended
+    wait: float = 1800.0  # seconds without anything new after which a capture counts as dead
     seed: int = 0
     zero: int = 0
     dtype: str = "auto"  # bfloat16 on a GPU, float32 on a CPU
     micro_tokens: int = 8192  # tokens of one forward pass on one rank
     held_out: float = 0.02  # share of samples kept apart to measure agreement on
     save_every: int = 200  # optimizer steps between checkpoints
+    checkpoints: str | None = None  # a folder or URL that gets a copy of each checkpoint
     trackers: tuple[str, ...] = ()  # that get the figures of `metrics.jsonl`, too
     init: Path | None = None  # the drafter or published checkpoint whose weights it begins with
 
@@ -68,25 +72,26 @@ class RunData:
     @classmethod
     def of(cls, run: Run) -> "RunData":
         """Open the store; TrainingError when it lacks what the drafter needs."""
-        store = Store.open(run.store)
+        store = Store.open(run.store, run.cache)
         needs = run.config.model.needs(store.info)
         if missing := sorted(feature.name for feature in needs - {*store.layout.features}):
             raise TrainingError(
                 f"{run.store} does not hold {', '.join(missing)}, which {run.drafter} needs: capture "
                 f"them into another store with `vlmdistill features --for {run.drafter} --store DIR`"
             )
-        samples = [
-            split(store, stage.view or run.view, run.config.training, run.held_out)
-            for stage in run.config.schedule
-        ]
+        if run.follow:
+            check_follows(run)
+        samples = splits(run, store)
         if run.config.training.validate_every and samples and not samples[-1].held_out:
             raise TrainingError(
                 f"validate_every needs held-out samples, and at a share of {run.held_out:g} {run.store} has "
                 "none: hold out more with --held-out"
             )
-        keys = [sorted([*one.visual, *one.text]) for one in samples]
+        keys = ["follow"] if run.follow else [sorted([*one.visual, *one.text]) for one in samples]
         settings = {"drafter": run.drafter, "seed": run.seed, **flat(run.config)}
         settings["samples"] = f"{len({*chain.from_iterable(keys)})} ({content_hash(keys)})"
+        if run.follow:
+            settings["samples"] = "those of a growing store"
         config = {name: value for name, value in to_dict(run.config).items() if value or name not in LATER}
         initial = Initial.read(run.init, run.drafter) if run.init else None
         if initial:
@@ -99,6 +104,25 @@ class RunData:
     def keys(self) -> list[str]:
         """All samples that any stage trains on."""
         return sorted({key for one in self.samples for key in (*one.visual, *one.text)})
+
+
+def splits(run: Run, store: Store, among: Collection[str] | None = None) -> list[DataSplit]:
+    """The samples of each stage, of all or of those `among` some keys."""
+    return [
+        split(store, stage.view or run.view, run.config.training, run.held_out, among)
+        for stage in run.config.schedule
+    ]
+
+
+def check_follows(run: Run) -> None:
+    """TrainingError when a run cannot follow a growing store."""
+    training = run.config.training
+    if not training.steps:
+        raise TrainingError("--follow needs a number of steps, since epochs grow: give --set steps=N")
+    if training.validate_every:
+        raise TrainingError("validate_every compares measurements, and held-out samples grow with --follow")
+    if run.view or any(stage.view for stage in run.config.schedule):
+        raise TrainingError("a view does not grow: leave it out with --follow")
 
 
 def finished(run: Run, data: RunData) -> bool:

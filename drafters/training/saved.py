@@ -4,6 +4,8 @@
                    step<N>.safetensors  weights, Adam's moments and steps, buffers; see `deepspeed_engine`
                    metrics.jsonl        figures of each step and validation; see `progress`
 
+A copy, in another folder or at a URL, has `checkpoint.json` and `step<N>-<checksum>/step<N>.safetensors`.
+
 Rank 0 writes it; the others get it from the rank that has it. Nothing in it can run code, and all of it is
 checked before use: a checkpoint may come from someone else.
 """
@@ -23,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from vlmdistill.drafters.training.deepspeed_engine import MOMENTS, STEP, PartEntry
+from vlmdistill.stores.backends.backend import open_backend
 from vlmdistill.stores.backends.local import sync
 from vlmdistill.stores.errors import StoreError, TrainingError, one_line
 from vlmdistill.stores.manifest import Record, seal, unseal
@@ -55,6 +58,7 @@ class Position:
     total: Count = 0  # optimizer steps done in all
     reader: dict[str, Any] | None = None  # how far the epoch has been read, see `Epoch.state`
     history: list[HeldOut] = field(default_factory=list)
+    shards: dict[str, float] = field(default_factory=dict)  # of a growing store: how often each was read
 
     @property
     def best(self) -> HeldOut | None:
@@ -78,6 +82,11 @@ class Saved(Record, frozen=True, kw_only=True):
     def file(self) -> str:
         """The name of its tensors' file: never taken from the record itself."""
         return f"step{self.position.total}.safetensors"
+
+    @property
+    def copied(self) -> str:
+        """The folder of that file in a copy."""
+        return f"step{self.position.total}-{self.checksum[:16]}"
 
     def wrong(self, name: str) -> str | None:
         """Check the part of the position that has no type: the reader."""
@@ -103,6 +112,67 @@ def write(folder: Path, saved: Saved, tensors: Mapping[str, Tensor]) -> None:
         if old.name != saved.file:
             with suppress(OSError):
                 shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
+
+
+def send(folder: Path, url: str) -> None:
+    """Copy the checkpoint of a folder to another folder or a URL, then delete the copy before.
+
+    TrainingError when it cannot be written.
+    """
+    try:
+        there, saved = open_backend(url), unseal((folder / RECORD).read_bytes(), Saved, RECORD)
+        aside = there.workspace()
+        try:
+            shutil.copyfile(folder / saved.file, aside / saved.file)
+            there.publish(aside, saved.copied)
+        finally:
+            there.release(aside)
+        there.replace(RECORD, seal(saved))
+        discard(url, but=saved.copied)
+    except (OSError, StoreError) as error:
+        raise TrainingError(f"no checkpoint can be copied to {url} ({one_line(error)})") from None
+
+
+def discard(url: str, but: str = "") -> None:
+    """Delete a copy, or what of it does not belong to the tensors in the folder `but`."""
+    there = open_backend(url)
+    if not but:
+        there.remove(RECORD)
+    for name in there.list_names(""):
+        if name.startswith("step") and name != but:
+            there.remove(name)
+
+
+def fetch(url: str, folder: Path, signature: str) -> None:
+    """Take over the copy at a folder or URL if it is further than the checkpoint of `folder`.
+
+    TrainingError when it is of a run of another signature, or damaged.
+    """
+    there = open_backend(url)
+    try:
+        saved = unseal(there.read(RECORD, Saved.MOST + 1), Saved, RECORD)
+        here = read(folder)
+        if saved.signature != signature:
+            raise TrainingError(
+                f"{url} holds the checkpoint of a run with other settings or data: give this one a --name of "
+                "its own, or --force to start over"
+            )
+        if here is not None and here.position.total >= saved.position.total:
+            return
+        name = f"{saved.copied}/{saved.file}"
+        folder.mkdir(parents=True, exist_ok=True)
+        with replacing(folder / saved.file) as new:
+            with new.open("wb") as file:
+                for block in there.blocks(name, 0, there.size(name) or 0):
+                    file.write(block)
+            if _hash(new) != saved.checksum:
+                raise _damaged(f"{url}/{name}")
+        with replacing(folder / RECORD) as new:
+            new.write_bytes(seal(saved))
+    except FileNotFoundError:
+        return
+    except (StoreError, ValueError):
+        raise _damaged(f"{url}/{RECORD}") from None
 
 
 def read(folder: Path) -> Saved | None:
@@ -158,5 +228,14 @@ def _hash(file: Path) -> str:
     return blake3(max_threads=blake3.AUTO).update_mmap(file).hexdigest()
 
 
-def _damaged(file: Path) -> TrainingError:
+def _damaged(file: Path | str) -> TrainingError:
     return TrainingError(f"the checkpoint {file} is damaged: --force starts the run over")
+
+
+def where(done: int, planned: int, saved: int) -> str:
+    """How many steps of a run are done and saved, as text."""
+    now = f"{done} of {max(planned, done)} steps are done"
+    if not saved:
+        return f"{now} and none is saved: the same command starts again"
+    kept = "all of them saved" if saved == done else f"the first {saved} of them saved"
+    return f"{now}, {kept}: the same command goes on from there"

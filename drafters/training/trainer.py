@@ -7,7 +7,6 @@ unless `torch.use_deterministic_algorithms` is on. Rank 0 decides what to contin
 
 import itertools
 import logging
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,16 +23,15 @@ from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.batch import Batch, Head
 from vlmdistill.drafters.core.config import Stage
 from vlmdistill.drafters.core.vocabulary import columns_of
-from vlmdistill.drafters.training import deepspeed_engine, ranks, saved
+from vlmdistill.drafters.training import deepspeed_engine, follow, ranks, saved
 from vlmdistill.drafters.training.batches import as_batch
-from vlmdistill.drafters.training.progress import Metrics, SampleStats, TrainingProgress, loss_of
-from vlmdistill.drafters.training.run import Run, RunData, finished, furthest
+from vlmdistill.drafters.training.progress import Metrics, SampleStats, TrainingProgress, loss_of, memory
+from vlmdistill.drafters.training.run import Run, RunData, finished, furthest, splits
 from vlmdistill.drafters.training.saved import HeldOut, Position, Saved
-from vlmdistill.drafters.training.schedule import Schedule
+from vlmdistill.drafters.training.schedule import RangeTest, Schedule, Sweep, rate_test
 from vlmdistill.drafters.training.signals import ASKING, Signals
-from vlmdistill.drafters.training.sweep import RangeTest, Sweep
 from vlmdistill.drafters.training.trackers import About
-from vlmdistill.drafters.training.unroll import Unroll, supervised
+from vlmdistill.drafters.training.unroll import Unroll, agreement, supervised
 from vlmdistill.stores.errors import StoppedError, StoreError, TrainingError
 from vlmdistill.stores.loader.epoch import Epoch
 from vlmdistill.stores.loader.tensors import as_torch
@@ -54,6 +52,8 @@ def train(run: Run, on_step: Callable[[TrainingProgress], None] = lambda progres
     """
     with Signals() as signals, ranks.guarded():
         ranks.join()
+        if run.follow:
+            follow.Capture(run.store, run.wait).first()
         with ranks.all_or_none():
             data = RunData.of(run)
         how = {
@@ -63,6 +63,8 @@ def train(run: Run, on_step: Callable[[TrainingProgress], None] = lambda progres
         origin = {"provenance": content_hash(data.store.provenance.to_dict())}
         ranks.same(data.settings | how | origin, "train the same")
         if not ranks.first(lambda: finished(run, data)):
+            if url := run.checkpoints:
+                ranks.first(lambda: saved.fetch(url, run.state, data.signature))
             trainer = _Trainer(run, data, signals, on_step)
             trainer.begin(*furthest(run, data))
             try:
@@ -93,6 +95,8 @@ class _Trainer:
         self.rank, self.world = ranks.join()
         self.position = Position()
         self.planned = 0
+        self.capture = follow.Capture(run.store, run.wait) if run.follow else None
+        self.allowed = sys.maxsize  # steps, as far as the capture is
         self.saved = 0  # the step of the last checkpoint
         self.metrics: Metrics | None = None  # on rank 0
         self.best: dict[str, torch.Tensor] = {}  # weights at `position.best`, on rank 0, if the run validates
@@ -131,6 +135,11 @@ class _Trainer:
                 log.info("%s", line)
             there = {name for name, _ in drafter.named_buffers()}
             if columns_of(drafter) is not None and not (self.taken and there & {*self.taken.taken}):
+                if self.capture:
+                    size = self.store.info.vocab_size
+                    raise TrainingError(
+                        f"--follow cannot choose a draft vocabulary: --set draft_vocab={size}"
+                    )
                 self._count_tokens()
         else:
             validated = self.config.validate_every > 0 and found.position.best is not None
@@ -172,18 +181,13 @@ class _Trainer:
             self._count_tokens()
         epochs = (self._read(keys, seed) for seed in itertools.count(self.run.seed))
         groups = itertools.chain.from_iterable(self._groups(one, len(one)) for one in epochs)
-        rates: list[float] = []
-        losses: list[float] = []
-        test = RangeTest(stage.name, rates, losses)
-        for step, group in enumerate(itertools.islice(groups, sweep.steps)):
-            rates.append(sweep.rate(step))
-            sums_H3, *_ = self._step(stage, group, rates[-1], final=False)
-            losses.append(loss_of(sums_H3))
+
+        def step(group: list[PackedSamples], rate: float) -> float:
+            sums_H3, *_ = self._step(stage, group, rate, final=False)
             self.position.total += 1  # the noise of each step is its own
-            on_step(step + 1, sweep.steps, f"learning rate {rates[-1]:.1e}, loss {losses[-1]:.3f}")
-            if test.diverged:
-                break
-        return test
+            return loss_of(sums_H3)
+
+        return rate_test(stage.name, groups, step, sweep, on_step)
 
     def _count_tokens(self) -> None:
         """Let the drafter choose its vocabulary by the tokens of the responses that it will train on."""
@@ -230,7 +234,8 @@ class _Trainer:
         for number in range(self.position.stage, len(self.schedule.stages)):
             stage = self.schedule.stages[number]
             if self.config.steps:
-                planned += self.schedule.steps(number) if self.samples[number].draw(stage, 0.0, 0) else 0
+                some = self.capture or self.samples[number].draw(stage, 0.0, 0)
+                planned += self.schedule.steps(number) if some else 0
                 continue
             # The share of samples with images may move: the first epoch, the mean of those between, the last.
             epochs, mixed = ceil(stage.epochs), stage.visual[0] != stage.visual[1]
@@ -257,6 +262,8 @@ class _Trainer:
     def _epoch(self, stage: Stage) -> bool:
         """One pass, or the part of it that the stage's epochs or steps allow; False: nothing to read."""
         position, schedule = self.position, self.schedule
+        if self.capture:
+            self._follow(self.capture, stage)
         seed = int(content_hash([self.run.seed, position.stage, position.epoch]), 16) % 2**31
         keys = self.samples[position.stage].draw(stage, schedule.ramp(position), seed)
         reader = self._read(keys, seed, position.reader)
@@ -264,7 +271,8 @@ class _Trainer:
         read = whole - len(reader)
         final = schedule.is_last_epoch(position, whole)
         started = time.perf_counter()
-        for group in self._groups(reader, schedule.batches_left(position, whole, read)):
+        left = min(schedule.batches_left(position, whole, read), (self.allowed - position.total) * self.micro)
+        for group in self._groups(reader, left):
             waited = time.perf_counter() - started
             rate = schedule.learning_rate(position, read / whole)
             sums, tokens, norm, asked = self._step(stage, group, rate, final)
@@ -272,8 +280,8 @@ class _Trainer:
             position.reader = reader.state
             position.total += 1
             position.taken += 1
-            self._report(
-                TrainingProgress(
+            if self.metrics is not None:
+                progress = TrainingProgress(
                     stage=stage.name,
                     step=position.total,
                     total=max(self.planned, position.total),
@@ -283,9 +291,10 @@ class _Trainer:
                     waited=waited,
                     learning_rate=rate,
                     gradient_norm=norm,
-                    memory=_memory(),
+                    memory=memory(),
                 )
-            )
+                self.metrics.step(progress)
+                self.on_step(progress)
             if asked:
                 self._stop(asked)
             self._validate(stage)
@@ -295,7 +304,33 @@ class _Trainer:
                 break
             started = time.perf_counter()
         reader.close()
+        if self.capture and whole:
+            position.shards = {unit: passes + read / whole for unit, passes in position.shards.items()}
         return whole > 0
+
+    def _follow(self, capture: follow.Capture, stage: Stage) -> None:
+        """Take in what was captured since the last epoch; wait while the run is as far as it may be."""
+        position = self.position
+        capture.begin()
+        while True:
+            grown, dead = capture.look()
+            if asked := self._asked(ranks.total(self._received())):
+                self._stop(asked)
+            self.allowed = grown.steps(self.config.steps)
+            if self.allowed > position.total:
+                if position.reader is None:
+                    position.shards = {unit: position.shards.get(unit, 0.0) for unit in grown.units}
+                with ranks.all_or_none():
+                    self.samples = splits(self.run, self.store, self.store.keys([*position.shards]))
+                self.keys = sorted({key for one in self.samples for key in (*one.visual, *one.text)})
+                ramp = self.schedule.ramp(position)
+                if grown.ended or self.samples[position.stage].draw(stage, ramp, 0):
+                    return
+            if dead:
+                if position.total > self.saved:
+                    self._save()
+                raise TrainingError(dead)
+            time.sleep(follow.POLL)
 
     def _groups(self, reader: Epoch, batches: int) -> Iterator[list[PackedSamples]]:
         """The micro-batches of one optimizer step at a time, `batches` of them in all."""
@@ -340,10 +375,19 @@ class _Trainer:
                     self.measures.add(samples.keys, out)
             self.engine.backward(loss, scale_wrt_gas=False)
             norm = deepspeed_engine.step(self.engine)
-        received = torch.tensor([self.signals.received == number for number in ASKING], device=self.device)
-        sent = ranks.total(torch.cat([sums.flatten(), received.double()]))
-        asked = [number for number, some in zip(ASKING, sent[-len(ASKING) :].tolist(), strict=True) if some]
-        return sent[: -len(ASKING)].view_as(sums), int(tokens), float(norm), asked[-1] if asked else None
+        sent = ranks.total(torch.cat([sums.flatten(), self._received()]))
+        asked = self._asked(sent[-len(ASKING) :])
+        return sent[: -len(ASKING)].view_as(sums), int(tokens), float(norm), asked
+
+    def _received(self) -> torch.Tensor:
+        """The signal that this rank has received, one-hot."""
+        received = [float(self.signals.received == number) for number in ASKING]
+        return torch.tensor(received, dtype=torch.float64, device=self.device)
+
+    def _asked(self, received: torch.Tensor) -> int | None:
+        """The signal that any rank has received, by their sum."""
+        asked = [number for number, some in zip(ASKING, received.tolist(), strict=True) if some]
+        return asked[-1] if asked else None
 
     def _over(self, stage: Stage) -> bool:
         """Whether a stage has come to its end, or has not learnt anything for as long as `patience`."""
@@ -369,19 +413,8 @@ class _Trainer:
         chain = min(self.run.config.tree.depth + 1, limit)
         hops = max(chain, min(PROBE_HOPS, limit))
         probe = Stage(name="probe", hops=hops, losses=stage.losses)
-        # Rows that agree, that count, and that agree at all hops so far: whole numbers, so that their sums
-        # are the same on all ranks, and all decide the same.
-        sums = torch.zeros(3, hops, dtype=torch.float64, device=self.device)
-        self.engine.eval()
-        with torch.no_grad():
-            for samples in self._read(keys, 0):
-                if batch := self._batch(samples):
-                    scores = self.engine(batch, probe).scores
-                    count_HR = torch.stack([score.count_R for score in scores])
-                    agree_HR = torch.stack([score.agree_R for score in scores]) & count_HR
-                    sums += torch.stack([agree_HR, count_HR, agree_HR.cumprod(0).bool()]).sum(-1)
-        self.engine.train()
-        agree_H, count_H, accepted_H = ranks.total(sums)
+        batches = (batch for samples in self._read(keys, 0) if (batch := self._batch(samples)))
+        agree_H, count_H, accepted_H = ranks.total(agreement(self.engine, batches, probe, self.device))
         count_H = count_H.clamp(min=1)
         entry = HeldOut(
             stage=stage.name,
@@ -405,11 +438,6 @@ class _Trainer:
             return None
         return as_batch(samples, self.store.provenance.dtype).to(self.device, self.dtype)
 
-    def _report(self, progress: TrainingProgress) -> None:
-        if self.metrics is not None:
-            self.metrics.step(progress)
-            self.on_step(progress)
-
     def _save(self) -> None:
         """Write a checkpoint; TrainingError on all ranks when it cannot be written."""
         tensors = deepspeed_engine.state(self.engine) | self.best
@@ -421,8 +449,14 @@ class _Trainer:
             dtype=self.run.precision,
             position=self.position,
         )
+
+        def write() -> None:
+            saved.write(self.run.state, now, tensors)
+            if self.run.checkpoints:
+                saved.send(self.run.state, self.run.checkpoints)
+
         try:
-            ranks.first(lambda: saved.write(self.run.state, now, tensors))
+            ranks.first(write)
         except TrainingError as error:
             raise TrainingError(f"{error}; {self._where()}") from None
         self.saved = self.position.total
@@ -436,13 +470,7 @@ class _Trainer:
         raise StoppedError(self._where(), number)
 
     def _where(self) -> str:
-        """How much of the run is done and saved, as text."""
-        done = self.position.total
-        now = f"{done} of {max(self.planned, done)} steps are done"
-        if not self.saved:
-            return f"{now} and none is saved: the same command starts again"
-        kept = "all of them saved" if self.saved == done else f"the first {self.saved} of them saved"
-        return f"{now}, {kept}: the same command goes on from there"
+        return saved.where(self.position.total, self.planned, self.saved)
 
     def _publish(self) -> None:
         """Write the drafter's folder, and the statistics of each sample to the store, for later views."""
@@ -461,6 +489,8 @@ class _Trainer:
         }
         if self.data.initial and self.taken:
             training["init"] = self.data.initial.record(self.taken)
+        if self.capture:
+            training["shards"] = {unit: round(passes, 3) for unit, passes in self.position.shards.items()}
         origin = checkpoint.Origin(self.store.provenance, self.config, training)
         checkpoint.save(self.engine.module.drafter, self.run.drafter, self.run.out, origin)
         if table := self.measures.table():
@@ -468,10 +498,3 @@ class _Trainer:
                 self.store.write_stats(self.run.out.name, table)
             except StoreError as error:  # the store may be read-only
                 log.warning("the statistics of each sample are not in the store: %s", error)
-
-
-def _memory() -> int:
-    """The most bytes that were in use: of this rank's GPU, or of its process on a CPU."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB

@@ -3,6 +3,7 @@
 Shapes: T text tokens, E entries, R rows (entries whose first draft is supervised), D hidden.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
@@ -119,3 +120,20 @@ def supervised(batch: Batch) -> Tensor:
         & (batch.position_T[1:] == batch.position_T[:-1] + 1)
     )
     return batch.response_T & following_T
+
+
+@torch.no_grad()
+def agreement(engine: nn.Module, batches: Iterable[Batch], probe: Stage, device: torch.device) -> Tensor:
+    """By hop, the rows that agree with the target, that count, and that agree at all hops so far: [3, H].
+
+    Whole numbers, so that their sums are the same on all ranks, and all decide the same.
+    """
+    sums_3H = torch.zeros(3, probe.hops, dtype=torch.float64, device=device)
+    engine.eval()
+    for batch in batches:
+        scores = engine(batch, probe).scores
+        count_HR = torch.stack([score.count_R for score in scores])
+        agree_HR = torch.stack([score.agree_R for score in scores]) & count_HR
+        sums_3H += torch.stack([agree_HR, count_HR, agree_HR.cumprod(0).bool()]).sum(-1)
+    engine.train()
+    return sums_3H

@@ -323,6 +323,7 @@ def capture(
                 shared = Shared(absolute_model(model), fingerprint, media, url, mark)
                 with pool(worker, shared, options, weights=weights) as workers:
                     tasks = plan(list(missing.values()), workers.facts(), settings.shard_bytes)
+                    Store.open(store).announce(len(there) + len(missing), ended=False)
                     start = time.monotonic()
                     for ended in workers.run(tasks):
                         done += (ended.result.samples if ended.result else 0) + len(ended.failed)
@@ -332,6 +333,8 @@ def capture(
         seconds = time.monotonic() - start
         final = Store.open(store)
         stored = final.keys()  # this counts, not what workers return
+        if missing or (final.capture and not final.capture.ended):  # for those who train on it meanwhile
+            final.announce(len(stored), ended=True)
         failed = {
             key: failed.get(
                 key, f"it is not in {store} after capture: check that all machines see this store"

@@ -24,7 +24,7 @@ from vlmdistill.pipelines.features.capturer import (
     media_columns,
 )
 from vlmdistill.pipelines.prompts.importing import Prompt
-from vlmdistill.pipelines.responses import responder
+from vlmdistill.pipelines.responses import dataset, responder
 from vlmdistill.pipelines.responses.dataset import SamplingSettings
 from vlmdistill.pipelines.responses.quality import Filters
 from vlmdistill.pipelines.responses.responder import Responder, ResponseResult, ResponseSummary, ResponseTask
@@ -134,12 +134,18 @@ def synthesize(
     store = os.path.expanduser(store)
     local = "://" not in store
     check_origin(checkpoint(model), responses, store)
-    keys_in(store, settings, options.engine)
+    whole = len(keys_in(store, settings, options.engine)) + len(dataset.without_response(prompts, responses))
+    announced = False
     url = str(Path(store).absolute()) if local else store
 
     def count(result: ResponseResult) -> None:
+        nonlocal announced
         for shard in result.shards:
-            Store.open(store).count(shard)
+            there = Store.open(store)
+            if not announced:
+                there.announce(whole, ended=False)
+                announced = True
+            there.count(shard)
 
     with only_writer(Path(store)) if local else nullcontext(), marked(store) as mark:
         return responder.respond(

@@ -48,6 +48,11 @@ class Backend(ABC):
         """Start reading a range that will be needed soon."""
         del name, start, length
 
+    def forget(self, name: str, start: int, length: int) -> bool:
+        """Drop a range from a cache, so that it is read again; whether there was one of it."""
+        del name, start, length
+        return False
+
     @abstractmethod
     def create(self, name: str, data: bytes) -> bool:
         """Create the file, whole and durable, unless it exists; whether this call created it."""
@@ -127,8 +132,11 @@ def writing(backend: "Backend") -> Iterator[None]:
         raise StoreError(f"{what}. No partial data was committed: fix the cause and run again") from error
 
 
-def open_backend(path: str | Path) -> Backend:
-    """The backend of a path or URL; StoreError when the URL is not supported. `file://` is local."""
+def open_backend(path: str | Path, cache: str | None = None) -> Backend:
+    """The backend of a path or URL; StoreError when the URL is not supported. `file://` is local.
+
+    `cache`, as `DIR:SIZE`, keeps arrays of a URL on a local disk.
+    """
     text = os.path.expanduser(path)
     if not text:
         raise StoreError("the name of a store is empty: give a folder or a URL")
@@ -139,9 +147,12 @@ def open_backend(path: str | Path) -> Backend:
             "or http(s):// to read"
         )
     if protocol in PROTOCOLS:
+        from vlmdistill.stores.backends.cached import Cache, Cached
         from vlmdistill.stores.backends.remote import Remote
 
-        return Remote(text)
+        return Cached(text, Cache.of(cache)) if cache else Remote(text)
+    if cache:
+        raise StoreError(f"{text} is local and needs no cache of {cache}: leave --cache out")
     from vlmdistill.stores.backends.local import Local
 
     if protocol:

@@ -22,8 +22,10 @@ from vlmdistill.stores.integrity.ledger import KEPT, LEDGER, find_copy
 from vlmdistill.stores.layout import Layout
 from vlmdistill.stores.manifest import (
     CACHE,
+    CAPTURE,
     COMMITS,
     STORE,
+    CaptureRecord,
     Commit,
     Entry,
     Record,
@@ -116,7 +118,7 @@ class _Records:
         self.records: dict[str, Record] = {}
         copies = [f"{folder}/{leaf}.json" for folder in KEPT for leaf in self._listed(f"{LEDGER}/{folder}")]
         there = [f"{folder}/{leaf}.json" for folder in (*KEPT, CACHE) for leaf in self._listed(folder)]
-        names = [STORE, *sorted({*copies, *there})]
+        names = [STORE, CAPTURE, *sorted({*copies, *there})]
         read = dict(zip(names, backend.map(self._read, names), strict=True))
         origin = None
         uncovered = []
@@ -160,7 +162,8 @@ class _Records:
             return None
 
     def _find(self, name: str) -> Record | None:
-        return find_record(self._backend, name, StoreRecord if name == STORE else kind_of(name))
+        alone: dict[str, type[Record]] = {STORE: StoreRecord, CAPTURE: CaptureRecord}
+        return find_record(self._backend, name, alone.get(name) or kind_of(name))
 
     def _find_copy(self, name: str) -> Record | None:
         return find_copy(self._backend, name, kind_of(name))
@@ -207,7 +210,7 @@ def _strays(backend: Backend, found: _Records, keys: Iterable[pa.Array]) -> Iter
 def _is_record(name: str) -> bool:
     folder, _, leaf = name.removeprefix(f"{LEDGER}/").rpartition("/")
     kept = folder in KEPT if name.startswith(LEDGER) else folder in (*KEPT, CACHE)
-    return name == STORE or (kept and leaf.endswith(".json"))
+    return name in (STORE, CAPTURE) or (kept and leaf.endswith(".json"))
 
 
 def _others(backend: Backend, there: Iterable[str], promised: set[str]) -> Iterator[Finding]:

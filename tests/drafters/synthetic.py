@@ -175,8 +175,16 @@ def provenance(features: Collection[str] = ALL) -> Provenance:
     )
 
 
-def store(path: Path, samples: int, features: Collection[str] = ALL, seed: int = 0) -> Store:
-    """A small store of such samples, one layout after the other, float32, in one shard."""
+def store(
+    path: Path,
+    samples: int,
+    features: Collection[str] = ALL,
+    seed: int = 0,
+    *,
+    unit: str = "unit",
+    first: int = 0,
+) -> Store:
+    """A small store of such samples, one layout after the other, float32; one shard, from the `first` on."""
     wanted = [Feature.parse(name) for name in features]
     tables = head()
     made = Store.create(
@@ -186,8 +194,8 @@ def store(path: Path, samples: int, features: Collection[str] = ALL, seed: int =
         schema.FrozenTables(tables.embed_VD.numpy(), tables.lm_head_VD.numpy(), "float32"),
     )
     layouts = list(LAYOUTS.values())
-    with made.writer("unit") as writer:
-        for number in range(samples):
+    with made.writer(unit) as writer:
+        for number in range(first, samples):
             one = batch([layouts[number % len(layouts)]], wanted, seed=seed * 1000 + number)
             writer.add(
                 Sample(

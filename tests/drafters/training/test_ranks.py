@@ -13,7 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from tests.drafters import synthetic
@@ -23,10 +25,15 @@ from vlmdistill.drafters.training.run import Run
 from vlmdistill.drafters.training.trainer import train
 from vlmdistill.stores.errors import StoppedError, TrainingError
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning"),  # what ZeRO imports
+]
 
 ROOT = Path(__file__).parents[3]
-STEPS, SAVED, KILLED = 8, 3, 5
+STEPS, SAVED, KILLED, STOPPED = 8, 3, 5, 6
+ALONE = {f"alone{zero}": zero for zero in (0, 1, 2)}
+"""Runs that one rank begins, two go on with, and one finishes, by their ZeRO stage."""
 HOW: dict[str, Any] = {
     "settings": (f"steps={STEPS}", "batch_tokens=120", "validate_every=2"),
     "save_every": SAVED,
@@ -55,12 +62,17 @@ def work(store: Path, disk: Path) -> None:
         if name == "parts" and KILLED in steps[name] and SAVED + 1 not in steps[name][:1]:
             (disk / "middle").touch()
             time.sleep(600)
+        if name in ALONE and progress.step == STOPPED - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def run(name: str, **more: Any) -> None:
         train(plan(store, disk / name, **{**HOW, **more}), lambda progress: hear(name, progress))
 
-    for name in ("whole", "parts", "alone", "moved"):
+    for name in ("whole", "parts", "moved"):
         run(name)
+    for name, zero in ALONE.items():
+        with contextlib.suppress(StoppedError):
+            run(name, zero=zero)
     stores = {"store": store if rank == 0 else disk / "nowhere"}
     wrong: dict[str, dict[str, Any]] = {"settings": {"seed": rank}, "store": stores, "save_every": {}}
     for name, more in wrong.items():
@@ -132,14 +144,13 @@ def disks(store: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
             time.sleep(0.05)
     finally:
         machines.kill()
-    shutil.copytree(disks[0] / "parts.training", disks[0] / "killed.training")
     shutil.copytree(disks[0] / "parts.training", disks[1] / "moved.training")
-    # A run that one rank began, for two to go on with.
-    with pytest.raises(StoppedError):
-        train(
-            plan(store, disks[0] / "alone", **HOW),
-            lambda one: os.kill(os.getpid(), signal.SIGTERM) if one.step == 1 else None,
-        )
+    for name, zero in ALONE.items():
+        with pytest.raises(StoppedError):
+            train(
+                plan(store, disks[0] / name, zero=zero, **HOW),
+                lambda one: os.kill(os.getpid(), signal.SIGTERM) if one.step == 1 else None,
+            )
     machines = Machines(store, disks)
     try:
         assert [agent.wait(600) for agent in machines.agents] == [0, 0]
@@ -174,13 +185,15 @@ def test_a_finished_run_is_done_for_the_machine_that_has_nothing_of_it(disks: li
 
 
 def test_any_number_of_ranks_goes_on_where_another_number_stopped(disks: list[Path], store: Path) -> None:
-    assert heard(disks)[0]["steps"]["alone"] == [*range(3, STEPS + 1)]
-    seen: list[int] = []
-    train(plan(store, disks[0] / "killed", **HOW), lambda progress: seen.append(progress.step))
-    assert seen == [*range(SAVED + 1, STEPS + 1)]
-    runs = ("whole", "alone", "killed")
-    sizes = [load_file(disks[0] / run / "model.safetensors").keys() for run in runs]
-    assert sizes[0] == sizes[1] == sizes[2]
+    weights = []
+    for name, zero in ALONE.items():
+        assert heard(disks)[0]["steps"][name] == [*range(3, STOPPED + 1)]
+        seen: list[int] = []
+        train(plan(store, disks[0] / name, zero=zero, **HOW), lambda one: seen.append(one.step))  # noqa: B023
+        assert seen == [*range(STOPPED + 1, STEPS + 1)]
+        weights.append(load_file(disks[0] / name / "model.safetensors"))
+    torch.testing.assert_close(weights[1], weights[0], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(weights[2], weights[0], rtol=1e-3, atol=1e-4)
 
 
 def test_ranks_that_differ_stop_with_the_machine_and_what_differs(disks: list[Path]) -> None:
@@ -205,3 +218,34 @@ def test_a_store_behind_a_url_trains_the_same_drafter(store: Path, tmp_path: Pat
     train(there)
     files = [(tmp_path / run / "model.safetensors").read_bytes() for run in ("here", "there")]
     assert files[0] == files[1]
+
+
+def test_a_run_goes_on_from_its_checkpoint_at_a_url_on_another_machine(store: Path, tmp_path: Path) -> None:
+    url = f"memory://{tmp_path.name}/runs/demo/sparrow"
+
+    def run(machine: str, **more: Any) -> list[int]:
+        seen: list[int] = []
+
+        def hear(one: TrainingProgress) -> None:
+            seen.append(one.step)
+            if one.step == more.get("stop"):
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        settings = {**HOW, "settings": (*HOW["settings"], *more.get("settings", ()))}
+        with contextlib.suppress(StoppedError):
+            train(plan(store, tmp_path / machine / "sparrow", checkpoints=url, **settings), hear)
+        return seen
+
+    assert run("first", stop=3) == [1, 2, 3, 4]
+    assert run("second", stop=5) == [5, 6]
+    assert run("first", stop=4) == [7, 8]
+    with pytest.raises(TrainingError, match=url):
+        run("other", settings=("noise=0.1",))
+    train(plan(store, tmp_path / "alone", **HOW))
+    files = [(tmp_path / one / "model.safetensors").read_bytes() for one in ("alone", "first/sparrow")]
+    assert files[0] == files[1]
+    fs = fsspec.filesystem("memory")
+    (tensors,) = fs.glob(f"{url}/step*/*")
+    fs.pipe_file(tensors, fs.cat_file(tensors)[:-1] + b"x")
+    with pytest.raises(TrainingError, match=url):
+        run("third")

@@ -12,7 +12,7 @@ from tests.drafters import synthetic
 from tests.drafters.synthetic import plan
 from tests.drafters.training.test_trainer import stopped
 from vlmdistill.drafters.checkpoints import checkpoint
-from vlmdistill.drafters.training.sweep import RangeTest, Sweep
+from vlmdistill.drafters.training.schedule import RangeTest, Sweep
 from vlmdistill.drafters.training.trainer import find_rate, train
 from vlmdistill.stores.errors import TrainingError
 

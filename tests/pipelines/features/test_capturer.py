@@ -38,6 +38,7 @@ from vlmdistill.pipelines.runtime.workers import WorkerOptions
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint as checkpoint_of
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
 from vlmdistill.stores.errors import DataError, StoreError
+from vlmdistill.stores.integrity.verify import verify
 from vlmdistill.stores.schema import Feature
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.summary import info
@@ -304,6 +305,32 @@ def test_killed_at_any_moment_every_sample_is_stored_once(given: Given, tmp_path
     index = Store.open(store).index
     assert sorted(index["key"]) == sorted(given.kept)
     assert len(list(store.glob("commits/*"))) == len(given.kept)
+
+
+def test_a_drafter_is_trained_while_its_features_are_captured(given: Given, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    command = [
+        sys.executable,
+        "-m",
+        "vlmdistill",
+        "train",
+        "sparrow",
+        "-m",
+        given.model,
+        "--runs",
+        str(tmp_path),
+    ]
+    command += ["--follow", "--store", str(store), "--set", "steps=60", "--set", "batch_tokens=64", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as training:
+        run(given, store, ["sparrow"], dtype="float32", batch_tokens=64, shard_bytes=20_000)
+        shown, err = training.communicate(timeout=400)
+    assert training.returncode == 0, err
+    facts = json.loads(shown)
+    assert facts["steps"] == 60
+    record = json.loads((Path(facts["drafter"]) / "config.json").read_bytes())
+    assert [*record["training"]["shards"]] == Store.open(store).units()
+    assert min(record["training"]["shards"].values()) > 1
+    assert not verify(store).findings
 
 
 def test_a_terminated_run_reports_what_is_kept_in_one_line(given: Given, tmp_path: Path) -> None:

@@ -1,0 +1,201 @@
+"""A bounded cache of remote arrays on a local disk, shared by all processes of a machine.
+
+    DIR/<hash>            the bytes of one range of an array: rows of one sample
+        <hash>.<random>   one that is being written, of its full size from the start
+        used              bytes reserved so far; also the lock under which room is made
+
+A name is a hash of shard and range, and a shard is named by its content, so a file never goes stale, and
+several stores may share a folder. Files have no checksum of their own: the store compares every row that it
+reads with its index, and lets the cache `forget` what differs.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from vlmdistill.stores.arrays import CHUNK_FILE
+from vlmdistill.stores.backends.backend import REQUESTS
+from vlmdistill.stores.backends.remote import Remote
+from vlmdistill.stores.errors import StoreError
+
+GRAIN = 4096  # a file system gives room in blocks
+FREED = 0.1  # share that is freed at once: to choose what goes, the whole folder is listed
+STALE, DEAD = 7 * 24 * 3600.0, 60.0  # seconds without use, of a file and of an unfinished one
+USED, RANGE = "used", re.compile(r"[0-9a-f]{32}(\.[0-9a-f]{8})?")
+SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)(i?)B", re.IGNORECASE)
+log = logging.getLogger("vlmdistill.stores")
+
+
+class Cache:
+    """Files of a folder that never take more than `limit` bytes, whatever process writes or is killed."""
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self.folder, self.limit = folder, limit
+        self.hits = self.misses = 0  # bytes
+        self._failed = False
+        folder.mkdir(parents=True, exist_ok=True)
+        with self._locked() as counter:
+            self._reserve(counter, 0)
+
+    @classmethod
+    def of(cls, text: str) -> "Cache":
+        """The cache that `DIR:SIZE` describes, such as `/scratch/cache:500GB`; StoreError if it does not."""
+        folder, _, size = text.rpartition(":")
+        found = SIZE.fullmatch(size.strip())
+        if not folder or not found:
+            raise StoreError(f"a cache of '{text}': give a folder and a size, such as /scratch/cache:500GB")
+        number, unit, binary = found.groups()
+        power = " KMGT".index(unit.upper() or " ")
+        try:
+            return cls(Path(folder).expanduser(), int(float(number) * (1024 if binary else 1000) ** power))
+        except OSError as error:
+            raise StoreError(f"a cache in {folder}: {error.strerror or error}: give another folder") from None
+
+    def get(self, name: str, length: int) -> bytes | None:
+        """The bytes that were kept under a name, if there are so many."""
+        try:
+            with (self.folder / name).open("rb") as file:
+                os.utime(file.fileno())
+                data = file.read()
+        except OSError:
+            return None
+        return data if len(data) == length else None
+
+    def put(self, name: str, data: bytes) -> None:
+        """Keep bytes, if there is room on the disk."""
+        if _taken(len(data)) + GRAIN > self.limit:
+            return
+        unfinished = self.folder / f"{name}.{secrets.token_hex(4)}"
+        try:
+            with self._locked() as counter:
+                self._reserve(counter, _taken(len(data)))
+                with unfinished.open("xb") as file:
+                    file.truncate(len(data))  # whoever counts now counts all of it
+            with unfinished.open("r+b") as file:
+                file.write(data)
+            with self._locked():  # else who counts might miss it under both names
+                unfinished.rename(self.folder / name)
+        except FileNotFoundError:  # another process needed the room
+            return
+        except OSError as error:
+            unfinished.unlink(missing_ok=True)
+            if not self._failed:
+                log.warning("the cache %s is not written to: %s", self.folder, error.strerror or error)
+            self._failed = True
+
+    def drop(self, name: str) -> bool:
+        """Remove a file; whether it was there."""
+        try:
+            (self.folder / name).unlink()
+        except OSError:
+            return False
+        return True
+
+    @contextmanager
+    def _locked(self) -> Iterator[int]:
+        counter = os.open(self.folder / USED, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(counter, fcntl.LOCK_EX)
+            yield counter
+        finally:
+            os.close(counter)
+
+    def _reserve(self, counter: int, more: int) -> None:
+        """Count `more` bytes in, before they are written: who is killed then leaves a count that is too high.
+
+        If they do not fit by that count, count what is there, and remove what is worth least.
+        """
+        limit = self.limit - GRAIN  # of `used`
+        text = os.pread(counter, 32, 0)
+        used = int(text) if text.strip().isdigit() else limit + 1
+        if used + more > limit:
+            found = self._listed()
+            used = sum(size for *_, size in found)
+            room = max(0, (1 - FREED) * limit - more) if used + more > limit else used
+            for _, name, size in found:
+                if used > room and self.drop(name):
+                    used -= size
+        os.pwrite(counter, f"{used + more:<31}\n".encode(), 0)
+
+    def _listed(self) -> list[tuple[bool, str, int]]:
+        """Whether a file is long unused, its name, and its size: what is worth least first.
+
+        In an epoch of random order, what was used least recently is as likely to come next as anything. So
+        all processes keep the same names: their share of the samples is then read from the cache. Only what
+        nobody reads any more, of another store maybe, goes before.
+        """
+        found, now = [], time.time()
+        for entry in os.scandir(self.folder):
+            if RANGE.fullmatch(entry.name):
+                with contextlib.suppress(FileNotFoundError):  # another process has dropped it
+                    info = entry.stat()
+                    idle = now - info.st_mtime > (DEAD if "." in entry.name else STALE)
+                    found.append((idle, entry.name, _taken(info.st_size)))
+        return sorted(found, reverse=True)
+
+
+class Cached(Remote):
+    """A remote backend whose arrays are read through a cache, the ranges of a batch all at once."""
+
+    def __init__(self, url: str, cache: Cache) -> None:
+        super().__init__(url)
+        self.cache = cache
+        self._coming: dict[str, Future[bytes]] = {}
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(REQUESTS, thread_name_prefix="vlmdistill-fetch")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_again, (self.url, self.cache.folder, self.cache.limit))
+
+    def prefetch(self, name: str, start: int, length: int) -> None:
+        """Start to fetch a range that is not in the cache."""
+        with self._lock:
+            key = _key(name, start, length)
+            if length and key not in self._coming:
+                self._coming[key] = self._pool.submit(self._load, key, name, start, length)
+
+    def forget(self, name: str, start: int, length: int) -> bool:
+        """Remove a range from the cache; whether it was there."""
+        return self.cache.drop(_key(name, start, length))
+
+    def _get_range(self, name: str, start: int, length: int) -> bytes:
+        if not name.endswith(CHUNK_FILE):
+            return super()._get_range(name, start, length)
+        key = _key(name, start, length)
+        with self._lock:
+            coming = self._coming.pop(key, None)
+        return coming.result() if coming else self._load(key, name, start, length)
+
+    def _load(self, key: str, name: str, start: int, length: int) -> bytes:
+        data = self.cache.get(key, length)
+        if data is not None:
+            self.cache.hits += length
+            return data
+        data = super()._get_range(name, start, length)
+        self.cache.misses += length
+        self.cache.put(key, data)
+        return data
+
+
+def _again(url: str, folder: Path, limit: int) -> Cached:
+    return Cached(url, Cache(folder, limit))
+
+
+def _key(name: str, start: int, length: int) -> str:
+    return blake3(f"{name}:{start}:{length}".encode()).hexdigest()[:32]
+
+
+def _taken(size: int) -> int:
+    return -(-size // GRAIN) * GRAIN
