@@ -23,7 +23,7 @@ from vlmdistill.stores.arrays import ArraySpec, byte_range, read_rows
 from vlmdistill.stores.backends.backend import STAGING, Backend, open_backend, writing
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.heads import read_head, write_head
-from vlmdistill.stores.index.merged import Lines, Shards
+from vlmdistill.stores.index.merged import Lines, OnShards, Shards, silent
 from vlmdistill.stores.index.tables import XXH3, reserved
 from vlmdistill.stores.integrity.commits import commit, is_complete
 from vlmdistill.stores.layout import TOKENS, Layout, dequantize, rows_of
@@ -71,8 +71,8 @@ class Store:
         info: Facts of the target, such as `hidden_size` (D) and `vocab_size` (V).
     """
 
-    def __init__(self, backend: Backend, record: StoreRecord) -> None:
-        self.backend = backend
+    def __init__(self, backend: Backend, record: StoreRecord, report: OnShards = silent) -> None:
+        self.backend, self._report = backend, report
         self.record = record
         self.path = backend.url
         self.provenance = record.provenance
@@ -119,15 +119,18 @@ class Store:
         return store
 
     @classmethod
-    def open(cls, path: str | Path) -> "Store":
-        """Open a store; StoreError when it is missing, damaged or newer than this code."""
+    def open(cls, path: str | Path, report: OnShards = silent) -> "Store":
+        """Open a store; StoreError when it is missing, damaged or newer than this code.
+
+        `report` gets the number of shards read, and of all to read, while the index is made.
+        """
         backend = open_backend(path)
         try:
             record = read_record(backend, STORE, StoreRecord)
         except (FileNotFoundError, NotADirectoryError):
             what = f"there is no feature store at {path}"
             raise StoreError(f"{what}: make one with `vlmdistill features`") from None
-        return cls(backend, record)
+        return cls(backend, record, report)
 
     def require(self, provenance: Provenance, info: TargetInfo | None = None) -> None:
         """StoreError naming the first field in which this store's origin differs."""
@@ -227,7 +230,7 @@ class Store:
 
         there = tuple(units(self.backend)), tuple(self.backend.list_names(STATS))
         if self._index is None or self._index[0] != there:
-            merged = self._shards.merged(there[0])
+            merged = self._shards.merged(there[0], self._report)
             self._meta = {name: kind for name, kind in merged.schema.items() if not reserved(name)}
             self._index = there, Lines(join_stats(self.backend, merged))
         return self._index[1]
