@@ -105,7 +105,7 @@ def evaluate(
             )
         show_served(made, as_json)
         return
-    importing.select(importing.read(prompts or workspace.prompts, model), "eval")  # before the slow imports
+    importing.load(prompts or workspace.prompts, model, "eval", 1)  # before the slow imports
     from vlmdistill.drafters.core.tree import Tree
     from vlmdistill.pipelines.evaluation import evaluate as pipeline
 

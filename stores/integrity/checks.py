@@ -275,7 +275,7 @@ def _doubtful(tokens_T4: Array, table: pa.Table) -> Array:
     of_T, of_M = np.repeat(number_N, counts["text"]), np.repeat(number_N, counts["span"])
     start_M, length_M = (column.to_numpy().astype(np.int64) for column in _spans(table).flatten())
     position_T = tokens_T4[:, 1].astype(np.int64)
-    odd_N = np.bincount(of_M, length_M, len(table)) != counts["visual"]
+    odd_N: Array = np.bincount(of_M, length_M, len(table)) != counts["visual"]
     odd_N |= np.bincount(of_T, tokens_T4[:, 3], len(table)) != table["response_tokens"].to_numpy()
     odd_N[of_M[length_M < 1]] = True
     for of, at in ((of_T, position_T), (of_M, start_M)):
