@@ -333,7 +333,7 @@ def capture(
                 key, f"it is not in {store} after capture: check that all machines see this store"
             )
             for key in missing["key"].filter(
-                ~missing["key"].is_in(pl.Series(stored, dtype=pl.String).implode())
+                ~missing["key"].is_in(pl.Series(list(stored), dtype=pl.String).implode())
             )
         }
         if failed and len(failed) == len(items):

@@ -14,6 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -207,9 +208,9 @@ def facts(out: Path) -> "pl.DataFrame":
     columns = ["key", "keep", "reason", "prompt_tokens", "visual_tokens", "ids"]
     empty = pl.from_arrow(schema().empty_table().select(columns))
     assert isinstance(empty, pl.DataFrame)
-    frames = [empty, *(pl.DataFrame(_read(path, columns)) for path in _paths(out))]
     tokens = pl.col("ids").list.len().cast(pl.Int64).alias("tokens")
-    return pl.concat([frame.with_columns(tokens).drop("ids") for frame in frames])
+    read = (pl.DataFrame(_read(path, columns)) for path in _paths(out))
+    return pl.concat([frame.with_columns(tokens).drop("ids") for frame in chain([empty], read)])
 
 
 def counted(reasons: "pl.Series") -> Counter[str]:
