@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=24, help="held-out prompts")
     given = parser.parse_args()
     workspace = Workspace.of(MODEL, given.runs)
-    prompts = importing.select(importing.read(workspace.prompts, MODEL), "train")
+    prompts = importing.load(workspace.prompts, MODEL, "train")
     settings = CaptureSettings(drafters=[given.drafter], shard_bytes=given.shard_bytes)
     words = [given.drafter, "--set", f"steps={given.steps}"]
     facts: dict[str, dict[str, object]] = {}

@@ -431,8 +431,7 @@ def view_of_a_million(folder: Path) -> float:
     rows = rows.with_columns(
         key=pl.format("s{}", pl.int_range(count) + count), words=pl.int_range(count) % 500
     )
-    table = rows.to_arrow(compat_level=pl.CompatLevel.oldest())
-    write_table(store.backend, CacheRecord(schema=1, shards={"one": store.commit("one").shard}), table)
+    write_table(store.backend, CacheRecord(schema=1, shards={"one": store.commit("one").shard}), rows)
     text = "words > 5 and code_ratio < 0.05"
     return timed(lambda: filter_store(Store.open(folder), "view", expressions=[text]))
 

@@ -129,7 +129,7 @@ def evaluate(
                 found = served.ServedDrafters([one])
         show_served(found, as_json, by_name=kind == VLLM)
         return
-    importing.select(importing.read(prompts or workspace.prompts, model), "eval")  # before the slow imports
+    importing.load(prompts or workspace.prompts, model, "eval", 1)  # before the slow imports
     from vlmdistill.drafters.core.tree import Tree
     from vlmdistill.pipelines.evaluation import evaluate as pipeline
 

@@ -78,7 +78,7 @@ def features(
     if import_ and not file.exists():
         with console.progress("importing", "rows") as report:
             import_sources(workspace, [import_], file, progress=lambda rows: report(rows, 0))
-    chosen = importing.select(importing.read(file, model), split, limit)
+    chosen = importing.load(file, model, split, limit)
     done = flow.capture_features(
         model,
         chosen,

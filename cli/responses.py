@@ -59,7 +59,7 @@ def responses(
 
     workspace = console.workspace(model, runs)
     checkpoint(model)  # report a wrong model first
-    chosen = importing.select(importing.read(prompts or workspace.prompts, model), split, limit)
+    chosen = importing.load(prompts or workspace.prompts, model, split, limit)
     folder = out or workspace.responses
     with console.progress("generating", "responses", str(folder)) as report:
         summary = responder.respond(

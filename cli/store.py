@@ -44,8 +44,9 @@ def info(store: Path, as_json: console.Json = False) -> None:
     from vlmdistill.stores import summary
     from vlmdistill.stores.store import Store
 
-    opened = Store.open(store)
-    facts = summary.info(opened, _needs(opened.info))
+    with console.progress("open", "shards") as report:
+        opened = Store.open(store, report=report)
+        facts = summary.info(opened, _needs(opened.info))
     if as_json:
         console.result(facts, True)
         return
@@ -96,7 +97,8 @@ def stats(store: Path, view: ViewOption = None, as_json: console.Json = False) -
     from vlmdistill.stores import summary
     from vlmdistill.stores.store import Store
 
-    columns = summary.stats(Store.open(store), view)
+    with console.progress("open", "shards") as report:
+        columns = summary.stats(Store.open(store, report=report), view)
     if as_json:
         console.result(columns, True)
         return
@@ -114,7 +116,8 @@ def stats(store: Path, view: ViewOption = None, as_json: console.Json = False) -
 def verify(
     store: Path,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Files to read at once; default: one per core, up to 4.")
+        int | None,
+        typer.Option(min=1, help="Shards to read at once; default: one per core, up to 4, and 16 of a URL."),
     ] = None,
     as_json: console.Json = False,
 ) -> None:
@@ -187,7 +190,9 @@ def filter_(
     from vlmdistill.stores.store import Store
     from vlmdistill.stores.views.filters import filter_store
 
-    view = filter_store(Store.open(store), name, expressions=where or (), filters=named or (), base=base)
+    with console.progress("open", "shards") as report:
+        opened = Store.open(store, report=report)
+        view = filter_store(opened, name, expressions=where or (), filters=named or (), base=base)
     facts = {"view": view.name, "rows": view.rows, "kept": view.kept, "dropped": dict(view.dropped)}
     if as_json:
         console.result(facts, True)

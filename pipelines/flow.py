@@ -86,9 +86,8 @@ def prepare(workspace: Workspace, plan: Plan, log: Callable[[str], None], bar: P
         with bar("importing", "rows") as report:
             made = import_sources(workspace, ["demo"], progress=lambda rows: report(rows, 0, ""))
         log(f"prompts    {made.train} to train on and {made.eval} held out, in {workspace.prompts}")
-    known = importing.read(workspace.prompts, workspace.model)
-    prompts = importing.select(known, "train")
-    importing.select(known, "eval")  # an error now, not after hours of training
+    prompts = importing.load(workspace.prompts, workspace.model, "train")
+    importing.load(workspace.prompts, workspace.model, "eval")  # an error now, not after hours of training
     if trained := [name for name in plan.drafters if catalogue.is_trained(name)]:
         done = capture_features(
             workspace.model,
@@ -143,7 +142,9 @@ def capture_features(
     the responses that exist.
     """
     generated = None
-    missing = {prompt.key for prompt in dataset.without_response(prompts, responses)} if generate else set()
+    missing = set[str]()
+    if generate:
+        missing = set(importing.facts_of(dataset.without_response(prompts, responses))["key"])
     there = capturer.keys_in(store, settings, workers.engine) if missing else set()
     one_pass = workers.engine != "transformers" and not missing & there
     respond = partial(synthesizer.synthesize, store, settings) if one_pass else responder.respond
@@ -157,10 +158,9 @@ def capture_features(
         with bar("capturing", "samples", store) as report:
             captured = capturer.capture(prompts, responses, store, model, settings, workers, report)
     if generated and one_pass:
-        rows = [row for row in dataset.read(responses) if row.key in missing]
-        captured = captured.after(
-            generated.seconds, len(there), sum(row.prompt_tokens + len(row.ids) for row in rows)
-        )
+        rows = (row for row in dataset.read(responses) if row.key in missing)
+        tokens = sum(row.prompt_tokens + len(row.ids) for row in rows)
+        captured = captured.after(generated.seconds, len(there), tokens)
     return CaptureRun(generated, captured)
 
 

@@ -23,7 +23,7 @@ from vlmdistill.stores.arrays import ArraySpec, byte_range, read_rows
 from vlmdistill.stores.backends.backend import STAGING, Backend, open_backend, writing
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.heads import read_head, write_head
-from vlmdistill.stores.index.merged import Lines, Shards
+from vlmdistill.stores.index.merged import Lines, OnShards, Shards, silent
 from vlmdistill.stores.index.tables import XXH3, reserved
 from vlmdistill.stores.integrity.commits import commit, is_complete
 from vlmdistill.stores.layout import TOKENS, Layout, dequantize, rows_of
@@ -74,8 +74,8 @@ class Store:
         info: Facts of the target, such as `hidden_size` (D) and `vocab_size` (V).
     """
 
-    def __init__(self, backend: Backend, record: StoreRecord) -> None:
-        self.backend = backend
+    def __init__(self, backend: Backend, record: StoreRecord, report: OnShards = silent) -> None:
+        self.backend, self._report = backend, report
         self.record = record
         self.path = backend.url
         self.provenance = record.provenance
@@ -122,10 +122,11 @@ class Store:
         return store
 
     @classmethod
-    def open(cls, path: str | Path, cache: str | None = None) -> "Store":
+    def open(cls, path: str | Path, cache: str | None = None, report: OnShards = silent) -> "Store":
         """Open a store; StoreError when it is missing, damaged or newer than this code.
 
         `cache`, as `DIR:SIZE`, keeps what is read of a URL on a local disk, in at most so many bytes.
+        `report` gets the number of shards whose index is read, and of all.
         """
         backend = open_backend(path, cache)
         try:
@@ -133,7 +134,7 @@ class Store:
         except (FileNotFoundError, NotADirectoryError):
             what = f"there is no feature store at {path}"
             raise StoreError(f"{what}: make one with `vlmdistill features`") from None
-        return cls(backend, record)
+        return cls(backend, record, report)
 
     @classmethod
     def find(cls, path: str | Path) -> "Store | None":
@@ -256,7 +257,7 @@ class Store:
 
         there = tuple(units(self.backend)), tuple(self.backend.list_names(STATS))
         if self._index is None or self._index[0] != there:
-            merged = self._shards.merged(there[0])
+            merged = self._shards.merged(there[0], self._report)
             self._meta = {name: kind for name, kind in merged.schema.items() if not reserved(name)}
             self._index = there, Lines(join_stats(self.backend, merged))
         return self._index[1]

@@ -13,7 +13,7 @@ from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.index.tables import ROW, reserved
 from vlmdistill.stores.integrity.ledger import LEDGER
 from vlmdistill.stores.layout import TOKENS
-from vlmdistill.stores.manifest import CACHE, STATS, VIEWS, record_names, seal, units
+from vlmdistill.stores.manifest import CACHE, COMMITS, STATS, STORE, VIEWS, record_names, units
 from vlmdistill.stores.schema import Array, Feature
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.views.filters import view_keys
@@ -32,12 +32,13 @@ def info(store: Store, needs: Mapping[str, Collection[Feature]] | None = None) -
     that is there.
     `needs` maps drafters to the features they read: then also what each would read, or lacks.
     """
-    records = [store.commit(unit) for unit in units(store.backend)]
     index = store.index
+    backend, records = store.backend, 0
     disk = Counter[str]()  # array, or file next to the arrays -> bytes in all shards
     rows = Counter[str]()
     losses: dict[str, list[float]] = {}
-    for record in records:
+    for record in backend.map(store.commit, units(backend)):
+        records += 1
         for name, (size, _) in record.files.items():
             disk[name.split("/")[0]] += size
         rows.update(record.rows)
@@ -59,19 +60,18 @@ def info(store: Store, needs: Mapping[str, Collection[Feature]] | None = None) -
             about["relative_error"] = float(np.sqrt(error / squares)) if squares else 0.0
         fields[feature.name] = about
     arrays = on_disk(store.layout.arrays)
-    tables = [store.backend.list_files(folder) for folder in (VIEWS, STATS, CACHE, LEDGER)]
+    small = [sum(backend.list_files(folder).values()) for folder in (COMMITS, VIEWS, STATS, CACHE, LEDGER)]
     sizes = {
         "index_bytes": sum(disk.values()) - arrays,
         "head_bytes": store.record.head.entry[0],
-        "records_bytes": sum(len(seal(record)) for record in (store.record, *records))
-        + sum(size for files in tables for size in files.values()),
+        "records_bytes": (backend.size(STORE) or 0) + sum(small),
     }
-    views = {name: _kept(store, name) for name in record_names(store.backend, VIEWS)}
+    views = {name: _kept(store, name) for name in record_names(backend, VIEWS)}
     facts: dict[str, Any] = {
         "path": store.path,
         "samples": len(index),
         "shadowed": rows["sample"] - len(index),
-        "units": len(records),
+        "units": records,
         "bytes": arrays + sum(sizes.values()),
         **sizes,
         "schema": store.record.schema,
@@ -81,7 +81,7 @@ def info(store: Store, needs: Mapping[str, Collection[Feature]] | None = None) -
         "datasets": _datasets(store, fields),
         "views": {name: counts[0] for name, counts in views.items()},
         "views_there": {name: counts[1] for name, counts in views.items()},
-        "runs": record_names(store.backend, STATS),
+        "runs": record_names(backend, STATS),
     }
     if needs is not None:
         facts["drafters"] = {name: _cost(store, wanted, fields) for name, wanted in sorted(needs.items())}

@@ -9,7 +9,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,15 +17,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import polars as pl
 
 from vlmdistill.pipelines.engines.environment import EngineName, check_environment
 from vlmdistill.pipelines.features.selection import check_encoding, select_features, store_at
-from vlmdistill.pipelines.prompts.importing import Prompt
+from vlmdistill.pipelines.prompts.importing import Prompt, facts_of
 from vlmdistill.pipelines.responses import dataset
 from vlmdistill.pipelines.responses.dataset import ResponseRow
 from vlmdistill.pipelines.runtime.cluster import MIB, session
 from vlmdistill.pipelines.runtime.reporting import OnProgress, silent
-from vlmdistill.pipelines.runtime.shared import Shared, marked, some_media
+from vlmdistill.pipelines.runtime.shared import LOOKED_AT, Shared, marked, some_media
 from vlmdistill.pipelines.runtime.workers import ActorPool, WorkerOptions, weight_bytes
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import Fingerprint, checkpoint
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
@@ -298,34 +299,34 @@ def capture(
     local = "://" not in store
     fingerprint = checkpoint(model)
     check_origin(fingerprint, responses, store)
-    by_key = {prompt.key: prompt for prompt in prompts}
-    items = [CaptureItem(by_key[row.key], row) for row in dataset.read(responses) if row.key in by_key]
-    if not items:
+    generated = dataset.Responses(responses)
+    items = missing_of(prompts, generated, set())
+    if not len(items):
         raise DataError(
             f"{responses} holds no kept response to any of the {len(prompts)} prompts: generate some with "
             f"`vlmdistill responses -m {model}`"
         )
     with only_writer(Path(store)) if local else nullcontext():
         there = keys_in(store, settings, options.engine)
-        missing = {item.prompt.key: item for item in items if item.prompt.key not in there}
+        missing = missing_of(prompts, generated, there)
         start, done, tokens, failed = time.monotonic(), len(items) - len(missing), 0, dict[str, str]()
-        if missing:
+        if len(missing):
             report(done, len(items), "starting")
             sampling = str(dataset.read_settings(responses)[0])
             url = str(Path(store).absolute()) if local else store
             worker = partial(
                 Capturer, absolute_model(model), url, sampling, settings, options.load, options.engine
             )
-            media = some_media(item.prompt for item in missing.values())
+            media = some_media([prompts[at] for at in missing["prompt"][:: len(missing) // LOOKED_AT or 1]])
             weights = weight_bytes(model, options.load)
             pool = ActorPool[CaptureTask, CaptureResult]
             with session(), marked(store) as mark:
                 shared = Shared(absolute_model(model), fingerprint, media, url, mark)
                 with pool(worker, shared, options, weights=weights) as workers:
-                    tasks = plan(list(missing.values()), workers.facts(), settings.shard_bytes)
+                    work = tasks(prompts, generated, missing, workers.facts(), settings.shard_bytes)
                     Store.open(store).announce(len(there) + len(missing), ended=False)
                     start = time.monotonic()
-                    for ended in workers.run(tasks):
+                    for ended in workers.run(work):
                         done += (ended.result.samples if ended.result else 0) + len(ended.failed)
                         tokens += ended.result.tokens if ended.result else 0
                         failed |= ended.failed
@@ -333,26 +334,29 @@ def capture(
         seconds = time.monotonic() - start
         final = Store.open(store)
         stored = final.keys()  # this counts, not what workers return
-        if missing or (final.capture and not final.capture.ended):  # for those who train on it meanwhile
+        if len(missing) or (final.capture and not final.capture.ended):  # for those who train on it meanwhile
             final.announce(len(stored), ended=True)
         failed = {
             key: failed.get(
                 key, f"it is not in {store} after capture: check that all machines see this store"
             )
-            for key in missing.keys() - stored
+            for key in missing["key"].filter(
+                ~missing["key"].is_in(pl.Series(list(stored), dtype=pl.String).implode())
+            )
         }
         if failed and len(failed) == len(items):
             key, why = next(iter(failed.items()))
             raise TargetError(f"all {len(failed)} samples failed; {key}: {why}")
         captured = len(missing) - len(failed)
-        reasons = dataset.drop_reasons(responses)
+        asked = facts_of(prompts).select("key")
+        reasons = asked.join(dataset.facts(responses), on="key", how="inner")["reason"]
         return CaptureSummary(
             store=store,
             features=final.provenance.features,
             samples=len(stored),
             captured=captured,
-            no_response=len(by_key.keys() - reasons.keys()),
-            dropped=Counter(reasons[key] for key in by_key if reasons.get(key)),
+            no_response=len(asked) - len(reasons),
+            dropped=dataset.counted(reasons),
             failed=failed,
             samples_per_second=captured / seconds if captured else 0.0,
             tokens_per_second=tokens / seconds if captured else 0.0,
@@ -360,19 +364,45 @@ def capture(
         )
 
 
-def plan(items: Sequence[CaptureItem], facts: CaptureFacts, shard_bytes: int) -> list[CaptureTask]:
-    """Tasks of similar length, each a shard of about `shard_bytes`; the longest first."""
-    tasks: list[CaptureTask] = []
-    chunk: list[CaptureItem] = []
-    size = 0
-    for item in sorted(items, key=lambda item: (-item.tokens, item.prompt.key)):
-        weight = facts.sample_bytes(item.tokens, item.response.visual_tokens)
+def missing_of(
+    prompts: Sequence[Prompt], generated: dataset.Responses, there: Collection[str]
+) -> pl.DataFrame:
+    """The facts of the responses to `prompts` whose keys are not `there`, and the number of the `prompt`."""
+    asked = facts_of(prompts).select("key").with_row_index("prompt")
+    keys = pl.Series(list(there), dtype=pl.String)
+    return asked.join(generated.facts, on="key", how="inner").filter(~pl.col("key").is_in(keys.implode()))
+
+
+def tasks(
+    prompts: Sequence[Prompt],
+    generated: dataset.Responses,
+    items: pl.DataFrame,
+    facts: CaptureFacts,
+    shard_bytes: int,
+) -> Iterator[CaptureTask]:
+    """The tasks of a plan, each made when it is asked for: all together take much memory."""
+    for shard in plan(items, facts, shard_bytes):
+        yield CaptureTask.of(CaptureItem(prompts[prompt], generated.row(row)) for prompt, row in shard)
+
+
+def plan(items: pl.DataFrame, facts: CaptureFacts, shard_bytes: int) -> Iterator[list[tuple[int, int]]]:
+    """Shards of about `shard_bytes` with samples of similar length, the longest first.
+
+    `items` are facts of responses and the number of the `prompt` of each; of a shard, (`prompt`, `row`).
+    """
+    visual = pl.col("visual_tokens").cast(pl.Int64)
+    tokens = (pl.col("prompt_tokens") + pl.col("tokens")).alias("all")
+    weight = (tokens - visual) * facts.text_bytes + visual * facts.visual_bytes
+    ordered = items.select("key", "prompt", "row", tokens, weight.alias("weight"))
+    ordered = ordered.sort("all", "key", descending=[True, False])
+    chunk, size = list[tuple[int, int]](), 0
+    for prompt, row, weight in ordered.select("prompt", "row", "weight").iter_rows():
         if chunk and (size + weight > shard_bytes or len(chunk) >= SHARD_SAMPLES):
-            tasks.append(CaptureTask.of(chunk))
+            yield chunk
             chunk, size = [], 0
-        chunk.append(item)
+        chunk.append((prompt, row))
         size += weight
-    return [*tasks, CaptureTask.of(chunk)]
+    yield chunk
 
 
 def keys_in(store: str, settings: CaptureSettings, engine: EngineName) -> set[str]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from vlmdistill.pipelines.media.images import large_images
 from vlmdistill.pipelines.media.resolver import MediaResolver
@@ -23,11 +23,17 @@ from vlmdistill.pipelines.prompts.augment import Message
 from vlmdistill.pipelines.prompts.formats import MOST, Conversation, Format
 from vlmdistill.pipelines.prompts.sources import BadRowError, Row
 from vlmdistill.pipelines.prompts.sources import read as read_rows
+from vlmdistill.pipelines.spool import Spool
 from vlmdistill.pipelines.workspace import atomic_write
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import content_hash
 
+if TYPE_CHECKING:
+    import polars as pl
+
 Split = Literal["train", "eval"]
+LENGTHS = {"image": 2000, "video": 20000}  # of media, in characters of text, to sort prompts by length
+BATCH = 1 << 13  # prompts in memory at once
 CHUNK = 256  # rows whose images are checked together
 SAMPLING = ("fps", "frames")  # what a part may say about its video
 
@@ -130,35 +136,123 @@ def read(path: Path, model: str = "M") -> list[Prompt]:
     `model` is the target that the error message names.
     """
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
+    _require_there(path, model)
+    try:
+        return [_prompt(row) for row in _file(path).read(schema().names).to_pylist()]
+    except (OSError, pa.ArrowInvalid) as error:
+        raise DataError(f"{path} cannot be read as Parquet: {str(error).splitlines()[0]}") from None
+
+
+def _require_there(path: Path, model: str) -> None:
     if not path.is_file():
         raise DataError(
             f"no prompts in {path}: import yours with `vlmdistill prompts FILE... -m {model}`, "
             f"or the demo's with `vlmdistill prompts demo -m {model}`"
         )
-    try:
-        table = pq.read_table(path)
-    except (OSError, pa.ArrowInvalid) as error:
-        raise DataError(f"{path} cannot be read as Parquet: {str(error).splitlines()[0]}") from None
-    missing = [name for name in schema().names if name not in table.column_names]
+
+
+def _file(path: Path) -> Any:
+    """The open Parquet file; DataError if it is not a prompts file."""
+    import pyarrow.parquet as pq
+
+    file = pq.ParquetFile(path)
+    missing = [name for name in schema().names if name not in file.schema_arrow.names]
     if missing:
         raise DataError(f"{path} is not a prompts file: it lacks the columns {', '.join(missing)}")
-    rows = table.select(schema().names).to_pylist()
-    for row in rows:
-        for message in row["messages"]:
-            message["content"] = [{k: v for k, v in p.items() if v is not None} for p in message["content"]]
-    return [Prompt(**row) for row in rows]
+    return file
 
 
-def select(prompts: Sequence[Prompt], split: str = "all", limit: int | None = None) -> list[Prompt]:
-    """The first `limit` prompts of a split (train, eval or all); DataError if it has none."""
-    chosen = [prompt for prompt in prompts if split in ("all", prompt.split)][:limit]
-    if not chosen:
+def _prompt(row: dict[str, Any]) -> Prompt:
+    for message in row["messages"]:
+        message["content"] = [{k: v for k, v in p.items() if v is not None} for p in message["content"]]
+    return Prompt(**row)
+
+
+class Prompts(Sequence[Prompt]):
+    """Prompts of a file. In memory are their `facts` (`key`, `chars`) alone: a million take 50 MB."""
+
+    def __init__(self, spool: Spool, facts: "pl.DataFrame") -> None:
+        self._spool = spool
+        self.facts = facts  # `row` in the spool
+
+    def __len__(self) -> int:
+        return len(self.facts)
+
+    @overload
+    def __getitem__(self, at: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, at: slice) -> "Prompts": ...
+    def __getitem__(self, at: int | slice) -> "Prompt | Prompts":
+        if isinstance(at, slice):
+            return Prompts(self._spool, self.facts[at])
+        return _prompt(self._spool.row(self.facts["row"][at]))
+
+    def without(self, keys: "pl.Series") -> "Prompts":
+        """Those of other keys."""
+        import polars as pl
+
+        return Prompts(self._spool, self.facts.filter(~pl.col("key").is_in(keys.implode())))
+
+
+def facts_of(prompts: Sequence[Prompt]) -> "pl.DataFrame":
+    """The `key` of each prompt and its length in characters, `chars`, each medium counted as text."""
+    import polars as pl
+
+    if isinstance(prompts, Prompts):
+        return prompts.facts
+    return pl.DataFrame(
+        {
+            "key": [prompt.key for prompt in prompts],
+            "chars": [_chars(message["content"] for message in prompt.messages) for prompt in prompts],
+        },
+        {"key": pl.String, "chars": pl.Int64},
+    )
+
+
+def _chars(contents: Iterable[Iterable[dict[str, Any]]]) -> int:
+    return sum(LENGTHS.get(part["type"]) or len(part["text"]) for parts in contents for part in parts)
+
+
+def load(path: Path, model: str = "M", split: str = "all", limit: int | None = None) -> Prompts:
+    """The first `limit` prompts of a split (train, eval or all).
+
+    DataError as from `read`, or if there are none.
+    """
+    import polars as pl
+    import pyarrow as pa
+
+    _require_there(path, model)
+    facts: list[pl.DataFrame] = []
+
+    def batches() -> Iterator[Any]:
+        left = limit
+        for batch in file.iter_batches(BATCH, columns=schema().names):
+            batch = batch.select(schema().names)
+            if split != "all":
+                batch = batch.filter(pa.compute.equal(batch["split"], split))
+            batch = batch.slice(0, left)
+            left = None if left is None else left - len(batch)
+            contents = batch["messages"].to_pylist()
+            chars = [_chars(message["content"] for message in messages) for messages in contents]
+            facts.append(pl.DataFrame({"key": pl.Series(batch["key"], dtype=pl.String), "chars": chars}))
+            yield batch
+            if left == 0:
+                return
+
+    try:
+        file = _file(path)
+        kinds = pa.schema([file.schema_arrow.field(name) for name in schema().names])
+        spool = Spool(path.parent, kinds, batches())
+    except (OSError, pa.ArrowInvalid) as error:
+        raise DataError(f"{path} cannot be read as Parquet: {str(error).splitlines()[0]}") from None
+    found = pl.concat(facts) if facts else facts_of([])
+    if not len(found):
+        total = file.metadata.num_rows
         raise DataError(
-            f"the split '{split}' has none of the {len(prompts)} prompts: import some with --split {split}"
+            f"the split '{split}' has none of the {total} prompts: import some with --split {split}"
         )
-    return chosen
+    return Prompts(spool, found.with_row_index("row"))
 
 
 def import_prompts(

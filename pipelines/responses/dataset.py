@@ -2,6 +2,7 @@
 
     settings.json        target, sampling and filters; a run with other settings is refused
     part-<task>.parquet  the responses to the prompts of one task, written atomically
+    pack-<hash>.parquet  the rows of many parts, which it names
     failed.jsonl         prompts that failed in the last run
 
 Responses that a filter dropped stay here with the reason, so that they are not generated again.
@@ -10,20 +11,29 @@ Responses that a filter dropped stay here with the reason, so that they are not 
 import dataclasses
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vlmdistill.pipelines.prompts.importing import Prompt
+from vlmdistill.pipelines.prompts.importing import Prompt, Prompts
 from vlmdistill.pipelines.responses.quality import Filters
+from vlmdistill.pipelines.spool import Spool
 from vlmdistill.pipelines.workspace import atomic_write
 from vlmdistill.stores.errors import DataError
-from vlmdistill.stores.schema import Array
+from vlmdistill.stores.schema import Array, content_hash
+
+if TYPE_CHECKING:
+    import polars as pl
 
 SETTINGS = "settings.json"
 FAILED = "failed.jsonl"
 PART = "part-{}.parquet"
+PACK = "pack-{}.parquet"
+HELD = "vlmdistill.parts"  # the metadata of a pack: the parts that it was made of
+PACKED = 256  # parts that are packed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,34 +131,92 @@ def schema() -> Any:
     return pa.schema([(one.name, special.get(one.name) or types[one.type]) for one in columns])
 
 
-def write_part(out: Path, name: str, rows: Sequence[ResponseRow]) -> None:
-    """Write the rows of one task atomically; nothing if there are none."""
+def write_part(out: Path, name: str, rows: Sequence[ResponseRow]) -> bool:
+    """Write the rows of one task atomically; false, and nothing written, if there are none."""
+    import pyarrow as pa
+
+    if rows:
+        _write(out / PART.format(name), pa.Table.from_pylist([vars(row) for row in rows], schema()))
+    return bool(rows)
+
+
+def _write(path: Path, rows: Any) -> None:
+    import pyarrow.parquet as pq
+
+    with atomic_write(path) as file:
+        pq.write_table(rows, file, compression="zstd")
+
+
+def pack(out: Path) -> None:
+    """Make one file of the parts, if they are many. Killed in between, it leaves parts that do not count."""
+    import pyarrow as pa
+
+    held = {name for path in out.glob(PACK.format("*")) for name in _held(path)}
+    for name in held:
+        (out / name).unlink(missing_ok=True)
+    parts = sorted(out.glob(PART.format("*")))
+    if len(parts) < PACKED:
+        return
+    names = [path.name for path in parts]
+    rows = pa.concat_tables([_read(path, schema().names) for path in parts])
+    about = {HELD: json.dumps(names)}
+    _write(out / PACK.format(content_hash(names)), rows.replace_schema_metadata(about))
+    for path in parts:
+        path.unlink()
+
+
+def _held(path: Path) -> list[str]:
+    """The parts that a pack was made of."""
+    import pyarrow.parquet as pq
+
+    about: list[str] = json.loads((pq.read_schema(path).metadata or {}).get(HELD.encode(), "[]"))
+    return about
+
+
+def _paths(out: Path) -> list[Path]:
+    """The files whose rows count."""
+    packs = sorted(out.glob(PACK.format("*")))
+    held = {name for path in packs for name in _held(path)}
+    return packs + [path for path in sorted(out.glob(PART.format("*"))) if path.name not in held]
+
+
+def _read(path: Path, columns: Sequence[str]) -> Any:
+    """The columns of a file; DataError if it cannot be read."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    if rows:
-        with atomic_write(out / PART.format(name)) as file:
-            pq.write_table(
-                pa.Table.from_pylist([vars(row) for row in rows], schema()), file, compression="zstd"
-            )
+    try:
+        return pq.read_table(path, columns=list(columns))
+    except (OSError, pa.ArrowInvalid) as error:
+        why = str(error).splitlines()[0]
+        raise DataError(f"{path} is damaged ({why}): remove it, and run again") from None
 
 
 def table(out: Path, columns: Sequence[str] | None = None) -> Any:
     """All responses as one Arrow table; DataError names a file that cannot be read."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     wanted = list(columns or schema().names)
-    tables = []
-    for path in sorted(out.glob(PART.format("*"))):
-        try:
-            tables.append(pq.read_table(path, columns=wanted))
-        except (OSError, pa.ArrowInvalid) as error:
-            raise DataError(
-                f"{path} is damaged ({str(error).splitlines()[0]}): remove it, and run again"
-            ) from None
     empty = pa.schema([schema().field(name) for name in wanted]).empty_table()
-    return pa.concat_tables([empty, *tables])
+    return pa.concat_tables([empty, *(_read(path, wanted) for path in _paths(out))])
+
+
+def facts(out: Path) -> "pl.DataFrame":
+    """What planning needs of each response: `key`, `keep`, `reason`, and its numbers of tokens."""
+    import polars as pl
+
+    columns = ["key", "keep", "reason", "prompt_tokens", "visual_tokens", "ids"]
+    empty = pl.from_arrow(schema().empty_table().select(columns))
+    assert isinstance(empty, pl.DataFrame)
+    tokens = pl.col("ids").list.len().cast(pl.Int64).alias("tokens")
+    read = (pl.DataFrame(_read(path, columns)) for path in _paths(out))
+    return pl.concat([frame.with_columns(tokens).drop("ids") for frame in chain([empty], read)])
+
+
+def counted(reasons: "pl.Series") -> Counter[str]:
+    """How often each reason to drop a response is there."""
+    counts = reasons.value_counts()
+    return Counter({reason: count for reason, count in counts.iter_rows() if reason})
 
 
 def keys(out: Path) -> set[str]:
@@ -156,32 +224,45 @@ def keys(out: Path) -> set[str]:
     return set(table(out, ["key"])["key"].to_pylist())
 
 
-def without_response(prompts: Sequence[Prompt], out: Path) -> list[Prompt]:
+def without_response(prompts: Sequence[Prompt], out: Path) -> Sequence[Prompt]:
     """The prompts that have no response in `out`."""
+    import polars as pl
+
+    if isinstance(prompts, Prompts):
+        return prompts.without(pl.Series(table(out, ["key"])["key"], dtype=pl.String))
     there = keys(out)
     return [prompt for prompt in prompts if prompt.key not in there]
-
-
-def drop_reasons(out: Path) -> dict[str, str]:
-    """Why each response is not kept, by the key of its prompt; empty if it is kept."""
-    rows = table(out, ["key", "reason"])
-    return dict(zip(rows["key"].to_pylist(), rows["reason"].to_pylist(), strict=True))
 
 
 def read(out: Path, kept: bool = True) -> Iterator[ResponseRow]:
     """The responses in a folder; with `kept`, only those that passed the filters."""
     import pyarrow.compute as pc
 
-    rows = table(out)
-    if kept:
-        rows = rows.filter(pc.field("keep"))
-    for batch in rows.to_batches(max_chunksize=1024):
-        ids = batch.column("ids")
-        flat, lengths = ids.flatten().to_numpy(), ids.value_lengths().to_numpy()
-        start = 0
-        for row, length in zip(batch.drop_columns(["ids"]).to_pylist(), lengths, strict=True):
-            yield ResponseRow(ids=flat[start : start + length], **row)
-            start += length
+    for path in _paths(out):
+        rows = _read(path, schema().names)
+        for batch in (rows.filter(pc.field("keep")) if kept else rows).to_batches(max_chunksize=1024):
+            ids = batch.column("ids")
+            flat, lengths = ids.flatten().to_numpy(), ids.value_lengths().to_numpy()
+            start = 0
+            for row, length in zip(batch.drop_columns(["ids"]).to_pylist(), lengths, strict=True):
+                yield ResponseRow(ids=flat[start : start + length], **row)
+                start += length
+
+
+class Responses:
+    """The kept responses in a folder. In memory are their `facts` alone."""
+
+    def __init__(self, out: Path) -> None:
+        import pyarrow.compute as pc
+
+        self.facts = facts(out).filter("keep").with_row_index("row")
+        tables = (_read(path, schema().names).filter(pc.field("keep")) for path in _paths(out))
+        batches = (batch for rows in tables for batch in rows.replace_schema_metadata().to_batches())
+        self._spool = Spool(out.parent, schema(), batches)
+
+    def row(self, at: int) -> ResponseRow:
+        """One of them."""
+        return ResponseRow(**self._spool.row(at))
 
 
 def write_failed(out: Path, failed: Mapping[str, str]) -> None:

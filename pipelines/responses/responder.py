@@ -7,7 +7,7 @@ missing ones, and every prompt has one response.
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlmdistill.pipelines.engines.environment import EngineName, check_environment
 from vlmdistill.pipelines.media.images import MediaError
-from vlmdistill.pipelines.prompts.importing import Prompt
+from vlmdistill.pipelines.prompts.importing import Prompt, facts_of
 from vlmdistill.pipelines.responses import dataset
 from vlmdistill.pipelines.responses.dataset import ResponseRow, SamplingSettings
 from vlmdistill.pipelines.responses.quality import Filters, repetition
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from vlmdistill.pipelines.targets.encode import EncodedPrompt, EncodedResponse
     from vlmdistill.pipelines.targets.target_model import TargetModel
 
-LENGTHS = {"image": 2000, "video": 20000}  # of media, in characters of text, to sort prompts by length
 BATCH_TOKENS = 65536  # of the prompts in one batch, padding included
 ENGINE_TOKENS = 8192  # in one forward pass of an engine
 HELD_BYTES = 1 << 30  # of encoded prompts in memory at once: a task of long videos would not fit
@@ -218,6 +217,7 @@ def respond(
     with only_writer(out):
         for left in out.glob(".*.tmp"):  # by a killed run
             left.unlink()
+        dataset.pack(out)
         missing = dataset.without_response(prompts, out)
         fingerprint = checkpoint(model)  # before Ray starts
         settings = {
@@ -227,6 +227,7 @@ def respond(
         }
         dataset.check_settings(out, settings)
         start, done, tokens, failed = time.monotonic(), len(prompts) - len(missing), 0, dict[str, str]()
+        written = 0
         if missing:
             report(done, len(prompts), "starting")
             make = partial(
@@ -240,7 +241,9 @@ def respond(
                 start = time.monotonic()
                 for ended in workers.run(plan(missing, task_size or 2 * batch, sampling.seed)):
                     rows = ended.result.rows if ended.result else []
-                    dataset.write_part(out, ended.task.name, rows)
+                    written += dataset.write_part(out, ended.task.name, rows)
+                    if written % dataset.PACKED == 0:
+                        dataset.pack(out)
                     if ended.result:
                         on_result(ended.result)
                     done += len(rows) + len(ended.failed)
@@ -255,32 +258,27 @@ def respond(
         return _summary(out, prompts, len(missing) - len(failed), failed, tokens, seconds)
 
 
-def plan(prompts: Sequence[Prompt], size: int, seed: int) -> list[ResponseTask]:
+def plan(prompts: Sequence[Prompt], size: int, seed: int) -> Iterator[ResponseTask]:
     """Tasks of `size` prompts of similar length, the longest first, so that the last tasks are short."""
-
-    def length(prompt: Prompt) -> int:
-        parts = [part for message in prompt.messages for part in message["content"]]
-        return sum(LENGTHS.get(part["type"]) or len(part["text"]) for part in parts)
-
-    ordered = sorted(prompts, key=lambda prompt: (-length(prompt), prompt.key))
-    return [ResponseTask.of(ordered[at : at + size], seed) for at in range(0, len(ordered), size)]
+    facts = facts_of(prompts).select("key", "chars").with_row_index("at")
+    order = facts.sort("chars", "key", descending=[True, False])["at"].to_numpy()
+    for start in range(0, len(order), size):
+        yield ResponseTask.of([prompts[int(at)] for at in order[start : start + size]], seed)
 
 
 def _summary(
     out: Path, prompts: Sequence[Prompt], new: int, failed: dict[str, str], tokens: int, seconds: float
 ) -> ResponseSummary:
-    import pyarrow.compute as pc
-
-    everything = dataset.table(out, ["ids", "keep", "reason"])
-    kept = everything.filter(pc.field("keep"))
+    facts = dataset.facts(out)
+    kept = facts.filter("keep")
     return ResponseSummary(
         out=out,
         prompts=len(prompts),
         generated=new,
-        kept=kept.num_rows,
-        dropped=Counter(reason for reason in everything["reason"].to_pylist() if reason),
+        kept=len(kept),
+        dropped=dataset.counted(facts["reason"]),
         failed=failed,
-        mean_tokens=pc.mean(pc.list_value_length(kept["ids"])).as_py() or 0.0,
+        mean_tokens=float(kept["tokens"].to_numpy().sum()) / max(1, len(kept)),
         tokens_per_second=tokens / seconds if tokens else 0.0,
         seconds=seconds,
     )

@@ -2,7 +2,7 @@
 
 import os
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -13,6 +13,7 @@ from vlmdistill.stores.errors import DataError, StoreError, TargetError, Vlmdist
 from vlmdistill.stores.store import require_room
 
 MEDIA = 64  # files that are checked on each machine
+LOOKED_AT = 4096  # prompts
 ADVICE = "put it on a folder that all machines share"
 
 
@@ -71,9 +72,13 @@ class Shared:
             )
 
 
-def some_media(prompts: Iterable[Prompt]) -> tuple[str, ...]:
-    """Up to `MEDIA` files of the prompts that exist here, evenly spread over the sorted paths."""
-    files = sorted({path for prompt in prompts for path in prompt.files})
+def some_media(prompts: Sequence[Prompt]) -> tuple[str, ...]:
+    """Up to `MEDIA` files of the prompts that exist here, evenly spread over the sorted paths.
+
+    Of many prompts, those of a few are looked at.
+    """
+    few = range(0, len(prompts), len(prompts) // LOOKED_AT or 1)
+    files = sorted({path for at in few for path in prompts[at].files})
     spread = files[:: -(-len(files) // MEDIA) or 1]
     return tuple(path for path in spread if os.path.exists(path))
 

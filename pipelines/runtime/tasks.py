@@ -7,7 +7,7 @@ draw most of the tasks.
 """
 
 import logging
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -119,7 +119,8 @@ class Queue(Generic[T, R]):
 
     def __init__(self, members: Sequence[Member], tasks: Iterable[T] = ()) -> None:
         self._members = members
-        self._fresh = deque(RunningTask(task) for task in tasks)
+        self._fresh = iter(tasks)  # made when a worker is free: all of them take much memory
+        self._next = next(self._fresh, None)
         self._again: list[RunningTask[T]] = []  # failed, or lost with their machine
         self._ended: list[TaskDone[T, R]] = []
         self._several = False  # machines
@@ -130,7 +131,7 @@ class Queue(Generic[T, R]):
 
     def __bool__(self) -> bool:
         """Whether a task waits or runs."""
-        return bool(self._fresh or self._again or any(member.running for member in self._members))
+        return bool(self._next or self._again or any(member.running for member in self._members))
 
     def ended(self) -> Iterator[TaskDone[T, R]]:
         """The tasks that ended since the last call. VlmdistillError if all tasks end without a result."""
@@ -158,8 +159,9 @@ class Queue(Generic[T, R]):
                 self._give(idle[0], running)
         for member in self._members:
             on_trial = any(self._reliability[name].on_trial for name in member.names)
-            if self._fresh and member.step is Step.idle and not on_trial:
-                self._give(member, self._fresh.popleft())
+            if self._next and member.step is Step.idle and not on_trial:
+                self._give(member, RunningTask(self._next))
+                self._next = next(self._fresh, None)
 
     def _takers(self, running: RunningTask[T]) -> list[Member]:
         """The live workers on which this task has not failed."""

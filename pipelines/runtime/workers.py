@@ -7,7 +7,7 @@ then gets tasks. Tensors never travel: workers get tasks and return counts or sm
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -142,7 +142,7 @@ class ActorPool(Generic[T, R]):
             self._advance()
         return self._facts
 
-    def run(self, tasks: Sequence[T]) -> Iterator[TaskDone[T, R]]:
+    def run(self, tasks: Iterable[T]) -> Iterator[TaskDone[T, R]]:
         """Give every task to a worker; yield each as it ends.
 
         A task whose worker dies or raises goes to another; after `ATTEMPTS` attempts its samples have failed.

@@ -2,8 +2,9 @@
 
 import os
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -14,7 +15,8 @@ from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.schema import Array
 
 BLOCK = 1 << 24
-REQUESTS = 16  # concurrent requests to a remote backend
+REQUESTS = 64  # in flight to a remote backend, where each is small
+STREAMS = 16  # in flight, where each moves up to BLOCK bytes
 PROTOCOLS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "http", "https", "memory")
 T = TypeVar("T")
 U = TypeVar("U")
@@ -58,8 +60,11 @@ class Backend(ABC):
         """Create the file, whole and durable, unless it exists; whether this call created it."""
 
     @abstractmethod
-    def replace(self, name: str, data: bytes) -> None:
-        """Create or replace the file, whole and durable: the last writer wins."""
+    def replace(self, name: str, data: bytes | Path) -> None:
+        """Create or replace the file, whole and durable: the last writer wins.
+
+        `data` may be a file of a `workspace`, which is not written to any more.
+        """
 
     @abstractmethod
     def publish(self, folder: Path, name: str) -> None:
@@ -80,12 +85,12 @@ class Backend(ABC):
     def size(self, name: str) -> int | None:
         """Bytes of one file, or None when it is missing."""
 
-    def map(self, function: Callable[[T], U], items: Iterable[T]) -> list[U]:
-        """Apply a function to each item, concurrently where each call is a request."""
-        if self.is_local:
-            return [function(item) for item in items]
-        with ThreadPoolExecutor(REQUESTS) as pool:
-            return list(pool.map(function, items))
+    def map(self, function: Callable[[T], U], items: Iterable[T], most: int = REQUESTS) -> Iterator[U]:
+        """Apply a function to each item: up to `most` calls at once where each is a request.
+
+        Results come in order, and no call begins long before its result is wanted, or after an error.
+        """
+        return map(function, items) if self.is_local else in_flight(function, items, most)
 
     def links(self, folder: str = "") -> list[str]:
         """The symbolic links below a folder, or the folder if it is one: names relative to the root."""
@@ -114,6 +119,20 @@ class Backend(ABC):
     @abstractmethod
     def release(self, folder: Path, keep: bool = False) -> None:
         """Give a `workspace` back and remove it, unless its files are to be found again."""
+
+
+def in_flight(function: Callable[[T], U], items: Iterable[T], most: int) -> Iterator[U]:
+    """The results of a function in the order of the items, with up to `most` calls at once."""
+    pool, waiting = ThreadPoolExecutor(most), deque[Future[U]]()
+    try:
+        for item in items:
+            waiting.append(pool.submit(function, item))
+            if len(waiting) > 2 * most:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def truncated(where: str) -> StoreError:

@@ -56,7 +56,7 @@ class Local(Backend):
 
     def read(self, name: str, most: int | None = None) -> bytes:
         """The whole file, or its first `most` bytes; FileNotFoundError when it is missing."""
-        with (self.root / name).open("rb") as file:
+        with open(f"{self.url}/{name}", "rb") as file:
             return file.read(-1 if most is None else most)
 
     def read_range(self, name: str, start: int, length: int) -> Array:
@@ -92,17 +92,20 @@ class Local(Backend):
 
         return self._write(name, data, link)
 
-    def replace(self, name: str, data: bytes) -> None:
+    def replace(self, name: str, data: bytes | Path) -> None:
         """Rename a finished file into place."""
         self._write(name, data, lambda ready, path: bool(ready.rename(path)))
 
-    def _write(self, name: str, data: bytes, into: Callable[[Path, Path], bool]) -> bool:
+    def _write(self, name: str, data: bytes | Path, into: Callable[[Path, Path], bool]) -> bool:
         path = self.root / name
         ensure(path.parent)
         folder = self.workspace()
         ready = folder / "record"
         try:
-            ready.write_bytes(data)
+            if isinstance(data, bytes):
+                ready.write_bytes(data)
+            else:
+                _link(data, ready)
             sync(ready)
             made = into(ready, path)
         finally:
@@ -134,14 +137,11 @@ class Local(Backend):
         return {name: info.st_size for name, info in self._walk(folder)}
 
     def _walk(self, folder: str) -> Iterator[tuple[str, os.stat_result]]:
-        base = self.root / folder
-        for parent, _, leaves in os.walk(base):
-            for leaf in leaves:
-                path = Path(parent, leaf)
-                try:
-                    yield path.relative_to(base).as_posix(), path.stat()
-                except FileNotFoundError:  # another process removed it while we walked
-                    continue
+        base = f"{self.url}/{folder}" if folder else self.url
+        for entry in _entries(base):
+            with contextlib.suppress(FileNotFoundError):  # another process removed it while we walked
+                if not entry.is_dir():
+                    yield entry.path[len(base) + 1 :], entry.stat()
 
     def size(self, name: str) -> int | None:
         """Bytes of one file, or None when it is missing."""
@@ -177,12 +177,7 @@ class Local(Backend):
         base = os.path.join(self.root, folder)
         if folder and os.path.islink(base):
             return [folder]
-        paths = (
-            os.path.join(parent, leaf)
-            for parent, folders, leaves in os.walk(base)
-            for leaf in folders + leaves
-        )
-        return sorted(os.path.relpath(path, self.root) for path in paths if os.path.islink(path))
+        return sorted(os.path.relpath(entry, self.root) for entry in _entries(base) if entry.is_symlink())
 
     def seconds_idle(self, name: str) -> float:
         """By modification times."""
@@ -280,6 +275,29 @@ class Locks:
         """Release every lock that is held for a folder."""
         for handle in self._handles.pop(folder, []):
             os.close(handle)
+
+
+def _entries(folder: str) -> Iterator[os.DirEntry[str]]:
+    """Everything below a folder that can be listed; links are not followed."""
+    try:
+        with os.scandir(folder) as found:
+            entries = list(found)
+    except OSError:
+        return
+    for entry in entries:
+        yield entry
+        if entry.is_dir(follow_symlinks=False):
+            yield from _entries(entry.path)
+
+
+def _link(file: Path, ready: Path) -> None:
+    """Link a file, or copy it where there are no links."""
+    try:
+        os.link(file, ready)
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        shutil.copyfile(file, ready)
 
 
 def _equal(file: Path, there: Path) -> bool:

@@ -5,7 +5,7 @@ import errno
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -15,7 +15,7 @@ from urllib.parse import unquote
 import fsspec
 import numpy as np
 
-from vlmdistill.stores.backends.backend import Backend, truncated
+from vlmdistill.stores.backends.backend import REQUESTS, Backend, T, U, truncated
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.schema import Array
 
@@ -29,7 +29,7 @@ class Remote(Backend):
         self.url = url.rstrip("/")
         try:
             # A cached listing would hide what other writers commit.
-            self._fs, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False)
+            self._fs, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False, **_options(self.url))
         except OSError:
             raise
         except Exception as error:  # the package of the protocol is not installed
@@ -105,10 +105,13 @@ class Remote(Backend):
                 self._fs.pipe_file(path, data)
         return True
 
-    def replace(self, name: str, data: bytes) -> None:
-        """A PUT."""
+    def replace(self, name: str, data: bytes | Path) -> None:
+        """A PUT; of a large file in parts."""
         with self._request(name, write=True):
-            self._fs.pipe_file(self._path(name), data)
+            if isinstance(data, bytes):
+                self._fs.pipe_file(self._path(name), data)
+            else:
+                self._fs.put_file(str(data), self._path(name))
 
     def publish(self, folder: Path, name: str) -> None:
         """PUT the files that are missing or differ; at least one, so that the shard is fresh for gc."""
@@ -131,6 +134,10 @@ class Remote(Backend):
                 return all(mine.read(len(block)) == block for block in blocks)
         except (FileNotFoundError, StoreError):  # removed or truncated since it was listed
             return False
+
+    def map(self, function: Callable[[T], U], items: Iterable[T], most: int = REQUESTS) -> Iterator[U]:
+        """In turn in memory, where a listing fails while others write."""
+        return super().map(function, items, 1 if self._fs.protocol == "memory" else most)
 
     def list_files(self, folder: str) -> dict[str, int]:
         """Every file below a folder: name relative to the folder -> bytes."""
@@ -198,6 +205,14 @@ class Remote(Backend):
     def release(self, folder: Path, keep: bool = False) -> None:
         """Remove the folder: what was sent already is not sent again."""
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _options(url: str) -> dict[str, Any]:
+    """Connections for all requests: the library of S3 opens ten."""
+    if not url.startswith(("s3:", "s3a:")):
+        return {}
+    given = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
+    return {"config_kwargs": {"max_pool_connections": REQUESTS, **given}}
 
 
 def _modified(info: dict[str, Any]) -> float:

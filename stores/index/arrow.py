@@ -7,8 +7,10 @@ few bytes into any number of them, and other types make polars end the process. 
 import functools
 import struct
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import blake3
 import numpy as np
 import pyarrow as pa
 
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
 
 MOST_COLUMNS, MOST_ARRAYS = 1 << 12, 1 << 16  # of a table; in all its record batches
 DEPTH = 4  # lists within lists
+BATCH_ROWS = 1 << 16  # of the record batches of a large table
+SMALL_BYTES = 1 << 18
+BLOCK = 1 << 20  # bytes that are hashed at once
 MAGIC = b"ARROW1"
 SCALARS = (  # what a column or a list may hold; of numbers, those that polars has
     pa.types.is_null,
@@ -38,21 +43,41 @@ SCALARS = (  # what a column or a list may hold; of numbers, those that polars h
 
 def to_arrow(table: pa.Table) -> bytes:
     """An Arrow IPC file of this table; StoreError when it has columns that the format does not."""
-    try:
-        plain(table.schema)
-    except ValueError as error:
-        raise StoreError(f"this table cannot be kept: {error}") from None
+    _require_plain(table.schema)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table.unify_dictionaries().combine_chunks())  # a file has one dictionary a column
     return bytes(sink.getvalue())
 
 
+def write_arrow(path: Path, frame: "pl.DataFrame") -> Entry:
+    """Write a frame as an Arrow IPC file, some rows after the other: (bytes, blake3).
+
+    A large one has not the memory for a second of its kind. StoreError as from `to_arrow`.
+    """
+    import polars as pl
+
+    kinds = frame.schema.dtypes()
+    whole = any(kind in (pl.Categorical, pl.Enum) for kind in kinds)  # a file has one dictionary a column
+    parts = frame.iter_slices(max(1, len(frame)) if whole else BATCH_ROWS)
+    schema = _require_plain(frame.clear().to_arrow(compat_level=pl.CompatLevel.oldest()).schema)
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, schema) as writer:
+        for part in parts:
+            writer.write_table(part.to_arrow(compat_level=pl.CompatLevel.oldest()).combine_chunks())
+    state = blake3.blake3()
+    with path.open("rb") as written:
+        while data := written.read(BLOCK):
+            state.update(data)
+    return path.stat().st_size, state.hexdigest()
+
+
 def read_arrow(backend: Backend, name: str, entry: Entry) -> pa.Table:
     """Read an Arrow IPC file that a record names with (bytes, blake3); StoreError when it differs."""
     where = f"{backend.url}/{name}"
     try:
-        data = backend.read_range(name, 0, entry[0]).data
+        size = entry[0]
+        small = size < SMALL_BYTES  # nothing is kept open for one
+        data = memoryview(backend.read(name, size)) if small else backend.read_range(name, 0, size).data
         if digest(data) != entry[1]:
             raise damaged(where)
         return _read(data)
@@ -60,11 +85,19 @@ def read_arrow(backend: Backend, name: str, entry: Entry) -> pa.Table:
         raise damaged(where, one_line(error)) from error
 
 
+def _require_plain(schema: pa.Schema) -> pa.Schema:
+    try:
+        plain(schema)
+    except ValueError as error:
+        raise StoreError(f"this table cannot be kept: {error}") from None
+    return schema
+
+
 def frame_of(table: pa.Table) -> "pl.DataFrame":
     """The same as a polars frame."""
     import polars as pl
 
-    frame = pl.from_arrow(table)
+    frame = pl.from_arrow(table, rechunk=False)
     assert isinstance(frame, pl.DataFrame)
     return frame
 

@@ -9,9 +9,10 @@ import contextlib
 import logging
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 
 from vlmdistill.stores.backends.backend import Backend
@@ -36,7 +37,13 @@ if TYPE_CHECKING:
     import polars as pl
 
 WORTH = 64  # shards from which on the merged index is kept
+TOGETHER = 256  # shards whose indexes become one frame
+OnShards = Callable[[int, int], None]  # shards read, shards in all
 log = logging.getLogger("vlmdistill.stores")
+
+
+def silent(done: int, total: int) -> None:
+    """Report nothing."""
 
 
 class Lines:
@@ -62,10 +69,10 @@ class Shards:
         self._layout = layout
         self._arrays = tuple(spec.name for spec in layout.arrays)
         self._commits: dict[str, Commit] = {}
-        self._tables: dict[str, pa.Table] = {}
         self._looked = False
         self._kinds: dict[str, tuple[pa.DataType, str]] = {}  # meta column -> type, in which unit
-        self._cache: tuple[Mapping[str, str], pa.Table] | None = None  # the shards of units that it covers
+        self._schemas = set[bytes]()  # those that were learned
+        self._known: tuple[Mapping[str, str], pl.DataFrame] | None = None  # the shards of units; their index
 
     def commit(self, unit: str) -> Commit:
         """The record of a unit; StoreError when it is damaged."""
@@ -78,21 +85,20 @@ class Shards:
 
     def table(self, unit: str) -> pa.Table:
         """The index of a unit's shard; StoreError when it is damaged."""
-        if unit not in self._tables:
-            record = self.commit(unit)
-            name = f"{record.named}/{INDEX}"
-            table = read_arrow(self._backend, name, record.files[INDEX])
-            try:
-                check_columns(
-                    bytes(table.schema.serialize()), self._arrays, record.meta, tuple(record.losses)
-                )
-                if len(table) != record.rows["sample"]:
-                    raise ValueError(f"it has {len(table)} samples, not {record.rows['sample']}")
-            except ValueError as error:
-                raise damaged(f"{self._backend.url}/{name}", str(error)) from error
-            self._tables[unit] = table
+        record = self.commit(unit)
+        name = f"{record.named}/{INDEX}"
+        table = read_arrow(self._backend, name, record.files[INDEX])
+        try:
+            schema = bytes(table.schema.serialize())
+            check_columns(schema, self._arrays, record.meta, tuple(record.losses))
+            if len(table) != record.rows["sample"]:
+                raise ValueError(f"it has {len(table)} samples, not {record.rows['sample']}")
+        except ValueError as error:
+            raise damaged(f"{self._backend.url}/{name}", str(error)) from error
+        if schema not in self._schemas:
             self.learn(unit, table.schema)
-        return self._tables[unit]
+            self._schemas.add(schema)
+        return table
 
     def require_kinds(self, unit: str, schema: pa.Schema) -> None:
         """StoreError when a meta column of a unit is of another type than in those seen so far, or in one.
@@ -121,42 +127,60 @@ class Shards:
 
     def keys(self, units: Sequence[str]) -> set[str]:
         """The sample keys of these units, all there are."""
-        covered, table = self._cached(units)
-        keys = set(table["key"].to_pylist()) if table is not None else set()
-        tables = self._backend.map(self.table, [unit for unit in units if unit not in covered])
-        return keys.union(*(table["key"].to_pylist() for table in tables))
+        known, frame = self._covered(units)
+        keys = set[str]() if frame is None else set(frame["key"])
+        fresh = [unit for unit in units if unit not in known]
+        return keys.union(*(table["key"].to_pylist() for table in self._backend.map(self.table, fresh)))
 
-    def merged(self, units: Sequence[str]) -> "pl.DataFrame":
+    def merged(self, units: Sequence[str], report: OnShards = silent) -> "pl.DataFrame":
         """The index of these units, all there are; kept in the cache when that is worth it."""
-        import polars as pl
-
-        covered, cached = self._cached(units)
-        fresh = [unit for unit in units if unit not in covered]
-        frames = [] if cached is None else [frame_of(cached)]
-        for unit, table in zip(fresh, self._backend.map(self.table, fresh), strict=True):
-            names = (pl.lit(unit).alias("unit"), pl.lit(self.commit(unit).shard).alias("shard"))
-            frames.append(frame_of(table).with_columns(*names))
+        known, frame = self._covered(units)
+        fresh = [unit for unit in units if unit not in known]
+        frames = [] if frame is None else [frame]
+        self._known = frame = None  # the columns may be freed one by one
+        for at in range(0, len(fresh), TOGETHER):
+            frames += self._frames(fresh[at : at + TOGETHER])
+            report(min(at + TOGETHER, len(fresh)), len(fresh))
         merged = merge_index(frames, self._arrays)
         check_values(merged, self._arrays, map(self.commit, fresh))
+        shards = {**known, **{unit: self.commit(unit).shard for unit in fresh}}
         if len(fresh) >= WORTH:
-            self._keep({**covered, **{unit: self.commit(unit).shard for unit in fresh}}, merged)
+            self._keep(shards, merged)
+        self._known = shards, merged
         return merged
 
-    def _cached(self, units: Sequence[str]) -> tuple[Mapping[str, str], pa.Table | None]:
-        if self._cache is None:
+    def _frames(self, units: Sequence[str]) -> "Iterator[pl.DataFrame]":
+        """The indexes of some units, those of one schema in one frame: a frame costs more than a shard."""
+        import polars as pl
+
+        alike: dict[bytes, list[tuple[str, pa.Table]]] = {}
+        for unit, table in zip(units, self._backend.map(self.table, units), strict=True):
+            alike.setdefault(bytes(table.schema.serialize()), []).append((unit, table))
+        for found in alike.values():
+            table = pa.concat_tables([table for _, table in found]).unify_dictionaries().combine_chunks()
+            at = np.repeat(np.arange(len(found)), [len(table) for _, table in found])
+            names = [(unit, self.commit(unit).shard) for unit, _ in found]
+            columns = (
+                pl.Series(name, values).gather(at)
+                for name, values in zip(ADDED, zip(*names, strict=True), strict=True)
+            )
+            yield frame_of(table).with_columns(*columns)
+
+    def _covered(self, units: Sequence[str]) -> "tuple[Mapping[str, str], pl.DataFrame | None]":
+        """The shards of the units that are known or cached, and their index."""
+        if self._known is None:
             try:
                 record, table = read_table(self._backend, CacheRecord, "index")
                 check_columns(bytes(table.schema.serialize()), self._arrays, added=ADDED)
                 if not self._current(record.shards):
                     return {}, None
-                self._cache = record.shards, table
+                self._known = record.shards, frame_of(table)
             except (StoreError, OSError, ValueError) as error:
                 if not isinstance(error, FileNotFoundError):
                     log.info("the cached index is not used: %s", error)
                 return {}, None
-        covered, table = self._cache
         # A unit that is gone was damaged and will be written anew: the cache speaks of the old one.
-        return (covered, table) if covered.keys() <= set(units) else ({}, None)
+        return self._known if self._known[0].keys() <= set(units) else ({}, None)
 
     def _current(self, shards: Mapping[str, str]) -> bool:
         """Whether units still have the shards that the cache was made from: a damaged one is made anew.
@@ -171,11 +195,8 @@ class Shards:
         )
 
     def _keep(self, shards: Mapping[str, str], merged: "pl.DataFrame") -> None:
-        import polars as pl
-
         try:
-            table = merged.to_arrow(compat_level=pl.CompatLevel.oldest())
-            write_table(self._backend, CacheRecord(schema=SCHEMA_VERSION, shards=shards), table)
+            write_table(self._backend, CacheRecord(schema=SCHEMA_VERSION, shards=shards), merged)
         except (StoreError, pa.ArrowInvalid) as error:  # cannot be written to, or numbers of 128 bits
             log.debug("the index is not cached: %s", error)
 

@@ -13,10 +13,10 @@ import pyarrow as pa
 
 from vlmdistill.stores.backends.backend import Backend, writing
 from vlmdistill.stores.errors import StoreError
-from vlmdistill.stores.index.arrow import frame_of, read_arrow, to_arrow
+from vlmdistill.stores.index.arrow import frame_of, read_arrow, write_arrow
 from vlmdistill.stores.integrity.commits import TRIES, is_complete
 from vlmdistill.stores.integrity.ledger import note
-from vlmdistill.stores.manifest import KINDS, Commit, TableRecord, damaged, digest, read_record, seal
+from vlmdistill.stores.manifest import KINDS, Commit, TableRecord, damaged, read_record, seal
 
 if TYPE_CHECKING:
     import polars as pl
@@ -72,24 +72,29 @@ def index_table(rows: Sequence[Mapping[str, Any]], arrays: Sequence[str]) -> pa.
 
 
 def write_table(
-    backend: Backend, record: TableRecord, table: pa.Table, unchanged: Callable[[], bool] | None = None
+    backend: Backend, record: TableRecord, frame: "pl.DataFrame", unchanged: Callable[[], bool] | None = None
 ) -> bool:
     """Write a table to a file named by its content, and its record, completed with that name.
 
     False, and nothing replaced, when `unchanged`, called just before the record is written, returns false.
     """
-    data, name = to_arrow(table), f"{record.FOLDER}/{record.name}.json"
-    entry = (len(data), digest(data))
-    record = msgspec.structs.replace(record, file=record.file_of(entry), entry=entry)
+    name = f"{record.FOLDER}/{record.name}.json"
     with writing(backend):
-        for _ in range(TRIES):
-            backend.replace(record.file, data)  # even if it is there: it may be damaged, or old enough for gc
-            if unchanged and not unchanged():
-                return False
-            backend.replace(name, seal(record))
-            if is_complete(backend, record):
-                note(backend, name, record)
-                return True
+        folder = backend.workspace()
+        try:
+            entry = write_arrow(folder / "table", frame)
+            record = msgspec.structs.replace(record, file=record.file_of(entry), entry=entry)
+            for _ in range(TRIES):
+                # Even if it is there: it may be damaged, or old enough for gc.
+                backend.replace(record.file, folder / "table")
+                if unchanged and not unchanged():
+                    return False
+                backend.replace(name, seal(record))
+                if is_complete(backend, record):
+                    note(backend, name, record)
+                    return True
+        finally:
+            backend.release(folder)
     raise StoreError(f"{backend.url}/{record.file} was removed while it was written: try again")
 
 
@@ -159,13 +164,17 @@ def check_values(index: "pl.DataFrame", arrays: Sequence[str], commits: Iterable
         "span": pl.col("spans").list.len().cast(pl.Int64),
         "sample": pl.lit(1),
     }
-    odd = index.join(totals, on="unit", how="left", maintain_order="left").filter(
-        pl.any_horizontal(
-            *(pl.col(name).is_null() for name in names),
-            *(pl.col(name) < 0 for name, kind in CORE.items() if pa.types.is_integer(kind)),
-            *(pl.col(kind + ROW) > pl.col(f"{kind}_rows") - count for kind, count in counts.items()),
-            lengths.list.sum() != pl.col("visual_tokens"),
-            lengths.list.min() < 1,
+    odd = (
+        index.select("unit", *names)
+        .join(totals, on="unit", how="left", maintain_order="left")
+        .filter(
+            pl.any_horizontal(
+                *(pl.col(name).is_null() for name in names),
+                *(pl.col(name) < 0 for name, kind in CORE.items() if pa.types.is_integer(kind)),
+                *(pl.col(kind + ROW) > pl.col(f"{kind}_rows") - count for kind, count in counts.items()),
+                lengths.list.sum() != pl.col("visual_tokens"),
+                lengths.list.min() < 1,
+            )
         )
     )
     spans = index["spans"].rechunk().to_arrow().flatten()
@@ -175,8 +184,11 @@ def check_values(index: "pl.DataFrame", arrays: Sequence[str], commits: Iterable
         raise damaged("an index", f"{what}: it names rows or tokens that are not there")
 
 
-def merge_index(frames: "Sequence[pl.DataFrame]", arrays: Sequence[str]) -> "pl.DataFrame":
-    """One frame of all shards, sorted by key; of equal keys the one of the first unit by name."""
+def merge_index(frames: "list[pl.DataFrame]", arrays: Sequence[str]) -> "pl.DataFrame":
+    """One frame of all shards, sorted by key; of equal keys the one of the first unit by name.
+
+    `frames` is empty afterwards, so that their memory can be freed column by column.
+    """
     import polars as pl
 
     if not frames:
@@ -192,13 +204,37 @@ def merge_index(frames: "Sequence[pl.DataFrame]", arrays: Sequence[str]) -> "pl.
             f"remove the record of one of them, such as commits/{units[1]}.json, and its copy in ledger/, "
             "run `store gc --grace 0` and write that unit again, with the type of the other"
         )
-    merged = pl.concat(frames, how="diagonal_relaxed")
-    for name in [name for name, kind in merged.schema.items() if kind.is_float()]:
-        for frame in [frame for frame in frames if frame.schema.get(name, pl.Null()).is_integer()]:
-            if len(odd := frame.filter(~pl.col(name).is_between(-WHOLE, WHOLE))):
-                what = f"the meta column '{name}' has whole numbers beyond 2^53 in unit {odd['unit'][0]}"
-                log.warning(f"{what}, and fractions in others: their last digits are lost")
-    return merged.sort("key", "unit").unique("key", keep="first", maintain_order=True)
+    for name in pl.concat([frame.clear() for frame in frames], how="diagonal_relaxed").schema:
+        _warn_of_rounding(name, frames)
+    merged = pl.concat(frames, how="diagonal_relaxed", rechunk=False)
+    frames.clear()  # with two of them a large index would not fit
+    keys = merged["key"]
+    if (keys.shift(-1) > keys).sum() == len(keys) - 1:  # as it comes from the cache
+        return merged
+    numbered = merged.select("key").with_row_index("at").sort("key")
+    if (numbered["key"].shift(-1) == numbered["key"]).any():
+        numbered = merged.select("key", "unit").with_row_index("at").sort("key", "unit")
+        numbered = numbered.unique("key", keep="first", maintain_order=True)
+    at = numbered["at"]
+    del keys, numbered
+    columns = []
+    for name in merged.columns:
+        columns.append(merged.drop_in_place(name).rechunk().gather(at))
+        pa.default_memory_pool().release_unused()
+    return pl.DataFrame(columns)
+
+
+def _warn_of_rounding(name: str, frames: "Sequence[pl.DataFrame]") -> None:
+    """Log whole numbers of a column that become floats with fewer digits, as others have fractions."""
+    import polars as pl
+
+    kinds = [frame.schema.get(name, pl.Null()) for frame in frames]
+    if not any(kind.is_float() for kind in kinds):
+        return
+    for frame in [frame for frame, kind in zip(frames, kinds, strict=True) if kind.is_integer()]:
+        if len(odd := frame.filter(~pl.col(name).is_between(-WHOLE, WHOLE))):
+            what = f"the meta column '{name}' has whole numbers beyond 2^53 in unit {odd['unit'][0]}"
+            log.warning(f"{what}, and fractions in others: their last digits are lost")
 
 
 def unlike(schemas: "Iterable[Mapping[str, pl.DataType]]") -> tuple[str, int, int] | None:

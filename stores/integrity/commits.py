@@ -73,7 +73,8 @@ def complete_ledger(backend: Backend, records: Iterable[Commit | TableRecord]) -
         if copy != record and is_complete(backend, record) and find_naming(backend, record.named) == record:
             note(backend, name, record)
 
-    backend.map(one, records)
+    for _ in backend.map(one, records):
+        pass
 
 
 def find_naming(backend: Backend, name: str) -> Commit | TableRecord | None:

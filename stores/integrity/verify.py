@@ -6,7 +6,6 @@ file.
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -14,7 +13,7 @@ from typing import TypeVar
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from vlmdistill.stores.backends.backend import STAGING, Backend, open_backend
+from vlmdistill.stores.backends.backend import STAGING, STREAMS, Backend, in_flight, open_backend
 from vlmdistill.stores.errors import NewerError, StoreError
 from vlmdistill.stores.index.arrow import read_arrow
 from vlmdistill.stores.integrity.checks import Finding, StoreChecks, failed
@@ -82,17 +81,17 @@ def verify(
         return size, [one for file in files for one in checks.file(*file)], None
 
     findings, keys, done = found.findings, list[pa.Array | None](), 0
-    with ThreadPoolExecutor(threads or min(4, os.cpu_count() or 1)) as pool:
-        for (name, record), (size, some, mine) in zip(
-            found.records.items(), pool.map(check, found.records.values()), strict=True
-        ):
-            done += size
-            if progress:
-                progress(done, total)
-            if some and found.is_current(name):  # not when it was removed on purpose meanwhile
-                findings += some
-            if isinstance(record, Commit):
-                keys.append(mine)
+    most = threads or (min(4, os.cpu_count() or 1) if backend.is_local else STREAMS)
+    views = any(isinstance(record, ViewRecord) for record in found.records.values())
+    checked = in_flight(check, found.records.values(), most)
+    for (name, record), (size, some, mine) in zip(found.records.items(), checked, strict=True):
+        done += size
+        if progress:
+            progress(done, total)
+        if some and found.is_current(name):  # not when it was removed on purpose meanwhile
+            findings += some
+        if views and isinstance(record, Commit):
+            keys.append(mine)
     if not any(mine is None for mine in keys):
         findings += _strays(backend, found, keys)
     promised = {name for record in found.records.values() for name, _ in files_of(record)}
@@ -119,10 +118,9 @@ class _Records:
         copies = [f"{folder}/{leaf}.json" for folder in KEPT for leaf in self._listed(f"{LEDGER}/{folder}")]
         there = [f"{folder}/{leaf}.json" for folder in (*KEPT, CACHE) for leaf in self._listed(folder)]
         names = [STORE, CAPTURE, *sorted({*copies, *there})]
-        read = dict(zip(names, backend.map(self._read, names), strict=True))
         origin = None
         uncovered = []
-        for name, (record, copy) in read.items():
+        for name, (record, copy) in zip(names, backend.map(self._read, names), strict=True):
             gone = record is None and (copy is not None or name == STORE)
             if gone and not any(finding.name == name for finding in self.findings):
                 why = f"it is lost: {LEDGER}/{name} is its copy" if copy else "the record is gone"

@@ -7,12 +7,13 @@ is copied unless all of it fits; where both stores have a key, the sample that i
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import polars as pl
 from msgspec import structs
 
-from vlmdistill.stores.backends.backend import open_backend
+from vlmdistill.stores.backends.backend import STREAMS, open_backend
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.index.tables import XXH3, unlike
 from vlmdistill.stores.manifest import STORE
@@ -123,6 +124,13 @@ def _require_kinds(stores: Sequence[Store]) -> None:
         )
 
 
+def _copy_unit(source: Store, target: Store, group: tuple[tuple[object, ...], pl.DataFrame]) -> int:
+    """Copy a unit and its rows; how many they are."""
+    (unit,), rows = group
+    copy_unit(source, target, str(unit), rows)
+    return len(rows)
+
+
 def _copy(
     source: Store,
     target: Store,
@@ -148,9 +156,9 @@ def _copy(
             break
         done = 0
         by_unit = missing.sort("unit", "sample_row").group_by("unit", maintain_order=True)
-        for (unit,), rows in by_unit:
-            copy_unit(source, target, str(unit), rows)
-            done += len(rows)
+        far = source.backend if target.backend.is_local else target.backend
+        for samples in far.map(partial(_copy_unit, source, target), by_unit, STREAMS):
+            done += samples
             if progress:
                 progress(done, len(missing))
         sent.update(missing["key"])

@@ -115,7 +115,7 @@ def _write(backend: Backend, record: TableRecord, rows: pl.DataFrame, unchanged:
         dropped = {reason: counts.get(reason, 0) for reason in reasons}
         record = replace(record, rows=len(rows), kept=rows["reason"].null_count(), dropped=dropped)
         rows = rows.with_columns(pl.col("reason").cast(pl.Categorical))
-    return write_table(backend, record, rows.to_arrow(compat_level=pl.CompatLevel.oldest()), unchanged)
+    return write_table(backend, record, rows, unchanged)
 
 
 def _order(record: TableRecord) -> int:

@@ -184,7 +184,7 @@ def filter_store(
         kept=len(left),
         dropped=dropped,
     )
-    write_table(store.backend, record, table.to_arrow(compat_level=pl.CompatLevel.oldest()))
+    write_table(store.backend, record, table)
     return record
 
 

@@ -52,8 +52,7 @@ def write_stats(
     for name, why in lost.items():
         if name != run:
             log.warning(why)
-    arrow = frame.sort("key").to_arrow(compat_level=pl.CompatLevel.oldest())
-    write_table(backend, RunRecord(schema=SCHEMA_VERSION, name=run, order=order), arrow)
+    write_table(backend, RunRecord(schema=SCHEMA_VERSION, name=run, order=order), frame.sort("key"))
 
 
 def _check(new: RunStats, others: Sequence[RunStats], meta: Collection[str]) -> None:

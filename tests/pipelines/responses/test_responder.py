@@ -96,10 +96,10 @@ def test_a_setting_out_of_range_is_named(settings: SamplingSettings | Filters, o
 
 
 def test_a_plan_holds_every_prompt_once_and_is_the_same_in_any_order(prompts: list[Prompt]) -> None:
-    tasks = plan(prompts, 5, seed=3)
+    tasks = list(plan(prompts, 5, seed=3))
     assert sorted(prompt.key for task in tasks for prompt in task.prompts) == sorted(p.key for p in prompts)
     shuffled = random.Random(0).sample(prompts, len(prompts))
-    assert plan(shuffled, 5, seed=3) == tasks
+    assert list(plan(shuffled, 5, seed=3)) == tasks
     assert len({task.seed for task in tasks}) == len(tasks)
     assert [task.seed for task in plan(prompts, 5, seed=4)] != [task.seed for task in tasks]
 

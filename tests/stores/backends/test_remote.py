@@ -1,5 +1,7 @@
 """Remote stores: one line for a store that cannot be reached or written, and no files left behind."""
 
+import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -11,6 +13,7 @@ import pytest
 
 from tests.stores.samples import make, same, sample, write
 from tests.stores.web import serving
+from vlmdistill.stores.backends.backend import in_flight
 from vlmdistill.stores.backends.remote import Remote
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.gc import collect
@@ -108,3 +111,47 @@ def test_a_server_that_does_not_answer_is_told_by_its_name() -> None:
     with pytest.raises(OSError, match="Connect call failed") as caught:
         Store.open("http://127.0.0.1:1/store")
     assert caught.value.filename == "http://127.0.0.1:1/store/store.json"
+
+
+def test_a_first_open_asks_twice_for_each_shard_and_the_next_for_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(merged, "WORTH", 4)
+    store, asked = make("memory://counted", [range(at, at + 2) for at in range(0, 40, 2)]), list[str]()
+    get = Remote._get
+
+    def counting(self: Remote, name: str, **bounds: int) -> bytes:
+        asked.append(name)
+        return get(self, name, **bounds)
+
+    monkeypatch.setattr(Remote, "_get", counting)
+    seen = list[tuple[int, int]]()
+    assert len(Store.open(store.path, report=lambda done, total: seen.append((done, total)))) == 40
+    shards = [name for name in asked if name.startswith(("commits/", "shards/"))]
+    assert len(shards) == len(set(shards)) == 40
+    assert seen[-1] == (20, 20)
+    asked.clear()
+    assert len(Store.open(store.path)) == 40
+    assert not [name for name in asked if name.startswith(("commits/", "shards/"))]
+
+
+def test_calls_in_flight_are_bounded_and_none_begins_after_an_error() -> None:
+    begun, running, lock = list[int](), [0, 0], threading.Lock()
+
+    def call(number: int) -> int:
+        with lock:
+            begun.append(number)
+            running[0] += 1
+            running[1] = max(running)
+        time.sleep(0.001)
+        with lock:
+            running[0] -= 1
+        if number == 50:
+            raise StoreError("broken")
+        return number
+
+    assert list(in_flight(call, range(40), 4)) == list(range(40))
+    assert running[1] <= 4
+    with pytest.raises(StoreError):
+        list(in_flight(call, range(41, 1000), 4))
+    assert max(begun) <= 50 + 3 * 4

@@ -88,8 +88,7 @@ def foreign(store: Store, run: str, table: dict[str, Any]) -> None:
     """Statistics as another version wrote them, or as they came from another store."""
     from vlmdistill.stores.index.tables import write_table
 
-    arrow = pl.DataFrame(table).to_arrow(compat_level=pl.CompatLevel.oldest())
-    write_table(store.backend, RunRecord(schema=1, name=run, order=9), arrow)
+    write_table(store.backend, RunRecord(schema=1, name=run, order=9), pl.DataFrame(table))
 
 
 def test_statistics_from_elsewhere_that_meet_a_name_or_a_kind_stop_no_reader(

@@ -1,0 +1,37 @@
+"""Rows that are too many for memory: a file that vanishes with its process."""
+
+import mmap
+import tempfile
+from bisect import bisect_right
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+
+class Spool:
+    """Arrow rows on disk, of which any can be read without the others."""
+
+    def __init__(self, folder: Path, schema: Any, batches: Iterable[Any]) -> None:
+        """Write the record batches, all of one schema, below a folder."""
+        import pyarrow as pa
+
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            with pa.ipc.new_file(file, schema) as writer:
+                for batch in batches:
+                    writer.write_batch(batch)
+            file.flush()
+            self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        reader = pa.ipc.open_file(pa.py_buffer(self._map))
+        self._batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
+        self._starts = [0]
+        for batch in self._batches:
+            self._starts.append(self._starts[-1] + len(batch))
+
+    def row(self, at: int) -> dict[str, Any]:
+        """One row."""
+        number = bisect_right(self._starts, at) - 1
+        (row,) = self._batches[number].slice(at - self._starts[number], 1).to_pylist()
+        self._map.madvise(mmap.MADV_DONTNEED)  # of what was read, only the page cache keeps a copy
+        found: dict[str, Any] = row
+        return found

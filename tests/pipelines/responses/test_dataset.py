@@ -1,0 +1,64 @@
+"""Many responses and prompts: files are packed and columns planned, and nothing is lost or there twice."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from vlmdistill.pipelines.prompts.importing import import_prompts, load, read
+from vlmdistill.pipelines.responses import dataset
+from vlmdistill.pipelines.responses.dataset import ResponseRow
+from vlmdistill.pipelines.responses.responder import plan
+from vlmdistill.stores.errors import DataError
+
+
+def row(key: str) -> ResponseRow:
+    kept = not key.endswith("3")
+    return ResponseRow(
+        key=key, ids=[7, 8, int(key[1:])], text=f"text {key}", prompt_tokens=5, keep=kept,
+        reason="" if kept else "short", temperature=1.0, top_p=1.0, max_new_tokens=9, target="t",
+    )  # fmt: skip
+
+
+def test_packed_parts_hold_every_response_once_also_when_a_kill_left_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dataset, "PACKED", 3)
+    names = [f"k{number}" for number in range(8)]
+    for name in names[:6]:
+        dataset.write_part(tmp_path, name, [row(name)])
+    aside = shutil.copytree(tmp_path, tmp_path.with_name("aside"))
+    dataset.pack(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1
+    shutil.copytree(aside, tmp_path, dirs_exist_ok=True)  # killed before the parts were removed
+    for name in names[6:]:
+        dataset.write_part(tmp_path, name, [row(name)])
+    for _ in range(2):
+        found = {one.key: (list(one.ids), one.text, one.keep) for one in dataset.read(tmp_path, kept=False)}
+        assert found == {name: (row(name).ids, row(name).text, row(name).keep) for name in names}
+        facts = dataset.facts(tmp_path)
+        assert sorted(facts["key"]) == names
+        assert set(facts["tokens"]) == {3}
+        assert dataset.counted(facts["reason"]) == {"short": 1}
+        dataset.pack(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 3  # the pack, and two parts that are too few for another
+    kept = dataset.Responses(tmp_path)
+    assert [list(kept.row(at).ids) for at in kept.facts["row"]] == [row(key).ids for key in kept.facts["key"]]
+
+
+def test_prompts_as_columns_are_the_prompts_of_the_file_and_make_the_same_tasks(tmp_path: Path) -> None:
+    out = tmp_path / "prompts.parquet"
+    texts = [f"Describe number {number}" + " please" * (number % 5) for number in range(30)]
+    (tmp_path / "texts.jsonl").write_text("".join(f'{{"question": "{text}"}}\n' for text in texts))
+    import_prompts([str(tmp_path / "texts.jsonl")], out)
+    columns, whole = load(out), read(out)
+    assert list(columns) == whole
+    assert list(columns[4:9]) == whole[4:9]
+    assert list(plan(columns, 4, 0)) == list(plan(whole, 4, 0))
+    train = [prompt for prompt in whole if prompt.split == "train"]
+    assert list(load(out, split="train", limit=7)) == train[:7]
+    (tmp_path / "responses").mkdir()
+    dataset.write_part(tmp_path / "responses", "one", [row("k1"), row("k2")])
+    assert list(dataset.without_response(columns, tmp_path / "responses")) == whole
+    with pytest.raises(DataError, match="of the 30 prompts"):
+        load(out, split="nothing")
