@@ -62,7 +62,7 @@ TreeShape = Annotated[
     typer.Option(
         "--tree",
         metavar="SHAPE",
-        help="Draft tree: tokens-depth-k, such as 30-3-8, or chain-5; default: the drafter's own.",
+        help="Draft tree: total-depth-k, such as 30-3-8, or chain-5, or chain-8-0.3; default: its own.",
     ),
 ]
 Recipe = Annotated[

@@ -43,8 +43,8 @@ def evaluate(
         list[str] | None,
         typer.Option(
             metavar="SHAPE|auto",
-            help="Draft tree: total-depth-k, such as 30-3-8, or chain-5; auto: the fastest here, which is "
-            "kept with the drafter; default: the drafter's own; may be repeated.",
+            help="Draft tree: total-depth-k, such as 30-3-8, or chain-5, or chain-8-0.3; auto: the fastest "
+            "here, which is kept with the drafter; default: the drafter's own; may be repeated.",
         ),
     ] = None,
     seed: console.Seed = 0,

@@ -14,7 +14,9 @@ def serve(
     drafter: Annotated[
         str | None, typer.Option(help="Name or folder of a trained drafter; plain decoding without.")
     ] = None,
-    tree: Annotated[str | None, typer.Option(help="total-depth-k such as 30-3-8, or chain-5.")] = None,
+    tree: Annotated[
+        str | None, typer.Option(help="total-depth-k such as 30-3-8, or chain-5, or chain-8-0.3.")
+    ] = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on; another machine's needs a key.")
     ] = "127.0.0.1",

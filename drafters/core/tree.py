@@ -3,6 +3,7 @@
 Shapes: K tokens committed, N nodes of a tree, the root included, D hidden, V vocabulary.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -17,29 +18,33 @@ class Tree:
 
     `total` nodes are verified, the root (the last sampled token) included. Each level has the `k` children of
     each of the `k` best nodes above; `depth` levels follow the first one. A chain of n tokens is total n + 1,
-    depth n - 1, k 1.
+    depth n - 1, k 1. With a `confidence` above 0 it ends before the drafter gives its tokens together a lower
+    probability; on a GPU each token is then waited for.
     """
 
     total: int = 60
     depth: int = 5
     k: int = 10
+    confidence: float = 0.0
 
     @classmethod
     def parse(cls, text: str) -> "Tree":
-        """Read `30-3-8` or `chain-5`; DataError on other text."""
-        kind, _, length = text.partition("-")
-        if kind == "chain" and length.isdecimal() and int(length) > 0:
-            return cls(int(length) + 1, int(length) - 1, 1)
+        """Read `30-3-8`, `chain-5` or `chain-8-0.3`; DataError on other text."""
         parts = text.split("-")
+        if found := re.fullmatch(r"chain-([1-9]\d*)(?:-(0\.\d+))?", text):
+            length = int(found[1])
+            return cls(length + 1, length - 1, 1, float(found[2] or 0))
         if len(parts) == 3 and all(part.isdecimal() for part in parts):
             tree = cls(*map(int, parts))
             if tree.total >= 2 and tree.k >= 1:
                 return tree
-        raise DataError(f"'{text}' is not a tree: write total-depth-k, such as 30-3-8, or chain-5")
+        raise DataError(
+            f"'{text}' is not a tree: write total-depth-k, such as 30-3-8, or chain-5, or chain-8-0.3"
+        )
 
     def __str__(self) -> str:
         if self.k == 1 and self.total == self.depth + 2:
-            return f"chain-{self.total - 1}"
+            return f"chain-{self.total - 1}" + (f"-{self.confidence:g}" if self.confidence else "")
         return f"{self.total}-{self.depth}-{self.k}"
 
 
@@ -51,6 +56,13 @@ class DraftTree:
     parent_N: Tensor  # the root is its own parent
     visible_NN: Tensor  # bool: node n attends to node m (its ancestors and itself)
     greedy_N: Tensor  # bool: the node is on the chain of each step's best guess
+
+    def first(self, count: int) -> "DraftTree":
+        """The first nodes alone."""
+        if count == len(self.ids_N):
+            return self
+        visible_NN = self.visible_NN[:count, :count]
+        return DraftTree(self.ids_N[:count], self.parent_N[:count], visible_NN, self.greedy_N[:count])
 
     @property
     def depth_N(self) -> Tensor:

@@ -64,7 +64,8 @@ class TreeDrafter:
             shape = replace(shape, depth=min(shape.depth, limit - 1))
         frame = self._frame(shape, self._root_id.device)
         if frame.chain is not None:
-            return replace(frame.chain, ids_N=self._chain(frame))
+            ids_N = self._chain(frame, shape.confidence)
+            return replace(frame.chain.first(len(ids_N)), ids_N=ids_N)
         score_FK, id_FK = self._expand(self.state_1D, 0, shape.k)
         width = id_FK.shape[1]
         scores, ids = [score_FK[0]], [id_FK[0]]
@@ -91,16 +92,21 @@ class TreeDrafter:
             self._root_id, torch.cat(ids), torch.cat(scores), torch.cat(parents), frame.rank_C, shape
         )
 
-    def _chain(self, frame: "_Frame") -> Tensor:
-        """The ids of a tree without branches, [N], for which no scores are needed."""
+    def _chain(self, frame: "_Frame", confidence: float) -> Tensor:
+        """The ids of a tree without branches, [N], for which no scores are needed unless it may end early."""
         assert self.state_1D is not None
         assert self._root_id is not None
         assert frame.chain is not None
-        ids, state_1D = [self._root_id], self.state_1D
+        ids, state_1D, left = [self._root_id], self.state_1D, 1.0
         for hop in range(len(frame.chain.ids_N) - 1):
             if hop > 0:
                 state_1D = self._step(frame, ids[-1], state_1D, hop, None)
-            ids.append(self._ids(self.drafter.logits(state_1D, hop).argmax(-1)))
+            logits_1V = self.drafter.logits(state_1D, hop)
+            if confidence:
+                left *= float(logits_1V.softmax(-1).max())  # a wait for the GPU
+                if left < confidence:
+                    break
+            ids.append(self._ids(logits_1V.argmax(-1)))
         return torch.cat(ids)
 
     def _step(

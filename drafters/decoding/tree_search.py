@@ -30,6 +30,7 @@ CANDIDATES = tuple(
     Tree.parse(shape)
     for shape in (
         *(f"chain-{length}" for length in (1, 2, 3, 4, 5, 6, 8)),
+        *("chain-8-0.2", "chain-8-0.5"),
         *("6-2-2", "8-3-2", "12-4-3", "16-4-4", "30-3-8", "30-5-8", "60-5-10"),
     )
 )

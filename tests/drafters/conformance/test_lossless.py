@@ -24,7 +24,7 @@ from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 
 pytestmark = pytest.mark.slow
 
-TREES = ["chain-4", "8-2-2", "40-3-8"]
+TREES = ["chain-4", "8-2-2", "40-3-8", "chain-6-0.02"]
 TOKENS = 10
 QUESTIONS = ("what is there", "tell", "a", "how many of them are red", "say it again", "0123456789")
 SHOWN: dict[str, list[Any]] = {

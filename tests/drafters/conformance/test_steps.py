@@ -1,5 +1,8 @@
 """What the trainer computes is what the decoder computes, and no row sees what it must not."""
 
+import itertools
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +13,9 @@ from tests.drafters.synthetic import CASES, INFO, LAYOUTS, batch, build, cut
 from vlmdistill.drafters.core.batch import Batch, Entries, TokenIndex
 from vlmdistill.drafters.core.drafter import Drafter
 from vlmdistill.drafters.core.kv_cache import PackedKVCache
-from vlmdistill.drafters.core.tree import Tree
+from vlmdistill.drafters.core.tree import DraftTree, Tree
 from vlmdistill.drafters.core.tree_drafter import TreeDrafter
+from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import Feature
 
 HOPS = 4
@@ -108,3 +112,46 @@ def test_a_tree_of_one_branch_is_a_chain() -> None:
     assert tree.depth_N.tolist() == [1, 2, 3, 4, 5]
     assert tree.greedy_N.all()
     assert tree.visible_NN.tolist() == torch.ones(5, 5).tril().bool().tolist()
+
+
+@pytest.mark.parametrize("confidence", [0.9999, 0.02, 1e-9])
+def test_a_chain_ends_where_the_drafter_is_not_confident(confidence: float) -> None:
+    drafter = build("eagle2").eval()
+    sample = batch([LAYOUTS["one image"]], needs(drafter))
+
+    @torch.no_grad()
+    def grown(tree: Tree) -> DraftTree:
+        draft = TreeDrafter(drafter, cut(sample, 10))
+        draft.commit(sample.ids_T[10:11], sample.feature("hidden", "text")[9:10])
+        return draft.grow(tree)
+
+    chances = list[float]()
+    logits = drafter.logits
+
+    @torch.no_grad()
+    def told(*args: Any) -> Tensor:
+        found = logits(*args)
+        chances.append(float(found.softmax(-1).max()))
+        return found
+
+    drafter.logits = told  # type: ignore[method-assign, assignment]
+    whole = grown(Tree.parse("chain-6"))
+    together = [math.prod(chances[: length + 1]) for length in range(6)]
+    kept = sum(1 for _ in itertools.takewhile(lambda chance: chance >= confidence, together))
+    tree = grown(replace(Tree.parse("chain-6"), confidence=confidence))
+    assert tree.ids_N.tolist() == whole.ids_N[: kept + 1].tolist()
+    assert tree.visible_NN.tolist() == whole.visible_NN[: kept + 1, : kept + 1].tolist()
+    assert len(chances) == 6 + min(6, kept + 1)  # nothing is drafted after that
+
+
+@pytest.mark.parametrize("shape", ["chain-8-0.3", "chain-1", "30-3-8"])
+def test_a_shape_is_read_as_it_is_written(shape: str) -> None:
+    assert str(Tree.parse(shape)) == shape
+
+
+@pytest.mark.parametrize(
+    "text", ["chain-0", "chain-8-1.5", "chain-8-0.", "chain-8--0.3", "1-3-8", "30-3", "auto"]
+)
+def test_what_is_no_shape_is_refused(text: str) -> None:
+    with pytest.raises(DataError):
+        Tree.parse(text)
