@@ -23,5 +23,8 @@ class Ticks(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.now += 1
         return func(*args, **(kwargs or {}))
 
+    def thread_time(self) -> float:
+        return float(self.now)
+
     def perf_counter(self) -> float:
         return float(self.now)

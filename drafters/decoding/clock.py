@@ -55,6 +55,7 @@ class Timed:
 
     cycles: "list[Cycle]"
     seconds: float  # from the call of the decoder to its end, including queued work of the device
+    cpu_seconds: float  # of this thread in that time: on a CPU as much, unless other programs used it
 
     @property
     def ids(self) -> list[int]:
@@ -88,10 +89,10 @@ class Timed:
 def timed(decode: "Callable[[], Iterator[Cycle]]", device: torch.device) -> Timed:
     """Decode to the end under one clock."""
     wait(device)
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.thread_time()
     cycles = list(decode())
     wait(device)
-    return Timed(cycles, time.perf_counter() - start)
+    return Timed(cycles, time.perf_counter() - start, time.thread_time() - cpu_start)
 
 
 def wait(device: torch.device) -> None:

@@ -52,6 +52,7 @@ class Decoding:
     missed: Count = 0  # drafted tokens of the most likely chains that the response has and no cycle accepted
     check: Check | None = None  # against the stock model's generate; None: not compared
     phases: Phases | None = None  # None: measured before they were recorded
+    cpu_seconds: Amount | None = None  # of the decoding thread; None on a GPU
 
     def __post_init__(self) -> None:
         if len(self.chain_tried) != len(self.chain_accepted):

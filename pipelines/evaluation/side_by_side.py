@@ -62,14 +62,15 @@ class SideBySide:
         if reference is not None:
             checks = {name: self._check(encoded, list(reference.ids), decoded[name].ids) for name in names}
         self._warm = True
-        base = _counted(decoded[PLAIN], checks.get(PLAIN))
+        on_cpu = self.target.device.type == "cpu"
+        base = _counted(decoded[PLAIN], checks.get(PLAIN), on_cpu=on_cpu)
         results = {
             name: PromptResult(
                 key=prompt.key,
                 dataset=prompt.dataset,
                 kind=_kind(prompt),
                 plain=base,
-                drafted=_counted(decoded[name], checks.get(name)),
+                drafted=_counted(decoded[name], checks.get(name), on_cpu=on_cpu),
             )
             for name in self.drafters
         }
@@ -141,7 +142,7 @@ class SideBySide:
         )
 
 
-def _counted(decoded: Timed, check: Check | None) -> Decoding:
+def _counted(decoded: Timed, check: Check | None, *, on_cpu: bool) -> Decoding:
     """The numbers of a response."""
     cycles = decoded.cycles[1:]
     tried, accepted = chain_counts([cycle.chain for cycle in cycles])
@@ -157,6 +158,7 @@ def _counted(decoded: Timed, check: Check | None) -> Decoding:
         missed=_missed(decoded),
         check=check,
         phases=Phases(**decoded.phases),
+        cpu_seconds=decoded.cpu_seconds if on_cpu else None,
     )
 
 

@@ -37,6 +37,7 @@ from vlmdistill.pipelines.evaluation.records import Decoding, Measurement, Phase
 RESAMPLES = 2000
 FEWEST = 6  # prompts for an interval: five agree by chance in more than 5% of cases
 TOLERANCE = 0.02  # share of the elapsed seconds that the cycles may leave unaccounted
+BUSY = 0.9  # share of the elapsed seconds below which the CPU was not this program's alone
 
 Floats = npt.NDArray[np.float64]
 Rate = Literal["tau", "accepted", "speedup", "decode_speedup"]
@@ -102,6 +103,7 @@ class Figures:
     missed: (
         int  # drafted tokens that the response has and that were not accepted: 0 unless acceptance is broken
     )
+    cpu_share: float | None  # of the elapsed seconds, both decoders; None on a GPU
     accounted: float  # share of the elapsed seconds that the cycles account for
     plain_accounted: float
     lossless: Checks
@@ -137,6 +139,7 @@ def figures(measurement: Measurement) -> Figures:
         plain_tokens_per_second=_ratio(plain_tokens, plain_seconds),
         budget=_budget(prompts, float(rates["tau"][0])),
         missed=(missed := sum(one.missed for one in own)),
+        cpu_share=(cpu_share := _cpu_share([*own, *plain])),
         accounted=accounted,
         plain_accounted=plain_accounted,
         lossless=_checks(own),
@@ -145,6 +148,7 @@ def figures(measurement: Measurement) -> Figures:
             *_unaccounted("the", accounted),
             *_unaccounted("plain decoding's", plain_accounted),
             *_rejected(missed),
+            *_disturbed(cpu_share),
         ),
     )
 
@@ -233,6 +237,19 @@ def _rejected(missed: int) -> list[str]:
     if not missed:
         return []
     return [f"{missed} drafted tokens agree with the responses and were not accepted: acceptance is broken"]
+
+
+def _cpu_share(decoded: Sequence[Decoding]) -> float | None:
+    known = [one.cpu_seconds for one in decoded if one.cpu_seconds is not None]
+    return _ratio(sum(known), sum(one.seconds for one in decoded)) if len(known) == len(decoded) else None
+
+
+def _disturbed(share: float | None) -> list[str]:
+    if share is None or share >= BUSY:
+        return []
+    return [
+        f"the CPU was this program's for {share:.0%} of the time: its speeds may be those of other programs"
+    ]
 
 
 def _budget(prompts: Sequence[PromptResult], tau: float) -> Budget | None:

@@ -214,6 +214,16 @@ def test_an_interrupted_evaluation_continues_after_its_last_prompt(
     assert [one.name for one in elsewhere.reports.iterdir()] == ["lookahead.json"]
 
 
+def test_a_cpu_that_others_use_is_detected(workspace: Workspace) -> None:
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(Ticks, "thread_time", lambda self: 0.5 * self.now)
+
+    for at in by_ticks(workspace, plant).temperatures:
+        measured = figures(at)
+        assert measured.cpu_share == 0.5
+        assert len(measured.warnings) == 1
+
+
 def plant_in_decoder(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(decoders, "speculate", slowly(speculate))
 
