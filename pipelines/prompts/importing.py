@@ -176,18 +176,29 @@ def import_prompts(
     choices = choices or Choices()
     choices.check()
     kinds = [formats.detect(source, kind) for source in sources]  # all, before the first is read
+    named = [(source, read_rows(source), its_kind) for source, its_kind in zip(sources, kinds, strict=True)]
+    return import_rows(named, out, choices, progress)
+
+
+def import_rows(
+    named: Sequence[tuple[str, Iterator[Row], Format]],
+    out: Path,
+    choices: Choices,
+    progress: Callable[[int], None] = lambda rows: None,
+) -> ImportSummary:
+    """The same with rows that were read before, by the name of their source."""
     prompts = {prompt.key: prompt for prompt in read(out)} if out.exists() else {}
     job = _Import(choices, MediaResolver(choices.images, out.parent / "images"), progress)
     with large_images():
-        for source, its_kind in zip(sources, kinds, strict=True):
-            job.read(source, its_kind)
+        for _, rows, its_kind in named:
+            job.read(rows, its_kind)
     skipped_file = out.with_suffix(".skipped.jsonl")
     _write_skipped(skipped_file, job.skipped, job.sources)
     reasons = Counter(entry["reason"] for entry in job.skipped)
     if not job.made:
         counts = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common()) or "no rows"
         more = f"; row by row in {skipped_file}" if job.skipped else ""
-        raise DataError(f"nothing to import from {', '.join(sources)}: {counts}{more}")
+        raise DataError(f"nothing to import from {', '.join(name for name, *_ in named)}: {counts}{more}")
     present = len(prompts.keys() & job.made.keys())
     for key, prompt in job.made.items():
         old = prompts.get(key)
@@ -229,9 +240,8 @@ class _Import:
         """Whether the limit is reached."""
         return self.choices.limit is not None and len(self.made) >= self.choices.limit
 
-    def read(self, source: str, kind: Format) -> None:
+    def read(self, rows: Iterator[Row], kind: Format) -> None:
         """Take the rows of one source, until the limit."""
-        rows = read_rows(source)
         while not self.full and (chunk := list(islice(rows, CHUNK))):
             talks = [self._conversation(row, kind) for row in chunk]
             self.resolver.check_all(
