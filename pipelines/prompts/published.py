@@ -4,6 +4,7 @@ Of a Parquet file only the row groups with chosen rows are read: the images of a
 """
 
 import glob
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,6 +38,7 @@ def import_benchmark(
     """
     folder = _copy(benchmark, data)
     files = sorted(path for path in folder.glob(benchmark.files) if path.is_file())
+    _complete(benchmark, folder, files)
     places = _places(benchmark, files)
     if not places:
         raise DataError(
@@ -58,8 +60,9 @@ def import_benchmark(
 
 def _copy(benchmark: Benchmark, data: Path | None) -> Path:
     """The folder of a copy: in `data`, else in the hub's cache, after a download if that is possible."""
-    name, repository = benchmark.name, benchmark.repository
+    name, repository, reason = benchmark.name, benchmark.repository, ""
     hub = "://" not in repository
+    wanted = [benchmark.files, *(benchmark.images or ())[:1]]
     if data is not None:
         for folder in (data / name, data / repository, data / Path(repository).name, data):
             if next(folder.glob(benchmark.files), None) is not None:
@@ -67,25 +70,39 @@ def _copy(benchmark: Benchmark, data: Path | None) -> Path:
     elif hub and benchmark.kind == "image":
         import huggingface_hub
 
-        wanted = [benchmark.files, *(benchmark.images or ())[:1]]
         try:
-            found = huggingface_hub.snapshot_download(repository, repo_type="dataset", allow_patterns=wanted)
-        except (OSError, ValueError, RuntimeError):  # not online, or no such repository
-            found = ""
-        if found and next(Path(found).glob(benchmark.files), None) is not None:
-            return Path(found)
+            return Path(
+                huggingface_hub.snapshot_download(repository, repo_type="dataset", allow_patterns=wanted)
+            )
+        except Exception as error:  # noqa: BLE001 - the hub's client raises anything; the user needs one line
+            reason = f", nor could it be downloaded ({one_line(error).partition('. ')[0]})"
     where = f"{data or 'DIR'}/{name}"
     get = f"git clone {repository} {where}"
     if hub:
-        wanted = [benchmark.files, *(benchmark.images or ())[:1]]
         options = [f"--revision {benchmark.revision}"] if benchmark.revision else []
         options += [f"--include '{one}'" for one in wanted if benchmark.kind == "image"]
         get = " ".join(["hf download --repo-type dataset", repository, *options, f"--local-dir {where}"])
     unpack = f", unpack {benchmark.unpack} there" if benchmark.unpack else ""
     raise DataError(
-        f"there is no copy of {name} (with {benchmark.files}){f' in {data}' if data else ''}: "
+        f"there is no copy of {name} (with {benchmark.files}){f' in {data}' if data else ''}{reason}: "
         f"`{get}`{unpack}, and give --bench-data {data or 'DIR'}"
     )
+
+
+def _complete(benchmark: Benchmark, folder: Path, files: Sequence[Path]) -> None:
+    """DataError if some files of a set are missing: the samples would be chosen from fewer rows."""
+    stems = {file.stem for file in files}
+    missing = sorted(benchmark.folders.keys() - stems)
+    for file in files:
+        if shards := re.search(r"^(.*-)\d{5}-of-(\d{5})", file.stem):
+            numbers = {stem.removeprefix(shards[1])[:5] for stem in stems}
+            missing += [f"{shards[1]}{n:05}" for n in range(int(shards[2])) if f"{n:05}" not in numbers]
+            break
+    if missing:
+        raise DataError(
+            f"{benchmark.name} in {folder}: {benchmark.files} lacks {len(missing)} files, such as "
+            f"{missing[0]}: download them too"
+        )
 
 
 def _places(benchmark: Benchmark, files: Sequence[Path]) -> list[Place]:
@@ -188,18 +205,19 @@ def _images(benchmark: Benchmark, folder: Path, rows: Sequence[Columns]) -> dict
 def _media(benchmark: Benchmark, folder: Path, file: Path, row: Columns) -> list[Any]:
     """The images or videos of a row: contents of a column, or paths."""
     if "{" not in benchmark.media:
-        found = row[benchmark.media]
-        return found if isinstance(found, list) else [] if found is None else [found]
+        if not (found := row[benchmark.media]):
+            raise KeyError(benchmark.media)
+        return found if isinstance(found, list) else [found]
     values = {**row, "folder": benchmark.folders.get(file.stem, "")}
     path = benchmark.media.format_map(values)
     if Path(path).is_absolute() or ".." in Path(path).parts:
         raise DataError(f"{benchmark.name}: {file} names the file {path}, which is not in its folder")
     pattern = benchmark.media.format_map({name: glob.escape(str(value)) for name, value in values.items()})
-    found = min(folder.absolute().glob(pattern), default=None)
-    if found is None:
+    file_found = min(folder.absolute().glob(pattern), default=None)
+    if file_found is None:
         get = f"unpack {benchmark.unpack} there" if benchmark.unpack else "download it again"
         raise DataError(f"{benchmark.name}: {folder} has no {path}, which {file.name} names: {get}")
-    return [str(found)]
+    return [str(file_found)]
 
 
 def _lacks(benchmark: Benchmark, file: Path, column: object, present: Sequence[str]) -> DataError:

@@ -55,8 +55,8 @@ def textvqa(to: Path) -> None:
     }
     row |= {"image": picture(), "image_width": 30, "image_height": 20, "flickr_original_url": "https://"}
     row |= {"answers": ["nous"] * 10, "image_classes": ["Box"], "set_name": "val", "ocr_tokens": ["LES"]}
-    parquet(to / "data/validation-00000-of-00003.parquet", row)
-    parquet(to / "data/train-00000-of-00020.parquet", {**row, "question": "of another split"})
+    parquet(to / "data/validation-00000-of-00001.parquet", row)
+    parquet(to / "data/train-00000-of-00001.parquet", {**row, "question": "of another split"})
 
 
 def scienceqa(to: Path) -> None:
@@ -80,7 +80,7 @@ def mme(to: Path) -> None:
         "question": question,
         "answer": "No",
     }
-    parquet(to / "data/test-00000-of-00004-a25dbe3b44c4fda6.parquet", {**row, "category": "color"})
+    parquet(to / "data/test-00000-of-00001-a25dbe3b44c4fda6.parquet", {**row, "category": "color"})
 
 
 def mm_vet(to: Path) -> None:
@@ -100,7 +100,7 @@ def coco_captions(to: Path) -> None:
         "question": "Please carefully observe",
     }
     parquet(
-        to / "data/val-00000-of-00002.parquet", {**row, "answer": ["A motorcycle."], "id": 38, "license": 3}
+        to / "data/val-00000-of-00001.parquet", {**row, "answer": ["A motorcycle."], "id": 38, "license": 3}
     )
 
 
@@ -111,7 +111,7 @@ def vizwiz(to: Path) -> None:
         "question": "Ok. What is this?",
     }
     parquet(
-        to / "data/test-00000-of-00008-8bb04d0d8c47d4ab.parquet",
+        to / "data/test-00000-of-00001-8bb04d0d8c47d4ab.parquet",
         {**row, "answers": None, "category": "x"},
     )
 
@@ -139,7 +139,7 @@ def seed_bench(to: Path) -> None:
     row |= {"data_id": "1", "question": "How many?", "question_id": "1", "question_type_id": 5}
     video = {**row, "data_type": "video", "image": [picture(), picture(1)], "segment": [1, 2]}
     parquet(
-        to / "data/test-00000-of-00066.parquet", video, {**row, "data_type": "image", "image": [picture()]}
+        to / "data/test-00000-of-00001.parquet", video, {**row, "data_type": "image", "image": [picture()]}
     )
 
 
@@ -162,7 +162,7 @@ def vqav2(to: Path) -> None:
         "image_id": 262148,
     }
     row |= {"answer_type": "other", "question_id": 262148000, "question": "Where is he?", "image": picture()}
-    parquet(to / "data/validation-00000-of-00068.parquet", row)
+    parquet(to / "data/validation-00000-of-00001.parquet", row)
 
 
 def ai2d(to: Path) -> None:
@@ -172,7 +172,7 @@ def ai2d(to: Path) -> None:
         "answer": "1",
         "image": picture(),
     }
-    parquet(to / "data/test-00000-of-00002.parquet", row)
+    parquet(to / "data/test-00000-of-00001.parquet", row)
 
 
 def hallusion_bench(to: Path) -> None:
@@ -228,7 +228,8 @@ def mvbench(to: Path) -> None:
         "answer": "it",
     }
     (to / "json").mkdir(parents=True)
-    (to / "json/moving_count.json").write_text(json.dumps([row]))
+    for task in BENCHMARKS["mvbench"].folders:
+        (to / "json" / f"{task}.json").write_text(json.dumps([row] if task == "moving_count" else []))
     film(to / "clevrer/video_validation/1.mp4")
 
 
@@ -359,6 +360,15 @@ def test_what_is_missing_says_what_to_download(tmp_path: Path) -> None:
     failing("video-detail-caption", tmp_path, "v_1", "unpack videos.zip")
 
 
+def test_samples_are_not_chosen_from_some_of_the_files(tmp_path: Path) -> None:
+    many(tmp_path)
+    (tmp_path / "data/test-00001-of-00002.parquet").unlink()
+    failing("chartqa", tmp_path, "1 files", "test-00001")
+    mvbench(tmp_path / "mvbench")
+    (tmp_path / "mvbench/json/state_change.json").unlink()
+    failing("mvbench", tmp_path, "state_change")
+
+
 def test_without_the_hub_a_missing_set_says_what_to_download(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -386,7 +396,7 @@ def test_a_wrong_column_is_named(name: str, tmp_path: Path) -> None:
 
 def test_an_empty_split_a_broken_file_and_unknown_names_end_in_one_line(tmp_path: Path) -> None:
     textvqa(tmp_path)
-    file = tmp_path / "data/validation-00000-of-00003.parquet"
+    file = tmp_path / "data/validation-00000-of-00001.parquet"
     pq.write_table(pq.read_table(file).slice(0, 0), file)
     failing("textvqa", tmp_path, "no rows")
     file.write_bytes(b"PAR1")
