@@ -61,7 +61,7 @@ PAPERS = {
     for one in (
         Paper(name="vispec", seed=42, system=ASSISTANT, image_last=True),
         Paper(name="msd"),
-        Paper(name="hivis", samples=80),
+        Paper(name="hivis", samples=80, seed=42),
         Paper(name="sparrow"),
         Paper(name="mmspec", samples=None, system=ASSISTANT),
     )
@@ -164,7 +164,11 @@ BENCHMARKS = {
             name="textvqa",
             repository="lmms-lab-encoder/textvqa",
             files="data/validation-*.parquet",
-            asked={"vispec": _explained(request=OCR), "msd": _reasoned(), "hivis": _plainly()},
+            asked={
+                "vispec": _explained(request=OCR),
+                "msd": _reasoned(),
+                "hivis": lambda row: [f"{row['question']} {OCR}"],
+            },
         ),
         Benchmark(
             name="scienceqa",
@@ -173,7 +177,7 @@ BENCHMARKS = {
             asked={
                 "vispec": _science_explained,
                 "msd": _reasoned(_science),
-                "hivis": _plainly(_science),
+                "hivis": lambda row: [f"{row['question']} {_lettered(row['choices'], '({}) {}', ' ')}"],
                 "sparrow": _plainly(_science),
             },
         ),
@@ -184,6 +188,7 @@ BENCHMARKS = {
             asked={
                 "vispec": _explained(_yes_or_no),
                 "msd": _reasoned(_yes_or_no),
+                "hivis": _plainly(_yes_or_no),
                 "sparrow": _plainly(_yes_or_no),
             },
         ),
@@ -192,7 +197,7 @@ BENCHMARKS = {
             repository="lmms-lab-encoder/MMVet",
             files="data/test-*.parquet",
             whole=("vispec",),
-            asked={"vispec": _explained(), "sparrow": _plainly()},
+            asked={"vispec": _explained(), "hivis": _plainly(), "sparrow": _plainly()},
         ),
         Benchmark(
             name="coco-captions",
@@ -211,14 +216,14 @@ BENCHMARKS = {
             repository="lmms-lab-encoder/GQA",
             files="testdev_balanced_instructions/testdev-*.parquet",
             images=("testdev_balanced_images/testdev-*.parquet", "imageId", "id"),
-            asked={"vispec": _explained()},
+            asked={"vispec": _explained(), "hivis": _plainly()},
         ),
         Benchmark(
             name="seed-bench",
             repository="lmms-lab-encoder/SEED-Bench",
             files="data/test-*.parquet",
             only=("data_type", "image"),
-            asked={"vispec": _explained()},
+            asked={"vispec": _explained(), "hivis": _plainly()},
         ),
         Benchmark(
             name="chartqa",
