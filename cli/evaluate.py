@@ -1,6 +1,7 @@
 """`vlmdistill eval`: decode held-out prompts with and without drafters, here or with a running server."""
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -34,10 +35,27 @@ def evaluate(
     ] = None,
     model: console.Model = "demo",
     prompts: console.PromptsFile = None,
+    bench: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[@PAPER]",
+            help="An evaluation set instead, as that paper asks it; may be repeated; `demo`: the demo's.",
+        ),
+    ] = None,
+    bench_data: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="With --bench: folder with copies of the sets; default: the hub."),
+    ] = None,
     temperature: Annotated[
         list[float] | None, typer.Option(help="Sampling temperature; 0 (default) is greedy; may be repeated.")
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Decode at most N held-out prompts.")] = 100,
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Decode at most N held-out prompts; default: 100, or of each set what its paper takes.",
+        ),
+    ] = None,
     max_new_tokens: console.MaxNewTokens = 512,
     tree: Annotated[
         list[str] | None,
@@ -95,6 +113,18 @@ def evaluate(
 
     kind = _engine(context, engine, drafters or [])
     workspace = console.workspace(model, runs)
+    if bench:
+        from vlmdistill.pipelines.prompts.imports import import_benchmarks
+
+        if prompts is not None:
+            raise typer.BadParameter("--bench has its own", param_hint="--prompts")
+        with console.progress("importing", "rows") as read:
+            prompts, limit = import_benchmarks(
+                workspace, bench, bench_data, limit, lambda rows: read(rows, 0)
+            )
+    elif bench_data is not None:
+        raise typer.BadParameter("it needs --bench", param_hint="--bench-data")
+    limit = 100 if limit is None else limit
     if kind != HERE:
         from vlmdistill.pipelines.evaluation import served
 
@@ -223,11 +253,29 @@ def show(evaluations: "list[Evaluation]") -> None:
         lines.append([one.name, f"{one.temperature:g}", *rates, speed, responses(figures.lossless, "")])
         warnings += one.warnings
     console.rows(header, lines)
+    show_sets(evaluations)
     show_budgets(rankings)
     for ranking in rankings:
         typer.echo(ranking.text)
     for warning in warnings:
         console.note(f"warning: {warning}")
+
+
+def show_sets(evaluations: "Sequence[Evaluation]") -> None:
+    """Print a line for each drafter, temperature and dataset, if there are several datasets."""
+    from vlmdistill.pipelines.evaluation.statistics import figures
+
+    lines = []
+    for one in evaluations:
+        for at in one.temperatures:
+            sets = at.by(lambda prompt: prompt.dataset)
+            for name, part in sorted(sets.items()) if len(sets) > 1 else ():
+                found = figures(part)
+                rates = [rate(found, which) for which in ("tau", "accepted", "speedup")]
+                lines.append([one.name, f"{at.temperature:g}", name, str(len(part.prompts)), *rates])
+    if lines:
+        typer.echo()
+        console.rows(["drafter", "T", "dataset", "prompts", "tau", "accepted", "speedup"], lines)
 
 
 def show_budgets(rankings: "Sequence[Ranking]") -> None:

@@ -15,9 +15,9 @@ def prompts(
         list[str],
         typer.Argument(
             metavar="SRC...",
-            help="JSON, JSONL or Parquet files, plain or compressed with gzip, bzip2 or xz; Hugging Face "
-            "datasets (a folder, or name[:subset][@split] with --format hf); or 'demo': generated scenes and "
-            "dialogues for the demo targets.",
+            help="JSON, JSONL, Parquet or tar files, plain or compressed with gzip, bzip2 or xz; Hugging "
+            "Face datasets (a folder, or name[:subset][@split] with --format hf); with --ask a folder of "
+            "images and videos; or 'demo': generated scenes and dialogues for the demo targets.",
         ),
     ],
     model: console.Model = "demo",
@@ -25,6 +25,10 @@ def prompts(
         Literal["auto", "llava", "sharegpt", "chat", "hf"],
         typer.Option("--format", help="Format of the rows; auto: detect it from the columns."),
     ] = "auto",
+    ask: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="The question about images and videos that have none."),
+    ] = None,
     images: Annotated[
         Path | None,
         typer.Option(
@@ -96,6 +100,10 @@ def prompts(
     Question columns
     {"image": "1.jpg", "question": "Which?", "choices": ["one", "two"]}
     {"instruction": "Summarise the text.", "input": "Once ...", "output": "..."}
+
+    \b
+    A folder of images and videos, or a tar archive of them
+    vlmdistill prompts photos --ask "Describe the image."
     """
     from vlmdistill.pipelines.prompts.importing import Choices
     from vlmdistill.pipelines.prompts.imports import import_sources
@@ -106,6 +114,7 @@ def prompts(
         frames=frames,
         limit=limit,
         turns=turns,
+        ask=ask,
         augment=tuple(augment or ["none"]),
         augment_text=tuple(augment_text or ["none"]),
         eval_share=eval_share,

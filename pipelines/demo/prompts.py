@@ -1,14 +1,20 @@
 """Writes the demo data to files and imports them as prompts, like a user's own files."""
 
 import dataclasses
+import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from vlmdistill.pipelines.demo import files as data
-from vlmdistill.pipelines.demo.clips import patches_for
+from vlmdistill.pipelines.demo import narration, wording
+from vlmdistill.pipelines.demo.chats import chat
+from vlmdistill.pipelines.demo.clips import patches_for, random_clip
+from vlmdistill.pipelines.demo.scenes import draw, random_scene
 from vlmdistill.pipelines.prompts.importing import Choices, ImportSummary, Split, import_prompts
+from vlmdistill.pipelines.prompts.sources import Row
 
 
 @dataclass(frozen=True)
@@ -62,3 +68,39 @@ def import_demo(
         present=sum(one.present for one in done),
         skipped=sum((one.skipped for one in done), Counter()),
     )
+
+
+EACH = 20  # prompts of each kind in the benchmark
+KINDS = {  # of questions about one image
+    "description": ("describe", "list", "rows", "sizes", "reverse", "story"),
+    "questions": ("where", "count"),
+}
+
+
+def benchmark_rows(folder: Path, *, videos: bool) -> Iterator[Row]:
+    """Prompts of each kind in turn, of the split `evaluation`; their images and videos are below `folder`."""
+    rng = random.Random("demo benchmark")
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def image(name: str) -> tuple[Any, Any]:
+        scene = random_scene(rng, "evaluation")
+        draw(scene).save(folder / name)
+        return scene, {"type": "image", "image": name}
+
+    for number in range(EACH):
+        shown: dict[str, tuple[list[Any], str]] = {}
+        for kind, tasks in KINDS.items():
+            scene, part = image(f"{kind}-{number}.png")
+            shown[kind] = [part], wording.ask(scene, tasks[number % len(tasks)], rng)[0]
+        parts = [image(f"images-{number}-{which}.png")[1] for which in range(2)]
+        shown["several images"] = parts, "Describe the images."
+        shown["text only"] = [], chat(rng, "evaluation")[0][0]
+        if videos:
+            clip, tokens = random_clip(rng, "evaluation"), DemoSize.video_tokens
+            data.film(clip, folder / f"video-{number}.mp4", tokens)
+            part = {"type": "video", "video": f"video-{number}.mp4", "frames": 2 * patches_for(tokens)}
+            shown["video"] = [part], narration.rounds(clip, rng)[0][0]
+        for kind, (files, question) in shown.items():
+            content = [*files, {"type": "text", "text": question}]
+            row = {"messages": [{"role": "user", "content": content}]}
+            yield Row(str(folder), f"demo/{kind}", number + 1, row)

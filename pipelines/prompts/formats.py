@@ -46,8 +46,11 @@ class Conversation:
     unread: tuple[str, ...] = ()  # columns with text, and keys of media parts, that were not used
 
 
-def detect(source: str, wanted: Format = "auto") -> Format:
-    """The format of a source; DataError if it does not exist or has no known format."""
+def detect(source: str, wanted: Format = "auto", ask: str | None = None) -> Format:
+    """The format of a source; DataError if it does not exist or has no known format.
+
+    With `ask`, its images and videos need no question.
+    """
     sources.check(source, hub=wanted == "hf")
     if wanted != "auto":
         return wanted
@@ -58,11 +61,12 @@ def detect(source: str, wanted: Format = "auto") -> Format:
         first = first or row
         if not isinstance(row.value, Mapping):
             continue
-        name, given = _turns(row.value)
+        value = _request(row.value)
+        name, given = _turns(value)
+        pictured = value.keys() & {name for names in FILES.values() for name in names}
         if given is not None:
-            pictured = row.value.keys() & {name for names in FILES.values() for name in names}
             return "chat" if name == "messages" else "llava" if pictured else "sharegpt"
-        if row.value.keys() & {*columns.QUESTIONS, *columns.MORE[:1]}:
+        if value.keys() & {*columns.QUESTIONS, *columns.MORE[:1]} or (ask and pictured):
             return "hf"
     raise DataError(
         f"{source}: no row has 'conversations' (LLaVA, ShareGPT), 'messages' (chat) or a 'question': "
@@ -70,20 +74,25 @@ def detect(source: str, wanted: Format = "auto") -> Format:
     )
 
 
-def conversation(row: Row, kind: Format, sampling: Sampling | None = None) -> Conversation:
+def conversation(
+    row: Row, kind: Format, sampling: Sampling | None = None, ask: str | None = None
+) -> Conversation:
     """The checked conversation of a row; BadRowError if the row cannot be used.
 
-    A `sampling` that is not empty overrides that of the row's videos.
+    A `sampling` that is not empty overrides that of the row's videos. `ask` is the question about the images
+    and videos of a row that has none.
     """
     if row.problem:
         raise row.problem
-    value = row.value
-    if not isinstance(value, Mapping):
-        raise BadRowError("not an object", f"{type(value).__name__} instead of a JSON object")
+    if not isinstance(row.value, Mapping):
+        raise BadRowError("not an object", f"{type(row.value).__name__} instead of a JSON object")
+    value = _request(row.value)
     name, raw = _turns(value)
     read = {name}
     if raw is None:
         made = columns.turns_of(value)
+        if made is None and ask and any(value.get(name) for names in FILES.values() for name in names):
+            made = columns.turns_of({**value, "question": ask})
         if made is None:
             raise BadRowError("no conversation", f"columns: {', '.join(map(str, value))}")
         raw, read = made
@@ -100,6 +109,15 @@ def conversation(row: Row, kind: Format, sampling: Sampling | None = None) -> Co
     unread = [name for name, text in value.items() if isinstance(text, str | list | dict) and text]
     left = [str(name) for name in unread if name not in {"id", *read, *media.columns}]
     return _ordered(messages, (*left, *media.unread))
+
+
+def _request(value: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The content of a line of an OpenAI batch file; any other row as it is."""
+    body = value.get("body")
+    if not isinstance(body, Mapping) or "custom_id" not in value:
+        return value
+    named = {name: item for name, item in body.items() if name != "model"}
+    return {"messages": named.pop("input"), **named} if isinstance(named.get("input"), list) else named
 
 
 def _turns(value: Mapping[str, Any]) -> tuple[str, list[Any] | None]:

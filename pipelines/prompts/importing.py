@@ -12,7 +12,6 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 Split = Literal["train", "eval"]
 LENGTHS = {"image": 2000, "video": 20000}  # of media, in characters of text, to sort prompts by length
 BATCH = 1 << 13  # prompts in memory at once
-CHUNK = 256  # rows whose images are checked together
+CHUNK, CHUNK_BYTES = 256, 2**28  # rows whose images are checked together, and those in the rows themselves
 SAMPLING = ("fps", "frames")  # what a part may say about its video
 
 
@@ -69,6 +68,7 @@ class Choices:
     frames: int | None = None  # of every video, instead of `fps`
     limit: int | None = None  # prompts to import
     turns: Literal["first", "all"] = "first"
+    ask: str | None = None  # about images and videos without a question
     augment: Sequence[str] = ("none",)  # one prompt each, for rows with images or videos
     augment_text: Sequence[str] = ("none",)  # the same for text-only rows
     eval_share: float = 0.05
@@ -92,6 +92,8 @@ class Choices:
                 raise DataError(f"{name} {value}: give a number above 0, at most {MOST}")
         if self.images and not self.images.is_dir():
             raise DataError(f"--images {self.images}: the folder does not exist")
+        if self.ask is not None and not self.ask.strip():
+            raise DataError("--ask is empty: give the question about the images and videos")
         for name in (*self.augment, *self.augment_text):
             augment.find(name)
 
@@ -269,19 +271,31 @@ def import_prompts(
     """
     choices = choices or Choices()
     choices.check()
-    kinds = [formats.detect(source, kind) for source in sources]  # all, before the first is read
+    kinds = [formats.detect(source, kind, choices.ask) for source in sources]  # all, before any is read
+    asked = choices.ask is not None
+    named = [(source, read_rows(source, asked), its) for source, its in zip(sources, kinds, strict=True)]
+    return import_rows(named, out, choices, progress)
+
+
+def import_rows(
+    named: Sequence[tuple[str, Iterator[Row], Format]],
+    out: Path,
+    choices: Choices,
+    progress: Callable[[int], None] = lambda rows: None,
+) -> ImportSummary:
+    """The same with rows that were read before, by the name of their source."""
     prompts = {prompt.key: prompt for prompt in read(out)} if out.exists() else {}
     job = _Import(choices, MediaResolver(choices.images, out.parent / "images"), progress)
     with large_images():
-        for source, its_kind in zip(sources, kinds, strict=True):
-            job.read(source, its_kind)
+        for _, rows, its_kind in named:
+            job.read(rows, its_kind)
     skipped_file = out.with_suffix(".skipped.jsonl")
     _write_skipped(skipped_file, job.skipped, job.sources)
     reasons = Counter(entry["reason"] for entry in job.skipped)
     if not job.made:
         counts = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common()) or "no rows"
         more = f"; row by row in {skipped_file}" if job.skipped else ""
-        raise DataError(f"nothing to import from {', '.join(sources)}: {counts}{more}")
+        raise DataError(f"nothing to import from {', '.join(name for name, *_ in named)}: {counts}{more}")
     present = len(prompts.keys() & job.made.keys())
     for key, prompt in job.made.items():
         old = prompts.get(key)
@@ -323,27 +337,24 @@ class _Import:
         """Whether the limit is reached."""
         return self.choices.limit is not None and len(self.made) >= self.choices.limit
 
-    def read(self, source: str, kind: Format) -> None:
+    def read(self, rows: Iterator[Row], kind: Format) -> None:
         """Take the rows of one source, until the limit."""
-        rows = read_rows(source)
-        while not self.full and (chunk := list(islice(rows, CHUNK))):
-            talks = [self._conversation(row, kind) for row in chunk]
+        for chunk in _chunks((row, self._conversation(row, kind)) for row in rows):
             self.resolver.check_all(
-                (part, row.folder)
-                for row, talk in zip(chunk, talks, strict=True)
-                if talk
-                for part in _media_parts(talk.messages)
+                (part, row.folder) for row, talk in chunk if talk for part in _media_parts(talk.messages)
             )
-            for row, talk in zip(chunk, talks, strict=True):
+            for row, talk in chunk:
                 self.sources.add(row.source)
                 if talk and not self.full:
                     self._take(row, talk)
             self.rows += len(chunk)
             self.progress(self.rows)
+            if self.full:
+                return
 
     def _conversation(self, row: Row, kind: Format) -> Conversation | None:
         try:
-            return formats.conversation(row, kind, self.choices.sampling)
+            return formats.conversation(row, kind, self.choices.sampling, self.choices.ask)
         except BadRowError as error:
             self._skip(row, error)
             return None
@@ -391,6 +402,23 @@ class _Import:
         if self.choices.split:
             return self.choices.split
         return "eval" if int(content_hash(origin), 16) < self.choices.eval_share * 2**64 else "train"
+
+
+def _chunks(
+    rows: Iterator[tuple[Row, Conversation | None]],
+) -> Iterator[list[tuple[Row, Conversation | None]]]:
+    """Rows in chunks that fit into memory, which holds the images of some."""
+    chunk: list[tuple[Row, Conversation | None]] = []
+    size = 0
+    for row, talk in rows:
+        chunk.append((row, talk))
+        media = [part["media"] for part in _media_parts(talk.messages)] if talk else []
+        size += sum(len(one) for one in media if isinstance(one, bytes))
+        if len(chunk) == CHUNK or size > CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
 
 
 def _media_parts(messages: Iterable[Message]) -> Iterator[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Read the rows of a source: JSON, JSON lines or Parquet files, also compressed, and Hugging Face datasets.
+"""Read the rows of a source: JSON, JSON lines, Parquet or tar files, also compressed, folders and datasets.
 
 A bad row is yielded with its problem; a file that cannot be read raises DataError.
 """
@@ -7,11 +7,14 @@ import bz2
 import gzip
 import json
 import lzma
+import mimetypes
 import re
+import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import groupby
+from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 from vlmdistill.stores.errors import DataError, one_line
@@ -31,6 +34,7 @@ REFUSED = {  # first bytes of a file -> what it is
 TAR = 257  # offset of the magic bytes of a tar archive
 FILES = (".json", ".jsonl", ".parquet", ".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".csv", ".txt")
 ROWS_AT_ONCE = 16  # of Parquet: they may hold images
+MOST_BYTES, MOST_NAME = 2**30, 2**20  # of a file in a tar archive, and of its name, which are read whole
 
 
 class BadRowError(Exception):
@@ -88,9 +92,15 @@ def lone_surrogate(text: str) -> int | None:
     return None
 
 
-def read(source: str) -> Iterator[Row]:
-    """Every row of a source, in order. A local path is never looked up on the hub."""
+def read(source: str, media: bool = False) -> Iterator[Row]:
+    """Every row of a source, in order. A local path is never looked up on the hub.
+
+    With `media`, a folder is one of images and videos, and each of them a row.
+    """
     path = Path(source).expanduser()
+    if media and path.is_dir():
+        yield from _folder(path)
+        return
     if not path.is_file():
         yield from _dataset(source)
         return
@@ -108,10 +118,9 @@ def _file(file: IO[bytes], path: Path) -> Iterator[Row]:
     """The rows of an open file, whose first bytes decide the format."""
     start = file.read(TAR + 5)
     file.seek(0)
-    what = next((name for magic, name in REFUSED.items() if start.startswith(magic)), None)
     if start[TAR:] == b"ustar":
-        what = "a tar archive"
-    if what:
+        return _samples(file, path)
+    if what := next((name for magic, name in REFUSED.items() if start.startswith(magic)), None):
         raise DataError(
             f"{path} is {what}: unpack it and import the JSON or Parquet files in it, with --images for the "
             "folder of its images and videos"
@@ -201,6 +210,94 @@ def _parquet(file: IO[bytes], path: Path) -> Iterator[Row]:
                 yield Row(source, _stem(path), number, value)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path} cannot be read as Parquet: {one_line(error)}") from None
+
+
+def _folder(path: Path) -> Iterator[Row]:
+    """The images and videos below a folder, by name, without hidden files."""
+    source = str(path.resolve())
+    names = (one.relative_to(path) for one in sorted(path.rglob("*")) if one.is_file())
+    shown = (name for name in names if not any(part.startswith(".") for part in name.parts))
+    for number, name in enumerate(shown, 1):
+        kind = _kind(name.name)
+        problem = None if kind else BadRowError("neither image nor video", str(name))
+        yield Row(source, path.resolve().name, number, {kind: str(name)}, problem=problem)
+
+
+def _kind(name: str) -> str:
+    """Whether a file is an image or a video, by its ending; empty for all others."""
+    kind = (mimetypes.guess_type(name)[0] or "").partition("/")[0]
+    return kind if kind in ("image", "video") else ""
+
+
+class _Member(tarfile.TarInfo):
+    """A member of an archive. A broken header is an error, which tarfile takes for the end of the archive."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "_Member":
+        """The member of a header; ReadError if it is broken, or announces a name that nobody needs."""
+        try:
+            member = super().frombuf(buf, encoding, errors)
+        except (tarfile.InvalidHeaderError, tarfile.TruncatedHeaderError) as error:  # type: ignore[attr-defined]
+            raise tarfile.ReadError(str(error)) from None
+        if member.type not in tarfile.SUPPORTED_TYPES and member.size > MOST_NAME:
+            raise tarfile.ReadError(f"a header of {member.size} bytes")
+        return member
+
+
+def _samples(file: IO[bytes], path: Path) -> Iterator[Row]:
+    """The samples of a tar archive, as in WebDataset: consecutive files with one name but for the ending.
+
+    Members are read into memory, and no name of one is used as a path.
+    """
+    try:
+        with tarfile.open(fileobj=file, mode="r|", tarinfo=_Member) as archive:
+            samples = groupby((one for one in archive if not one.isdir()), lambda one: _sample_name(one.name))
+            for number, (_, members) in enumerate(samples, 1):
+                value, problem = _sample(archive, members)
+                yield Row(str(path.resolve()), _stem(path), number, value, problem=problem)
+    except (tarfile.TarError, ValueError, OverflowError, RecursionError) as error:
+        raise DataError(f"{path} cannot be read as a tar archive: {one_line(error)}") from None
+
+
+def _sample_name(name: str) -> str:
+    """The name of a member up to the first dot of its last part."""
+    folder, slash, last = name.rpartition("/")
+    return folder + slash + (last.partition(".")[0] or last)
+
+
+def _sample(
+    archive: tarfile.TarFile, members: Iterator[tarfile.TarInfo]
+) -> tuple[dict[str, Any], BadRowError | None]:
+    """The columns of one sample: those of its JSON file, its images and videos, and its text as a caption."""
+    value: dict[str, Any] = {}
+    media: dict[str, list[bytes]] = {}
+    problem = None
+    for member in members:
+        content = archive.extractfile(member) if member.isreg() and not member.issparse() else None
+        if content is None or member.size > MOST_BYTES:
+            what = f"{member.size} bytes, more than {MOST_BYTES}" if content else "not an ordinary file"
+            problem = problem or BadRowError("not a file of a sample", f"{member.name[:200]}: {what}")
+            continue
+        data, ending = content.read(), PurePosixPath(member.name).suffix.lower()
+        if kind := _kind(f"file{ending}"):
+            media.setdefault(kind, []).append(data)
+        elif ending in (".json", ".txt", ".caption"):
+            try:
+                text = data.decode("utf-8-sig")
+            except UnicodeDecodeError as error:
+                problem = problem or BadRowError("not UTF-8", f"{member.name[:200]}: {error.reason}")
+                continue
+            parsed, wrong = _parse(text) if ending == ".json" else ({"caption": text}, None)
+            if not isinstance(parsed, dict):
+                problem = problem or wrong or BadRowError("not an object", member.name[:200])
+                continue
+            value |= parsed
+        else:
+            value[ending.lstrip(".") or member.name[:200]] = member.name
+    for kind, files in media.items():  # instead of the names that the JSON file has for them
+        value.pop(f"{kind}s", None)
+        value[kind] = files
+    return value, problem
 
 
 def _dataset(source: str) -> Iterator[Row]:

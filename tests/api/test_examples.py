@@ -1,12 +1,16 @@
 """The examples of README.md and docs/api.md run, one after the other, and do what the page says."""
 
 import re
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import vlmdistill
+from examples.shared_store import shared_store
+from tests.stores.web import serving
 
 README = Path(__file__).parents[2] / "README.md"
 PAGE = README.parent / "docs" / "api.md"
@@ -53,3 +57,13 @@ def test_the_last_batch_holds_whole_samples(after: dict[str, Any]) -> None:
     batch = after["batch"]
     assert {feature.name for feature in batch.features} == {"hidden.text"}
     assert batch.feature("hidden", "text").shape == (after["rows"], after["D"])
+
+
+def test_a_shared_store_is_read_over_the_web(demo_folder: Path) -> None:
+    store = demo_folder / "runs" / "demo" / "features"
+    handler = partial(SimpleHTTPRequestHandler, directory=store)
+    with serving(ThreadingHTTPServer(("127.0.0.1", 0), handler)) as server:
+        found = shared_store(f"http://127.0.0.1:{server.server_port}")
+    tokens = vlmdistill.open_store(store).index["response_tokens"].sum()
+    assert (found["target"], found["samples"], found["response tokens"]) == ("demo", "6 of 6", tokens)
+    assert "hidden.text" in str(found["features"])

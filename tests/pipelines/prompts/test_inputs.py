@@ -328,25 +328,128 @@ def test_a_path_is_never_asked_of_the_hub(tmp_path: Path, out: Path, monkeypatch
         import_prompts(["someone/data"], out, "hf")
 
 
-def archive(path: Path) -> Path:
-    """An archive that holds a file of rows."""
-    if path.suffix == ".zip":
-        with zipfile.ZipFile(path, "w") as zipped:
-            zipped.writestr("a.json", json.dumps([TALK]))
-    else:
-        with tarfile.open(path, "w:gz" if path.suffix == ".gz" else "w") as tar:
-            data = json.dumps(TALK).encode()
-            entry = tarfile.TarInfo("000.json")
-            entry.size = len(data)
-            tar.addfile(entry, io.BytesIO(data))
-    return path
-
-
-@pytest.mark.parametrize(("name", "what"), [("a.zip", "zip"), ("a.tar", "tar"), ("a.tar.gz", "tar")])
-def test_an_archive_is_refused_by_name(tmp_path: Path, out: Path, name: str, what: str) -> None:
-    with pytest.raises(DataError, match=f"a {what} archive"):
-        import_prompts([str(archive(tmp_path / name))], out)
+def test_a_zip_archive_is_refused_by_name(tmp_path: Path, out: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as zipped:
+        zipped.writestr("a.json", json.dumps([TALK]))
+    with pytest.raises(DataError, match="a zip archive"):
+        import_prompts([str(tmp_path / "a.zip")], out)
     assert not out.exists()
+
+
+def tar(path: Path, *members: tuple[str, Any], mode: str = "w") -> str:
+    """A tar archive of these contents; None: a symbolic link to /etc/passwd."""
+    with tarfile.open(path, mode) as made:  # type: ignore[call-overload]
+        for name, content in members:
+            entry = tarfile.TarInfo(name)
+            if content is None:
+                entry.type, entry.linkname = tarfile.SYMTYPE, "/etc/passwd"
+                made.addfile(entry)
+                continue
+            data = content if isinstance(content, bytes) else json.dumps(content).encode()
+            entry.size = len(data)
+            made.addfile(entry, io.BytesIO(data))
+    return str(path)
+
+
+def test_a_folder_of_images_and_videos_needs_only_a_question(out: Path, media: Path) -> None:
+    photos = out.parents[1] / "photos"
+    (photos / "sub").mkdir(parents=True)
+    shutil.copy(media / "1.jpg", photos / "sub" / "a.JPG")
+    shutil.copy(media / "1.mp4", photos / "b.mp4")
+    (photos / ".hidden.jpg").write_text("no image")
+    (photos / "notes.txt").write_text("no image")
+    summary = import_prompts([str(photos)], out, choices=Choices(ask="Describe the image.", frames=4))
+    assert (summary.added, summary.skipped) == (2, {"neither image nor video": 1})
+    video, image = (prompt.messages[0]["content"] for prompt in read(out))
+    assert image == [
+        {"type": "image", "path": str(photos / "sub" / "a.JPG")},
+        {"type": "text", "text": "Describe the image."},
+    ]
+    assert video[0] == {"type": "video", "path": str(photos / "b.mp4"), "frames": 4}
+    assert {prompt.dataset for prompt in read(out)} == {"photos"}
+
+
+def test_a_question_is_asked_only_where_there_is_none(out: Path) -> None:
+    rows = [{"image": "1.jpg", "caption": "A wall."}, {"image": "1.jpg", "question": "What?"}, TALK]
+    assert imported(out, *rows, ask="Describe it.").added == 3
+    texts = [prompt.messages[0]["content"][-1]["text"] for prompt in read(out)]
+    assert texts == ["Describe it.", "What?", "What is this?"]
+    assert [prompt.reference for prompt in read(out)] == ["A wall.", None, "A wall."]
+    with pytest.raises(DataError, match="--ask"):
+        imported(out, TALK, ask=" ")
+
+
+@pytest.mark.parametrize("name", ["a.tar", "a.tar.gz", "a.tar.xz"])
+def test_samples_of_a_tar_archive_are_rows(tmp_path: Path, out: Path, media: Path, name: str) -> None:
+    image, video = (media / "1.jpg").read_bytes(), (media / "1.mp4").read_bytes()
+    talk = said("<image>\nWhat is this?", "A wall.", image="of/another/disk.jpg")
+    source = tar(
+        tmp_path / name,
+        ("./x/000.jpg", image),
+        ("./x/000.json", talk),
+        ("001.jpg", image),
+        ("001.txt", b"A wall."),
+        ("002.mp4", video),
+        ("002.txt", b"A ball."),
+        mode="w:" + name.partition("r.")[2].replace("tar", ""),
+    )
+    assert import_prompts([source], out, choices=Choices(ask="Describe it.", frames=4)).skipped == {}
+    prompts = read(out)
+    assert [prompt.reference for prompt in prompts] == ["A wall.", "A wall.", "A ball."]
+    assert [prompt.messages[0]["content"][0]["type"] for prompt in prompts] == ["image", "image", "video"]
+    assert {Path(path).parent for prompt in prompts for path in prompt.files} == {out.parent / "images"}
+
+
+def test_no_member_of_a_tar_archive_leads_out_of_it(tmp_path: Path, out: Path, media: Path) -> None:
+    image = (media / "1.jpg").read_bytes()
+    source = tar(
+        tmp_path / "evil.tar",
+        ("../../escaped.jpg", image),
+        ("/tmp/vlmdistill-escaped.jpg", image),
+        ("2.jpg", None),
+        ("3.jpg", image),
+        ("3.json", [1]),
+        ("4.jpg", b"no image"),
+    )
+    before = set(tmp_path.rglob("*"))
+    summary = import_prompts([source], out, choices=Choices(ask="Describe it."))
+    assert (summary.added, sum(summary.skipped.values())) == (1, 4)  # the same image twice
+    made = set(tmp_path.rglob("*")) - before
+    assert not Path("/tmp/vlmdistill-escaped.jpg").exists()
+    assert all(path.is_relative_to(out.parent) or path == out.parent for path in made)
+
+
+def bombs(tmp_path: Path) -> dict[str, bytes]:
+    """Archives that are cut, or broken, or ask for more memory than they have bytes."""
+    whole = Path(tar(tmp_path / "whole.tar", ("0.json", TALK), ("1.json", TALK))).read_bytes()
+    large = tarfile.TarInfo("0.json")
+    large.type, large.size = tarfile.XHDTYPE, 2**40
+    chain = tarfile.TarInfo("x")
+    chain.type = tarfile.GNUTYPE_LONGNAME
+    return {
+        "cut": whole[:1100],
+        "cut in a header": whole[:1300],
+        "broken": whole[:1024] + b"?" * 512 + whole[1536:],
+        "large name": large.tobuf(),
+        "chain": chain.tobuf() * 3000,
+    }
+
+
+@pytest.mark.parametrize("kind", ["cut", "cut in a header", "broken", "large name", "chain"])
+def test_a_hostile_tar_archive_ends_in_one_line(tmp_path: Path, out: Path, kind: str) -> None:
+    (tmp_path / "a.tar").write_bytes(bombs(tmp_path)[kind])
+    with pytest.raises(DataError, match=r"a\.tar .*tar archive") as caught:
+        import_prompts([str(tmp_path / "a.tar")], out)
+    assert "\n" not in str(caught.value)
+    assert not out.exists()
+
+
+def test_a_member_that_is_too_large_is_skipped(
+    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vlmdistill.pipelines.prompts.sources.MOST_BYTES", 200)
+    source = tar(tmp_path / "a.tar", ("0.json", {**TALK, "id": "0" * 200}), ("1.json", TALK))
+    assert import_prompts([source], out).skipped == {"not a file of a sample": 1}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,33 @@
+"""Train a drafter for your own photos, and measure it on some that it has not seen.
+
+python -m examples.photos FOLDER --model qwen2.5-vl-7b
+
+All other options are those of `vlmdistill run`, such as `--set steps=20000 --recipe fair`.
+"""
+
+import argparse
+import sys
+
+from vlmdistill.cli.main import main
+
+
+def photos(words: list[str]) -> int:
+    """Import the folder, run all stages, measure once more at temperature 0; the first bad exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("folder", help="folder of images and videos")
+    parser.add_argument("--model", default="demo", help="target model; default: demo")
+    parser.add_argument("--drafter", default="sparrow", help="method; default: sparrow")
+    parser.add_argument("--question", default="Describe the image.", help="what is asked about each")
+    parser.add_argument("--runs", default="runs", help="folder of the workspaces; default: runs")
+    given, more = parser.parse_known_args(words)
+    where = ["--model", given.model, "--runs", given.runs]
+    steps = (
+        ["prompts", given.folder, "--ask", given.question, "--eval-share", "0.2", *where],
+        ["run", "--drafters", given.drafter, *more, *where],
+        ["eval", given.drafter, *where],
+    )
+    return next((status for step in steps if (status := main(step))), 0)
+
+
+if __name__ == "__main__":
+    sys.exit(photos(sys.argv[1:]))
