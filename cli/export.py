@@ -1,5 +1,6 @@
 """`vlmdistill export`: write a trained drafter for serving engines."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -83,17 +84,15 @@ def compare(
 
 def commands(written: "Exported") -> list[str]:
     """How each engine is started with what was written."""
+    from vlmdistill.pipelines.engines.serve import speculation
     from vlmdistill.pipelines.targets.checkpoints.registry import HUB
     from vlmdistill.pipelines.targets.embedded import EMBEDDED
 
     target = EMBEDDED.get(written.target) or HUB.get(written.target, written.target)
     caching = " --no-enable-prefix-caching" if written.drops_visual else ""
     chunking = " --disable-chunked-mm-input" if written.whole_images else ""
-    lines = [
-        f"vLLM:   vllm serve {target}{caching}{chunking} --speculative-config "
-        f'\'{{"method": "{written.method}", "model": "{written.out}", "num_speculative_tokens": '
-        f"{written.draft_tokens}}}'"
-    ]
+    drafting = json.dumps(speculation(written))
+    lines = [f"vLLM:   vllm serve {target}{caching}{chunking} --speculative-config '{drafting}'"]
     if "sglang" in written.engines:
         lines.append(
             f"SGLang: python -m sglang.launch_server --model-path {target} --speculative-algorithm "

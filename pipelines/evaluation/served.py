@@ -160,7 +160,10 @@ def evaluate_drafters(
     served does not stop the next one. TrainingError when a drafter cannot be exported.
     """
     check_environment("vllm")
-    load.check(len(held_out(prompts_file or workspace.prompts, load.limit, workspace.model)))
+    chosen = held_out(prompts_file or workspace.prompts, load.limit, workspace.model)
+    load.check(len(chosen))
+    for prompt in chosen:
+        chat_messages(prompt)  # fails before a server starts
     target, folder = resolve(workspace.model), workspace.root / "served"
     if dtype == "auto":
         dtype = "bfloat16" if torch.cuda.is_available() else "float32"
@@ -186,7 +189,6 @@ def evaluate_drafters(
             try:
                 if images != served_images:  # the baseline is as the drafter in all else
                     baseline.close()
-                    served_images = None
                     plain, served_images = baseline.enter_context(server("", images)), images
                 with server(name, images) as url:
                     found.made.append(
@@ -203,6 +205,7 @@ def evaluate_drafters(
                     )
             except (EngineError, ServerError) as error:
                 found.failed[name] = error
+                served_images = None  # the baseline may be what failed
     return found
 
 
