@@ -21,24 +21,25 @@ class Shared:
     """The check; a worker calls it before it loads anything."""
 
     model: str  # a name or an absolute path
-    checkpoint: Fingerprint
+    checkpoint: Fingerprint | None  # None: any
     media: tuple[str, ...] = ()  # files that exist on this machine
     store: str = ""  # a URL or an absolute path; empty if workers do not write
     mark: str = ""  # a file that this run has written into the store
 
     def __call__(self) -> None:
         """TargetError, DataError or StoreError that names what this machine does not see, and what to do."""
-        self._check_model()
-        self._check_media()
+        self.check_model()
+        self.check_media()
         if self.store:
-            self._check_store()
+            self.check_store()
 
-    def _check_model(self) -> None:
+    def check_model(self) -> None:
+        """TargetError if the model is missing or another one."""
         try:
             mine = vars(checkpoint(self.model))
         except TargetError as error:
             raise TargetError(f"cannot find the model {self.model}: {ADVICE} ({one_line(error)})") from None
-        theirs = vars(self.checkpoint)
+        theirs = vars(self.checkpoint) if self.checkpoint else mine
         odd = [name for name in ("config", "weights", "processor", "template") if mine[name] != theirs[name]]
         if odd:
             raise TargetError(
@@ -46,16 +47,18 @@ class Shared:
                 f"{theirs[odd[0]]}): {ADVICE}, or copy it to this machine again"
             )
 
-    def _check_media(self) -> None:
-        missing = [path for path in self.media if not os.path.exists(path)]
+    def check_media(self) -> None:
+        """DataError if files are missing."""
+        missing = [path for path in self.media if not os.access(path, os.R_OK)]
         if missing:
             raise DataError(
-                f"{len(missing)} of {len(self.media)} checked images and videos are missing, such as "
+                f"{len(missing)} of {len(self.media)} checked images and videos cannot be read, such as "
                 f"{missing[0]}: put them on a folder that all machines share, or under the same path on each "
                 "machine"
             )
 
-    def _check_store(self) -> None:
+    def check_store(self) -> None:
+        """StoreError if the store cannot be read or is another one."""
         try:
             seen = open_backend(self.store).size(self.mark) is not None
         except (VlmdistillError, OSError, ImportError) as error:
@@ -72,10 +75,14 @@ class Shared:
 
 
 def some_media(prompts: Iterable[Prompt]) -> tuple[str, ...]:
-    """Up to `MEDIA` files of the prompts that exist here, evenly spread over the sorted paths."""
-    files = sorted({path for prompt in prompts for path in prompt.files})
-    spread = files[:: -(-len(files) // MEDIA) or 1]
-    return tuple(path for path in spread if os.path.exists(path))
+    """Up to `MEDIA` files of the prompts that exist here."""
+    return tuple(filter(os.path.exists, spread(path for prompt in prompts for path in prompt.files)))
+
+
+def spread(paths: Iterable[str]) -> list[str]:
+    """Up to `MEDIA` of the paths, evenly spread over all of them in order."""
+    files = sorted(set(paths))
+    return files[:: -(-len(files) // MEDIA) or 1]
 
 
 @contextmanager
