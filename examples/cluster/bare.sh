@@ -27,7 +27,7 @@ on "${HOSTS[0]}" "export RAY_ADDRESS=${HOSTS[0]}:$PORT
 for host in "${HOSTS[@]}"; do on "$host" "ray stop"; done
 
 for host in "${HOSTS[@]}"; do
-    on "$host" "torchrun --nnodes=${#HOSTS[@]} --nproc-per-node=$GPUS --max-restarts=3 --rdzv-backend=c10d \
+    on "$host" "torchrun --nnodes=${#HOSTS[@]} --nproc-per-node=$GPUS --rdzv-backend=c10d \
         --rdzv-endpoint=${HOSTS[0]}:$((PORT + 1)) --rdzv-id=$DRAFTER -m vlmdistill train $DRAFTER $common" &
     ranks+=($!)
 done

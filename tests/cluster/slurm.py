@@ -22,7 +22,7 @@ from vlmdistill.stores.store import Store
 
 ROOT = Path(__file__).parents[2]
 TEMPLATES = ROOT / "examples" / "cluster"
-PROMPTS, STEPS, SAVED = 12, 400, 20
+PROMPTS, STEPS, SAVED = 12, 300, 20
 LIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
 SMALL = ("--nodes=2", "--cpus-per-task=1", "--gpus-per-node=0", "--time=60")
 
