@@ -42,6 +42,8 @@ def test_this_machine_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     out, err = capsys.readouterr()
     assert (len(out.splitlines()), err) == (2, "")
     assert not (tmp_path / "runs").exists()
+    assert main(["doctor", "--runs", "s3://bucket/runs"]) == 1  # no folder of that name is made
+    assert "s3://bucket/runs" in capsys.readouterr().err
     (tmp_path / "runs").write_text("a file")
     assert main(["doctor", *where]) == 1
     out, err = capsys.readouterr()
