@@ -16,7 +16,7 @@ AV      ?= av>=15,<19
 VLM      = VLMDISTILL_RUNS=$(RUNS) $(BIN)/vlmdistill
 
 .DEFAULT_GOAL := help
-.PHONY: help setup engine demo test test-engine lint types tree pytest test-fast prompts responses features train eval report bench bench-store bench-train results video docs wheel clean
+.PHONY: help setup engine demo test test-engine test-cluster lint types tree pytest test-fast prompts responses features train eval report bench bench-store bench-train results video docs wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -63,6 +63,9 @@ test-fast: setup  ## the tests that are not marked slow: a first answer in a few
 
 test-engine: setup engine  ## vLLM against our decoder and our capture
 	$(BIN)/python -m pytest tests/engines/serving.py tests/engines/capturing.py tests/engines/killing.py
+
+test-cluster: setup  ## the templates of examples/cluster on a Slurm of two nodes here; needs slurm-wlm, munge and root
+	$(BIN)/python -m pytest -rs tests/cluster/slurm.py
 
 prompts: setup  ## import SRC="files..." into the workspace of MODEL
 	$(VLM) prompts $(SRC) --model $(MODEL)

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from vlmdistill.cli import console, store, target
+from vlmdistill.cli.doctor import doctor
 from vlmdistill.cli.evaluate import evaluate
 from vlmdistill.cli.export import export
 from vlmdistill.cli.features import features
@@ -37,6 +38,7 @@ COMMANDS = (
     serve,
     export,
     run,
+    doctor,
 )
 KEYWORDS = {evaluate: "eval", import_drafter: "import"}  # no names of functions
 VERBS = {KEYWORDS.get(verb, verb.__name__): verb for verb in COMMANDS}

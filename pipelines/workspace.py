@@ -40,6 +40,9 @@ class Workspace:
         if not model:
             raise DataError("--model is empty: give a name, a hub id or a checkpoint folder")
         base = (runs or Path(os.environ.get(RUNS_VARIABLE) or "runs")).expanduser()
+        if base.parts[0].endswith(":"):
+            url = str(base).replace(":/", "://", 1)
+            raise DataError(f"--runs {url}: give a folder; only --store takes a URL")
         folder = checkpoint_folder(model)
         name = folder.name if folder else model.strip("/").replace("/", "--")
         if folder is None and model not in EMBEDDED and not (base / name).is_dir():

@@ -2,6 +2,7 @@
 
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
@@ -9,13 +10,16 @@ from typing import Any
 from vlmdistill.stores.errors import StoppedError
 
 ASKING = (signal.SIGINT, signal.SIGTERM)
+ECHO = (
+    10.0  # seconds in which a SIGTERM comes again: from Slurm to all processes, and from torchrun to its own
+)
 
 
 class Signals:
     """In this context a signal ends the run with StoppedError, whose message `where` returns.
 
     It ends at once, unless `patient` is set: then the first signal only sets `received`, which the trainer
-    checks between two steps, and a second one ends the run.
+    checks between two steps, and a second one ends the run, unless it is the echo of a SIGTERM.
     """
 
     def __init__(self) -> None:
@@ -23,6 +27,7 @@ class Signals:
         self.patient = False
         self.where: Callable[[], str] = lambda: "no step was taken yet; the same command goes on from here"
         self._before: dict[int, Any] = {}
+        self._first = 0.0  # when the first signal came
 
     def __enter__(self) -> "Signals":
         if threading.current_thread() is threading.main_thread():
@@ -38,7 +43,11 @@ class Signals:
             raise StoppedError(self.where(), self.received) from None
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        wait = self.patient and self.received is None
+        now = time.monotonic()
+        if self.received is None:
+            self._first = now
+        echo = number == self.received == signal.SIGTERM and now - self._first < ECHO
+        wait = self.patient and (self.received is None or echo)
         self.received = number
         if not wait:
             raise KeyboardInterrupt  # no library handles it as an error

@@ -7,7 +7,7 @@ from vlmdistill.pipelines.demo.prompts import AMOUNTS, benchmark_rows, import_de
 from vlmdistill.pipelines.prompts import benchmarks
 from vlmdistill.pipelines.prompts.formats import Format
 from vlmdistill.pipelines.prompts.importing import Choices, ImportSummary, import_prompts, import_rows
-from vlmdistill.pipelines.prompts.published import import_benchmark
+from vlmdistill.pipelines.prompts.local_copies import import_benchmark
 from vlmdistill.pipelines.workspace import Workspace
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import content_hash

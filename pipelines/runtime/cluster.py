@@ -33,8 +33,8 @@ ADDRESS = re.compile(r"\bip=([0-9a-fA-F.:]+)")
 
 
 @contextmanager
-def session() -> Iterator[None]:
-    """A Ray session: the cluster at RAY_ADDRESS if that is set, else this machine alone.
+def session(address: str = "") -> Iterator[None]:
+    """A Ray session: the cluster at `address` or RAY_ADDRESS if one is given, else this machine alone.
 
     It uses a session that is already open, and closes only its own. Inside it SIGTERM raises SystemExit, so
     that the block ends as on Ctrl-C; Ray alone would print its stack and end the process.
@@ -48,7 +48,7 @@ def session() -> Iterator[None]:
         return
     before = signal.getsignal(signal.SIGTERM)
     quiet = {"logging_level": "ERROR", "log_to_driver": logger.isEnabledFor(logging.DEBUG)}
-    address = os.environ.get("RAY_ADDRESS", "local")
+    address = address or os.environ.get("RAY_ADDRESS", "local")
     try:
         if address == "local":
             _start(quiet)

@@ -2,7 +2,7 @@
 
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -22,24 +22,25 @@ class Shared:
     """The check; a worker calls it before it loads anything."""
 
     model: str  # a name or an absolute path
-    checkpoint: Fingerprint
+    checkpoint: Fingerprint | None  # None: any
     media: tuple[str, ...] = ()  # files that exist on this machine
     store: str = ""  # a URL or an absolute path; empty if workers do not write
     mark: str = ""  # a file that this run has written into the store
 
     def __call__(self) -> None:
         """TargetError, DataError or StoreError that names what this machine does not see, and what to do."""
-        self._check_model()
-        self._check_media()
+        self.check_model()
+        self.check_media()
         if self.store:
-            self._check_store()
+            self.check_store()
 
-    def _check_model(self) -> None:
+    def check_model(self) -> None:
+        """TargetError if the model is missing or another one."""
         try:
             mine = vars(checkpoint(self.model))
         except TargetError as error:
             raise TargetError(f"cannot find the model {self.model}: {ADVICE} ({one_line(error)})") from None
-        theirs = vars(self.checkpoint)
+        theirs = vars(self.checkpoint) if self.checkpoint else mine
         odd = [name for name in ("config", "weights", "processor", "template") if mine[name] != theirs[name]]
         if odd:
             raise TargetError(
@@ -47,16 +48,18 @@ class Shared:
                 f"{theirs[odd[0]]}): {ADVICE}, or copy it to this machine again"
             )
 
-    def _check_media(self) -> None:
-        missing = [path for path in self.media if not os.path.exists(path)]
+    def check_media(self) -> None:
+        """DataError if files are missing."""
+        missing = [path for path in self.media if not os.access(path, os.R_OK)]
         if missing:
             raise DataError(
-                f"{len(missing)} of {len(self.media)} checked images and videos are missing, such as "
+                f"{len(missing)} of {len(self.media)} checked images and videos cannot be read, such as "
                 f"{missing[0]}: put them on a folder that all machines share, or under the same path on each "
                 "machine"
             )
 
-    def _check_store(self) -> None:
+    def check_store(self) -> None:
+        """StoreError if the store cannot be read or is another one."""
         try:
             seen = open_backend(self.store).size(self.mark) is not None
         except (VlmdistillError, OSError, ImportError) as error:
@@ -73,14 +76,15 @@ class Shared:
 
 
 def some_media(prompts: Sequence[Prompt]) -> tuple[str, ...]:
-    """Up to `MEDIA` files of the prompts that exist here, evenly spread over the sorted paths.
-
-    Of many prompts, those of a few are looked at.
-    """
+    """Up to `MEDIA` files of the prompts that exist here; of many prompts, those of a few are looked at."""
     few = range(0, len(prompts), len(prompts) // LOOKED_AT or 1)
-    files = sorted({path for at in few for path in prompts[at].files})
-    spread = files[:: -(-len(files) // MEDIA) or 1]
-    return tuple(path for path in spread if os.path.exists(path))
+    return tuple(filter(os.path.exists, spread(path for at in few for path in prompts[at].files)))
+
+
+def spread(paths: Iterable[str]) -> list[str]:
+    """Up to `MEDIA` of the paths, evenly spread over all of them in order."""
+    files = sorted(set(paths))
+    return files[:: -(-len(files) // MEDIA) or 1]
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from vlmdistill.stores.errors import VlmdistillError
 from vlmdistill.stores.integrity.verify import verify
 from vlmdistill.stores.store import Store
 
-KILLS = int(os.environ.get("VLMDISTILL_KILLS", "3"))
+KILLS = int(os.environ.get("VLMDISTILL_KILLS", "2"))
 PROMPTS, BATCH = 24, 2  # tasks of 4 prompts
 SHARD_BYTES = 250_000  # two or three samples: a task makes several shards
 PROGRAM = "tests.engines.killing"

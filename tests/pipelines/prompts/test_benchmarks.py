@@ -17,7 +17,7 @@ from vlmdistill.cli.main import main
 from vlmdistill.pipelines.prompts import augment
 from vlmdistill.pipelines.prompts.benchmarks import BENCHMARKS, find
 from vlmdistill.pipelines.prompts.importing import Prompt, read
-from vlmdistill.pipelines.prompts.published import import_benchmark
+from vlmdistill.pipelines.prompts.local_copies import import_benchmark
 from vlmdistill.stores.errors import DataError
 
 EXPLAIN, OCR, DESCRIBE, REASON = (
