@@ -21,7 +21,9 @@ class Setting:
     where: str = ""  # an expression over the store's columns; empty: all samples
 
     def __str__(self) -> str:
-        return " ".join([self.drafter, *self.settings, *([f"on `{self.where}`"] if self.where else [])])
+        return " ".join(
+            [self.drafter, *self.settings, *([f"on samples with {self.where}"] if self.where else [])]
+        )
 
     def but(self, *settings: str, where: str = "") -> "Setting":
         """The same with more settings."""
@@ -420,7 +422,7 @@ def _row(kind: str, says: str, one: int, other: int, at: int, same: bool = False
 SPARROW = Paper(
     title="Sparrow",
     model="demo-video",
-    note="All drafters were trained on images and on videos of 72 visual tokens.",
+    note="Three clips of each length; all drafters were trained on images and on videos of 72 visual tokens.",
     claims=(
         *(_row("mtp", "MTP", 3, 1, at) for at in LENGTHS),
         *(_row("ivsb", "IVSB, with MTP and VATA", 6, 4, at) for at in LENGTHS),

@@ -32,6 +32,7 @@ from vlmdistill.pipelines.prompts.importing import Choices, import_prompts
 from vlmdistill.pipelines.runtime.processes import FunctionDone
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.pipelines.workspace import Workspace
+from vlmdistill.stores.errors import DataError, VlmdistillError
 from vlmdistill.stores.manifest import VIEWS, record_names
 from vlmdistill.stores.schema import content_hash
 from vlmdistill.stores.store import Store
@@ -129,10 +130,18 @@ class Trial:
                 filter_store(store, _view(where), expressions=[where])
 
     def lengthen(self, length: int) -> None:
-        """Write the videos of a length and import them as prompts: the same clips for every length."""
+        """Write the videos of a length and import them as prompts: the same clips for every length.
+
+        DataError on another target than the embedded ones, where the user has to provide them.
+        """
         workspace = self.at(length)
-        if workspace.prompts.exists() or not length or self.base.model not in EMBEDDED:
+        if workspace.prompts.exists() or not length:
             return
+        if self.base.model not in EMBEDDED:
+            raise DataError(
+                f"{workspace.prompts} is missing: import held-out videos of about {length} visual tokens in "
+                "another --runs folder with `vlmdistill prompts --split eval`, and copy its prompts.parquet"
+            )
         films = files.write_videos(
             workspace.root / "demo-data", videos=CLIPS, seed=0, tokens=length, split="evaluation"
         )
@@ -179,9 +188,10 @@ class Trial:
 
 def run(trial: Trial, claim: Claim) -> None:
     """Train and evaluate what a claim lacks."""
+    for length in claim.at:
+        trial.lengthen(length)
     trial.train(list(dict.fromkeys((claim.one, claim.other))))
     for setting, length in dict.fromkeys(zip((claim.one, claim.other), claim.at, strict=True)):
-        trial.lengthen(length)
         trial.evaluate(setting, length)
 
 
@@ -222,19 +232,21 @@ def page(papers: Sequence[Paper], sides: Mapping[str, Sides], conditions: Mappin
     sections = "\n\n".join(_section(paper, sides) for paper in papers)
     return f"""# The papers on trial
 
-`make claims` writes this page. It repeats ablations of five papers on the embedded targets: {summary}.
+`make claims` writes this page. It repeats ablations of five papers on the
+embedded targets: {summary}.
 {"; ".join(facts)}.
 
 Both sides of a claim have the same optimizer steps, tokens per step, learning rate, store and seeds;
-`steps` are divided between stages in the ratio of the paper's epochs. Rates are of greedy decoding, with
-the bonus token, pooled over held-out prompts with an image or a video. *Found* is the mean over seeds of
-each side, then their difference with its 95% interval: over seeds (Student's t on the difference of each
-seed) and over prompts (bootstrap, for at least {FEWEST} prompts). A claim **holds** if the interval lies on
-its side of 0, or, for "as good as", within the margin; it **does not hold** if the interval lies on the
-other side, or outside the margin; else it **cannot be told**. At 95%, some of this many claims go wrong by
-chance. Of claims on speed only the direction means anything: the target is tiny, and the clock of a shared
-CPU is in them. CPU-s: CPU seconds of one training of each side. Papers print other quantities as tau
-([methods.md](methods.md)): compare directions, not numbers.
+`steps` are divided between stages in the ratio of the paper's epochs. The draft tree is `chain-4` on the
+embedded targets unless a setting says otherwise. Rates are of greedy decoding, with the bonus token, pooled
+over held-out prompts with an image or a video. *Found* is the mean over seeds of each side, then their
+difference with its 95% interval: over seeds (Student's t on the difference of each seed) and over prompts
+(bootstrap, for at least {FEWEST} prompts). A claim **holds** if the interval lies on its side of 0, or, for
+"as good as", within the margin; it **does not hold** if the interval lies on the other side, or outside the
+margin; else it **cannot be told**. At 95%, some of this many claims go wrong by chance. Of claims on speed
+only the direction means anything: the target is tiny, and the clock of a shared CPU is in them. CPU-s: CPU
+seconds of one training of each side. Papers print other quantities as tau ([methods.md](methods.md)):
+compare directions, not numbers.
 
 {sections}
 """
@@ -314,15 +326,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     write()
     for model in dict.fromkeys(trial.base.model for trial, _ in chosen):
         trials[model].prepare([paper for paper in papers if paper.model == model])
-    started = time.monotonic()
+    started, failed = time.monotonic(), list[str]()
     for number, (trial, claim) in enumerate(chosen, 1):
         if None in sides[claim.name]:
-            run(trial, claim)
+            try:
+                run(trial, claim)
+            except VlmdistillError as error:
+                failed.append(f"{claim.name}: {error}")
+                continue
             sides[claim.name] = _read(trial, claim)
             write()
         hours = (time.monotonic() - started) / 3600
         _say(f"{number} of {len(chosen)}: {claim.name} {_verdict(claim, sides)[0]}, after {hours:.1f} hours")
     _say(f"wrote {options.out}")
+    if failed:
+        raise SystemExit("\n".join(failed))
 
 
 def _read(trial: Trial, claim: Claim) -> Sides:
