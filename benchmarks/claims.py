@@ -293,6 +293,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Try the claims, and write the page after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", action="append", help="claims whose names begin so; may be repeated")
+    parser.add_argument("--page", action="store_true", help="only write the page, of what is measured")
     parser.add_argument("--seeds", type=int, default=FEWEST_SEEDS)
     parser.add_argument("--steps", type=int, help="300, or for another target those of the recipe `fair`")
     parser.add_argument("--limit", type=int, default=50, help="held-out prompts")
@@ -324,6 +325,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.out.write_text(page(papers, sides, conditions))
 
     write()
+    if options.page:
+        return
     for model in dict.fromkeys(trial.base.model for trial, _ in chosen):
         trials[model].prepare([paper for paper in papers if paper.model == model])
     started, failed = time.monotonic(), list[str]()
