@@ -16,7 +16,7 @@ AV      ?= av>=15,<19
 VLM      = VLMDISTILL_RUNS=$(RUNS) $(BIN)/vlmdistill
 
 .DEFAULT_GOAL := help
-.PHONY: help setup engine demo test test-engine test-cluster lint types tree pytest test-fast prompts responses features train eval report bench bench-store bench-train results video docs wheel clean
+.PHONY: help setup engine demo test test-engine test-cluster lint types tree pytest test-fast prompts responses features train eval report bench bench-store bench-train results video claims docs wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -93,6 +93,9 @@ results: setup  ## all methods on the demo target, three seeds each: docs/result
 
 video: setup  ## five methods on longer and longer videos: docs/video.md
 	$(BIN)/python -m benchmarks.video
+
+claims: setup  ## the ablations of five papers, five seeds each, resumable: docs/claims.md
+	$(BIN)/python -m benchmarks.claims --runs $(RUNS) --jobs $(JOBS) $(if $(filter-out demo,$(MODEL)),--model $(MODEL))
 
 bench-store: setup  ## the store against the disk and one file per sample
 	$(BIN)/python -m benchmarks.store

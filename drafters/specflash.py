@@ -37,7 +37,7 @@ class SpecFlash(Drafter):
         compress: bool = True
         """Compress visual states (section 3.2); off: visual tokens are entries, as for EAGLE-2."""
         queries: int = 64
-        """The most compressed tokens of an image (C of appendix C)."""
+        """The most compressed tokens of an image (C of appendix C); 0: no image enters."""
         ratio: int = 9
         """Visual tokens for each compressed one (N / C of appendix C)."""
         group: int = 4
@@ -46,7 +46,8 @@ class SpecFlash(Drafter):
         """Passes trained, and the most that draft: a draft has up to `group * passes` tokens."""
 
         def __post_init__(self) -> None:
-            at_least(self, 1, "queries", "ratio", "group", "passes")
+            at_least(self, 0, "queries")
+            at_least(self, 1, "ratio", "group", "passes")
             if self.group == 1 and self.passes > 1:
                 raise DataError(f"passes={self.passes}: with group=1, set stages.*.hops to train more tokens")
 
@@ -151,8 +152,8 @@ class SpecFlash(Drafter):
             self,
             self.block,
             visual="dropped" if config.compress else "fused",
-            compression=compression if config.compress else None,
+            compression=compression if config.compress and config.queries else None,
             placeholder_D=self.placeholder_D if config.group > 1 else None,
             draft_tokens=config.max_hops or 0,
-            more={"compressor.query": self.query_CD[:, None]} if config.compress else None,
+            more={"compressor.query": self.query_CD[:, None]} if config.compress and config.queries else None,
         )

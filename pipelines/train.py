@@ -119,6 +119,7 @@ class Job:
     drafter: str
     name: str
     seed: int = 0
+    settings: tuple[str, ...] = ()  # after those of all jobs
 
 
 def default_jobs() -> int:
@@ -146,7 +147,7 @@ def several(
         job.name: planned(
             workspace,
             job.drafter,
-            resolve(job.drafter, recipe, settings),
+            resolve(job.drafter, recipe, (*settings, *job.settings)),
             name=job.name,
             seed=job.seed,
             watching=watching,

@@ -74,6 +74,16 @@ def test_an_image_is_compressed_to_a_ninth_and_64_at_most(length: int, count: in
     assert all(0 <= wanted - there < 1 for there, wanted in zip(order, middle, strict=True))
 
 
+def test_without_queries_no_image_enters() -> None:
+    """The paper's C / N = 0: of an image, the text after it has the last state, as for every drafter."""
+    drafter, text = build(queries=0), "tvvvvtrrrr"
+    assert len(remembered(drafter, batch([text], STATES))[0]) == 0
+    one, other = batch([text], STATES), batch([text], STATES)
+    other.feature("hidden", "visual")[:-1].neg_()
+    for mine, its in zip(hops(drafter, one, 4), hops(drafter, other, 4), strict=True):
+        assert torch.equal(mine, its)
+
+
 def test_compressed_tokens_stand_spread_over_their_own_image() -> None:
     one = batch(["tvvvvtvvvvvvttrr", "tvttrr"], STATES)
     x_XD, position_X, tokens = remembered(build(ratio=2), one)

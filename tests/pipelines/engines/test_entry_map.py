@@ -41,6 +41,7 @@ SERVED = [
     ("vispec", {"num_q": 1}),
     ("vispec", {"injection": False}),
     ("specflash", {"ratio": 2}),
+    ("specflash", {"queries": 0}),
     ("specflash", {"queries": 1}),
     ("specflash", {"compress": False}),
     ("specflash", {"group": 1, "ratio": 2}),

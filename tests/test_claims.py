@@ -1,0 +1,173 @@
+"""The papers' claims: intervals over seeds and prompts, verdicts, and finished work that is not repeated."""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import claims
+from benchmarks.claimed import PAPERS, Claim
+from tests.pipelines.evaluation.made_up import drafted, evaluation, measured
+from vlmdistill.drafters.checkpoints.settings import flat
+from vlmdistill.pipelines import train
+from vlmdistill.pipelines.demo import files
+from vlmdistill.pipelines.evaluation.records import Measurement
+from vlmdistill.pipelines.evaluation.statistics import Difference, Interval, difference
+from vlmdistill.pipelines.prompts.importing import Choices, Split, import_prompts
+
+CLAIMS = [claim for paper in PAPERS for claim in paper.claims]
+MORE = next(claim for claim in CLAIMS if claim.expects == "more")
+SAME = next(claim for claim in CLAIMS if claim.expects == "same")
+
+
+def trained(rng: np.random.Generator, tau: float, prompts: int = 40, seeds: int = 5) -> list[Measurement]:
+    """Drafters of `seeds` seeds: the seed, the prompt for this setting, and the response all have luck."""
+    of_prompt_P = 0.15 * rng.standard_normal(prompts)
+    of_seed_S = 0.1 * rng.standard_normal(seeds)
+    found = []
+    for seed in of_seed_S:
+        rate_P = tau + seed + of_prompt_P + 0.15 * rng.standard_normal(prompts)
+        rows = zip(measured(count=prompts, shown=()).prompts, rate_P, strict=True)
+        found.append(
+            Measurement(
+                temperature=0.0,
+                prompts=tuple(
+                    dataclasses.replace(row, drafted=drafted(tokens=1 + round(1000 * rate), calls=1000))
+                    for row, rate in rows
+                ),
+            )
+        )
+    return found
+
+
+def test_a_known_difference_is_found_and_where_there_is_none_it_seldom_is() -> None:
+    rng = np.random.default_rng(0)
+    intervals = [difference(trained(rng, 3.0), trained(rng, 3.0)).interval for _ in range(150)]
+    wrong = sum(not one.low <= 0 <= one.high for one in intervals if one)
+    assert wrong / 150 < 0.08
+    found = [difference(trained(rng, 3.4), trained(rng, 3.0)) for _ in range(20)]
+    assert sum(claims.judge(MORE, one) == "holds" for one in found) >= 18
+    assert sum(claims.judge(MORE, one) == "does not hold" for one in found) == 0
+    assert np.mean([one.mean for one in found]) == pytest.approx(0.4, abs=0.05)
+    # A difference of every prompt and seed alike is known exactly.
+    for one, other in ((3.5, 3.25), (3.25, 3.5)):
+        arms = [[measured(tokens=1 + round(1000 * tau), calls=1000)] * 5 for tau in (one, other)]
+        exact = difference(arms[0], arms[1])
+        assert exact.interval is not None
+        assert exact.interval.low == pytest.approx(one - other) == pytest.approx(exact.interval.high)
+
+
+def test_the_luck_of_prompts_and_of_training_both_widen_the_interval() -> None:
+    base = [measured(count=12, calls=1000, tokens=3001)] * 5
+    by_seed = [measured(count=12, calls=1000, tokens=3001 + 200 * step) for step in range(5)]
+    rows = measured(count=12, calls=1000, tokens=3001).prompts
+    uneven = tuple(
+        dataclasses.replace(row, drafted=drafted(tokens=3001 + 100 * at, calls=1000))
+        for at, row in enumerate(rows)
+    )
+    by_prompt = [Measurement(temperature=0.0, prompts=uneven)] * 5
+    for arm in (by_seed, by_prompt):
+        interval = difference(arm, base).interval
+        assert interval is not None
+        assert interval.high - interval.low > 0.2
+
+
+def test_four_seeds_are_too_few() -> None:
+    four = [measured()] * 4
+    found = difference(four, four)
+    assert found.interval is None
+    assert claims.judge(MORE, found) == "cannot be told"
+
+
+@pytest.mark.parametrize(
+    ("claim", "low", "high", "verdict"),
+    [
+        (MORE, 0.01, 0.5, "holds"),
+        (MORE, -0.5, -0.01, "does not hold"),
+        (MORE, -0.01, 0.5, "cannot be told"),
+        (SAME, -0.05, 0.05, "holds"),
+        (SAME, 0.05, 0.09, "holds"),
+        (SAME, 0.11, 0.5, "does not hold"),
+        (SAME, -0.5, -0.11, "does not hold"),
+        (SAME, -0.2, 0.05, "cannot be told"),
+    ],
+)
+def test_a_verdict_needs_the_whole_interval(claim: Claim, low: float, high: float, verdict: str) -> None:
+    assert claims.judge(claim, Difference((low + high) / 2, Interval(low, high))) == verdict
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.name)
+def test_both_sides_of_a_claim_have_one_budget_and_differ(claim: Claim) -> None:
+    shared = ("steps=90", "batch_tokens=512", "stages.*.learning_rate=1e-3", "tree=chain-4")
+    sides = []
+    for setting in (claim.one, claim.other):
+        config = flat(train.resolve(setting.drafter, "paper", (*shared, *setting.settings)))
+        rates = {value for key, value in config.items() if key.endswith("learning_rate")}
+        assert (config["steps"], config["batch_tokens"], rates) == (90, 512, {1e-3})
+        sides.append((setting, config))
+    assert sides[0] != sides[1] or claim.at[0] != claim.at[1]
+
+
+def test_names_of_claims_and_the_page_of_made_up_results() -> None:
+    assert len({claim.name for claim in CLAIMS}) == len(CLAIMS)
+    rng = np.random.default_rng(1)
+
+    def arm(tau: float) -> claims.Arm:
+        runs = [evaluation("msd", one) for one in trained(rng, tau)]
+        return claims.Arm(runs, [60.0] * 5, ["abc123"] * 5)
+
+    names = [claim.name for claim in CLAIMS if claim.rate == "tau" and claim.expects == "more"][:3]
+    sides = {
+        names[0]: (arm(4.0), arm(3.0)),
+        names[1]: (arm(3.0), arm(4.0)),
+        names[2]: (arm(3.0), None),
+    }
+    text = claims.page(PAPERS, sides, {"seeds": 5, "steps": 300})
+    cells = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line[:1] == "|"
+    ]
+    assert {len(row) for row in cells} == {8}
+    verdicts = [row[6] for row in cells if row[0] != "claim" and not row[0].startswith("---")]
+    assert len(verdicts) == len(CLAIMS)
+    assert verdicts.count("holds") == verdicts.count("does not hold") == 1
+    assert verdicts.count("not run yet") == len(CLAIMS) - 2
+    assert "abc123" in text
+    assert "CPU Some Processor" in text
+    assert re.search(r"\+1\.\d\d \(\+0\.\d\d to \+1\.\d\d\)|\+0\.9\d", text)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A few prompts in the workspace of the embedded target."""
+    folder = tmp_path_factory.mktemp("claims")
+    out = folder / "demo" / "prompts.parquet"
+    sides: Sequence[tuple[files.Side, Split]] = (("drafter", "train"), ("evaluation", "eval"))
+    for side, split in sides:
+        made = files.write(folder / side, images=6, dialogues=3, seed=5, split=side)
+        choices = Choices(images=made.images, split=split)
+        import_prompts([str(made.llava), str(made.sharegpt)], out, choices=choices)
+    return folder
+
+
+@pytest.mark.slow
+def test_finished_work_is_not_repeated(runs: Path) -> None:
+    few = ["--seeds", "1", "--steps", "2", "--limit", "2", "--jobs", "1", "--runs", str(runs)]
+    page = runs / "claims.md"
+
+    def tried(name: str) -> dict[Path, int]:
+        claims.main([*few, "--only", name, "--out", str(page)])
+        there = (*(runs / "demo").rglob("*.safetensors"), *(runs / "demo").rglob("*.json"))
+        return {file: file.stat().st_mtime_ns for file in there}
+
+    first = tried("msd-images")
+    after = tried("msd-speed")  # has the same baseline
+    new = {file for file in after if after[file] != first.get(file)}
+    drafters = [[file.parent for file in some if file.name == "model.safetensors"] for some in (first, new)]
+    assert [len(some) for some in drafters] == [2, 1]
+    assert len({file for file in new if file.parent.name == "reports"}) == 1
+    assert page.read_text().count("cannot be told |") == 2
+    with pytest.raises(SystemExit, match="no claim"):
+        claims.main([*few, "--only", "nothing"])
