@@ -238,6 +238,7 @@ def load(path: Path, model: str = "M", split: str = "all", limit: int | None = N
     """
     import polars as pl
     import pyarrow as pa
+    import pyarrow.compute as pc
 
     _require_there(path, model)
     facts: list[pl.DataFrame] = []
@@ -247,7 +248,7 @@ def load(path: Path, model: str = "M", split: str = "all", limit: int | None = N
         for batch in file.iter_batches(BATCH, columns=schema().names):
             batch = batch.select(schema().names)
             if split != "all":
-                batch = batch.filter(pa.compute.equal(batch["split"], split))
+                batch = batch.filter(pc.equal(batch["split"], split))
             batch = batch.slice(0, left)
             left = None if left is None else left - len(batch)
             chars = _chars_of(batch["messages"])
