@@ -27,6 +27,7 @@ class Spool:
         self._starts = [0]
         for batch in self._batches:
             self._starts.append(self._starts[-1] + len(batch))
+        pa.default_memory_pool().release_unused()  # what the batches took
 
     def row(self, at: int) -> dict[str, Any]:
         """One row."""

@@ -9,8 +9,9 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,9 +34,10 @@ from vlmdistill.pipelines.targets.checkpoints.registry import Options
 from vlmdistill.pipelines.workspace import absolute_model, only_writer
 from vlmdistill.stores.errors import DataError, StoreError, TargetError, one_line
 from vlmdistill.stores.loader.tensors import as_numpy
-from vlmdistill.stores.schema import FrozenTables, content_hash
+from vlmdistill.stores.schema import FrozenTables, Sample, content_hash
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.views.text_stats import text_stats
+from vlmdistill.stores.writer import Writer
 
 SHARD_SAMPLES = 256  # at most
 
@@ -205,27 +207,55 @@ class Capturer:
         return dataclasses.replace(result, failed=failed)
 
     def _capture(self, task: CaptureTask) -> CaptureResult:
-        """Encode prompts batch by batch: a shard of long videos would not fit into memory."""
-        from vlmdistill.pipelines.targets.batching import packed
+        """Batch by batch: while one runs, a thread encodes the next, and another writes the one before.
 
-        result = CaptureResult()
-        with self.store.writer(task.name) as writer:
-            for batch in packed(task.items, lambda item: item.tokens, self.settings.batch_tokens):
-                prompts = [self._encode(item) for item in batch]
-                responses = [[int(i) for i in item.response.ids] for item in batch]
-                keys, dtype = [item.prompt.key for item in batch], self.settings.dtype
-                if self.engine:
-                    samples = self.engine.capture(prompts, responses, dtype, keys)
-                else:
-                    samples = self.target.capture(prompts, responses, self.features, dtype, keys)
-                for item, prompt, sample in zip(batch, prompts, samples, strict=True):
-                    meta = {**item.meta, **media_columns(item.prompt, prompt.samplings)}
-                    writer.add(dataclasses.replace(sample, meta=meta))
-                    result.samples += 1
-                    result.tokens += item.tokens
+        In memory are the media of two batches at most, and the samples of two: a shard would not fit.
+        """
+        from vlmdistill.pipelines.targets.batching import one_ahead, packed
+
+        batches = packed(task.items, lambda item: item.tokens, self.settings.batch_tokens)
+        encoded = one_ahead((batch, [self._encode(item) for item in batch]) for batch in batches)
+        with (
+            self.store.writer(task.name) as writer,
+            ThreadPoolExecutor(1, "vlmdistill-store") as thread,
+            closing(encoded),
+        ):
+            written: Future[list[Sample]] | None = None
+            for batch, prompts in encoded:
+                captured = self._run(batch, prompts)
+                if written:
+                    written.result()
+                samplings = [prompt.samplings for prompt in prompts]  # the pixels are not kept for it
+                written = thread.submit(self._write, writer, batch, samplings, captured)
+            assert written is not None  # a task has samples
+            samples = written.result()
             if self.engine:  # before the shard is committed: one sample of its last batch
+                responses = [[int(i) for i in item.response.ids] for item in batch]
                 self.engine.check(prompts, responses, samples, self.settings.dtype)
-        return result
+        return CaptureResult(len(task.items), sum(item.tokens for item in task.items))
+
+    def _run(self, batch: Sequence[CaptureItem], prompts: Sequence[Any]) -> Callable[[], list[Sample]]:
+        """Run a batch through the target; the call waits for its samples."""
+        responses = [[int(i) for i in item.response.ids] for item in batch]
+        keys, dtype = [item.prompt.key for item in batch], self.settings.dtype
+        if self.engine:
+            captured = self.engine.capture(prompts, responses, dtype, keys)
+            return lambda: captured
+        leaving = self.target.begin_capture(prompts, responses, self.features, dtype, keys)
+        return lambda: [sample for one in leaving for sample in one.samples()]
+
+    def _write(
+        self,
+        writer: Writer,
+        batch: Sequence[CaptureItem],
+        samplings: Sequence[Sequence[Any]],
+        captured: Callable[[], list[Sample]],
+    ) -> list[Sample]:
+        samples = captured()
+        for item, shown, sample in zip(batch, samplings, samples, strict=True):
+            meta = {**item.meta, **media_columns(item.prompt, shown)}
+            writer.add(dataclasses.replace(sample, meta=meta))
+        return samples
 
     def _encode(self, item: CaptureItem) -> Any:
         """The prompt as the target read it for the response; DataError if its length has changed."""
@@ -300,8 +330,8 @@ def capture(
     fingerprint = checkpoint(model)
     check_origin(fingerprint, responses, store)
     generated = dataset.Responses(responses)
-    items = missing_of(prompts, generated, set())
-    if not len(items):
+    items = len(missing_of(prompts, generated, set()))
+    if not items:
         raise DataError(
             f"{responses} holds no kept response to any of the {len(prompts)} prompts: generate some with "
             f"`vlmdistill responses -m {model}`"
@@ -309,9 +339,9 @@ def capture(
     with only_writer(Path(store)) if local else nullcontext():
         there = keys_in(store, settings, options.engine)
         missing = missing_of(prompts, generated, there)
-        start, done, tokens, failed = time.monotonic(), len(items) - len(missing), 0, dict[str, str]()
+        start, done, tokens, failed = time.monotonic(), items - len(missing), 0, dict[str, str]()
         if len(missing):
-            report(done, len(items), "starting")
+            report(done, items, "starting")
             sampling = str(dataset.read_settings(responses)[0])
             url = str(Path(store).absolute()) if local else store
             worker = partial(
@@ -330,7 +360,7 @@ def capture(
                         done += (ended.result.samples if ended.result else 0) + len(ended.failed)
                         tokens += ended.result.tokens if ended.result else 0
                         failed |= ended.failed
-                        report(done, len(items), f"{tokens / (time.monotonic() - start):.0f} tokens/s")
+                        report(done, items, f"{tokens / (time.monotonic() - start):.0f} tokens/s")
         seconds = time.monotonic() - start
         final = Store.open(store)
         stored = final.keys()  # this counts, not what workers return
@@ -344,7 +374,7 @@ def capture(
                 ~missing["key"].is_in(pl.Series(list(stored), dtype=pl.String).implode())
             )
         }
-        if failed and len(failed) == len(items):
+        if failed and len(failed) == items:
             key, why = next(iter(failed.items()))
             raise TargetError(f"all {len(failed)} samples failed; {key}: {why}")
         captured = len(missing) - len(failed)
@@ -369,8 +399,10 @@ def missing_of(
 ) -> pl.DataFrame:
     """The facts of the responses to `prompts` whose keys are not `there`, and the number of the `prompt`."""
     asked = facts_of(prompts).select("key").with_row_index("prompt")
-    keys = pl.Series(list(there), dtype=pl.String)
-    return asked.join(generated.facts, on="key", how="inner").filter(~pl.col("key").is_in(keys.implode()))
+    found = asked.join(generated.facts, on="key", how="inner")
+    if not there:
+        return found
+    return found.filter(~pl.col("key").is_in(pl.Series(list(there), dtype=pl.String).implode()))
 
 
 def tasks(

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+import numpy as np
+
 from vlmdistill.pipelines.media.images import large_images
 from vlmdistill.pipelines.media.resolver import MediaResolver
 from vlmdistill.pipelines.prompts import augment, formats
@@ -25,7 +27,7 @@ from vlmdistill.pipelines.prompts.sources import read as read_rows
 from vlmdistill.pipelines.spool import Spool
 from vlmdistill.pipelines.workspace import atomic_write
 from vlmdistill.stores.errors import DataError
-from vlmdistill.stores.schema import content_hash
+from vlmdistill.stores.schema import Array, content_hash
 
 if TYPE_CHECKING:
     import polars as pl
@@ -216,6 +218,21 @@ def _chars(contents: Iterable[Iterable[dict[str, Any]]]) -> int:
     return sum(LENGTHS.get(part["type"]) or len(part["text"]) for parts in contents for part in parts)
 
 
+def _chars_of(messages: Any) -> Array:
+    """`_chars` of an Arrow column of messages."""
+    import pyarrow.compute as pc
+
+    contents = messages.flatten().field("content")
+    parts = contents.flatten()
+    chars = pc.coalesce(pc.utf8_length(parts.field("text")), 0)
+    for kind, length in LENGTHS.items():
+        chars = pc.if_else(pc.equal(parts.field("type"), kind), length, chars)
+    totals = np.insert(np.cumsum(chars.to_numpy(zero_copy_only=False), dtype=np.int64), 0, 0)
+    for lists in (contents, messages):
+        totals = totals[np.insert(np.cumsum(lists.value_lengths().to_numpy()), 0, 0)]
+    return np.diff(totals)
+
+
 def load(path: Path, model: str = "M", split: str = "all", limit: int | None = None) -> Prompts:
     """The first `limit` prompts of a split (train, eval or all).
 
@@ -236,8 +253,7 @@ def load(path: Path, model: str = "M", split: str = "all", limit: int | None = N
                 batch = batch.filter(pc.equal(batch["split"], split))
             batch = batch.slice(0, left)
             left = None if left is None else left - len(batch)
-            contents = batch["messages"].to_pylist()
-            chars = [_chars(message["content"] for message in messages) for messages in contents]
+            chars = _chars_of(batch["messages"])
             facts.append(pl.DataFrame({"key": pl.Series(batch["key"], dtype=pl.String), "chars": chars}))
             yield batch
             if left == 0:

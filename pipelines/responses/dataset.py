@@ -12,9 +12,8 @@ import dataclasses
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +33,8 @@ PART = "part-{}.parquet"
 PACK = "pack-{}.parquet"
 HELD = "vlmdistill.parts"  # the metadata of a pack: the parts that it was made of
 PACKED = 256  # parts that are packed
+AT_ONCE = 1 << 12  # rows in memory
+COUNTS = ("prompt_tokens", "visual_tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,8 +189,24 @@ def _read(path: Path, columns: Sequence[str]) -> Any:
     try:
         return pq.read_table(path, columns=list(columns))
     except (OSError, pa.ArrowInvalid) as error:
-        why = str(error).splitlines()[0]
-        raise DataError(f"{path} is damaged ({why}): remove it, and run again") from None
+        raise _damaged(path, error) from None
+
+
+def _batches(path: Path, columns: Sequence[str]) -> Iterator[Any]:
+    """The columns of a file, some rows at a time: of a pack, the tokens of all rows take much memory."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(AT_ONCE, columns=list(columns)):
+                yield batch.select(list(columns)).replace_schema_metadata()
+    except (OSError, pa.ArrowInvalid) as error:
+        raise _damaged(path, error) from None
+
+
+def _damaged(path: Path, error: Exception) -> DataError:
+    return DataError(f"{path} is damaged ({str(error).splitlines()[0]}): remove it, and run again")
 
 
 def table(out: Path, columns: Sequence[str] | None = None) -> Any:
@@ -202,15 +219,22 @@ def table(out: Path, columns: Sequence[str] | None = None) -> Any:
 
 
 def facts(out: Path) -> "pl.DataFrame":
-    """What planning needs of each response: `key`, `keep`, `reason`, and its numbers of tokens."""
+    """Of each response: `key`, `keep`, `reason`, and its numbers of tokens."""
+    names = ("key", "keep", "reason", *COUNTS)
+    return _frame((batch for path in _paths(out) for batch in _batches(path, (*names, "ids"))), names)
+
+
+def _frame(batches: Iterable[Any], names: Sequence[str]) -> "pl.DataFrame":
+    """These columns of the batches, and the number of `tokens`."""
     import polars as pl
 
-    columns = ["key", "keep", "reason", "prompt_tokens", "visual_tokens", "ids"]
-    empty = pl.from_arrow(schema().empty_table().select(columns))
-    assert isinstance(empty, pl.DataFrame)
-    tokens = pl.col("ids").list.len().cast(pl.Int64).alias("tokens")
-    read = (pl.DataFrame(_read(path, columns)) for path in _paths(out))
-    return pl.concat([frame.with_columns(tokens).drop("ids") for frame in chain([empty], read)])
+    def one(rows: Any) -> pl.DataFrame:
+        columns = {name: pl.Series(rows[name], dtype=kinds[name]) for name in names}
+        return pl.DataFrame({**columns, "tokens": pl.Series(rows["ids"].value_lengths(), dtype=pl.Int32)})
+
+    kinds = {"key": pl.String, "keep": pl.Boolean, "reason": pl.String, **dict.fromkeys(COUNTS, pl.Int32)}
+    empty = pl.DataFrame(schema={**{name: kinds[name] for name in names}, "tokens": pl.Int32})
+    return pl.concat([empty, *map(one, batches)])
 
 
 def counted(reasons: "pl.Series") -> Counter[str]:
@@ -250,15 +274,22 @@ def read(out: Path, kept: bool = True) -> Iterator[ResponseRow]:
 
 
 class Responses:
-    """The kept responses in a folder. In memory are their `facts` alone."""
+    """The kept responses in a folder. In memory are their `facts` alone: `row`, `key`, numbers of tokens."""
 
     def __init__(self, out: Path) -> None:
-        import pyarrow.compute as pc
+        kept = list[Any]()  # of each batch, on its way to the spool
 
-        self.facts = facts(out).filter("keep").with_row_index("row")
-        tables = (_read(path, schema().names).filter(pc.field("keep")) for path in _paths(out))
-        batches = (batch for rows in tables for batch in rows.replace_schema_metadata().to_batches())
-        self._spool = Spool(out.parent, schema(), batches)
+        def frames() -> Iterator[Any]:
+            for path in _paths(out):
+                for batch in _batches(path, schema().names):
+                    rows = batch.filter(batch["keep"])
+                    kept.append(_frame([rows], ("key", *COUNTS)))
+                    yield rows
+
+        import polars as pl
+
+        self._spool = Spool(out.parent, schema(), frames())
+        self.facts = pl.concat([_frame([], ("key", *COUNTS)), *kept]).with_row_index("row")
 
     def row(self, at: int) -> ResponseRow:
         """One of them."""

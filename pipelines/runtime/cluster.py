@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 MIB = 2**20
 WORKER_BYTES = 1536 * MIB  # of a worker without its target
+CPUS = 4  # of a worker beside its GPUs, if there are as many: it decodes media and writes meanwhile
 EXPANSION = 3  # of weights on a CPU: 16-bit files become 32-bit tensors, plus activations
 FITS = 8192 * MIB  # of weights, which any GPU holds
 ROOM = 2048 * MIB  # of a GPU, kept free of weights
@@ -203,7 +204,9 @@ class WorkerShare:
         if gpus := [machine.gpus for machine in there if machine.gpus]:
             needed = _gpus_for(weights)
             even = _even(gpus, workers or 0, there, lambda each: cls(0, each, 0))
-            return cls(0, min(even.gpus, needed) if workers else needed, 0)
+            each = min(even.gpus, needed) if workers else needed
+            spare = min(machine.cpus / machine.gpus for machine in there if machine.gpus)
+            return cls(min(CPUS, spare * each // 1), each, 0)
         single = cls(1, 0, 0 if workers else WORKER_BYTES + EXPANSION * weights)
         cpus = [machine.cpus for machine in there if machine.cpus]
         number = workers or max(1, single.room(there))
@@ -212,7 +215,8 @@ class WorkerShare:
     def room(self, there: Sequence[Machine]) -> int:
         """How many workers fit on the machines."""
         if self.gpus:
-            return sum(int(machine.gpus / self.gpus) for machine in there)
+            fits = (min(one.gpus / self.gpus, one.cpus / self.cpus if self.cpus else 2**31) for one in there)
+            return sum(map(int, fits))
         return sum(
             min(int(machine.cpus / self.cpus), machine.memory // self.memory if self.memory else 2**31)
             for machine in there
@@ -224,7 +228,7 @@ class WorkerShare:
     @property
     def options(self) -> dict[str, Any]:
         """As options of a Ray actor."""
-        return {"num_gpus": self.gpus} if self.gpus else {"num_cpus": self.cpus}
+        return {"num_cpus": self.cpus} | ({"num_gpus": self.gpus} if self.gpus else {})
 
 
 def _even(

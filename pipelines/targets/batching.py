@@ -4,7 +4,8 @@ Shapes: B samples, L positions of the longest.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
@@ -81,6 +82,16 @@ def packed(
         batch.append(item)
     if batch:
         yield batch
+
+
+def one_ahead(items: Iterable[Item]) -> Generator[Item, None, None]:
+    """The items; while one is used, a thread makes the next, whose error is raised when it is asked for."""
+    left = iter(items)
+    with ThreadPoolExecutor(1, "vlmdistill-ahead") as thread:
+        coming = thread.submit(next, left, None)
+        while (item := coming.result()) is not None:
+            coming = thread.submit(next, left, None)
+            yield item
 
 
 def pad(rows: Sequence[Tensor], value: int, *, left: bool = False) -> Tensor:

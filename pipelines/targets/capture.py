@@ -3,7 +3,8 @@
 Shapes: B samples, L positions, T text tokens, U visual tokens, M spans, D hidden width.
 """
 
-from collections.abc import Collection, Mapping
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,28 +88,66 @@ class Transcript:
         )
 
 
-def samples(
-    sequences: list[Transcript],
-    keys: list[str],
-    states: Mapping[str, Tensor],
-    features: Collection[Feature],
-    dtype: str,
-) -> list[Sample]:
-    """Cut states of a right-padded batch (by source, [B, L, D]) into samples; bfloat16 becomes uint16.
+@dataclass(frozen=True)
+class Leaving:
+    """The features of a batch on their way off the device, each in one transfer."""
 
-    Each feature leaves the device in one transfer.
-    """
-    rows: list[dict[Feature, Array]] = [{} for _ in sequences]
-    for feature in sorted(features):
-        state_BLD = states[feature.source]
-        positions = [sequence.positions(feature.where) for sequence in sequences]
-        flat = torch.cat([rows + i * state_BLD.shape[1] for i, rows in enumerate(positions)])
-        chosen_ND = state_BLD.flatten(0, 1).index_select(0, flat.to(state_BLD.device))
-        stored_ND = as_numpy(chosen_ND.to(DTYPES[dtype]))
-        ends = np.cumsum([len(one) for one in positions])
-        for row, part in zip(rows, np.split(stored_ND, ends[:-1]), strict=True):
-            row[feature] = part
-    return [s.sample(key, row) for s, key, row in zip(sequences, keys, rows, strict=True)]
+    sequences: Sequence[Transcript]
+    keys: Sequence[str]
+    features: Mapping[Feature, Callable[[], Tensor]]  # waits for a transfer [rows of all sequences, D]
+
+    @classmethod
+    def of(
+        cls,
+        sequences: Sequence[Transcript],
+        keys: Sequence[str],
+        states: Mapping[str, Tensor],
+        features: Collection[Feature],
+        dtype: str,
+    ) -> "Leaving":
+        """Choose rows of a right-padded batch's states (by source, [B, L, D]), and begin their transfers."""
+        rows: dict[Feature, Callable[[], Tensor]] = {}
+        for feature in sorted(features):
+            state_BLD = states[feature.source]
+            positions = [sequence.positions(feature.where) for sequence in sequences]
+            flat = torch.cat([rows + i * state_BLD.shape[1] for i, rows in enumerate(positions)])
+            chosen_ND = state_BLD.flatten(0, 1).index_select(0, flat.to(state_BLD.device))
+            rows[feature] = to_cpu(chosen_ND.to(DTYPES[dtype]))
+        return cls(sequences, keys, rows)
+
+    def samples(self) -> list[Sample]:
+        """The samples, once all has arrived; bfloat16 becomes uint16."""
+        rows: list[dict[Feature, Array]] = [{} for _ in self.sequences]
+        for feature, arrived in self.features.items():
+            stored_ND = as_numpy(arrived())
+            ends = np.cumsum([len(one.positions(feature.where)) for one in self.sequences])
+            for row, part in zip(rows, np.split(stored_ND, ends[:-1]), strict=True):
+                row[feature] = part
+        return [s.sample(key, row) for s, key, row in zip(self.sequences, self.keys, rows, strict=True)]
+
+
+def to_cpu(rows_ND: Tensor) -> Callable[[], Tensor]:
+    """Begin to copy rows into pinned memory while the GPU goes on; the call waits for them."""
+    if rows_ND.device.type != "cuda":
+        return lambda: rows_ND
+    stream = _copy_stream(rows_ND.device)
+    stream.wait_stream(torch.cuda.current_stream(rows_ND.device))
+    with torch.cuda.stream(stream):
+        copy_ND = torch.empty(rows_ND.shape, dtype=rows_ND.dtype, pin_memory=True)
+        copy_ND.copy_(rows_ND, non_blocking=True)
+        rows_ND.record_stream(stream)  # its memory is not reused before
+        done = stream.record_event()
+
+    def arrived() -> Tensor:
+        done.synchronize()
+        return copy_ND
+
+    return arrived
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _int32(value: Tensor) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vlmdistill.drafters.core.batch import Head
 from vlmdistill.pipelines.targets.batching import HalveOnOom, pad
-from vlmdistill.pipelines.targets.capture import DTYPES, Transcript, samples
+from vlmdistill.pipelines.targets.capture import DTYPES, Leaving, Transcript
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import Fingerprint, code_version, fingerprint
 from vlmdistill.pipelines.targets.checkpoints.info import target_info
 from vlmdistill.pipelines.targets.encode import EncodedPrompt, EncodedResponse, Messages, encode
@@ -202,8 +202,9 @@ class TargetModel(abc.ABC):
 
     def _on_device(self, inputs: Inputs) -> dict[str, Tensor]:
         """Pixels in the model's dtype, all else (such as the seconds between frames) in its own."""
+        pinned = self.device.type == "cuda"  # else the copy would wait for the pass before it
         return {
-            name: value.to(
+            name: (value.pin_memory() if pinned else value).to(
                 self.device, self.dtype if name.startswith("pixel_values") else None, non_blocking=True
             )
             for name, value in inputs.items()
@@ -236,6 +237,19 @@ class TargetModel(abc.ABC):
             TargetError: The target has no such layer, or its LM head does not turn the captured states into
                 its own logits.
         """
+        return [
+            s for one in self.begin_capture(prompts, responses, features, dtype, keys) for s in one.samples()
+        ]
+
+    def begin_capture(
+        self,
+        prompts: Sequence[EncodedPrompt],
+        responses: Sequence[Sequence[int]],
+        features: Collection[Feature],
+        dtype: str = "bfloat16",
+        keys: Sequence[str] | None = None,
+    ) -> list[Leaving]:
+        """`capture` without waiting for the device: the batch, or its halves, on their way to the CPU."""
         if dtype not in DTYPES:
             raise DataError(f"features are stored as {', '.join(DTYPES)}, not as {dtype}")
         readable = [p for p in prompts if self.family.stock_inputs(p.inputs) is not None]
@@ -245,7 +259,7 @@ class TargetModel(abc.ABC):
         return self._halve_capture(
             items,
             lambda item: item[0].length + len(item[1]),
-            lambda part: self._capture(part, features, dtype),
+            lambda part: [self._capture(part, features, dtype)],
         )
 
     @torch.inference_mode()
@@ -254,10 +268,10 @@ class TargetModel(abc.ABC):
         items: Sequence[tuple[EncodedPrompt, Sequence[int], str]],
         features: Collection[Feature],
         dtype: str,
-    ) -> list[Sample]:
+    ) -> Leaving:
         sequences = [Transcript.of(prompt, response) for prompt, response, _ in items]
         states = self._states([item[0] for item in items], sequences, {f.source for f in features})
-        return samples(sequences, [item[2] for item in items], states, features, dtype)
+        return Leaving.of(sequences, [item[2] for item in items], states, features, dtype)
 
     @torch.inference_mode()
     def check(self, prompt: EncodedPrompt) -> None:

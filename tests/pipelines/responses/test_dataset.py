@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from vlmdistill.pipelines.prompts.importing import import_prompts, load, read
+from vlmdistill.pipelines.prompts.importing import facts_of, import_prompts, load, read
 from vlmdistill.pipelines.responses import dataset
 from vlmdistill.pipelines.responses.dataset import ResponseRow
 from vlmdistill.pipelines.responses.responder import plan
@@ -44,6 +44,10 @@ def test_packed_parts_hold_every_response_once_also_when_a_kill_left_them(
     assert len(list(tmp_path.iterdir())) == 3  # the pack, and two parts that are too few for another
     kept = dataset.Responses(tmp_path)
     assert [list(kept.row(at).ids) for at in kept.facts["row"]] == [row(key).ids for key in kept.facts["key"]]
+
+
+def test_prompts_with_media_are_as_long_in_columns_as_they_are_one_by_one(prompts_file: Path) -> None:
+    assert facts_of(load(prompts_file)).drop("row").equals(facts_of(read(prompts_file)))
 
 
 def test_prompts_as_columns_are_the_prompts_of_the_file_and_make_the_same_tasks(tmp_path: Path) -> None:

@@ -240,6 +240,18 @@ def test_workers_share_the_machines_evenly(machines: list[int], workers: int, ea
     assert WorkerShare.of(with_gpus, workers, 0).room(with_gpus) >= workers
 
 
+@pytest.mark.parametrize(
+    ("cpus", "gpus", "workers", "each"), [(64, 8, None, 4), (8, 4, None, 2), (2, 4, None, 0), (16, 2, 4, 4)]
+)
+def test_cpus_are_reserved_beside_gpus_on_every_machine(
+    cpus: int, gpus: int, workers: int | None, each: float
+) -> None:
+    there = [Machine("a", "", "", cpus, gpus, 2**40), Machine("b", "", "", 64, gpus, 2**40)]
+    share = WorkerShare.of(there, workers, 0)
+    assert share.options == {"num_cpus": each, "num_gpus": share.gpus}
+    assert all(share.cpus * machine.gpus / share.gpus <= machine.cpus for machine in there)
+
+
 def test_the_number_of_workers_follows_from_cores_and_memory() -> None:
     need = 2**31
     there = [Machine("a", "", "", 4, 0, 3 * need), Machine("b", "", "", 8, 0, need)]

@@ -1,15 +1,15 @@
-"""Batches that exceed the device's memory are halved until they fit; a single one that does not is named."""
+"""Batches that exceed the device's memory are halved until they fit; one batch is made ahead of its use."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests import tiny
-from vlmdistill.pipelines.targets.batching import HalveOnOom
+from vlmdistill.pipelines.targets.batching import HalveOnOom, one_ahead
 from vlmdistill.pipelines.targets.checkpoints.loading import load
-from vlmdistill.stores.errors import TargetError
+from vlmdistill.stores.errors import DataError, TargetError
 
 Checkpoint = Callable[..., Path]
 
@@ -84,3 +84,21 @@ def test_other_errors_are_raised() -> None:
 
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         HalveOnOom()([1, 2], one, run)
+
+
+def test_one_item_is_made_ahead_and_its_error_comes_in_its_turn() -> None:
+    made = list[int]()
+
+    def items() -> Iterator[int]:
+        for number in range(1, 4):
+            made.append(number)
+            yield number
+        raise DataError("the fourth")
+
+    ahead = one_ahead(items())
+    for number in range(1, 4):
+        assert next(ahead) == number
+        assert len(made) <= number + 1
+    with pytest.raises(DataError, match="the fourth"):
+        next(ahead)
+    assert made == [1, 2, 3]
