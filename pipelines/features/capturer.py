@@ -382,7 +382,9 @@ def tasks(
 ) -> Iterator[CaptureTask]:
     """The tasks of a plan, each made when it is asked for: all together take much memory."""
     for shard in plan(items, facts, shard_bytes):
-        yield CaptureTask.of(CaptureItem(prompts[prompt], generated.row(row)) for prompt, row in shard)
+        made = [CaptureItem(prompts[prompt], generated.row(row)) for prompt, row in shard]
+        assert all(item.prompt.key == item.response.key for item in made)
+        yield CaptureTask.of(made)
 
 
 def plan(items: pl.DataFrame, facts: CaptureFacts, shard_bytes: int) -> Iterator[list[tuple[int, int]]]:

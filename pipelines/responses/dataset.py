@@ -12,11 +12,13 @@ import dataclasses
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import msgspec
 
 from vlmdistill.pipelines.prompts.importing import Prompt, Prompts
 from vlmdistill.pipelines.responses.quality import Filters
@@ -34,6 +36,13 @@ PART = "part-{}.parquet"
 PACK = "pack-{}.parquet"
 HELD = "vlmdistill.parts"  # the metadata of a pack: the parts that it was made of
 PACKED = 256  # parts that are packed
+FACTS = ("key", "keep", "reason", "prompt_tokens", "visual_tokens", "ids")
+T = TypeVar("T")
+PartName = Annotated[str, msgspec.Meta(pattern=r"\Apart-[0-9a-f]+\.parquet\Z")]
+
+
+class GoneError(DataError):
+    """A file was packed or removed after it was listed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,18 +175,37 @@ def pack(out: Path) -> None:
 
 
 def _held(path: Path) -> list[str]:
-    """The parts that a pack was made of."""
+    """The parts that a pack was made of; DataError if it cannot be read, or names any other file."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    about: list[str] = json.loads((pq.read_schema(path).metadata or {}).get(HELD.encode(), "[]"))
-    return about
+    try:
+        about = (pq.read_schema(path).metadata or {}).get(HELD.encode(), b"[]")
+        return msgspec.json.decode(about, type=list[PartName])
+    except (OSError, pa.ArrowInvalid, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _damaged(path, error) from None
+
+
+def _damaged(path: Path, error: Exception) -> DataError:
+    if isinstance(error, FileNotFoundError):
+        return GoneError(f"{path} is not there any more: another run has packed it, or it was removed")
+    return DataError(f"{path} is damaged ({str(error).splitlines()[0]}): remove it, and run again")
 
 
 def _paths(out: Path) -> list[Path]:
-    """The files whose rows count."""
+    """The files whose rows count. Packs are listed last: they hold the parts that vanish meanwhile."""
+    parts = sorted(out.glob(PART.format("*")))
     packs = sorted(out.glob(PACK.format("*")))
     held = {name for path in packs for name in _held(path)}
-    return packs + [path for path in sorted(out.glob(PART.format("*"))) if path.name not in held]
+    return packs + [path for path in parts if path.name not in held]
+
+
+def _whole(out: Path, make: Callable[[list[Path]], T]) -> T:
+    """What `make` makes of the files whose rows count; once more if some were packed meanwhile."""
+    try:
+        return make(_paths(out))
+    except GoneError:
+        return make(_paths(out))
 
 
 def _read(path: Path, columns: Sequence[str]) -> Any:
@@ -188,8 +216,7 @@ def _read(path: Path, columns: Sequence[str]) -> Any:
     try:
         return pq.read_table(path, columns=list(columns))
     except (OSError, pa.ArrowInvalid) as error:
-        why = str(error).splitlines()[0]
-        raise DataError(f"{path} is damaged ({why}): remove it, and run again") from None
+        raise _damaged(path, error) from None
 
 
 def table(out: Path, columns: Sequence[str] | None = None) -> Any:
@@ -198,19 +225,22 @@ def table(out: Path, columns: Sequence[str] | None = None) -> Any:
 
     wanted = list(columns or schema().names)
     empty = pa.schema([schema().field(name) for name in wanted]).empty_table()
-    return pa.concat_tables([empty, *(_read(path, wanted) for path in _paths(out))])
+    return _whole(out, lambda paths: pa.concat_tables([empty, *(_read(path, wanted) for path in paths)]))
 
 
 def facts(out: Path) -> "pl.DataFrame":
     """What planning needs of each response: `key`, `keep`, `reason`, and its numbers of tokens."""
     import polars as pl
 
-    columns = ["key", "keep", "reason", "prompt_tokens", "visual_tokens", "ids"]
-    empty = pl.from_arrow(schema().empty_table().select(columns))
-    assert isinstance(empty, pl.DataFrame)
+    empty = _facts(schema().empty_table())
+    return _whole(out, lambda paths: pl.concat([empty, *(_facts(_read(path, FACTS)) for path in paths)]))
+
+
+def _facts(rows: Any) -> "pl.DataFrame":
+    import polars as pl
+
     tokens = pl.col("ids").list.len().cast(pl.Int64).alias("tokens")
-    read = (pl.DataFrame(_read(path, columns)) for path in _paths(out))
-    return pl.concat([frame.with_columns(tokens).drop("ids") for frame in chain([empty], read)])
+    return pl.DataFrame(rows.select(FACTS)).with_columns(tokens).drop("ids")
 
 
 def counted(reasons: "pl.Series") -> Counter[str]:
@@ -253,12 +283,24 @@ class Responses:
     """The kept responses in a folder. In memory are their `facts` alone."""
 
     def __init__(self, out: Path) -> None:
+        self.facts, self._spool = _whole(out, partial(self._reading, out))
+
+    @staticmethod
+    def _reading(out: Path, paths: Sequence[Path]) -> tuple["pl.DataFrame", Spool]:
+        """Facts and rows of one reading: `row` numbers these rows."""
+        import polars as pl
         import pyarrow.compute as pc
 
-        self.facts = facts(out).filter("keep").with_row_index("row")
-        tables = (_read(path, schema().names).filter(pc.field("keep")) for path in _paths(out))
-        batches = (batch for rows in tables for batch in rows.replace_schema_metadata().to_batches())
-        self._spool = Spool(out.parent, schema(), batches)
+        found = [_facts(schema().empty_table())]
+
+        def batches() -> Iterator[Any]:
+            for path in paths:
+                rows = _read(path, schema().names).filter(pc.field("keep"))
+                found.append(_facts(rows))
+                yield from rows.replace_schema_metadata().to_batches()
+
+        spool = Spool(out.parent, schema(), batches())
+        return pl.concat(found).with_row_index("row"), spool
 
     def row(self, at: int) -> ResponseRow:
         """One of them."""

@@ -217,8 +217,6 @@ def respond(
     with only_writer(out):
         for left in out.glob(".*.tmp"):  # by a killed run
             left.unlink()
-        dataset.pack(out)
-        missing = dataset.without_response(prompts, out)
         fingerprint = checkpoint(model)  # before Ray starts
         settings = {
             "checkpoint": str(fingerprint),
@@ -226,6 +224,8 @@ def respond(
             "filters": dataclasses.asdict(filters),
         }
         dataset.check_settings(out, settings)
+        dataset.pack(out)
+        missing = dataset.without_response(prompts, out)
         start, done, tokens, failed = time.monotonic(), len(prompts) - len(missing), 0, dict[str, str]()
         written = 0
         if missing:
