@@ -311,6 +311,7 @@ def capture(
         missing = missing_of(prompts, generated, there)
         start, done, tokens, failed = time.monotonic(), len(items) - len(missing), 0, dict[str, str]()
         if len(missing):
+            announce(store, len(there) + len(missing))  # before the workers start, which takes minutes
             report(done, len(items), "starting")
             sampling = str(dataset.read_settings(responses)[0])
             url = str(Path(store).absolute()) if local else store
@@ -324,7 +325,7 @@ def capture(
                 shared = Shared(absolute_model(model), fingerprint, media, url, mark)
                 with pool(worker, shared, options, weights=weights) as workers:
                     work = tasks(prompts, generated, missing, workers.facts(), settings.shard_bytes)
-                    Store.open(store).announce(len(there) + len(missing), ended=False)
+                    announce(store, len(there) + len(missing))  # in a store that is new
                     start = time.monotonic()
                     for ended in workers.run(work):
                         done += (ended.result.samples if ended.result else 0) + len(ended.failed)
@@ -362,6 +363,12 @@ def capture(
             tokens_per_second=tokens / seconds if captured else 0.0,
             seconds=seconds,
         )
+
+
+def announce(store: str, samples: int) -> None:
+    """Say in the store, if there is one, that it will hold so many samples: who follows it waits."""
+    if there := store_at(store):
+        there.announce(samples, ended=False)
 
 
 def missing_of(
