@@ -1,5 +1,6 @@
 """Many responses and prompts: files are packed and columns planned, and nothing is lost or there twice."""
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -116,3 +117,16 @@ def test_prompts_as_columns_are_the_prompts_of_the_file_and_make_the_same_tasks(
     assert list(dataset.without_response(columns, tmp_path / "responses")) == whole
     with pytest.raises(DataError, match="of the 30 prompts"):
         load(out, split="nothing")
+
+
+def test_prompts_and_responses_are_read_where_nothing_can_be_written(tmp_path: Path) -> None:
+    """In /proc/self/fd, where root cannot write either."""
+    (tmp_path / "texts.jsonl").write_text('{"question": "What is this?"}\n')
+    import_prompts([str(tmp_path / "texts.jsonl")], tmp_path / "prompts.parquet")
+    dataset.write_part(tmp_path / "responses", "1", [row("k1")])
+    handles = [os.open(tmp_path / name, os.O_RDONLY) for name in ("prompts.parquet", "responses")]
+    prompts, responses = (Path(f"/proc/self/fd/{handle}") for handle in handles)
+    assert list(load(prompts)) == read(tmp_path / "prompts.parquet")
+    assert dataset.Responses(responses).row(0).text == "text k1"
+    for handle in handles:
+        os.close(handle)
