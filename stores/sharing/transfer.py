@@ -16,7 +16,7 @@ import polars as pl
 from msgspec.structs import replace
 
 from vlmdistill.stores.arrays import write_file
-from vlmdistill.stores.backends.backend import BLOCK, Backend, writing
+from vlmdistill.stores.backends.backend import BLOCK, Backend, check_wanted, writing
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.index.arrow import read_arrow, to_arrow
 from vlmdistill.stores.index.tables import CORE, LOSS, ROW, XXH3
@@ -152,6 +152,7 @@ def _fetch_rest(backend: Backend, name: str, path: Path, size: int) -> str:
         if file.tell():
             state.update_mmap(path)
         for start in range(file.tell(), size, BLOCK):
+            check_wanted()
             try:
                 data = backend.read_range(name, start, min(BLOCK, size - start)).data
             except FileNotFoundError as error:
