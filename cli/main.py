@@ -45,10 +45,9 @@ VERBS = {KEYWORDS.get(verb, verb.__name__): verb for verb in COMMANDS}
 
 KEPT = "finished work is kept; run the same command to continue"
 LEFT = {
-    **dict.fromkeys(("responses", "features", "merge", "push", "pull", "run"), KEPT),
+    **dict.fromkeys(("responses", "features", "merge", "push", "pull", "eval", "run"), KEPT),
     "prompts": "nothing was imported",
     "train": "no step was done",
-    "eval": "only finished evaluations are kept; run the same command to start again",
 }
 """What an interrupted command leaves, if it does not report that itself."""
 

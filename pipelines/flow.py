@@ -26,6 +26,7 @@ from vlmdistill.pipelines.responses.responder import ResponseSummary
 from vlmdistill.pipelines.runtime import cluster, reporting
 from vlmdistill.pipelines.runtime.reporting import OnProgress, check_failed
 from vlmdistill.pipelines.runtime.workers import WorkerOptions
+from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.pipelines.workspace import Workspace
 from vlmdistill.stores.errors import DataError
@@ -147,7 +148,14 @@ def capture_features(
         missing = set(importing.facts_of(dataset.without_response(prompts, responses))["key"])
     there = capturer.keys_in(store, settings, workers.engine) if missing else set()
     one_pass = workers.engine != "transformers" and not missing & there
-    respond = partial(synthesizer.synthesize, store, settings) if one_pass else responder.respond
+    if missing:
+        capturer.check_origin(checkpoint(model), responses, store)
+    announce = partial(capturer.announce, store, len(there | missing))
+    respond = (
+        partial(synthesizer.synthesize, store, settings)
+        if one_pass
+        else partial(responder.respond, on_start=announce)
+    )
     with cluster.session() if missing else nullcontext():
         if missing:
             known, filters = dataset.read_settings(responses)

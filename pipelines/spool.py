@@ -12,11 +12,10 @@ class Spool:
     """Arrow rows on disk, of which any can be read without the others."""
 
     def __init__(self, folder: Path, schema: Any, batches: Iterable[Any]) -> None:
-        """Write the record batches, all of one schema, below a folder."""
+        """Write the record batches, all of one schema, below a folder if it can be written."""
         import pyarrow as pa
 
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as file:
+        with _file_in(folder) as file:
             with pa.ipc.new_file(file, schema) as writer:
                 for batch in batches:
                     writer.write_batch(batch)
@@ -36,3 +35,11 @@ class Spool:
         self._map.madvise(mmap.MADV_DONTNEED)  # of what was read, only the page cache keeps a copy
         found: dict[str, Any] = row
         return found
+
+
+def _file_in(folder: Path) -> Any:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return tempfile.TemporaryFile(dir=folder)
+    except OSError:
+        return tempfile.TemporaryFile()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
+import polars as pl
 import torch
 
 from vlmdistill.drafters.checkpoints import checkpoint
@@ -28,7 +29,7 @@ from vlmdistill.pipelines.evaluation.records import (
 )
 from vlmdistill.pipelines.evaluation.unfinished import Unfinished
 from vlmdistill.pipelines.prompts import importing
-from vlmdistill.pipelines.prompts.importing import Prompt
+from vlmdistill.pipelines.prompts.importing import Prompt, Prompts
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
 from vlmdistill.pipelines.workspace import Workspace
 from vlmdistill.stores.errors import DataError, TrainingError
@@ -98,7 +99,7 @@ def evaluate(
             "drafters": described,
             "settings": [*map(str, settings.trees), settings.max_new_tokens, settings.seed, settings.threads],
             "prompts": [prompt.key for prompt in chosen],
-            "target": [target.name, str(target.fingerprint), target.dtype_name],
+            "target": [target.name, str(target.fingerprint), target.dtype_name, settings.how],
             "hardware": tree_search.hardware(target.device),
         },
     )
@@ -107,9 +108,11 @@ def evaluate(
     threads = _use_threads(threads, target, target.encode(chosen[0].messages))
     decoders: dict[str, tuple[Proposer, Tree]] = {}
     names_of: dict[str, str] = {}
-    others = _others(chosen, prompts_file or workspace.prompts, workspace.model)
+    searched: Sequence[Prompt] = ()  # the prompts that an automatic tree is searched for on
+    if "auto" in settings.trees:
+        searched = _others(chosen, prompts_file or workspace.prompts, workspace.model) or chosen
     for name, drafter in drafters.items():
-        for tree in _trees(workspace.drafter(name), drafter, target, settings, others or chosen, on_prompt):
+        for tree in _trees(workspace.drafter(name), drafter, target, settings, searched, on_prompt):
             label = name if len(settings.trees) < 2 else f"{name}@{tree}"
             decoders[label], names_of[label] = (drafter, tree), name
     decoded = {at: one for at, one in decoded.items() if one.results.keys() == decoders.keys()}
@@ -193,17 +196,12 @@ def kept(workspace: Workspace, names: Sequence[str], settings: Settings) -> list
 
 def held_out(file: Path, limit: int, model: str = "M") -> list[Prompt]:
     """The first `limit` prompts of the eval split, by key; DataError if there are none."""
-    chosen = sorted((one for one in importing.read(file, model) if one.split == "eval"), key=_key)
-    if not chosen:
-        raise DataError(
-            f"{file} has no prompts of the eval split: import some with "
-            "`vlmdistill prompts --split eval FILE...`, or with --eval-share above 0"
-        )
-    return chosen[:limit]
+    return _first(importing.load(file, model, "eval"), limit)
 
 
-def _key(prompt: Prompt) -> str:
-    return prompt.key
+def _first(prompts: Prompts, count: int) -> list[Prompt]:
+    """The first prompts by key."""
+    return [prompts[int(at)] for at in prompts.facts["key"].arg_sort()[:count]]
 
 
 @dataclass(frozen=True)
@@ -225,8 +223,8 @@ def _describe(folder: Path) -> _Description:
 
 def _others(evaluated: Sequence[Prompt], file: Path, model: str) -> list[Prompt]:
     """Some prompts that are not evaluated, by key."""
-    keys = {prompt.key for prompt in evaluated}
-    return sorted((one for one in importing.read(file, model) if one.key not in keys), key=_key)[:PROMPTS]
+    rest = importing.load(file, model).without(pl.Series([prompt.key for prompt in evaluated]))
+    return _first(rest, PROMPTS)
 
 
 def _trees(
@@ -238,8 +236,9 @@ def _trees(
     on_prompt: Callable[[int, int, str], None],
 ) -> list[Tree]:
     """The trees to decode with. `auto` is kept with the drafter in `folder`, or searched for on `prompts`."""
-    best = tree_search.kept(folder, tree_search.conditions(target))
-    if best is None and "auto" in settings.trees:
+    auto = "auto" in settings.trees
+    best = tree_search.kept(folder, tree_search.conditions(target)) if auto else None
+    if auto and best is None:
         found = tree_search.search(
             target,
             drafter,

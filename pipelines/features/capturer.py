@@ -341,6 +341,7 @@ def capture(
         missing = missing_of(prompts, generated, there)
         start, done, tokens, failed = time.monotonic(), items - len(missing), 0, dict[str, str]()
         if len(missing):
+            announce(store, len(there) + len(missing))  # before the workers start, which takes minutes
             report(done, items, "starting")
             sampling = str(dataset.read_settings(responses)[0])
             url = str(Path(store).absolute()) if local else store
@@ -354,7 +355,7 @@ def capture(
                 shared = Shared(absolute_model(model), fingerprint, media, url, mark)
                 with pool(worker, shared, options, weights=weights) as workers:
                     work = tasks(prompts, generated, missing, workers.facts(), settings.shard_bytes)
-                    Store.open(store).announce(len(there) + len(missing), ended=False)
+                    announce(store, len(there) + len(missing))  # in a store that is new
                     start = time.monotonic()
                     for ended in workers.run(work):
                         done += (ended.result.samples if ended.result else 0) + len(ended.failed)
@@ -394,6 +395,12 @@ def capture(
         )
 
 
+def announce(store: str, samples: int) -> None:
+    """Say in the store, if there is one, that it will hold so many samples: who follows it waits."""
+    if there := store_at(store):
+        there.announce(samples, ended=False)
+
+
 def missing_of(
     prompts: Sequence[Prompt], generated: dataset.Responses, there: Collection[str]
 ) -> pl.DataFrame:
@@ -414,7 +421,9 @@ def tasks(
 ) -> Iterator[CaptureTask]:
     """The tasks of a plan, each made when it is asked for: all together take much memory."""
     for shard in plan(items, facts, shard_bytes):
-        yield CaptureTask.of(CaptureItem(prompts[prompt], generated.row(row)) for prompt, row in shard)
+        made = [CaptureItem(prompts[prompt], generated.row(row)) for prompt, row in shard]
+        assert all(item.prompt.key == item.response.key for item in made)
+        yield CaptureTask.of(made)
 
 
 def plan(items: pl.DataFrame, facts: CaptureFacts, shard_bytes: int) -> Iterator[list[tuple[int, int]]]:

@@ -19,6 +19,7 @@ from vlmdistill.pipelines.features.capturer import (
     CaptureItem,
     Capturer,
     CaptureSettings,
+    announce,
     check_origin,
     keys_in,
     media_columns,
@@ -142,7 +143,7 @@ def synthesize(
         nonlocal announced
         for shard in result.shards:
             there = Store.open(store)
-            if not announced:
+            if not announced:  # a store that is new
                 there.announce(whole, ended=False)
                 announced = True
             there.count(shard)
@@ -159,5 +160,6 @@ def synthesize(
             report=report,
             worker=partial(Synthesizer, url, settings),
             shared=partial(Shared, store=url, mark=mark),
+            on_start=partial(announce, store, whole),
             on_result=count,
         )

@@ -12,10 +12,13 @@ import dataclasses
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import msgspec
 
 from vlmdistill.pipelines.prompts.importing import Prompt, Prompts
 from vlmdistill.pipelines.responses.quality import Filters
@@ -35,6 +38,12 @@ HELD = "vlmdistill.parts"  # the metadata of a pack: the parts that it was made 
 PACKED = 256  # parts that are packed
 AT_ONCE = 1 << 12  # rows in memory
 COUNTS = ("prompt_tokens", "visual_tokens")
+T = TypeVar("T")
+PartName = Annotated[str, msgspec.Meta(pattern=r"\Apart-[0-9a-f]+\.parquet\Z")]
+
+
+class GoneError(DataError):
+    """A file was packed or removed after it was listed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,18 +176,37 @@ def pack(out: Path) -> None:
 
 
 def _held(path: Path) -> list[str]:
-    """The parts that a pack was made of."""
+    """The parts that a pack was made of; DataError if it cannot be read, or names any other file."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    about: list[str] = json.loads((pq.read_schema(path).metadata or {}).get(HELD.encode(), "[]"))
-    return about
+    try:
+        about = (pq.read_schema(path).metadata or {}).get(HELD.encode(), b"[]")
+        return msgspec.json.decode(about, type=list[PartName])
+    except (OSError, pa.ArrowInvalid, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _damaged(path, error) from None
+
+
+def _damaged(path: Path, error: Exception) -> DataError:
+    if isinstance(error, FileNotFoundError):
+        return GoneError(f"{path} is not there any more: another run has packed it, or it was removed")
+    return DataError(f"{path} is damaged ({str(error).splitlines()[0]}): remove it, and run again")
 
 
 def _paths(out: Path) -> list[Path]:
-    """The files whose rows count."""
+    """The files whose rows count. Packs are listed last: they hold the parts that vanish meanwhile."""
+    parts = sorted(out.glob(PART.format("*")))
     packs = sorted(out.glob(PACK.format("*")))
     held = {name for path in packs for name in _held(path)}
-    return packs + [path for path in sorted(out.glob(PART.format("*"))) if path.name not in held]
+    return packs + [path for path in parts if path.name not in held]
+
+
+def _whole(out: Path, make: Callable[[list[Path]], T]) -> T:
+    """What `make` makes of the files whose rows count; once more if some were packed meanwhile."""
+    try:
+        return make(_paths(out))
+    except GoneError:
+        return make(_paths(out))
 
 
 def _read(path: Path, columns: Sequence[str]) -> Any:
@@ -205,23 +233,21 @@ def _batches(path: Path, columns: Sequence[str]) -> Iterator[Any]:
         raise _damaged(path, error) from None
 
 
-def _damaged(path: Path, error: Exception) -> DataError:
-    return DataError(f"{path} is damaged ({str(error).splitlines()[0]}): remove it, and run again")
-
-
 def table(out: Path, columns: Sequence[str] | None = None) -> Any:
     """All responses as one Arrow table; DataError names a file that cannot be read."""
     import pyarrow as pa
 
     wanted = list(columns or schema().names)
     empty = pa.schema([schema().field(name) for name in wanted]).empty_table()
-    return pa.concat_tables([empty, *(_read(path, wanted) for path in _paths(out))])
+    return _whole(out, lambda paths: pa.concat_tables([empty, *(_read(path, wanted) for path in paths)]))
 
 
 def facts(out: Path) -> "pl.DataFrame":
     """Of each response: `key`, `keep`, `reason`, and its numbers of tokens."""
     names = ("key", "keep", "reason", *COUNTS)
-    return _frame((batch for path in _paths(out) for batch in _batches(path, (*names, "ids"))), names)
+    return _whole(
+        out, lambda paths: _frame((one for path in paths for one in _batches(path, (*names, "ids"))), names)
+    )
 
 
 def _frame(batches: Iterable[Any], names: Sequence[str]) -> "pl.DataFrame":
@@ -277,19 +303,25 @@ class Responses:
     """The kept responses in a folder. In memory are their `facts` alone: `row`, `key`, numbers of tokens."""
 
     def __init__(self, out: Path) -> None:
-        kept = list[Any]()  # of each batch, on its way to the spool
+        self.facts, self._spool = _whole(out, partial(self._reading, out))
 
-        def frames() -> Iterator[Any]:
-            for path in _paths(out):
-                for batch in _batches(path, schema().names):
-                    rows = batch.filter(batch["keep"])
-                    kept.append(_frame([rows], ("key", *COUNTS)))
-                    yield rows
-
+    @staticmethod
+    def _reading(out: Path, paths: Sequence[Path]) -> tuple["pl.DataFrame", Spool]:
+        """Facts and rows of one reading: `row` numbers these rows."""
         import polars as pl
 
-        self._spool = Spool(out.parent, schema(), frames())
-        self.facts = pl.concat([_frame([], ("key", *COUNTS)), *kept]).with_row_index("row")
+        names = ("key", *COUNTS)
+        found = [_frame([], names)]  # and of each batch, on its way to the spool
+
+        def kept() -> Iterator[Any]:
+            for path in paths:
+                for batch in _batches(path, schema().names):
+                    rows = batch.filter(batch["keep"])
+                    found.append(_frame([rows], names))
+                    yield rows
+
+        spool = Spool(out.parent, schema(), kept())
+        return pl.concat(found).with_row_index("row"), spool
 
     def row(self, at: int) -> ResponseRow:
         """One of them."""

@@ -199,13 +199,15 @@ def respond(
     report: OnProgress = silent,
     worker: Callable[..., Responder] = Responder,
     shared: Callable[..., Shared] = Shared,
+    on_start: Callable[[], None] = lambda: None,
     on_result: Callable[[ResponseResult], None] = lambda _: None,
 ) -> ResponseSummary:
     """Generate the responses to `prompts` that `out` lacks. Stopped at any time, it keeps what is done.
 
-    A batch has at most `batch` prompts, a task `task_size`, by default 2 batches. `on_result` gets each
-    result when its responses are on the disk. DataError if `out` was made by another target or with other
-    settings. TargetError if the target cannot be loaded, or if a machine of the cluster has another one.
+    A batch has at most `batch` prompts, a task `task_size`, by default 2 batches. `on_start` is called when
+    all is checked and work is left, `on_result` with each result when its responses are on the disk.
+    DataError if `out` was made by another target or with other settings. TargetError if the target cannot be
+    loaded, or if a machine of the cluster has another one.
     """
     sampling, filters = sampling or SamplingSettings(), filters or Filters()
     options = options or WorkerOptions()
@@ -217,8 +219,6 @@ def respond(
     with only_writer(out):
         for left in out.glob(".*.tmp"):  # by a killed run
             left.unlink()
-        dataset.pack(out)
-        missing = dataset.without_response(prompts, out)
         fingerprint = checkpoint(model)  # before Ray starts
         settings = {
             "checkpoint": str(fingerprint),
@@ -226,9 +226,12 @@ def respond(
             "filters": dataclasses.asdict(filters),
         }
         dataset.check_settings(out, settings)
+        dataset.pack(out)
+        missing = dataset.without_response(prompts, out)
         start, done, tokens, failed = time.monotonic(), len(prompts) - len(missing), 0, dict[str, str]()
         written = 0
         if missing:
+            on_start()
             report(done, len(prompts), "starting")
             make = partial(
                 worker, absolute_model(model), sampling, filters, batch, options.load, options.engine

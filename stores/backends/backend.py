@@ -1,6 +1,7 @@
 """What a store needs of a file system: exclusive creation of whole files, listings, reads of ranges."""
 
 import os
+import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -40,6 +41,7 @@ class Backend(ABC):
     def blocks(self, name: str, start: int, end: int) -> Iterator[memoryview]:
         """Bytes [start, end) of a file, one block after the other."""
         for at in range(start, end, BLOCK):
+            check_wanted()
             yield self.read_range(name, at, min(BLOCK, end - at)).data
 
     @abstractmethod
@@ -121,9 +123,17 @@ class Backend(ABC):
         """Give a `workspace` back and remove it, unless its files are to be found again."""
 
 
+_call = threading.local()
+
+
 def in_flight(function: Callable[[T], U], items: Iterable[T], most: int) -> Iterator[U]:
-    """The results of a function in the order of the items, with up to `most` calls at once."""
-    pool, waiting = ThreadPoolExecutor(most), deque[Future[U]]()
+    """The results of a function in the order of the items, with up to `most` calls at once.
+
+    Interrupted, it waits for no call that asks `check_wanted` now and then.
+    """
+    stop = threading.Event()
+    pool = ThreadPoolExecutor(most, initializer=setattr, initargs=(_call, "stop", stop))
+    waiting = deque[Future[U]]()
     try:
         for item in items:
             waiting.append(pool.submit(function, item))
@@ -131,8 +141,18 @@ def in_flight(function: Callable[[T], U], items: Iterable[T], most: int) -> Iter
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        stop.set()
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def check_wanted() -> None:
+    """InterruptedError in a call of `in_flight` whose result nobody waits for any more."""
+    stop = getattr(_call, "stop", None)
+    if stop and stop.is_set():
+        raise InterruptedError("interrupted")
 
 
 def truncated(where: str) -> StoreError:

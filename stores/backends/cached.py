@@ -10,6 +10,7 @@ reads with its index, and lets the cache `forget` what differs.
 """
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -80,7 +81,8 @@ class Cache:
         unfinished = self.folder / f"{name}.{secrets.token_hex(4)}"
         try:
             with self._locked() as counter:
-                self._reserve(counter, _taken(len(data)))
+                if not self._reserve(counter, _taken(len(data))):
+                    raise OSError(errno.ENOSPC, "files in it cannot be removed, and leave no room")
                 with unfinished.open("xb") as file:
                     file.truncate(len(data))  # whoever counts now counts all of it
             with unfinished.open("r+b") as file:
@@ -112,10 +114,11 @@ class Cache:
         finally:
             os.close(counter)
 
-    def _reserve(self, counter: int, more: int) -> None:
+    def _reserve(self, counter: int, more: int) -> bool:
         """Count `more` bytes in, before they are written: who is killed then leaves a count that is too high.
 
-        If they do not fit by that count, count what is there, and remove what is worth least.
+        If they do not fit by that count, count what is there, and remove what is worth least; false if they
+        still do not fit.
         """
         limit = self.limit - GRAIN  # of `used`
         text = os.pread(counter, 32, 0)
@@ -127,7 +130,9 @@ class Cache:
             for _, name, size in found:
                 if used > room and self.drop(name):
                     used -= size
-        os.pwrite(counter, f"{used + more:<31}\n".encode(), 0)
+        fits = used + more <= limit
+        os.pwrite(counter, f"{used + more * fits:<31}\n".encode(), 0)
+        return fits
 
     def _listed(self) -> list[tuple[bool, str, int]]:
         """Whether a file is long unused, its name, and its size: what is worth least first.

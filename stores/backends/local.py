@@ -279,15 +279,17 @@ class Locks:
 
 def _entries(folder: str) -> Iterator[os.DirEntry[str]]:
     """Everything below a folder that can be listed; links are not followed."""
-    try:
-        with os.scandir(folder) as found:
-            entries = list(found)
-    except OSError:
-        return
-    for entry in entries:
-        yield entry
-        if entry.is_dir(follow_symlinks=False):
-            yield from _entries(entry.path)
+    left = [folder]
+    while left:
+        try:
+            with os.scandir(left.pop()) as found:
+                entries = list(found)
+        except OSError:
+            continue
+        for entry in entries:
+            yield entry
+            if entry.is_dir(follow_symlinks=False):
+                left.append(entry.path)
 
 
 def _link(file: Path, ready: Path) -> None:

@@ -15,7 +15,7 @@ from urllib.parse import unquote
 import fsspec
 import numpy as np
 
-from vlmdistill.stores.backends.backend import REQUESTS, Backend, T, U, truncated
+from vlmdistill.stores.backends.backend import REQUESTS, Backend, T, U, check_wanted, truncated
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.schema import Array
 
@@ -120,6 +120,7 @@ class Remote(Backend):
         wanted = [file for file in files if not self._has(name, file.relative_to(folder), file, there)]
         for file in wanted or [min(files, key=lambda file: file.stat().st_size)]:
             target = f"{name}/{file.relative_to(folder).as_posix()}"
+            check_wanted()
             with self._request(target, write=True):
                 self._fs.put_file(str(file), self._path(target))
 

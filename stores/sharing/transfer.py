@@ -16,7 +16,7 @@ import polars as pl
 from msgspec.structs import replace
 
 from vlmdistill.stores.arrays import write_file
-from vlmdistill.stores.backends.backend import BLOCK, Backend, writing
+from vlmdistill.stores.backends.backend import BLOCK, Backend, check_wanted, writing
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.index.arrow import read_arrow, to_arrow
 from vlmdistill.stores.index.tables import CORE, LOSS, ROW, XXH3
@@ -67,7 +67,8 @@ def _copy_shard(source: Store, target: Store, record: Commit) -> None:
             folder = backend.workspace(f"copy-{label}")
             keep = True  # what arrived before an interruption is not fetched again
             try:
-                files = _gather(source, record, folder, arrays)
+                link = source.backend.is_local and not backend.is_local  # sent from where they lie
+                files = _gather(source, record, folder, arrays, link)
                 unit = _free_unit(backend, unit, files)
                 copy = replace(
                     record,
@@ -85,8 +86,8 @@ def _copy_shard(source: Store, target: Store, record: Commit) -> None:
     raise StoreError(f"{backend.url} is written to by too many others at once: run it again")
 
 
-def _gather(source: Store, record: Commit, folder: Path, arrays: set[str]) -> dict[str, Entry]:
-    """Bring the files of a shard into a folder, those of some arrays alone; (bytes, blake3) of each."""
+def _gather(source: Store, record: Commit, folder: Path, arrays: set[str], link: bool) -> dict[str, Entry]:
+    """Bring the files of a shard, or links, into a folder, of some arrays alone; (bytes, blake3) of each."""
     files = {
         name: entry for name, entry in record.files.items() if "/" not in name or name.split("/")[0] in arrays
     }
@@ -94,8 +95,9 @@ def _gather(source: Store, record: Commit, folder: Path, arrays: set[str]) -> di
     if len(files) < len(record.files):
         del fetched[INDEX]
         files[INDEX] = _copy_index(source, record, folder, arrays)
+    bring = _link if link else _fetch
     for name, entry in fetched.items():
-        _fetch(source.backend, f"{record.named}/{name}", folder / name, entry)
+        bring(source.backend, f"{record.named}/{name}", folder / name, entry)
     return files
 
 
@@ -115,6 +117,19 @@ def _copy_index(source: Store, record: Commit, folder: Path, arrays: set[str]) -
     ]
     (folder / INDEX).unlink(missing_ok=True)
     return write_file(folder / INDEX, to_arrow(table.drop_columns(gone)))
+
+
+def _link(backend: Backend, name: str, path: Path, entry: Entry) -> None:
+    """Link to a file of a local backend; StoreError when it is not what its record says."""
+    size, state = backend.size(name), blake3.blake3()
+    if size is None:
+        raise damaged(f"{backend.url}/{name}", "it is missing")
+    for data in backend.blocks(name, 0, size):
+        state.update(data)
+    if (size, state.hexdigest()) != entry:
+        raise damaged(f"{backend.url}/{name}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(Path(backend.url, name).absolute())
 
 
 def _fetch(backend: Backend, name: str, path: Path, entry: Entry) -> None:
@@ -137,6 +152,7 @@ def _fetch_rest(backend: Backend, name: str, path: Path, size: int) -> str:
         if file.tell():
             state.update_mmap(path)
         for start in range(file.tell(), size, BLOCK):
+            check_wanted()
             try:
                 data = backend.read_range(name, start, min(BLOCK, size - start)).data
             except FileNotFoundError as error:

@@ -182,6 +182,7 @@ def test_the_fastest_tree_is_kept_with_the_drafter(
     (folder / FILE).write_text("[{}]")
     with pytest.raises(DataError, match=FILE):
         evaluate(workspace, ["tuned"], settings)
+    evaluate(workspace, ["tuned"], dataclasses.replace(settings, trees=()))  # needs no such file
 
 
 def test_an_interrupted_evaluation_continues_after_its_last_prompt(
@@ -207,6 +208,7 @@ def test_an_interrupted_evaluation_continues_after_its_last_prompt(
     file.write_bytes(lines[0] + lines[1][:-20])  # died while it wrote
     other = dataclasses.replace(SETTINGS, seed=5)
     assert run(other, lambda *_: None).seed == 5  # of its own
+    run(dataclasses.replace(SETTINGS, how={"attention": "eager"}), lambda *_: None)  # likewise
     made = run(SETTINGS, lambda done, total, remark: remarks.append(done))
     assert remarks == [1, 2, 1, *range(2, 7)]
     first = msgspec.json.decode(lines[0], type=Decoded).results["lookahead"]

@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from vlmdistill.pipelines.features.capturer import (
     CaptureTask,
     capture,
 )
+from vlmdistill.pipelines.flow import capture_features
 from vlmdistill.pipelines.prompts.importing import Prompt, read
 from vlmdistill.pipelines.responses import dataset
 from vlmdistill.pipelines.responses.dataset import SamplingSettings
@@ -148,6 +150,36 @@ def test_a_rerun_captures_only_what_is_missing(given: Given, tmp_path: Path) -> 
     assert second.captured == len(given.kept) - first.captured
     third = run(given, tmp_path / "store")
     assert (third.captured, third.samples) == (0, len(given.kept))
+
+
+def test_a_capture_is_announced_before_its_workers_start(given: Given, tmp_path: Path) -> None:
+    store, seen = tmp_path / "store", list[Any]()
+    run(given, store, ["eagle2"], prompts=given.prompts[:4])
+    assert Store.open(store).capture.ended  # type: ignore[union-attr]
+
+    def look(done: int, total: int, remark: str) -> None:
+        seen.append((remark, Store.open(store).capture))
+
+    settings = CaptureSettings(drafters=["eagle2"])
+    capture(given.prompts, given.responses, str(store), given.model, settings, ONE, look)
+    some = responses_of(given, tmp_path / "some")
+    generated = SamplingSettings(max_new_tokens=10)
+    capture_features(
+        given.model, given.prompts, some, str(store), settings, ONE, sampling=generated,
+        bar=lambda *_: nullcontext(look),
+    )  # fmt: skip
+    began = [one for remark, one in seen if remark == "starting"]
+    assert [(one.ended, one.samples >= len(given.kept)) for one in began] == [(False, True)] * 2
+    assert Store.open(store).capture.ended  # type: ignore[union-attr]
+
+
+def responses_of(given: Given, out: Path) -> Path:
+    """A folder of the same settings, with a response to the first prompt alone."""
+    first = list(dataset.read(given.responses, kept=False))[:1]
+    out.mkdir()
+    shutil.copy(given.responses / dataset.SETTINGS, out)
+    dataset.write_part(out, "0", first)
+    return out
 
 
 def test_responses_or_a_store_of_another_target_are_refused_by_name(

@@ -126,8 +126,13 @@ def test_a_run_does_what_is_missing_and_only_that(
 
 
 def test_other_settings_or_another_target_are_refused_by_name(
-    begun: Path, model: str, prompts: list[Prompt], checkpoint: Callable[..., Path]
+    begun: Path,
+    model: str,
+    prompts: list[Prompt],
+    checkpoint: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(dataset, "PACKED", 1)  # and nothing is packed
     before = sorted(begun.iterdir())
     with pytest.raises(DataError, match=r"temperature 1\.0, not 0\.5"):
         respond(prompts, begun, model, SamplingSettings(max_new_tokens=12, temperature=0.5), ANY)

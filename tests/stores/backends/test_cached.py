@@ -18,7 +18,7 @@ from tests.drafters import synthetic
 from tests.s3 import s3_server
 from tests.stores.samples import make, same, sample
 from vlmdistill.pipelines.train import launch
-from vlmdistill.stores.backends.cached import Cached
+from vlmdistill.stores.backends.cached import Cache, Cached
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.loader.epoch import Epoch
 from vlmdistill.stores.sharing.merge import send
@@ -85,6 +85,18 @@ def test_a_damaged_or_shortened_file_of_the_cache_is_read_again(tmp_path: Path) 
     fetched = store.backend.cache.misses
     assert all(same(store.read(f"k{number:04}"), sample(number)) for number in range(8))
     assert store.backend.cache.misses == fetched
+
+
+def test_files_that_cannot_be_removed_count(tmp_path: Path) -> None:
+    cache = Cache(tmp_path, 8 * 4096)
+    for number in range(5):
+        (tmp_path / f"{number:032x}").mkdir()  # not even root can unlink these
+    (tmp_path / "used").write_text("0")
+    for number in range(5, 20):
+        cache.put(f"{number:032x}", bytes(4096))
+    assert on_disk(tmp_path) <= 8 * 4096
+    Cache(tmp_path, 4 * 4096).put("f" * 32, bytes(4096))
+    assert not (tmp_path / ("f" * 32)).exists()
 
 
 def test_what_is_damaged_in_the_store_is_an_error_until_it_is_mended(tmp_path: Path) -> None:

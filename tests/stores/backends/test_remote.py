@@ -13,7 +13,7 @@ import pytest
 
 from tests.stores.samples import make, same, sample, write
 from tests.stores.web import serving
-from vlmdistill.stores.backends.backend import in_flight
+from vlmdistill.stores.backends.backend import in_flight, open_backend
 from vlmdistill.stores.backends.remote import Remote
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.gc import collect
@@ -133,6 +133,30 @@ def test_a_first_open_asks_twice_for_each_shard_and_the_next_for_none(
     asked.clear()
     assert len(Store.open(store.path)) == 40
     assert not [name for name in asked if name.startswith(("commits/", "shards/"))]
+
+
+def test_calls_in_flight_end_early_when_interrupted(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"data")
+    backend, begun, reads = open_backend(tmp_path), threading.Event(), 200
+
+    def read(number: int) -> int:
+        done = 0
+        while number and done < reads:
+            list(backend.blocks("file", 0, 4))
+            begun.set()
+            time.sleep(0.01)
+            done += 1
+            ended[number] = done
+        return number
+
+    ended = dict[int, int]()
+    results = in_flight(read, range(3), 1)
+    assert next(results) == 0
+    begun.wait(10)
+    with pytest.raises(KeyboardInterrupt):
+        results.throw(KeyboardInterrupt)  # type: ignore[attr-defined]
+    assert ended.keys() == {1}
+    assert ended[1] < reads
 
 
 def test_calls_in_flight_are_bounded_and_none_begins_after_an_error() -> None:

@@ -180,6 +180,15 @@ def test_symbolic_links_are_named_and_are_no_damage(store: Store, tmp_path: Path
     assert [found.kind for found in verify(store.path).damage] == ["missing"]
 
 
+def test_a_thousand_nested_folders_are_listed(store: Store) -> None:
+    top = Path(store.path, "a")
+    try:
+        subprocess.run(["mkdir", "-p", top / "/".join("a" * 1_100)], check=True)
+        verify(store.path)
+    finally:
+        subprocess.run(["rm", "-r", top], check=True)  # pytest could not
+
+
 def test_what_may_not_be_read_is_told_as_that_and_not_as_damage(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

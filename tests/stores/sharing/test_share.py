@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.stores.samples import FEATURES, head, info, make, provenance, same, sample, write
 from vlmdistill.stores import summary
 from vlmdistill.stores.backends.local import Local
+from vlmdistill.stores.backends.remote import Remote
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.integrity.verify import verify
 from vlmdistill.stores.schema import Array, Feature
@@ -208,12 +209,28 @@ def test_units_of_the_longest_names_are_copied_by_view_and_beside_others(tmp_pat
     assert numbers(Store.open(tmp_path / "both")) == list(range(8))
 
 
-def test_damage_does_not_travel(tmp_path: Path) -> None:
+@pytest.mark.parametrize("url", ["{tmp}/there", "memory://{name}"])
+def test_damage_does_not_travel(tmp_path: Path, url: str) -> None:
+    there = url.format(tmp=tmp_path, name=tmp_path.name)
     store = make(tmp_path / "here", [range(4)])
     flip(next((tmp_path / "here").glob("shards/*/hidden.text/c/0/0")))
-    with pytest.raises(StoreError, match=r"hidden\.text/c/0/0"):
-        send(store.path, tmp_path / "there")
-    assert Store.open(tmp_path / "there").keys() == set()
+    with pytest.raises(StoreError, match=r"here/shards/.*hidden\.text/c/0/0"):
+        send(store.path, there)
+    assert Store.open(there).keys() == set()
+
+
+def test_a_push_sends_files_from_where_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish, copies = Remote.publish, list[Path]()
+
+    def look(backend: Remote, folder: Path, name: str) -> None:
+        if name.startswith("shards"):
+            copies.extend(file for file in folder.rglob("*") if file.is_file() and not file.is_symlink())
+        publish(backend, folder, name)
+
+    store = make(tmp_path / "here", [range(4), range(4, 8)])
+    monkeypatch.setattr(Remote, "publish", look)
+    assert send(store.path, f"memory://{tmp_path.name}").copied == 8
+    assert not copies
 
 
 def test_a_pulled_store_needs_nothing_of_the_target(tmp_path: Path) -> None:
