@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from blake3 import blake3
 from msgspec import Meta
@@ -68,6 +68,8 @@ class Position:
 
 class Saved(Record, frozen=True, kw_only=True):
     """The record of a checkpoint."""
+
+    MOST: ClassVar[int] = 1 << 24  # bytes: it names the shards of a growing store
 
     schema: Annotated[int, Meta(ge=1, le=SCHEMA_VERSION)] = SCHEMA_VERSION
     format: Literal[1] = 1

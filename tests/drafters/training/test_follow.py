@@ -15,7 +15,7 @@ import pytest
 from tests.drafters import synthetic
 from tests.drafters.synthetic import plan
 from vlmdistill.drafters.checkpoints import checkpoint
-from vlmdistill.drafters.training import follow
+from vlmdistill.drafters.training import follow, saved
 from vlmdistill.drafters.training.progress import TrainingProgress
 from vlmdistill.drafters.training.run import Run
 from vlmdistill.drafters.training.trainer import train
@@ -94,6 +94,17 @@ def test_a_dead_capture_ends_the_run_which_goes_on_when_it_does(tmp_path: Path) 
     lines = (tmp_path / "out.training" / "metrics.jsonl").read_text().splitlines()
     done = [json.loads(line) for line in lines]
     assert [one["step"] for one in done if "train/loss" in one] == [*range(1, STEPS + 1)]
+
+
+def test_the_checkpoint_of_a_run_holds_the_shards_of_a_large_store(tmp_path: Path) -> None:
+    shards = {f"unit-{number:016x}": 1.5 for number in range(100_000)}
+    now = saved.Saved(
+        signature="", settings={}, ranks=1, dtype="float32", position=saved.Position(shards=shards)
+    )
+    saved.write(tmp_path, now, {})
+    found = saved.read(tmp_path)
+    assert found is not None
+    assert found.position.shards == shards
 
 
 @pytest.mark.parametrize("settings", [(), (f"steps={STEPS}", "validate_every=2")])
