@@ -26,7 +26,7 @@ from vlmdistill.drafters.core.vocabulary import columns_of
 from vlmdistill.drafters.training import deepspeed_engine, follow, ranks, saved
 from vlmdistill.drafters.training.batches import as_batch
 from vlmdistill.drafters.training.progress import Metrics, SampleStats, TrainingProgress, loss_of, memory
-from vlmdistill.drafters.training.run import Run, RunData, finished, furthest, splits
+from vlmdistill.drafters.training.run import Run, RunData, check_follows, finished, furthest, splits
 from vlmdistill.drafters.training.saved import HeldOut, Position, Saved
 from vlmdistill.drafters.training.schedule import RangeTest, Schedule, Sweep, rate_test
 from vlmdistill.drafters.training.signals import ASKING, Signals
@@ -52,6 +52,7 @@ def train(run: Run, on_step: Callable[[TrainingProgress], None] = lambda progres
     """
     with Signals() as signals, ranks.guarded():
         ranks.join()
+        check_follows(run)
         if run.follow:
             follow.Capture(run.store, run.wait).first()
         with ranks.all_or_none():
@@ -129,18 +130,10 @@ class _Trainer:
 
     def begin(self, found: Saved | None, source: int) -> None:
         """Continue from a checkpoint, which the rank `source` has; without one, start."""
-        drafter = self.engine.module.drafter
         if found is None:
             for line in self.taken.lines() if self.taken and self.rank == 0 else ():
                 log.info("%s", line)
-            there = {name for name, _ in drafter.named_buffers()}
-            if columns_of(drafter) is not None and not (self.taken and there & {*self.taken.taken}):
-                if self.capture:
-                    size = self.store.info.vocab_size
-                    raise TrainingError(
-                        f"--follow cannot choose a draft vocabulary: --set draft_vocab={size}"
-                    )
-                self._count_tokens()
+            self._choose_vocabulary()
         else:
             validated = self.config.validate_every > 0 and found.position.best is not None
             expected = deepspeed_engine.expected(self.engine, best=validated)
@@ -177,8 +170,7 @@ class _Trainer:
         stage, keys = next(((one, keys) for one, keys in drawn if one.epochs and keys), (None, []))
         if stage is None:
             raise TrainingError(f"{self.run.store} has no samples for the stages of {self.run.drafter}")
-        if columns_of(self.engine.module.drafter) is not None:
-            self._count_tokens()
+        self._choose_vocabulary()
         epochs = (self._read(keys, seed) for seed in itertools.count(self.run.seed))
         groups = itertools.chain.from_iterable(self._groups(one, len(one)) for one in epochs)
 
@@ -189,8 +181,15 @@ class _Trainer:
 
         return rate_test(stage.name, groups, step, sweep, on_step)
 
-    def _count_tokens(self) -> None:
-        """Let the drafter choose its vocabulary by the tokens of the responses that it will train on."""
+    def _choose_vocabulary(self) -> None:
+        """Let the drafter choose its vocabulary by the responses to train on, unless it began with one."""
+        drafter = self.engine.module.drafter
+        there = {name for name, _ in drafter.named_buffers()}
+        if columns_of(drafter) is None or (self.taken and there & {*self.taken.taken}):
+            return
+        if self.capture:
+            size = self.store.info.vocab_size
+            raise TrainingError(f"--follow cannot choose a draft vocabulary: --set draft_vocab={size}")
         count_V = torch.zeros(self.store.info.vocab_size, dtype=torch.float64)
         reader = Epoch(
             self.store,
@@ -203,7 +202,7 @@ class _Trainer:
         for samples in reader:
             ids_R = torch.from_numpy(samples.ids_T[samples.response_T]).long()
             count_V += torch.bincount(ids_R, minlength=len(count_V))
-        self.engine.module.drafter.choose_vocabulary(ranks.total(count_V.to(self.device)))
+        drafter.choose_vocabulary(ranks.total(count_V.to(self.device)))
 
     def fit(self) -> None:
         """Train all stages, then write the drafter's folder."""
