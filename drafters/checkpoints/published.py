@@ -150,7 +150,10 @@ def load(
     drafter = checkpoint.build(catalogue.base(name), config, found.info(target), head)
     assert isinstance(drafter, Drafter)
     zeros = _fill(folder, drafter, found)
-    checked = _check_others(folder, drafter, found, head)
+    check_columns(folder, drafter)
+    checked = check_copies(folder, drafter, found)
+    if odd := sorted({*found.others} - {*checked}):
+        raise TrainingError(f"{folder}: {odd[0]} has no counterpart in this method")
     facts = {"from": str(folder), "hash": found.hash, "zero": zeros, "checked": checked}
     own = found.info(target)
     changed = {
@@ -251,21 +254,29 @@ def _is(ours: str, key: str) -> bool:
     return key == ours or key.rpartition(".")[0] == ours.partition("/")[0]
 
 
-def _check_others(folder: Path, drafter: Drafter, found: Published, head: Head) -> list[str]:
-    """Compare what has no counterpart with what it is a copy of; returns the names."""
+def check_columns(source: object, drafter: Drafter) -> None:
+    """TrainingError if the tokens that a drafter has columns for are none of the target's."""
     columns_K, vocabulary = columns_of(drafter), drafter.info.vocab_size
     if columns_K is not None and not (
         bool((columns_K.diff() > 0).all()) and int(columns_K[0]) >= 0 and int(columns_K[-1]) < vocabulary
     ):
-        raise TrainingError(f"{folder}: d2t is not an ascending choice of the target's {vocabulary} tokens")
+        raise TrainingError(f"{source}: d2t is not an ascending choice of the target's {vocabulary} tokens")
+
+
+def check_copies(source: object, drafter: Drafter, found: Published, *, chosen: bool = True) -> list[str]:
+    """Compare what is a copy of the target's tensors, or follows from other tensors; returns its names.
+
+    Not `chosen`: the drafter has not taken the checkpoint's choice of tokens.
+    """
+    columns_K = columns_of(drafter)
     taps = tuple(int(name.removeprefix("layer")) for name in drafter.sources if name.startswith("layer"))
     theirs = found.layer.eagle_aux_hidden_state_layer_ids
     if theirs is not None and theirs != taps:
-        raise TrainingError(f"{folder}: it reads the inputs of layers {theirs}; drafters here read {taps}")
+        raise TrainingError(f"{source}: it reads the inputs of layers {theirs}; drafters here read {taps}")
 
     def embedding(table_VD: Tensor) -> bool:
-        rows = min(len(table_VD), len(head.embed_VD))  # tables are padded differently
-        mine_VD = head.embed_VD[:rows].float().cpu()
+        rows = min(len(table_VD), len(drafter.embed_VD))  # tables are padded differently
+        mine_VD = drafter.embed_VD[:rows].float().cpu()
         same_width = table_VD.ndim == 2 and table_VD.shape[1] == mine_VD.shape[1]
         return same_width and torch.allclose(table_VD[:rows].float(), mine_VD, rtol=NEAR, atol=1e-4)
 
@@ -282,16 +293,16 @@ def _check_others(folder: Path, drafter: Drafter, found: Published, head: Head) 
 
     copies: Mapping[str, tuple[Callable[[Tensor], bool], str]] = {
         EMBEDDING: (embedding, "the target's embeddings"),
-        SPOKEN: (spoken, "the choice in d2t"),
+        **({SPOKEN: (spoken, "the choice in d2t")} if chosen else {}),
         FREQUENCIES: (frequencies, f"those of rope_theta {drafter.info.rope_theta:g}"),
     }
-    for name, tensor in found.others.items():
-        check = copies.get(FREQUENCIES if name.endswith(FREQUENCIES) else name)
-        if check is None:
-            raise TrainingError(f"{folder}: {name} has no counterpart in this method")
-        if not check[0](tensor):
-            raise TrainingError(f"{folder}: {name} is not {check[1]}, which a drafter here reads instead")
-    return sorted(found.others)
+    checked = []
+    for name, tensor in sorted(found.others.items()):
+        if check := copies.get(FREQUENCIES if name.endswith(FREQUENCIES) else name):
+            if not check[0](tensor):
+                raise TrainingError(f"{source}: {name} is not {check[1]}, which a drafter here reads instead")
+            checked.append(name)
+    return checked
 
 
 def _differing(config: DrafterConfig, paper: DrafterConfig) -> Mapping[str, Any]:

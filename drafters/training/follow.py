@@ -90,7 +90,7 @@ class Capture:
         while not (found := self.look())[0].units:
             if found[0].ended:
                 raise TrainingError(
-                    f"the capture into {self.path} has ended without a sample: run `vlmdistill features` again"
+                    f"the capture into {self.path} has ended without a sample: run `vlmdistill features`"
                 )
             if found[1]:
                 raise TrainingError(found[1])

@@ -322,13 +322,22 @@ def test_tables_that_are_not_the_targets_are_refused(tmp_path: Path) -> None:
         ("embed_tokens.weight", tensors["embed_tokens.weight"] + 0.1),
         ("t2d", ~tensors["t2d"]),
         ("d2t", tensors["d2t"].flip(0)),
+        ("d2t", tensors["d2t"] + 10**6),
     ]:
         put(folder, {**tensors, name: change}, num_key_value_heads=2)
         with pytest.raises(TrainingError, match=name):
             imported(folder, "eagle3", tmp_path / "ours")
+        with pytest.raises(TrainingError, match=name):
+            begun(folder)
     half = {key: one.half() if one.is_floating_point() else one for key, one in tensors.items()}
     put(folder, half, num_key_value_heads=2)
     imported(folder, "eagle3", tmp_path / "ours")
+    begun(folder)
+
+
+def begun(folder: Path) -> None:
+    """Begin a run with an EAGLE-3 of as many tokens."""
+    Initial.read(folder, "eagle3").into(synthetic.build("eagle3", draft_vocab=len(CHOSEN)), "eagle3")
 
 
 class Payload:

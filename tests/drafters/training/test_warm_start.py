@@ -77,6 +77,16 @@ def test_a_draft_vocabulary_comes_with_its_head(store: Path, tmp_path: Path) -> 
     checkpoint.put(first, checkpoint.describe(first), drafter)
     out = train(plan(store, tmp_path / "out", drafter="eagle3", settings=(*STILL, *small), init=first))
     assert torch.equal(weights(out)["d2t"], drafter["d2t"])
+    run = plan(store, tmp_path / "out", drafter="eagle3", settings=(*STILL, *small), init=first)
+    sweep = Sweep(low=1e-5, high=10.0, steps=20)
+    before = find_rate(run, sweep).losses[0]
+    drafter["d2t"] += 1
+    checkpoint.put(first, checkpoint.describe(first), drafter)
+    assert find_rate(run, sweep).losses[0] != before  # the test of learning rates does not choose again
+    drafter["d2t"] += 10**6
+    checkpoint.put(first, checkpoint.describe(first), drafter)
+    with pytest.raises(TrainingError, match="d2t"):
+        train(plan(store, tmp_path / "other", drafter="eagle3", settings=(*STILL, *small), init=first))
 
 
 def test_an_interrupted_run_goes_on_bit_for_bit_and_not_from_other_weights(
