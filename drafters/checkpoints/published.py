@@ -5,18 +5,18 @@ counterpart here, or is the target's and is compared with it, or the checkpoint 
 """
 
 import json
-import pickle
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import torch
 from blake3 import blake3
-from safetensors import SafetensorError
+from msgspec import Meta
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.checkpoints.settings import override
@@ -38,17 +38,22 @@ PLAIN_AXES = "qwen2_vl"
 """The `model_type` of MSD's code, which gives all axes of M-RoPE the same position: that is plain RoPE."""
 
 
+Size = Annotated[int, Meta(gt=0, le=1 << 20)]
+Heads = Annotated[int, Meta(gt=0, le=1 << 10)]
+Positive = Annotated[float, Meta(gt=0)]
+
+
 class Layer(msgspec.Struct, frozen=True, kw_only=True):
     """What is read of `config.json`; what is missing is as in the authors' code."""
 
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
+    hidden_size: Size
+    intermediate_size: Size
+    num_attention_heads: Heads
+    num_key_value_heads: Heads | None = None
+    head_dim: Heads | None = None
     hidden_act: str = "silu"
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
+    rms_norm_eps: Positive = 1e-6
+    rope_theta: Positive = 10000.0
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
     model_type: str = "llama"
@@ -88,7 +93,7 @@ def is_published(folder: Path) -> bool:
     """Whether a folder holds a checkpoint, and not a drafter of this toolkit."""
     try:
         return "provenance" not in json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return False
 
 
@@ -107,12 +112,14 @@ def read(folder: Path, name: str) -> Published:
             tensors = torch.load(file, map_location="cpu", weights_only=True)
         else:
             tensors = load_file(file)
-        digest = blake3(max_threads=blake3.AUTO).update_mmap(file)
-    except (OSError, SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+    except Exception as error:  # noqa: BLE001 (bytes of a stranger: the unpickler raises what it meets)
         raise TrainingError(f"{file} cannot be read as tensors alone ({_first(error)})") from None
-    if not isinstance(tensors, dict) or not all(isinstance(one, Tensor) for one in tensors.values()):
-        raise TrainingError(f"{file} is not a state dict: it holds more than named tensors")
-    odd = [key for key, one in tensors.items() if one.is_floating_point() and not torch.isfinite(one).all()]
+    if not isinstance(tensors, dict) or not all(
+        isinstance(key, str) and _is_plain(one) for key, one in tensors.items()
+    ):
+        raise TrainingError(f"{file} is not a state dict: it holds more than named dense tensors")
+    digest = blake3(max_threads=blake3.AUTO).update_mmap(file)
+    odd = [key for key, one in tensors.items() if not torch.isfinite(one.float()).all()]
     if odd:
         raise TrainingError(f"{file}: {odd[0]} holds values that are not finite")
     digest.update((folder / "config.json").read_bytes())
@@ -180,19 +187,39 @@ def _layer(folder: Path) -> Layer:
     try:
         raw = json.loads(file.read_bytes())
         layer = msgspec.convert(raw, Layer)
-    except (OSError, ValueError, TypeError) as error:
+        rope = layer.rope_scaling or layer.rope_parameters or {}
+        theta = msgspec.convert(rope.get("rope_theta", layer.rope_theta), Positive)
+        heads = layer.num_attention_heads
+        width = layer.head_dim or layer.hidden_size // heads
+        if heads % (layer.num_key_value_heads or heads) or not width or width % 2:
+            raise ValueError(f"num_attention_heads {heads} do not fit the other sizes")
+        if not math.isfinite(theta + layer.rms_norm_eps):
+            raise ValueError("a number is not finite")
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise TrainingError(f"{file} is not the configuration of a drafter ({one_line(error)})") from None
     for switch in UNKNOWN:
         if raw.get(switch):
             raise TrainingError(f"{file}: {switch}={raw[switch]} is another architecture than the authors'")
     if layer.hidden_act != "silu":
         raise TrainingError(f"{file}: hidden_act is {layer.hidden_act}, and drafters here have silu")
-    rope = layer.rope_scaling or layer.rope_parameters or {}
     scaling = rope.get("rope_type") or rope.get("type") or "default"
     plain = ("default", "mrope") if layer.model_type == PLAIN_AXES else ("default",)
     if scaling not in plain or ("mrope_section" in rope and layer.model_type != PLAIN_AXES):
         raise TrainingError(f"{file}: rope_scaling {rope} is not plain RoPE, which drafters here have")
-    return msgspec.structs.replace(layer, rope_theta=float(rope.get("rope_theta", layer.rope_theta)))
+    return msgspec.structs.replace(layer, rope_theta=theta)
+
+
+def _is_plain(one: object) -> bool:
+    """Whether it is a dense tensor, not a scalar, that holds as many bytes as its shape says."""
+    return (
+        type(one) in (Tensor, nn.Parameter)
+        and isinstance(one, Tensor)
+        and one.layout == torch.strided
+        and one.device.type == "cpu"
+        and not (one.is_quantized or one.is_nested or one.is_complex())
+        and one.ndim > 0
+        and one.untyped_storage().nbytes() >= one.numel() * one.element_size()
+    )
 
 
 def _translate(
