@@ -76,7 +76,8 @@ def train(
     find_lr: Annotated[
         bool,
         typer.Option(
-            "--find-lr", help="Only test rising learning rates on fresh weights and suggest one; no drafter."
+            "--find-lr",
+            help="Only test rising learning rates and suggest one, from fresh weights or those of --init.",
         ),
     ] = False,
     force: Annotated[
@@ -116,6 +117,9 @@ def train(
     if find_lr:
         if ranks > 1 or "RANK" in os.environ:
             raise typer.BadParameter("--find-lr runs in one process: leave out --ranks")
+        others = {"--force": force, "--follow": follow, "--checkpoints": checkpoints, "--tracker": tracker}
+        if odd := [option for option, given in others.items() if given]:
+            raise typer.BadParameter(f"--find-lr only reads the store and keeps nothing: leave out {odd[0]}")
         _find_rate(plan, as_json)
         return
     with console.progress(f"training {name or drafter}", "steps") as report:

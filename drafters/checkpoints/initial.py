@@ -53,23 +53,19 @@ class Initial:
     source: str
     hash: str
     weights: Mapping[str, Tensor]
-    others: tuple[str, ...]
-    """Tensors without a counterpart that are no copies of the target's."""
     settings: Mapping[str, Any]
     facts: Mapping[str, float]
     """Facts of its layer that no weight shows: rotary base and epsilon of the norms."""
+    theirs: published.Published | None = None
+    """The published checkpoint that it was read from."""
 
     @classmethod
     def read(cls, folder: Path, drafter: str) -> "Initial":
         """Read a drafter folder, or a published checkpoint as if it were of `drafter`."""
         if published.is_published(folder):
             found = published.read(folder, drafter)
-            copies = (published.EMBEDDING, published.SPOKEN)
-            others = [
-                name for name in found.others if name not in copies and published.FREQUENCIES not in name
-            ]
             facts = {"rope_theta": found.layer.rope_theta, "rms_norm_eps": found.layer.rms_norm_eps}
-            return cls(str(folder), found.hash, found.weights, tuple(others), found.settings, facts)
+            return cls(str(folder), found.hash, found.weights, found.settings, facts, found)
         description = checkpoint.describe(folder)
         file = folder / "model.safetensors"
         try:
@@ -82,18 +78,20 @@ class Initial:
         facts = {"rope_theta": info.rope_theta, "rms_norm_eps": info.rms_norm_eps}
         digest.update(json.dumps(facts).encode())
         settings = {"drafter": description["drafter"], **vars(config.model)}
-        return cls(str(folder), digest.hexdigest()[:16], weights, (), settings, facts)
+        return cls(str(folder), digest.hexdigest()[:16], weights, settings, facts)
 
     def info(self, target: TargetInfo) -> TargetInfo:
         """The target's facts with those of this drafter's layer, with which its weights were trained."""
         return replace(target, **self.facts)
 
     def into(self, drafter: Drafter, name: str) -> Taken:
-        """Give a drafter the weights that fit; TrainingError if there are none."""
+        """Give a drafter the weights that fit; TrainingError if there are none, or if they are damaged.
+
+        Also if a published checkpoint's copies of the target's tensors show that it is of another target.
+        """
         state = drafter.state_dict()
         taken = [key for key in state if key in self.weights and self.weights[key].shape == state[key].shape]
-        fresh, unused = {}, dict.fromkeys(self.others, f"{name} has no such tensor")
-        zero = []
+        fresh, unused, zero = dict[str, str](), dict[str, str](), list[str]()
         for key, value in state.items():
             if key in taken:
                 continue
@@ -115,6 +113,11 @@ class Initial:
                 state[key].copy_(self.weights[key])
             for key in zero:
                 state[key].zero_()
+        published.check_columns(self.source, drafter)
+        if found := self.theirs:
+            chosen = any(buffer in taken for buffer, _ in drafter.named_buffers())
+            copies = published.check_copies(self.source, drafter, found, chosen=chosen)
+            unused |= dict.fromkeys(sorted({*found.others} - {*copies}), f"{name} has no such tensor")
         return Taken(taken, fresh, unused, zero, self._differing(drafter.config))
 
     def record(self, taken: Taken) -> dict[str, Any]:

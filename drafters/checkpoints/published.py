@@ -5,18 +5,18 @@ counterpart here, or is the target's and is compared with it, or the checkpoint 
 """
 
 import json
-import pickle
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import torch
 from blake3 import blake3
-from safetensors import SafetensorError
+from msgspec import Meta
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.checkpoints.settings import override
@@ -38,17 +38,22 @@ PLAIN_AXES = "qwen2_vl"
 """The `model_type` of MSD's code, which gives all axes of M-RoPE the same position: that is plain RoPE."""
 
 
+Size = Annotated[int, Meta(gt=0, le=1 << 20)]
+Heads = Annotated[int, Meta(gt=0, le=1 << 10)]
+Positive = Annotated[float, Meta(gt=0)]
+
+
 class Layer(msgspec.Struct, frozen=True, kw_only=True):
     """What is read of `config.json`; what is missing is as in the authors' code."""
 
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
+    hidden_size: Size
+    intermediate_size: Size
+    num_attention_heads: Heads
+    num_key_value_heads: Heads | None = None
+    head_dim: Heads | None = None
     hidden_act: str = "silu"
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
+    rms_norm_eps: Positive = 1e-6
+    rope_theta: Positive = 10000.0
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
     model_type: str = "llama"
@@ -88,7 +93,7 @@ def is_published(folder: Path) -> bool:
     """Whether a folder holds a checkpoint, and not a drafter of this toolkit."""
     try:
         return "provenance" not in json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return False
 
 
@@ -107,12 +112,14 @@ def read(folder: Path, name: str) -> Published:
             tensors = torch.load(file, map_location="cpu", weights_only=True)
         else:
             tensors = load_file(file)
-        digest = blake3(max_threads=blake3.AUTO).update_mmap(file)
-    except (OSError, SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+    except Exception as error:  # noqa: BLE001 (bytes of a stranger: the unpickler raises what it meets)
         raise TrainingError(f"{file} cannot be read as tensors alone ({_first(error)})") from None
-    if not isinstance(tensors, dict) or not all(isinstance(one, Tensor) for one in tensors.values()):
-        raise TrainingError(f"{file} is not a state dict: it holds more than named tensors")
-    odd = [key for key, one in tensors.items() if one.is_floating_point() and not torch.isfinite(one).all()]
+    if not isinstance(tensors, dict) or not all(
+        isinstance(key, str) and _is_plain(one) for key, one in tensors.items()
+    ):
+        raise TrainingError(f"{file} is not a state dict: it holds more than named dense tensors")
+    digest = blake3(max_threads=blake3.AUTO).update_mmap(file)
+    odd = [key for key, one in tensors.items() if not torch.isfinite(one.float()).all()]
     if odd:
         raise TrainingError(f"{file}: {odd[0]} holds values that are not finite")
     digest.update((folder / "config.json").read_bytes())
@@ -150,7 +157,10 @@ def load(
     drafter = checkpoint.build(catalogue.base(name), config, found.info(target), head)
     assert isinstance(drafter, Drafter)
     zeros = _fill(folder, drafter, found)
-    checked = _check_others(folder, drafter, found, head)
+    check_columns(folder, drafter)
+    checked = check_copies(folder, drafter, found)
+    if odd := sorted({*found.others} - {*checked}):
+        raise TrainingError(f"{folder}: {odd[0]} has no counterpart in this method")
     facts = {"from": str(folder), "hash": found.hash, "zero": zeros, "checked": checked}
     own = found.info(target)
     changed = {
@@ -177,19 +187,39 @@ def _layer(folder: Path) -> Layer:
     try:
         raw = json.loads(file.read_bytes())
         layer = msgspec.convert(raw, Layer)
-    except (OSError, ValueError, TypeError) as error:
+        rope = layer.rope_scaling or layer.rope_parameters or {}
+        theta = msgspec.convert(rope.get("rope_theta", layer.rope_theta), Positive)
+        heads = layer.num_attention_heads
+        width = layer.head_dim or layer.hidden_size // heads
+        if heads % (layer.num_key_value_heads or heads) or not width or width % 2:
+            raise ValueError(f"num_attention_heads {heads} do not fit the other sizes")
+        if not math.isfinite(theta + layer.rms_norm_eps):
+            raise ValueError("a number is not finite")
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise TrainingError(f"{file} is not the configuration of a drafter ({one_line(error)})") from None
     for switch in UNKNOWN:
         if raw.get(switch):
             raise TrainingError(f"{file}: {switch}={raw[switch]} is another architecture than the authors'")
     if layer.hidden_act != "silu":
         raise TrainingError(f"{file}: hidden_act is {layer.hidden_act}, and drafters here have silu")
-    rope = layer.rope_scaling or layer.rope_parameters or {}
     scaling = rope.get("rope_type") or rope.get("type") or "default"
     plain = ("default", "mrope") if layer.model_type == PLAIN_AXES else ("default",)
     if scaling not in plain or ("mrope_section" in rope and layer.model_type != PLAIN_AXES):
         raise TrainingError(f"{file}: rope_scaling {rope} is not plain RoPE, which drafters here have")
-    return msgspec.structs.replace(layer, rope_theta=float(rope.get("rope_theta", layer.rope_theta)))
+    return msgspec.structs.replace(layer, rope_theta=theta)
+
+
+def _is_plain(one: object) -> bool:
+    """Whether it is a dense tensor, not a scalar, that holds as many bytes as its shape says."""
+    return (
+        type(one) in (Tensor, nn.Parameter)
+        and isinstance(one, Tensor)
+        and one.layout == torch.strided
+        and one.device.type == "cpu"
+        and not (one.is_quantized or one.is_nested or one.is_complex())
+        and one.ndim > 0
+        and one.untyped_storage().nbytes() >= one.numel() * one.element_size()
+    )
 
 
 def _translate(
@@ -251,21 +281,29 @@ def _is(ours: str, key: str) -> bool:
     return key == ours or key.rpartition(".")[0] == ours.partition("/")[0]
 
 
-def _check_others(folder: Path, drafter: Drafter, found: Published, head: Head) -> list[str]:
-    """Compare what has no counterpart with what it is a copy of; returns the names."""
+def check_columns(source: object, drafter: Drafter) -> None:
+    """TrainingError if the tokens that a drafter has columns for are none of the target's."""
     columns_K, vocabulary = columns_of(drafter), drafter.info.vocab_size
     if columns_K is not None and not (
         bool((columns_K.diff() > 0).all()) and int(columns_K[0]) >= 0 and int(columns_K[-1]) < vocabulary
     ):
-        raise TrainingError(f"{folder}: d2t is not an ascending choice of the target's {vocabulary} tokens")
+        raise TrainingError(f"{source}: d2t is not an ascending choice of the target's {vocabulary} tokens")
+
+
+def check_copies(source: object, drafter: Drafter, found: Published, *, chosen: bool = True) -> list[str]:
+    """Compare what is a copy of the target's tensors, or follows from other tensors; returns its names.
+
+    Not `chosen`: the drafter has not taken the checkpoint's choice of tokens.
+    """
+    columns_K = columns_of(drafter)
     taps = tuple(int(name.removeprefix("layer")) for name in drafter.sources if name.startswith("layer"))
     theirs = found.layer.eagle_aux_hidden_state_layer_ids
     if theirs is not None and theirs != taps:
-        raise TrainingError(f"{folder}: it reads the inputs of layers {theirs}; drafters here read {taps}")
+        raise TrainingError(f"{source}: it reads the inputs of layers {theirs}; drafters here read {taps}")
 
     def embedding(table_VD: Tensor) -> bool:
-        rows = min(len(table_VD), len(head.embed_VD))  # tables are padded differently
-        mine_VD = head.embed_VD[:rows].float().cpu()
+        rows = min(len(table_VD), len(drafter.embed_VD))  # tables are padded differently
+        mine_VD = drafter.embed_VD[:rows].float().cpu()
         same_width = table_VD.ndim == 2 and table_VD.shape[1] == mine_VD.shape[1]
         return same_width and torch.allclose(table_VD[:rows].float(), mine_VD, rtol=NEAR, atol=1e-4)
 
@@ -282,16 +320,16 @@ def _check_others(folder: Path, drafter: Drafter, found: Published, head: Head) 
 
     copies: Mapping[str, tuple[Callable[[Tensor], bool], str]] = {
         EMBEDDING: (embedding, "the target's embeddings"),
-        SPOKEN: (spoken, "the choice in d2t"),
+        **({SPOKEN: (spoken, "the choice in d2t")} if chosen else {}),
         FREQUENCIES: (frequencies, f"those of rope_theta {drafter.info.rope_theta:g}"),
     }
-    for name, tensor in found.others.items():
-        check = copies.get(FREQUENCIES if name.endswith(FREQUENCIES) else name)
-        if check is None:
-            raise TrainingError(f"{folder}: {name} has no counterpart in this method")
-        if not check[0](tensor):
-            raise TrainingError(f"{folder}: {name} is not {check[1]}, which a drafter here reads instead")
-    return sorted(found.others)
+    checked = []
+    for name, tensor in sorted(found.others.items()):
+        if check := copies.get(FREQUENCIES if name.endswith(FREQUENCIES) else name):
+            if not check[0](tensor):
+                raise TrainingError(f"{source}: {name} is not {check[1]}, which a drafter here reads instead")
+            checked.append(name)
+    return checked
 
 
 def _differing(config: DrafterConfig, paper: DrafterConfig) -> Mapping[str, Any]:

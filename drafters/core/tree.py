@@ -19,7 +19,7 @@ class Tree:
     `total` nodes are verified, the root (the last sampled token) included. Each level has the `k` children of
     each of the `k` best nodes above; `depth` levels follow the first one. A chain of n tokens is total n + 1,
     depth n - 1, k 1. With a `confidence` above 0 it ends before the drafter gives its tokens together a lower
-    probability; on a GPU each token is then waited for.
+    probability; on a GPU each token is then waited for. It has four decimals at most.
     """
 
     total: int = 60
@@ -31,7 +31,7 @@ class Tree:
     def parse(cls, text: str) -> "Tree":
         """Read `30-3-8`, `chain-5` or `chain-8-0.3`; DataError on other text."""
         parts = text.split("-")
-        if found := re.fullmatch(r"chain-([1-9]\d*)(?:-(0\.\d+))?", text):
+        if found := re.fullmatch(r"chain-([1-9]\d*)(?:-(0\.(?!0+$)\d{1,4}))?", text):
             length = int(found[1])
             return cls(length + 1, length - 1, 1, float(found[2] or 0))
         if len(parts) == 3 and all(part.isdecimal() for part in parts):
@@ -44,7 +44,8 @@ class Tree:
 
     def __str__(self) -> str:
         if self.k == 1 and self.total == self.depth + 2:
-            return f"chain-{self.total - 1}" + (f"-{self.confidence:g}" if self.confidence else "")
+            confidence = f"-{self.confidence:.4f}".rstrip("0") if self.confidence else ""
+            return f"chain-{self.total - 1}{confidence}"
         return f"{self.total}-{self.depth}-{self.k}"
 
 

@@ -31,12 +31,17 @@ class Growth:
 
     @classmethod
     def of(cls, store: Store | None) -> "Growth":
-        """What a store holds by now; nothing yet if no capture has begun."""
-        if store is None or (capture := store.capture) is None:
+        """What a store holds by now; nothing yet if no capture has begun.
+
+        Units without the record of a capture are those of an older, copied or merged store: they are all.
+        """
+        if store is None:
             return cls()
-        units = store.units()
+        capture, units = store.capture, store.units()
         records = store.backend.map(store.commit, units)
         samples = sum(record.rows["sample"] for record in records)
+        if capture is None:
+            return cls(tuple(units), samples, samples, bool(units))
         return cls(tuple(units), samples, capture.samples, capture.ended)
 
     def steps(self, whole: int) -> int:
@@ -83,6 +88,10 @@ class Capture:
     def first(self) -> None:
         """Wait until there is something to read; TrainingError after `wait` seconds without."""
         while not (found := self.look())[0].units:
+            if found[0].ended:
+                raise TrainingError(
+                    f"the capture into {self.path} has ended without a sample: run `vlmdistill features`"
+                )
             if found[1]:
                 raise TrainingError(found[1])
             time.sleep(POLL)

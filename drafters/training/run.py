@@ -79,8 +79,6 @@ class RunData:
                 f"{run.store} does not hold {', '.join(missing)}, which {run.drafter} needs: capture "
                 f"them into another store with `vlmdistill features --for {run.drafter} --store DIR`"
             )
-        if run.follow:
-            check_follows(run)
         samples = splits(run, store)
         if run.config.training.validate_every and samples and not samples[-1].held_out:
             raise TrainingError(
@@ -115,8 +113,10 @@ def splits(run: Run, store: Store, among: Collection[str] | None = None) -> list
 
 
 def check_follows(run: Run) -> None:
-    """TrainingError when a run cannot follow a growing store."""
+    """TrainingError when a run is to follow a growing store and cannot."""
     training = run.config.training
+    if not run.follow:
+        return
     if not training.steps:
         raise TrainingError("--follow needs a number of steps, since epochs grow: give --set steps=N")
     if training.validate_every:

@@ -10,12 +10,13 @@ Rank 0 writes it; the others get it from the rank that has it. Nothing in it can
 checked before use: a checkpoint may come from someone else.
 """
 
+import logging
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from blake3 import blake3
 from msgspec import Meta
@@ -31,6 +32,7 @@ from vlmdistill.stores.errors import StoreError, TrainingError, one_line
 from vlmdistill.stores.manifest import Record, seal, unseal
 from vlmdistill.stores.schema import SCHEMA_VERSION
 
+log = logging.getLogger(__name__)
 RECORD = "checkpoint.json"
 RANKS = 2**16  # the most that a run may have had
 
@@ -68,6 +70,8 @@ class Position:
 
 class Saved(Record, frozen=True, kw_only=True):
     """The record of a checkpoint."""
+
+    MOST: ClassVar[int] = 1 << 24  # bytes: it names the shards of a growing store
 
     schema: Annotated[int, Meta(ge=1, le=SCHEMA_VERSION)] = SCHEMA_VERSION
     format: Literal[1] = 1
@@ -114,10 +118,10 @@ def write(folder: Path, saved: Saved, tensors: Mapping[str, Tensor]) -> None:
                 shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
 
 
-def send(folder: Path, url: str) -> None:
+def send(folder: Path, url: str) -> str:
     """Copy the checkpoint of a folder to another folder or a URL, then delete the copy before.
 
-    TrainingError when it cannot be written.
+    Returns why it failed, which is also logged: the checkpoint in the folder is whole.
     """
     try:
         there, saved = open_backend(url), unseal((folder / RECORD).read_bytes(), Saved, RECORD)
@@ -130,7 +134,10 @@ def send(folder: Path, url: str) -> None:
         there.replace(RECORD, seal(saved))
         discard(url, but=saved.copied)
     except (OSError, StoreError) as error:
-        raise TrainingError(f"no checkpoint can be copied to {url} ({one_line(error)})") from None
+        why = f"no checkpoint can be copied to {url} ({one_line(error)})"
+        log.warning("%s: the next one is tried again", why)
+        return why
+    return ""
 
 
 def discard(url: str, but: str = "") -> None:

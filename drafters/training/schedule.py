@@ -3,11 +3,12 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from math import ceil
+from math import ceil, isfinite
 from typing import TypeVar
 
 from vlmdistill.drafters.core.config import Stage, TrainConfig
 from vlmdistill.drafters.training.saved import Position
+from vlmdistill.stores.errors import TrainingError
 
 SMOOTHING = 0.9  # share of the mean so far in the smoothed loss
 DIVERGED = 4.0  # times the lowest smoothed loss: the test ends
@@ -103,6 +104,25 @@ class RangeTest:
         return not smoothed[-1] <= DIVERGED * min(smoothed)  # also when it is not a number
 
     @property
+    def useless(self) -> str:
+        """Why the lowest loss says nothing of the rate, and what to do; empty when it does."""
+        smoothed = self.smoothed
+        best = smoothed.index(min(smoothed))
+        if not isfinite(smoothed[0]):
+            return f"the first loss is {self.losses[0]}: check the store with `vlmdistill store verify`"
+        if min(smoothed) >= smoothed[0] * (1 - 1e-6):  # of equal losses, the means differ by their rounding
+            return (
+                f"no loss is below the first, {self.losses[0]:.4g}: give a loss a weight above 0, or fewer "
+                "samples a step with --set batch_tokens=N, or keep the rate of the recipe"
+            )
+        if best == len(smoothed) - 1:
+            return (
+                f"the loss falls up to the highest rate, {self.rates[-1]:.1e}: keep the rate of the recipe, "
+                "or compare short runs with --set steps=N"
+            )
+        return ""
+
+    @property
     def lowest(self) -> float:
         """The rate at which the smoothed loss was lowest."""
         smoothed = self.smoothed
@@ -124,7 +144,10 @@ def rate_test(
     sweep: Sweep,
     on_step: Callable[[int, int, str], None],
 ) -> RangeTest:
-    """Take steps of rising learning rates, each on a group of batches, until the loss diverges."""
+    """Take steps of rising learning rates, each on a group of batches, until the loss diverges.
+
+    TrainingError when nothing was learnt, or when the loss was lowest at either end.
+    """
     rates: list[float] = []
     losses: list[float] = []
     test = RangeTest(stage, rates, losses)
@@ -134,4 +157,6 @@ def rate_test(
         on_step(number + 1, sweep.steps, f"learning rate {rates[-1]:.1e}, loss {losses[-1]:.3f}")
         if test.diverged:
             break
+    if why := test.useless:
+        raise TrainingError(f"the test of learning rates in stage {stage} suggests none: {why}")
     return test

@@ -4,6 +4,7 @@ trackio and wandb have the same three calls; both print, and stdout belongs to r
 """
 
 import importlib
+import re
 import sys
 from collections.abc import Mapping
 from contextlib import redirect_stdout
@@ -70,16 +71,18 @@ class _Board:
 
 class _Runs:
     def __init__(self, name: str, module: Any, about: About) -> None:
-        own = {"id": about.signature, "dir": str(about.folder)} if name == "wandb" else {}
+        # Runs of other targets, or of a name with other settings, are others; one that starts over is new.
+        label = re.sub(r"[^\w.-]", "-", f"{about.target}-{about.name}-{about.signature}")[-128:]
+        own = {"id": label, "dir": str(about.folder)} if name == "wandb" else {}
+        own |= {"resume": "allow"} if about.done else {}
         about.folder.mkdir(parents=True, exist_ok=True)
         self._module = module
         with redirect_stdout(sys.stderr):
             self._run = module.init(
                 project=PROJECT,
-                name=about.name,
+                name=label,
                 group=about.target,
                 config=dict(about.settings),
-                resume="allow",
                 **own,
             )
 

@@ -26,7 +26,7 @@ from vlmdistill.drafters.core.vocabulary import columns_of
 from vlmdistill.drafters.training import deepspeed_engine, follow, ranks, saved
 from vlmdistill.drafters.training.batches import as_batch
 from vlmdistill.drafters.training.progress import Metrics, SampleStats, TrainingProgress, loss_of, memory
-from vlmdistill.drafters.training.run import Run, RunData, finished, furthest, splits
+from vlmdistill.drafters.training.run import Run, RunData, check_follows, finished, furthest, splits
 from vlmdistill.drafters.training.saved import HeldOut, Position, Saved
 from vlmdistill.drafters.training.schedule import RangeTest, Schedule, Sweep, rate_test
 from vlmdistill.drafters.training.signals import ASKING, Signals
@@ -52,14 +52,13 @@ def train(run: Run, on_step: Callable[[TrainingProgress], None] = lambda progres
     """
     with Signals() as signals, ranks.guarded():
         ranks.join()
+        check_follows(run)
         if run.follow:
             follow.Capture(run.store, run.wait).first()
         with ranks.all_or_none():
             data = RunData.of(run)
-        how = {
-            name: getattr(run, name)
-            for name in ("zero", "precision", "micro_tokens", "held_out", "save_every")
-        }
+        named = ("zero", "precision", "micro_tokens", "held_out", "save_every")
+        how = {name: getattr(run, name) for name in named}
         origin = {"provenance": content_hash(data.store.provenance.to_dict())}
         ranks.same(data.settings | how | origin, "train the same")
         if not ranks.first(lambda: finished(run, data)):
@@ -77,11 +76,12 @@ def train(run: Run, on_step: Callable[[TrainingProgress], None] = lambda progres
 def find_rate(
     run: Run, sweep: Sweep, on_step: Callable[[int, int, str], None] = lambda done, total, remark: None
 ) -> RangeTest:
-    """Train fresh weights at rising learning rates on the first stage that has samples; nothing is kept.
+    """Train the weights that `train` begins with at rising learning rates; nothing is kept.
 
-    TrainingError as for `train`, or when no stage has samples.
+    The first stage that has samples is tried. TrainingError as for `train`, or when no stage has samples.
     """
     with Signals() as signals:
+        signals.where = lambda: "a test of learning rates keeps nothing: the same command starts again"
         return _Trainer(run, RunData.of(run), signals, lambda progress: None).find_rate(sweep, on_step)
 
 
@@ -98,6 +98,7 @@ class _Trainer:
         self.capture = follow.Capture(run.store, run.wait) if run.follow else None
         self.allowed = sys.maxsize  # steps, as far as the capture is
         self.saved = 0  # the step of the last checkpoint
+        self.missing = ""  # why its copy failed
         self.metrics: Metrics | None = None  # on rank 0
         self.best: dict[str, torch.Tensor] = {}  # weights at `position.best`, on rank 0, if the run validates
         self.measures = SampleStats()
@@ -129,18 +130,10 @@ class _Trainer:
 
     def begin(self, found: Saved | None, source: int) -> None:
         """Continue from a checkpoint, which the rank `source` has; without one, start."""
-        drafter = self.engine.module.drafter
         if found is None:
             for line in self.taken.lines() if self.taken and self.rank == 0 else ():
                 log.info("%s", line)
-            there = {name for name, _ in drafter.named_buffers()}
-            if columns_of(drafter) is not None and not (self.taken and there & {*self.taken.taken}):
-                if self.capture:
-                    size = self.store.info.vocab_size
-                    raise TrainingError(
-                        f"--follow cannot choose a draft vocabulary: --set draft_vocab={size}"
-                    )
-                self._count_tokens()
+            self._choose_vocabulary()
         else:
             validated = self.config.validate_every > 0 and found.position.best is not None
             expected = deepspeed_engine.expected(self.engine, best=validated)
@@ -177,8 +170,7 @@ class _Trainer:
         stage, keys = next(((one, keys) for one, keys in drawn if one.epochs and keys), (None, []))
         if stage is None:
             raise TrainingError(f"{self.run.store} has no samples for the stages of {self.run.drafter}")
-        if columns_of(self.engine.module.drafter) is not None:
-            self._count_tokens()
+        self._choose_vocabulary()
         epochs = (self._read(keys, seed) for seed in itertools.count(self.run.seed))
         groups = itertools.chain.from_iterable(self._groups(one, len(one)) for one in epochs)
 
@@ -189,21 +181,23 @@ class _Trainer:
 
         return rate_test(stage.name, groups, step, sweep, on_step)
 
-    def _count_tokens(self) -> None:
-        """Let the drafter choose its vocabulary by the tokens of the responses that it will train on."""
+    def _choose_vocabulary(self) -> None:
+        """Let the drafter choose its vocabulary by the responses to train on, unless it began with one."""
+        drafter = self.engine.module.drafter
+        there = {name for name, _ in drafter.named_buffers()}
+        if columns_of(drafter) is None or (self.taken and there & {*self.taken.taken}):
+            return
+        if self.capture:
+            size = self.store.info.vocab_size
+            raise TrainingError(f"--follow cannot choose a draft vocabulary: --set draft_vocab={size}")
         count_V = torch.zeros(self.store.info.vocab_size, dtype=torch.float64)
         reader = Epoch(
-            self.store,
-            (),
-            keys=self.keys,
-            token_budget=self.budget,
-            rank=self.rank,
-            world=self.world,
+            self.store, (), keys=self.keys, token_budget=self.budget, rank=self.rank, world=self.world
         )
         for samples in reader:
             ids_R = torch.from_numpy(samples.ids_T[samples.response_T]).long()
             count_V += torch.bincount(ids_R, minlength=len(count_V))
-        self.engine.module.drafter.choose_vocabulary(ranks.total(count_V.to(self.device)))
+        drafter.choose_vocabulary(ranks.total(count_V.to(self.device)))
 
     def fit(self) -> None:
         """Train all stages, then write the drafter's folder."""
@@ -222,6 +216,10 @@ class _Trainer:
         if self.position.total == 0:
             raise TrainingError(f"{self.run.store} has no samples for the stages of {self.run.drafter}")
         ranks.first(self._publish)
+        if self.missing:
+            self._copy()
+        if self.missing:
+            raise TrainingError(f"{self.missing}; the drafter is done, in {self.run.out}")
 
     def close(self) -> None:
         """Write out what is still to be recorded."""
@@ -439,27 +437,26 @@ class _Trainer:
         return as_batch(samples, self.store.provenance.dtype).to(self.device, self.dtype)
 
     def _save(self) -> None:
-        """Write a checkpoint; TrainingError on all ranks when it cannot be written."""
+        """Write a checkpoint and try to copy it; TrainingError on all ranks when it cannot be written."""
         tensors = deepspeed_engine.state(self.engine) | self.best
-        data = self.data
         now = Saved(
-            signature=data.signature,
-            settings=data.settings,
+            signature=self.data.signature,
+            settings=self.data.settings,
             ranks=self.world,
             dtype=self.run.precision,
             position=self.position,
         )
 
-        def write() -> None:
-            saved.write(self.run.state, now, tensors)
-            if self.run.checkpoints:
-                saved.send(self.run.state, self.run.checkpoints)
-
         try:
-            ranks.first(write)
+            ranks.first(lambda: saved.write(self.run.state, now, tensors))
         except TrainingError as error:
             raise TrainingError(f"{error}; {self._where()}") from None
         self.saved = self.position.total
+        self._copy()
+
+    def _copy(self) -> None:
+        if url := self.run.checkpoints:
+            self.missing = ranks.first(lambda: saved.send(self.run.state, url))
 
     def _stop(self, number: int) -> None:
         """Write a checkpoint and end the run, as a signal asked."""
@@ -467,6 +464,8 @@ class _Trainer:
             self._save()
         except TrainingError as error:
             raise StoppedError(str(error), number) from None
+        if self.missing:
+            raise TrainingError(f"{self.missing}; {self._where()}")
         raise StoppedError(self._where(), number)
 
     def _where(self) -> str:

@@ -322,13 +322,22 @@ def test_tables_that_are_not_the_targets_are_refused(tmp_path: Path) -> None:
         ("embed_tokens.weight", tensors["embed_tokens.weight"] + 0.1),
         ("t2d", ~tensors["t2d"]),
         ("d2t", tensors["d2t"].flip(0)),
+        ("d2t", tensors["d2t"] + 10**6),
     ]:
         put(folder, {**tensors, name: change}, num_key_value_heads=2)
         with pytest.raises(TrainingError, match=name):
             imported(folder, "eagle3", tmp_path / "ours")
+        with pytest.raises(TrainingError, match=name):
+            begun(folder)
     half = {key: one.half() if one.is_floating_point() else one for key, one in tensors.items()}
     put(folder, half, num_key_value_heads=2)
     imported(folder, "eagle3", tmp_path / "ours")
+    begun(folder)
+
+
+def begun(folder: Path) -> None:
+    """Begin a run with an EAGLE-3 of as many tokens."""
+    Initial.read(folder, "eagle3").into(synthetic.build("eagle3", draft_vocab=len(CHOSEN)), "eagle3")
 
 
 class Payload:
@@ -346,6 +355,61 @@ def test_a_pickle_that_runs_code_is_never_run(tmp_path: Path, monkeypatch: pytes
         imported(folder, "eagle2", tmp_path / "ours")
     assert "\n" not in str(refused.value)
     assert not (tmp_path / "it-ran").exists()
+
+
+EXPANDED = torch.ones(1).expand(10**6, 10**6)  # 4 TB
+STRANGE: dict[str, Any] = {
+    "text": b"version https://git-lfs.github.com/spec/v1",
+    "a short pickle": b"\x80\x02.",
+    "a shorter one": b"\x80\x02}q",
+    "memory of a pickle": b"\x80\x02h\x05.",
+    "nothing": b"",
+    "keys": {1: torch.ones(2)},
+    "a sparse tensor": {"fc.bias": torch.ones(WIDTH).to_sparse()},
+    "an expanded tensor": {"embed_tokens.weight": EXPANDED},
+    "no storage": {"fc.bias": torch.ones(WIDTH, device="meta")},
+    "a scalar": {"lm_head.weight": torch.ones(())},
+    "a scalar bias": {"fc.bias": torch.ones(())},
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", STRANGE)
+def test_a_file_that_is_no_state_dict_is_refused_in_one_line(case: str, tmp_path: Path) -> None:
+    folder, content = write(tmp_path / "theirs", Eagle()), STRANGE[case]
+    file = folder / "pytorch_model.bin"
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    else:
+        torch.save({**torch.load(file, weights_only=True), **content}, file)
+    for name in ("eagle2", "eagle3"):
+        with pytest.raises(TrainingError) as refused:
+            imported(folder, name, tmp_path / "ours")
+        assert "\n" not in str(refused.value)
+        assert str(file) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"rope_theta": "x"},
+        {"rope_theta": None},
+        {"rope_theta": math.inf},
+        {"rope_parameters": {"rope_theta": "x"}},
+        {"rope_parameters": {"rope_theta": None}},
+        {"rms_norm_eps": -1.0},
+        {"num_attention_heads": 0},
+        {"num_attention_heads": 1000},
+        {"num_key_value_heads": 3},
+        {"head_dim": 3},
+        {"intermediate_size": 10**12},
+    ],
+    ids=str,
+)
+def test_a_configuration_of_no_layer_is_refused_in_one_line(odd: dict[str, Any], tmp_path: Path) -> None:
+    folder = write(tmp_path / "theirs", Eagle(), **odd)
+    with pytest.raises(TrainingError, match=r"config\.json"):
+        imported(folder, "eagle2", tmp_path / "ours")
 
 
 def test_a_run_begins_with_a_published_checkpoint(tmp_path: Path) -> None:

@@ -144,13 +144,18 @@ def test_a_chain_ends_where_the_drafter_is_not_confident(confidence: float) -> N
     assert len(chances) == 6 + min(6, kept + 1)  # nothing is drafted after that
 
 
-@pytest.mark.parametrize("shape", ["chain-8-0.3", "chain-1", "30-3-8"])
+@pytest.mark.parametrize("shape", ["chain-8-0.3", "chain-8-0.0001", "chain-8-0.9999", "chain-1", "30-3-8"])
 def test_a_shape_is_read_as_it_is_written(shape: str) -> None:
     assert str(Tree.parse(shape)) == shape
+    assert Tree.parse(str(Tree.parse(shape))) == Tree.parse(shape)
 
 
 @pytest.mark.parametrize(
-    "text", ["chain-0", "chain-8-1.5", "chain-8-0.", "chain-8--0.3", "1-3-8", "30-3", "auto"]
+    "text",
+    [
+        *("chain-0", "chain-8-1.5", "chain-8-0.", "chain-8-0.0", "chain-8-0.00001", "chain-8-0.1234567"),
+        *("chain-8--0.3", "1-3-8", "30-3", "auto"),
+    ],
 )
 def test_what_is_no_shape_is_refused(text: str) -> None:
     with pytest.raises(DataError):

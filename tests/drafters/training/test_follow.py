@@ -15,7 +15,7 @@ import pytest
 from tests.drafters import synthetic
 from tests.drafters.synthetic import plan
 from vlmdistill.drafters.checkpoints import checkpoint
-from vlmdistill.drafters.training import follow
+from vlmdistill.drafters.training import follow, saved
 from vlmdistill.drafters.training.progress import TrainingProgress
 from vlmdistill.drafters.training.run import Run
 from vlmdistill.drafters.training.trainer import train
@@ -96,10 +96,36 @@ def test_a_dead_capture_ends_the_run_which_goes_on_when_it_does(tmp_path: Path) 
     assert [one["step"] for one in done if "train/loss" in one] == [*range(1, STEPS + 1)]
 
 
+def test_the_checkpoint_of_a_run_holds_the_shards_of_a_large_store(tmp_path: Path) -> None:
+    shards = {f"unit-{number:016x}": 1.5 for number in range(100_000)}
+    now = saved.Saved(
+        signature="", settings={}, ranks=1, dtype="float32", position=saved.Position(shards=shards)
+    )
+    saved.write(tmp_path, now, {})
+    found = saved.read(tmp_path)
+    assert found is not None
+    assert found.position.shards == shards
+
+
+def test_a_store_without_the_record_of_a_capture_is_all_there_is(tmp_path: Path) -> None:
+    """As it was captured by an earlier version, merged, pushed or pulled."""
+    synthetic.store(tmp_path / "store", SHARD * SHARDS)
+    assert follow.Capture(str(tmp_path / "store"), 60).look()[0].ended
+    seen = list[int]()
+    train(following(tmp_path / "store", tmp_path / "out", wait=60), lambda one: seen.append(one.step))
+    assert len(seen) == STEPS
+
+
+def test_a_capture_that_has_ended_without_a_sample_is_refused_at_once(tmp_path: Path) -> None:
+    synthetic.store(tmp_path / "store", 0).announce(0, ended=True)
+    for unit in (tmp_path / "store" / "commits").glob("*"):
+        unit.unlink()
+    with pytest.raises(TrainingError, match="ended"):
+        train(following(tmp_path / "store", tmp_path / "out", wait=1e6))
+
+
 @pytest.mark.parametrize("settings", [(), (f"steps={STEPS}", "validate_every=2")])
-def test_what_cannot_follow_is_refused(settings: tuple[str, ...], tmp_path: Path) -> None:
-    capture(tmp_path / "store", 0)
-    with pytest.raises(TrainingError):
-        train(
-            replace(plan(tmp_path / "store", tmp_path / "out", settings=settings, held_out=0.3), follow=True)
-        )
+def test_what_cannot_follow_is_refused_before_it_waits(settings: tuple[str, ...], tmp_path: Path) -> None:
+    run = plan(tmp_path / "store", tmp_path / "out", settings=settings, held_out=0.3)
+    with pytest.raises(TrainingError, match="--follow"):
+        train(replace(run, follow=True, wait=1e6))

@@ -3,9 +3,12 @@
 import json
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +220,36 @@ def test_a_checkpoint_that_cannot_be_written_is_not_said_to_be(store: Path, tmp_
     assert "\n" not in str(caught.value)
 
 
+def test_a_copy_that_fails_is_made_later_and_only_at_the_end_it_counts(store: Path, tmp_path: Path) -> None:
+    way, seen = tmp_path / "copies", list[int]()
+    run = plan(store, tmp_path / "out", checkpoints=str(way / "run"))
+
+    def hear(stop: int, back: int) -> Callable[[TrainingProgress], None]:
+        def heard(one: TrainingProgress) -> None:
+            seen.append(one.step)
+            if not way.exists():
+                way.write_text("in the way")
+            if one.step == back:
+                way.unlink()
+                way.mkdir()
+            if one.step == stop:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        return heard
+
+    with pytest.raises(TrainingError, match=r"copied to .* 5 of .* all of them saved"):
+        train(run, hear(4, 0))
+    way.unlink()
+    train(run, hear(0, 8))
+    assert seen[5] == 6
+    assert [file.name for file in (way / "run").glob("step*/*")] == [f"step{len(seen) // 3 * 3}.safetensors"]
+    shutil.rmtree(way)
+    whole = replace(run, out=tmp_path / "whole")
+    with pytest.raises(TrainingError, match="copied to"):
+        train(whole, hear(0, 0))
+    assert (whole.out / "model.safetensors").read_bytes() == (run.out / "model.safetensors").read_bytes()
+
+
 # A checkpoint that something has happened to
 
 
@@ -345,10 +378,10 @@ def test_a_drafter_folder_is_whole_or_refused(store: Path, tmp_path: Path) -> No
     weights = load_file(out / "model.safetensors")
     assert not any("embed" in name or "lm_head" in name for name in weights)
     origin = Store.open(store).provenance
-    from msgspec.structs import replace
+    from msgspec import structs
 
     with pytest.raises(TrainingError, match="weights_hash w, not other"):
-        checkpoint.load(out, tables, synthetic.INFO, provenance=replace(origin, weights_hash="other"))
+        checkpoint.load(out, tables, synthetic.INFO, provenance=structs.replace(origin, weights_hash="other"))
     file = out / "model.safetensors"
     content = file.read_bytes()
     for damaged in (content[: len(content) // 2], b"", content[:8] + b"\\xff" * 100 + content[108:]):

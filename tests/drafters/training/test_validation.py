@@ -298,8 +298,17 @@ def test_trackers_get_the_figures_of_every_step_and_no_word_on_stdout(
 
     monkeypatch.setitem(sys.modules, name, SimpleNamespace(init=init, finish=finish))
     run = plan(store, tmp_path / "out", settings=SETTINGS, trackers=(name,), **HOW)
+    with pytest.raises(StoppedError):
+        train(run, lambda one: os.kill(os.getpid(), signal.SIGTERM) if one.step == 5 else None)
     train(run)
     kept = figures(run)
     assert sent == [{key: value for key, value in one.items() if key != "stage"} for one in kept]
-    assert (begun[0]["name"], begun[0]["resume"], len(ended)) == ("out", "allow", 1)
+    first, second = begun
+    assert second == {**first, "resume": "allow"}
+    assert "resume" not in first
+    assert len(ended) == 2
+    train(plan(store, tmp_path / "out2", settings=(*SETTINGS, "steps=1"), trackers=(name,), **HOW))
+    assert begun[2]["name"] != first["name"]
+    assert all("synthetic" in one["name"] for one in begun)
+    assert [one["id"] == one["name"] for one in begun if "id" in one] == [True] * (3 * (name == "wandb"))
     assert capsys.readouterr().out == ""

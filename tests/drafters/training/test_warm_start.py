@@ -1,5 +1,7 @@
 """A run that begins with another drafter's weights, and the test of learning rates."""
 
+import os
+import signal
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,11 @@ from safetensors.torch import load_file
 from tests.drafters import synthetic
 from tests.drafters.synthetic import plan
 from tests.drafters.training.test_trainer import stopped
+from vlmdistill.cli.main import main
 from vlmdistill.drafters.checkpoints import checkpoint
-from vlmdistill.drafters.training.schedule import RangeTest, Sweep
+from vlmdistill.drafters.training.schedule import RangeTest, Sweep, rate_test
 from vlmdistill.drafters.training.trainer import find_rate, train
-from vlmdistill.stores.errors import TrainingError
+from vlmdistill.stores.errors import StoppedError, TrainingError
 
 pytestmark = pytest.mark.slow
 STILL = ("stages.*.learning_rate=0", "steps=4")  # what is trained stays as it began
@@ -77,6 +80,16 @@ def test_a_draft_vocabulary_comes_with_its_head(store: Path, tmp_path: Path) -> 
     checkpoint.put(first, checkpoint.describe(first), drafter)
     out = train(plan(store, tmp_path / "out", drafter="eagle3", settings=(*STILL, *small), init=first))
     assert torch.equal(weights(out)["d2t"], drafter["d2t"])
+    run = plan(store, tmp_path / "out", drafter="eagle3", settings=(*STILL, *small), init=first)
+    sweep = Sweep(low=1e-5, high=10.0, steps=20)
+    before = find_rate(run, sweep).losses[0]
+    drafter["d2t"] += 1
+    checkpoint.put(first, checkpoint.describe(first), drafter)
+    assert find_rate(run, sweep).losses[0] != before  # the test of learning rates does not choose again
+    drafter["d2t"] += 10**6
+    checkpoint.put(first, checkpoint.describe(first), drafter)
+    with pytest.raises(TrainingError, match="d2t"):
+        train(plan(store, tmp_path / "other", drafter="eagle3", settings=(*STILL, *small), init=first))
 
 
 def test_an_interrupted_run_goes_on_bit_for_bit_and_not_from_other_weights(
@@ -111,6 +124,31 @@ def test_a_range_test_tries_rising_rates_and_leaves_nothing_behind(store: Path, 
     assert test.suggestion == test.lowest / 10
     assert find_rate(run, sweep).losses == test.losses
     assert not [*tmp_path.iterdir()]
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [[NAN, NAN], [0.0] * 9, [2.0] * 9, [1.0, 2.0, 9.0], [5.0, 4.0, 3.0, 2.0], [1.0, NAN]],
+    ids=str,
+)
+def test_a_range_test_that_learnt_nothing_suggests_nothing(losses: list[float]) -> None:
+    sweep = Sweep(steps=len(losses))
+    with pytest.raises(TrainingError):
+        rate_test("text", losses, lambda loss, rate: loss, sweep, lambda done, total, remark: None)
+    falls = [5.0, 4.0, 3.0, 9.0]
+    test = rate_test("text", falls, lambda loss, rate: loss, Sweep(), lambda done, total, remark: None)
+    assert test.lowest == test.rates[2]
+
+
+def test_a_stopped_range_test_does_not_go_on(store: Path, tmp_path: Path) -> None:
+    with pytest.raises(StoppedError) as stopped:
+        find_rate(plan(store, tmp_path / "out"), Sweep(), lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    assert "goes on" not in str(stopped.value)
+    for option in ("--force", "--follow", "--checkpoints=/nowhere", "--tracker=tensorboard"):
+        assert main(["train", "sparrow", "--find-lr", option, "--runs", str(tmp_path)]) == 2
 
 
 def test_a_loss_that_is_not_a_number_ends_a_range_test() -> None:

@@ -36,6 +36,7 @@ from vlmdistill.pipelines.responses import dataset
 from vlmdistill.pipelines.responses.dataset import SamplingSettings
 from vlmdistill.pipelines.responses.quality import Filters
 from vlmdistill.pipelines.responses.responder import respond
+from vlmdistill.pipelines.runtime.reporting import OnProgress, silent
 from vlmdistill.pipelines.runtime.workers import WorkerOptions
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint as checkpoint_of
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
@@ -97,6 +98,7 @@ def run(
     prompts: list[Prompt] | None = None,
     responses: Path | None = None,
     options: WorkerOptions = ONE,
+    report: OnProgress = silent,
     **settings: Any,
 ) -> CaptureSummary:
     return capture(
@@ -106,6 +108,7 @@ def run(
         given.model,
         CaptureSettings(drafters=drafters, **settings),
         options,
+        report,
     )
 
 
@@ -353,10 +356,22 @@ def test_a_drafter_is_trained_while_its_features_are_captured(given: Given, tmp_
         str(tmp_path),
     ]
     command += ["--follow", "--store", str(store), "--set", "steps=60", "--set", "batch_tokens=64", "--json"]
+    before: list[str] = []  # the figures of steps that were taken before the capture had ended
+
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as training:
-        run(given, store, ["sparrow"], dtype="float32", batch_tokens=64, shard_bytes=20_000)
+
+        def wait(done: int, total: int, remark: str = "") -> None:
+            while done == total and not before and training.poll() is None:
+                assert not Store.open(store).capture.ended  # type: ignore[union-attr]
+                for file in tmp_path.rglob("metrics.jsonl"):
+                    before.extend(file.read_text().splitlines())
+                time.sleep(0.05)
+
+        how: dict[str, Any] = {"dtype": "float32", "batch_tokens": 64, "shard_bytes": 20_000}
+        run(given, store, ["sparrow"], report=wait, **how)
         shown, err = training.communicate(timeout=400)
     assert training.returncode == 0, err
+    assert before
     facts = json.loads(shown)
     assert facts["steps"] == 60
     record = json.loads((Path(facts["drafter"]) / "config.json").read_bytes())
