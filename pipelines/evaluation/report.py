@@ -6,46 +6,24 @@ compared are in separate groups (`comparison.gather`).
 
 import base64
 import io
-import math
 import mimetypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from vlmdistill.pipelines.evaluation import served_records
+from vlmdistill.pipelines.evaluation import charts, served_records
+from vlmdistill.pipelines.evaluation.charts import Chart
 from vlmdistill.pipelines.evaluation.comparison import DrafterResult, Group, differing, gather
 from vlmdistill.pipelines.evaluation.records import Evaluation, ShownResponse
 from vlmdistill.pipelines.evaluation.served_records import ServedEvaluation
 from vlmdistill.pipelines.workspace import Workspace, atomic_write
 
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
 IMAGE_SIDE = 320  # pixels of the longer side of an embedded image
-WIDTH, HEIGHT = 400.0, 220.0  # of a chart
-LEFT, RIGHT, TOP, BOTTOM = 44.0, 386.0, 10.0, 180.0  # of its plot area
-BAR = 40.0  # height of a bar with its label
-
-Point = tuple[float, float]
-
-
-@dataclass(frozen=True)
-class Series:
-    """One line or bar of a chart: its values and their coordinates."""
-
-    name: str
-    style: int  # of color, marker and dashes
-    values: list[float]
-    points: list[Point]
-    span: Point | None = None  # of a bar: the ends of its interval
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A chart in its own coordinates; a tick is a value and its coordinate."""
-
-    series: list[Series]
-    x_ticks: list[Point]
-    y_ticks: list[Point]
-    height: float
 
 
 @dataclass(frozen=True)
@@ -65,36 +43,48 @@ class GroupView:
     styles: Mapping[str, int]  # of each drafter, the same on the whole page
 
     @property
-    def acceptance(self) -> list[tuple[float, Chart]]:
-        """Acceptance per position, a chart for each temperature."""
-        charts = []
-        for ranking in self.group.rankings:
-            lines = {
-                one.name: (self.styles[one.name], list(enumerate(one.figures.alpha, 1)))
-                for one in ranking.results
-                if one.figures.alpha
-            }
-            if lines:
-                charts.append((ranking.temperature, _lines(lines)))
-        return charts
+    def speed(self) -> list[Chart]:
+        """Speedup and decode speedup, a chart for each temperature."""
+        return [charts.speed(one, self.styles, self.group.results) for one in self.group.rankings]
 
     @property
-    def speed(self) -> list[tuple[float, Chart]]:
-        """Speedup (bar) and decode speedup (mark), a chart for each temperature, all on one scale."""
-        most = max(1.0, *(max(_speeds(one)) for one in self.group.results)) * 1.05
-        x = _scale(0, most, 2, WIDTH - 14)
-        ticks = [(tick, x(tick)) for tick in sorted({1.0, *_ticks(0, most)})]
-        charts = []
-        for ranking in self.group.rankings:
-            bars = []
-            for number, one in enumerate(ranking.results):
-                values = [one.figures.speedup, one.figures.decode_speedup]
-                points = [(x(value), BAR * number) for value in values]
-                found = one.figures.intervals.get("speedup")
-                span = (x(found.low), x(found.high)) if found else None
-                bars.append(Series(one.name, self.styles[one.name], values, points, span))
-            charts.append((ranking.temperature, Chart(bars, ticks, [], BAR * len(bars))))
-        return charts
+    def against_tau(self) -> list[Chart]:
+        """Decode speedup over tau, a chart for each temperature."""
+        everything = self.group.results
+        return _found(charts.against_tau(one, self.styles, everything) for one in self.group.rankings)
+
+    @property
+    def cycles(self) -> list[Chart]:
+        """The milliseconds of a cycle, a chart for each temperature."""
+        return _found(charts.cycle(one, self.styles) for one in self.group.rankings)
+
+    @property
+    def prefills(self) -> list[Chart]:
+        """The milliseconds of the prefill, a chart for each temperature."""
+        return _found(charts.prefill(one, self.styles) for one in self.group.rankings)
+
+    @property
+    def budgets(self) -> list[tuple[DrafterResult, dict[str, float], dict[str, float]]]:
+        """The milliseconds of a cycle and of the prefill, by phase."""
+        return [
+            (one, charts.milliseconds(one, charts.CYCLE), charts.milliseconds(one, charts.PREFILL))
+            for one in self.group.results
+            if one.figures.budget is not None
+        ]
+
+    @property
+    def trees(self) -> list[Chart]:
+        """Decode speedup and tau by tree, a chart for each temperature and drafter with several trees."""
+        found: dict[tuple[float, str], list[DrafterResult]] = {}
+        for one in sorted(self.group.results, key=lambda one: one.figures.tau):
+            found.setdefault((one.temperature, one.name.partition("@")[0]), []).append(one)
+        several = [found[key] for key in sorted(found) if len(found[key]) > 1]
+        return [charts.trees(some, self.styles) for some in several]
+
+    @property
+    def acceptance(self) -> list[Chart]:
+        """Acceptance per position, a chart for each temperature."""
+        return _found(charts.acceptance(one, self.styles) for one in self.group.rankings)
 
     @property
     def samples(self) -> list[ShownPrompt]:
@@ -110,15 +100,10 @@ class GroupView:
 
     @property
     def learning(self) -> list[tuple[Evaluation, Chart | None]]:
-        """Each evaluation with its held-out agreement during training, a mark for each drafted token."""
-        charts: list[tuple[Evaluation, Chart | None]] = []
-        for one in sorted(self.group.evaluations, key=lambda one: one.name):
-            points: dict[str, tuple[int, list[Point]]] = {}
-            for entry in one.training.history:
-                for ahead, share in enumerate(entry.held_out_agreement, 1):
-                    points.setdefault(f"token {ahead}", (ahead - 1, []))[1].append((entry.step, share))
-            charts.append((one, _lines(points) if points else None))
-        return charts
+        """Each evaluation with its held-out agreement during training."""
+        return [
+            (one, charts.learning(one)) for one in sorted(self.group.evaluations, key=lambda one: one.name)
+        ]
 
 
 @dataclass(frozen=True)
@@ -145,31 +130,41 @@ def make(workspace: Workspace, out: Path | None = None) -> ReportPage:
 
 
 def _page(title: str, groups: Sequence[Group], served: Sequence[ServedEvaluation]) -> str:
-    from jinja2 import Environment, StrictUndefined
-
     names = sorted({one.name for group in groups for one in group.evaluations})
     styles = {name: number for number, name in enumerate(names)}
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    return (
+        _templates()
+        .get_template("report.html.jinja")
+        .render(
+            title=title,
+            views=[GroupView(group, styles) for group in groups],
+            differing=differing(groups),
+            served=[(one.measured, line) for one in served for line in served_records.table([one])],
+            columns=served_records.TABLE,
+        )
+    )
+
+
+def _templates() -> "Environment":
+    from jinja2 import Environment, FunctionLoader, StrictUndefined
+
+    folder = resources.files("vlmdistill.pipelines.evaluation")
+    found = Environment(
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        loader=FunctionLoader(lambda name: (folder / name).read_text(encoding="utf-8")),
     )
     formats = {"fixed": "{:.2f}", "percent": "{:.0%}", "short": "{:g}", "grouped": "{:,.0f}"}
-    environment.filters |= {name: form.format for name, form in formats.items()}
-    template = resources.files("vlmdistill.pipelines.evaluation") / "report.html.jinja"
-    return environment.from_string(template.read_text(encoding="utf-8")).render(
-        title=title,
-        views=[GroupView(group, styles) for group in groups],
-        differing=differing(groups),
-        served=[(one.measured, line) for one in served for line in served_records.table([one])],
-        columns=served_records.TABLE,
-        plane={"width": WIDTH, "left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM, "bar": BAR},
-    )
+    found.filters |= {name: form.format for name, form in formats.items()}
+    margins = {"left": charts.LEFT, "right": charts.RIGHT, "top": charts.TOP, "below": charts.BELOW}
+    found.globals["plane"] = {"width": charts.WIDTH, "bar": charts.BAR, **margins}
+    return found
 
 
-def _speeds(result: DrafterResult) -> list[float]:
-    """All values that the speed chart shows of a result."""
-    found = result.figures.intervals.get("speedup")
-    upper = [found.high] if found else []
-    return [result.figures.speedup, result.figures.decode_speedup, *upper]
+def _found(maybe: Iterable[Chart | None]) -> list[Chart]:
+    return [chart for chart in maybe if chart is not None]
 
 
 def _embedded(path: Path) -> dict[str, str]:
@@ -195,30 +190,3 @@ def _embedded(path: Path) -> dict[str, str]:
         copies.append((len(buffer.getvalue()), kind, base64.b64encode(buffer.getvalue()).decode()))
     _, kind, data = min(copies)
     return {"name": path.name, "kind": "image", "uri": f"data:image/{kind};base64,{data}"}
-
-
-def _lines(lines: Mapping[str, tuple[int, Sequence[Point]]]) -> Chart:
-    """A chart of shares over positions or steps; `lines` are style and points by name."""
-    xs = [x for _, points in lines.values() for x, _ in points]
-    across, down = _scale(min(xs), max(xs), LEFT + 10, RIGHT), _scale(0, 1, BOTTOM, TOP)
-    series = [
-        Series(name, style, [y for _, y in points], [(across(x), down(min(1, y))) for x, y in points])
-        for name, (style, points) in lines.items()
-    ]
-    x_ticks = [(x, across(x)) for x in _ticks(min(xs), max(xs), least=1)]
-    return Chart(series, x_ticks, [(y, down(y)) for y in (0, 0.25, 0.5, 0.75, 1)], HEIGHT)
-
-
-def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
-    """Map low..high to start..end, in tenths; everything to the middle if low equals high."""
-    if high <= low:
-        return lambda value: (start + end) / 2
-    return lambda value: round(start + (end - start) * (value - low) / (high - low), 1)
-
-
-def _ticks(low: float, high: float, least: float = 0.1) -> list[float]:
-    """Round numbers in low..high, at most about eight, at least `least` apart."""
-    rough = max((high - low) / 8, least)
-    size = 10.0 ** math.floor(math.log10(rough))
-    step = next(size * factor for factor in (1, 2, 5, 10) if size * factor >= rough)
-    return [step * count for count in range(math.ceil(low / step), math.floor(high / step) + 1)]

@@ -13,6 +13,7 @@ from vlmdistill.pipelines.evaluation.records import (
     Decoding,
     Evaluation,
     Measurement,
+    Phases,
     Piece,
     PromptResult,
     ShownResponse,
@@ -56,6 +57,12 @@ def drafted(**changes: Any) -> Decoding:
     return dataclasses.replace(fields, **changes)
 
 
+def phases(decode_seconds: float = 0.9) -> Phases:
+    """Half of the decoding verifies, and a tenth is between the phases."""
+    draft, verify, accept = (max(0.0, share * decode_seconds) for share in (0.3, 0.5, 0.1))
+    return Phases(vision=0.02, prefill=0.07, draft_prefill=0.01, draft=draft, verify=verify, accept=accept)
+
+
 def measured(
     temperature: float = 0.0,
     *,
@@ -82,6 +89,7 @@ def measured(
                     "check": (own or greedy)[number],
                     "seconds": 1.5 / speedup * float(factor_P[number]),
                     "decode_seconds": 1.5 / speedup * float(factor_P[number]) - 0.1,
+                    "phases": phases(1.5 / speedup * float(factor_P[number]) - 0.1),
                     **changes,
                 }
             ),

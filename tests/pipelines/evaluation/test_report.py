@@ -126,11 +126,31 @@ def test_page_shows_what_was_measured(workspace: Workspace, save: Save) -> None:
     assert "300" in page.text
     assert "4,200" in page.text
     drawings = [label for label in page.attributes("aria-label", "svg") if label]
-    assert any({"eagle2:", "1.20", "1.22"} <= set(label.split()) for label in drawings)
+    assert any("eagle2: 1.20 1.22" in label for label in drawings)
     assert any("sparrow: 90% 67% 75%" in label for label in drawings)
     assert any("token 1: 50% 60% 70%" in label for label in drawings)
     assert page.text.count("0.90\u20130.90") == 1  # the interval of a speedup
     assert "alert" not in page.attributes("role")
+
+
+def test_charts_of_time_and_of_trees(workspace: Workspace, save: Save) -> None:
+    save("sparrow@chain-4", measured(0.0))  # 0.9 s in 32 cycles, after 0.1 s
+    save("sparrow@30-3-8", measured(0.0, calls=26), tree="30-3-8")
+    labels = Page(make(workspace).page).attributes("aria-label", "svg")
+    (cycle,) = [label for label in labels if label.startswith("Milliseconds of a cycle")]
+    assert "sparrow@chain-4: 8.44 14.06 2.81 2.81" in cycle  # draft, verify, accept, other
+    (prefill,) = [label for label in labels if label.startswith("Milliseconds of the prefill")]
+    assert "sparrow@chain-4: 20.00 70.00 10.00" in prefill
+    (against,) = [label for label in labels if label.startswith("Decode speedup against tau")]
+    assert "sparrow@chain-4: 3.25 1.56 2.00" in against  # the last: 3.25 * 13.46 / (13.46 + 8.44)
+    (trees,) = [label for label in labels if "by tree" in label]
+    assert re.findall(r"@(\S+): [\d.]+ ([\d]\.\d\d)", trees) == [("chain-4", "3.25"), ("30-3-8", "4.00")]
+
+
+def test_an_evaluation_without_phases_has_no_charts_of_time(workspace: Workspace, save: Save) -> None:
+    save("sparrow", measured(0.0, phases=None))
+    labels = Page(make(workspace).page).attributes("aria-label", "svg")
+    assert not [label for label in labels if "Milliseconds" in label or "by tree" in label]
 
 
 def test_points_of_training_are_points(workspace: Workspace, save: Save) -> None:
