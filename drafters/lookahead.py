@@ -44,6 +44,7 @@ class Lookahead(Proposer):
             at_least(self, 1, "window", "guesses")
 
     config: Config
+    shaped = False
 
     def draft(self, prompt: Batch, target: Target) -> "Window":
         """Begin with a window of random tokens of the prompt."""

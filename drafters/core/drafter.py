@@ -36,6 +36,8 @@ class Proposer(nn.Module, ABC):
     """How it is trained; the defaults are its paper's."""
     tree: Tree = Tree()
     """The tree that it drafts unless another one is asked for."""
+    shaped: ClassVar[bool] = True
+    """Whether it drafts the tree that is asked for; else always one of its own."""
 
     embed_VD: Tensor
     lm_head_VD: Tensor

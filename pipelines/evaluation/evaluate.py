@@ -113,7 +113,7 @@ def evaluate(
         searched = _others(chosen, prompts_file or workspace.prompts, workspace.model) or chosen
     for name, drafter in drafters.items():
         for tree in _trees(workspace.drafter(name), drafter, target, settings, searched, on_prompt):
-            label = name if len(settings.trees) < 2 else f"{name}@{tree}"
+            label = name if len(settings.trees) < 2 or not drafter.shaped else f"{name}@{tree}"
             decoders[label], names_of[label] = (drafter, tree), name
     decoded = {at: one for at, one in decoded.items() if one.results.keys() == decoders.keys()}
     total = len(chosen) * len(settings.temperatures)
@@ -236,7 +236,10 @@ def _trees(
     on_prompt: Callable[[int, int, str], None],
 ) -> list[Tree]:
     """The trees to decode with. `auto` is kept with the drafter in `folder`, or searched for on `prompts`."""
-    auto = "auto" in settings.trees
+    wanted = settings.trees or (drafter.tree,)
+    if not drafter.shaped:  # once is enough
+        wanted = tuple(tree for tree in wanted[:1] if tree != "auto") or (drafter.tree,)
+    auto = "auto" in wanted
     best = tree_search.kept(folder, tree_search.conditions(target)) if auto else None
     if auto and best is None:
         found = tree_search.search(
@@ -251,7 +254,7 @@ def _trees(
         if folder.is_dir():
             tree_search.keep(folder, found)
         best = Tree.parse(found.tree)
-    trees = (best if tree == "auto" else tree for tree in settings.trees or (drafter.tree,))
+    trees = (best if tree == "auto" else tree for tree in wanted)
     return list(dict.fromkeys(tree for tree in trees if isinstance(tree, Tree)))
 
 

@@ -146,32 +146,37 @@ def test_a_verifier_that_accepts_too_little_is_detected(
     assert [one for one in after.warnings if one.startswith(f"{after.missed} drafted tokens")]
 
 
-def test_several_trees_are_results_of_their_own(workspace: Workspace) -> None:
-    trees = (Tree.parse("chain-2"), Tree.parse("8-2-2"))
-    settings = dataclasses.replace(SETTINGS, trees=trees, limit=2)
-    made = evaluate(workspace, ["lookahead"], settings)
-    assert [(one.name, one.tree) for one in made] == [(f"lookahead@{tree}", str(tree)) for tree in trees]
-    assert [read(workspace.reports / f"lookahead@{tree}.json") for tree in trees] == made
-    plain_of = [[at.prompts[0].plain for at in one.temperatures] for one in made]
-    assert plain_of[0] == plain_of[1]  # measured once, for both
-
-
-def test_the_fastest_tree_is_kept_with_the_drafter(
-    workspace: Workspace, checkpoint: Callable[..., Path]
-) -> None:
+@pytest.fixture(scope="module")
+def tuned(workspace: Workspace) -> Path:
+    """The folder of a drafter of random weights."""
     target = load(workspace.model)
     kind = catalogue.load("eagle2")
     drafter = kind(kind.Config(), target.info, target.head)
     assert isinstance(drafter, Drafter)
-    folder = workspace.drafter("tuned")
     origin = Origin(target.provenance((), "float32"), type(drafter).Training(), {})
-    save(drafter, "eagle2", folder, origin)
+    save(drafter, "eagle2", workspace.drafter("tuned"), origin)
+    return workspace.drafter("tuned")
+
+
+def test_several_trees_are_results_of_their_own(workspace: Workspace, tuned: Path) -> None:
+    trees = (Tree.parse("chain-2"), Tree.parse("8-2-2"))
+    settings = dataclasses.replace(SETTINGS, trees=trees, limit=2)
+    *made, window = evaluate(workspace, ["tuned", "lookahead"], settings)
+    assert [(one.name, one.tree) for one in made] == [(f"tuned@{tree}", str(tree)) for tree in trees]
+    assert window.name == "lookahead"  # its tree is its own
+    assert [read(workspace.reports / f"tuned@{tree}.json") for tree in trees] == made
+    plain_of = [[at.prompts[0].plain for at in one.temperatures] for one in (*made, window)]
+    assert plain_of[0] == plain_of[1] == plain_of[2]  # measured once, for all
+    assert [len(one.temperatures[0].prompts[0].drafted.chain_tried) for one in made] == [2, 3]
+
+
+def test_the_fastest_tree_is_kept_with_the_drafter(workspace: Workspace, tuned: Path) -> None:
     settings = dataclasses.replace(SETTINGS, trees=("auto",), limit=1, temperatures=(0.0,), threads=1)
     rounds: list[str] = []
     (first,) = evaluate(
         workspace, ["tuned"], settings, on_prompt=lambda done, total, remark: rounds.append(remark)
     )
-    (best,) = msgspec.json.decode((folder / FILE).read_bytes(), type=list[BestTree])
+    (best,) = msgspec.json.decode((tuned / FILE).read_bytes(), type=list[BestTree])
     assert first.tree == best.tree in best.tokens_per_second
     assert len([one for one in rounds if "trees" in one]) == 4
     (again,) = evaluate(
@@ -179,7 +184,7 @@ def test_the_fastest_tree_is_kept_with_the_drafter(
     )
     assert again.tree == first.tree
     assert len([one for one in rounds if "trees" in one]) == 4  # not searched for again
-    (folder / FILE).write_text("[{}]")
+    (tuned / FILE).write_text("[{}]")
     with pytest.raises(DataError, match=FILE):
         evaluate(workspace, ["tuned"], settings)
     evaluate(workspace, ["tuned"], dataclasses.replace(settings, trees=()))  # needs no such file
