@@ -223,7 +223,7 @@ def test_export_prints_the_commands_that_serve_the_drafter(
     assert json.loads(shown.out)["parameters"] > 0
     (command,) = [line for line in shown.err.splitlines() if line.startswith("vLLM: ")]
     given = json.loads(shlex.split(command)[-1])
-    assert given["model"] == "served"
+    assert given["model"] == str(Path("served").absolute())
     assert sorted(file.name for file in Path("served").iterdir()) == ["config.json", "model.safetensors"]
     assert "served" in failing(capsys, "export", "eagle3", "--out", "served")
 
