@@ -282,6 +282,10 @@ class Store:
 
     # Reading
 
+    def __bool__(self) -> bool:
+        """True: an empty store is a store."""
+        return True
+
     def __len__(self) -> int:
         return len(self.index)
 
