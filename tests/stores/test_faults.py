@@ -127,11 +127,11 @@ def test_every_flip_and_cut_is_found_and_never_read(whole: Store) -> None:
     assert not verify(root).findings
 
 
-def test_missing_files_and_orphans_are_named(whole: Store) -> None:
+def test_missing_files_and_orphans_are_named(whole: Store, tmp_path: Path) -> None:
     root = Path(whole.path)
     for path in sorted(path for path in root.rglob("*") if path.is_file()):
         name = path.relative_to(root).as_posix()
-        aside = path.rename(root.parent / "aside")
+        aside = path.rename(tmp_path / "aside")
         found = {finding.name: finding.kind for finding in verify(root, threads=1).findings}
         expected = {"ledger": "note"} if name.startswith("ledger/") else {name: "missing"}
         if name == "store.json":
