@@ -31,7 +31,7 @@ def test_packed_parts_hold_every_response_once_also_when_a_kill_left_them(
     names = [f"k{number}" for number in range(8)]
     for name in names[:6]:
         dataset.write_part(tmp_path, name[1:], [row(name)])
-    aside = shutil.copytree(tmp_path, tmp_path.with_name("aside"))
+    aside = shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name}-aside"))
     dataset.pack(tmp_path)
     assert len(list(tmp_path.iterdir())) == 1
     shutil.copytree(aside, tmp_path, dirs_exist_ok=True)  # killed before the parts were removed
