@@ -45,6 +45,9 @@ from vlmdistill.stores.schema import content_hash
 
 BLOCK = 2  # prompts for each concurrent request, before the other server has its turn
 NAME = re.compile(r"\w[\w.-]*")
+
+Question = tuple[str, list[dict[str, Any]]]
+"""The key of a prompt, and its messages."""
 PAUSE, PATIENCE = 0.2, 5.0  # seconds between looks at the metrics, and for all, until they stand still
 
 
@@ -87,9 +90,28 @@ def evaluate_server(
     """
     if name is not None and not NAME.fullmatch(name):
         raise DataError(f"--name {name}: use letters, digits, '_', '.' and '-'")
+    asked = _questions(workspace, load, prompts_file)
+    return _measured(workspace, url, load, asked, baseline, name, served_model, on_prompt)
+
+
+def _questions(workspace: Workspace, load: Load, prompts_file: Path | None) -> list[Question]:
+    """The held-out prompts; DataError when one cannot be sent."""
     chosen = held_out(prompts_file or workspace.prompts, load.limit, workspace.model)
     load.check(len(chosen))
-    asked = [(prompt.key, chat_messages(prompt)) for prompt in chosen]
+    return [(prompt.key, chat_messages(prompt)) for prompt in chosen]
+
+
+def _measured(
+    workspace: Workspace,
+    url: str,
+    load: Load,
+    asked: Sequence[Question],
+    baseline: str | None,
+    name: str | None,
+    served_model: str | None,
+    on_prompt: Callable[[int, int, str], None],
+) -> ServedEvaluation:
+    """See `evaluate_server`."""
 
     async def measured() -> ServedEvaluation:
         clients = [ServerClient(one) for one in (url, baseline) if one is not None]
@@ -160,10 +182,7 @@ def evaluate_drafters(
     served does not stop the next one. TrainingError when a drafter cannot be exported.
     """
     check_environment("vllm")
-    chosen = held_out(prompts_file or workspace.prompts, load.limit, workspace.model)
-    load.check(len(chosen))
-    for prompt in chosen:
-        chat_messages(prompt)  # fails before a server starts
+    asked = _questions(workspace, load, prompts_file)  # once for all, before a server starts
     target, folder = resolve(workspace.model), workspace.root / "served"
     if dtype == "auto":
         dtype = "bfloat16" if torch.cuda.is_available() else "float32"
@@ -192,16 +211,7 @@ def evaluate_drafters(
                     plain, served_images = baseline.enter_context(server("", images)), images
                 with server(name, images) as url:
                     found.made.append(
-                        evaluate_server(
-                            workspace,
-                            url,
-                            load,
-                            baseline=plain,
-                            name=name,
-                            served_model=workspace.model,
-                            prompts_file=prompts_file,
-                            on_prompt=count,
-                        )
+                        _measured(workspace, url, load, asked, plain, name, workspace.model, count)
                     )
             except (EngineError, ServerError) as error:
                 found.failed[name] = error
@@ -285,9 +295,7 @@ async def _load(
 class _Server:
     """A server, and what it is asked."""
 
-    def __init__(
-        self, client: ServerClient, model: str, asked: Sequence[tuple[str, Any]], load: Load
-    ) -> None:
+    def __init__(self, client: ServerClient, model: str, asked: Sequence[Question], load: Load) -> None:
         self.client, self.model, self.asked, self.load = client, model, asked, load
         self.counts = False  # whether it has shown metrics
 

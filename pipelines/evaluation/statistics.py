@@ -68,15 +68,9 @@ class Checks:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Budget:
+class Budget(Phases):
     """The seconds of all responses by phase (`drafters.decoding.clock.Phase`), in sum `Figures.seconds`."""
 
-    vision: float
-    prefill: float
-    draft_prefill: float
-    draft: float
-    verify: float
-    accept: float
     other: float  # Python between the phases, and what the cycles do not account for
     plain_step: float  # seconds of a step of plain decoding
     ideal: float  # decode speedup if a cycle took as long as its drafting and a plain step

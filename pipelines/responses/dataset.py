@@ -286,11 +286,9 @@ def without_response(prompts: Sequence[Prompt], out: Path) -> Sequence[Prompt]:
 
 def read(out: Path, kept: bool = True) -> Iterator[ResponseRow]:
     """The responses in a folder; with `kept`, only those that passed the filters."""
-    import pyarrow.compute as pc
-
     for path in _paths(out):
-        rows = _read(path, schema().names)
-        for batch in (rows.filter(pc.field("keep")) if kept else rows).to_batches(max_chunksize=1024):
+        for rows in _batches(path, schema().names):
+            batch = rows.filter(rows["keep"]) if kept else rows
             ids = batch.column("ids")
             flat, lengths = ids.flatten().to_numpy(), ids.value_lengths().to_numpy()
             start = 0
