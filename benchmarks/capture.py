@@ -36,7 +36,7 @@ from vlmdistill.pipelines.features.capturer import (
     CaptureTask,
     stored_head,
 )
-from vlmdistill.pipelines.prompts import importing
+from vlmdistill.pipelines.prompts import prompt_table
 from vlmdistill.pipelines.responses.dataset import ResponseRow
 from vlmdistill.pipelines.targets import batching
 from vlmdistill.pipelines.targets.batching import packed
@@ -58,7 +58,7 @@ def items_of(folder: Path, target: TargetModel, count: int) -> list[CaptureItem]
     """Prompts with one picture each, and the reference texts of the demo as responses."""
     import_demo(folder, folder / "prompts.parquet", DemoSize(count, 1, held_out=(1, 1, 0)))
     items = []
-    pictured = [prompt for prompt in importing.read(folder / "prompts.parquet") if prompt.files]
+    pictured = [prompt for prompt in prompt_table.read(folder / "prompts.parquet") if prompt.files]
     for prompt in pictured[:count]:
         ids = target.tokenizer(prompt.reference).input_ids
         length, text = target.encode(prompt.messages).length, prompt.reference or ""

@@ -18,7 +18,7 @@ from vlmdistill.pipelines.evaluation import evaluate
 from vlmdistill.pipelines.evaluation.records import read
 from vlmdistill.pipelines.evaluation.statistics import figures
 from vlmdistill.pipelines.features.capturer import CaptureSettings, capture
-from vlmdistill.pipelines.prompts import importing
+from vlmdistill.pipelines.prompts import prompt_table
 from vlmdistill.pipelines.runtime.workers import WorkerOptions
 from vlmdistill.pipelines.workspace import Workspace
 
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=24, help="held-out prompts")
     given = parser.parse_args()
     workspace = Workspace.of(MODEL, given.runs)
-    prompts = importing.load(workspace.prompts, MODEL, "train")
+    prompts = prompt_table.load(workspace.prompts, MODEL, "train")
     settings = CaptureSettings(drafters=[given.drafter], shard_bytes=given.shard_bytes)
     words = [given.drafter, "--set", f"steps={given.steps}"]
     facts: dict[str, dict[str, object]] = {}

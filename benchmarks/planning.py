@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from benchmarks.store import FEATURE, origin
 from vlmdistill.pipelines.features import capturer
-from vlmdistill.pipelines.prompts import importing
+from vlmdistill.pipelines.prompts import prompt_table
 from vlmdistill.pipelines.responses import dataset, responder
 from vlmdistill.pipelines.runtime.cluster import Machine
 from vlmdistill.pipelines.runtime.shared import some_media
@@ -56,7 +56,7 @@ def make_prompts(folder: Path, count: int) -> None:
         )  # fmt: skip
     asked, answers = (
         pa.Table.from_pylist(some, schema)
-        for some, schema in ((rows, importing.schema()), (kept, dataset.schema()))
+        for some, schema in ((rows, prompt_table.schema()), (kept, dataset.schema()))
     )
     (folder / "responses").mkdir(parents=True, exist_ok=True)
     with pq.ParquetWriter(folder / "prompts.parquet", asked.schema, compression="zstd") as file:
@@ -71,7 +71,7 @@ def make_prompts(folder: Path, count: int) -> None:
 def plan_responses(path: str) -> None:
     """All of `responses` up to its first task."""
     folder = Path(path).parent
-    prompts = importing.load(folder / "prompts.parquet")
+    prompts = prompt_table.load(folder / "prompts.parquet")
     missing = dataset.without_response(prompts, folder / "none")
     some_media(missing)
     next(responder.plan(missing, 64, 0))
@@ -80,7 +80,7 @@ def plan_responses(path: str) -> None:
 def plan_features(path: str) -> None:
     """All of `features` up to its first shard, where all responses are there."""
     folder = Path(path).parent
-    prompts = importing.load(folder / "prompts.parquet")
+    prompts = prompt_table.load(folder / "prompts.parquet")
     dataset.without_response(prompts, folder / "responses")
     generated = dataset.Responses(folder / "responses")
     items = capturer.missing_of(prompts, generated, set())
@@ -179,7 +179,8 @@ def simulate(folder: Path, samples: int, workers: int) -> None:
     facts = capturer.CaptureFacts("", (), 1, 1)
     start = time.perf_counter()
     for run, until in enumerate((samples / 2, float("inf"))):
-        prompts, generated = importing.load(path / "prompts.parquet"), dataset.Responses(path / "responses")
+        prompts = prompt_table.load(path / "prompts.parquet")
+        generated = dataset.Responses(path / "responses")
         items = capturer.missing_of(prompts, generated, store.keys())
         began, simulation = time.process_time(), Simulation(store, workers, run)
         tasks = capturer.tasks(prompts, generated, items, facts, PER_SHARD * 600)

@@ -109,7 +109,7 @@ def evaluate(
     vllm, each drafter is exported and served by vLLM, beside a server without a drafter; needs `make
     engine` once. The exit status is 1 when a request failed, or a drafter could not be served.
     """
-    from vlmdistill.pipelines.prompts import importing
+    from vlmdistill.pipelines.prompts import prompt_table
 
     kind = _engine(context, engine, drafters or [])
     workspace = console.workspace(model, runs)
@@ -159,7 +159,7 @@ def evaluate(
                 found = served.ServedDrafters([one])
         show_served(found, as_json, by_name=kind == VLLM)
         return
-    importing.load(prompts or workspace.prompts, model, "eval", 1)  # before the slow imports
+    prompt_table.load(prompts or workspace.prompts, model, "eval", 1)  # before the slow imports
     from vlmdistill.drafters.core.tree import Tree
     from vlmdistill.pipelines.evaluation import evaluate as pipeline
 

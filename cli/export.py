@@ -13,7 +13,7 @@ from vlmdistill.cli import console
 if TYPE_CHECKING:
     from vlmdistill.drafters.checkpoints.export import Exported
     from vlmdistill.pipelines.engines.parity import Parity
-    from vlmdistill.pipelines.prompts.importing import Prompt
+    from vlmdistill.pipelines.prompts.prompt_table import Prompt
     from vlmdistill.pipelines.workspace import Workspace
 
 

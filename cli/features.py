@@ -61,7 +61,7 @@ def features(
     from vlmdistill.pipelines import flow
     from vlmdistill.pipelines.features import selection
     from vlmdistill.pipelines.features.capturer import CaptureSettings
-    from vlmdistill.pipelines.prompts import importing
+    from vlmdistill.pipelines.prompts import prompt_table
     from vlmdistill.pipelines.prompts.imports import import_sources
     from vlmdistill.pipelines.runtime.reporting import check_failed
     from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
@@ -78,7 +78,7 @@ def features(
     if import_ and not file.exists():
         with console.progress("importing", "rows") as report:
             import_sources(workspace, [import_], file, progress=lambda rows: report(rows, 0))
-    chosen = importing.load(file, model, split, limit)
+    chosen = prompt_table.load(file, model, split, limit)
     done = flow.capture_features(
         model,
         chosen,

@@ -50,7 +50,7 @@ def responses(
     reason, but not used. A prompt that fails, such as one with an unreadable image, is retried on another
     machine; the exit status is 1 if any prompt fails in the end.
     """
-    from vlmdistill.pipelines.prompts import importing
+    from vlmdistill.pipelines.prompts import prompt_table
     from vlmdistill.pipelines.responses import responder
     from vlmdistill.pipelines.responses.dataset import SamplingSettings
     from vlmdistill.pipelines.responses.quality import Filters
@@ -59,7 +59,7 @@ def responses(
 
     workspace = console.workspace(model, runs)
     checkpoint(model)  # report a wrong model first
-    chosen = importing.load(prompts or workspace.prompts, model, split, limit)
+    chosen = prompt_table.load(prompts or workspace.prompts, model, split, limit)
     folder = out or workspace.responses
     with console.progress("generating", "responses", str(folder)) as report:
         summary = responder.respond(

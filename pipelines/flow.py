@@ -17,9 +17,9 @@ from vlmdistill.pipelines import train
 from vlmdistill.pipelines.evaluation import evaluate
 from vlmdistill.pipelines.features import capturer, synthesizer
 from vlmdistill.pipelines.features.capturer import CaptureSettings, CaptureSummary
-from vlmdistill.pipelines.prompts import importing
-from vlmdistill.pipelines.prompts.importing import Prompt
+from vlmdistill.pipelines.prompts import prompt_table
 from vlmdistill.pipelines.prompts.imports import import_sources
+from vlmdistill.pipelines.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.responses import dataset, responder
 from vlmdistill.pipelines.responses.dataset import SamplingSettings
 from vlmdistill.pipelines.responses.responder import ResponseSummary
@@ -87,8 +87,8 @@ def prepare(workspace: Workspace, plan: Plan, log: Callable[[str], None], bar: P
         with bar("importing", "rows") as report:
             made = import_sources(workspace, ["demo"], progress=lambda rows: report(rows, 0, ""))
         log(f"prompts    {made.train} to train on and {made.eval} held out, in {workspace.prompts}")
-    prompts = importing.load(workspace.prompts, workspace.model, "train")
-    importing.load(workspace.prompts, workspace.model, "eval")  # an error now, not after hours of training
+    prompts = prompt_table.load(workspace.prompts, workspace.model, "train")
+    prompt_table.load(workspace.prompts, workspace.model, "eval")  # an error now, not after hours of training
     if trained := [name for name in plan.drafters if catalogue.is_trained(name)]:
         done = capture_features(
             workspace.model,
@@ -145,7 +145,7 @@ def capture_features(
     generated = None
     missing = set[str]()
     if generate:
-        missing = set(importing.facts_of(dataset.without_response(prompts, responses))["key"])
+        missing = set(prompt_table.facts_of(dataset.without_response(prompts, responses))["key"])
     there = capturer.keys_in(store, settings, workers.engine) if missing else set()
     one_pass = workers.engine != "transformers" and not missing & there
     if missing:

@@ -16,7 +16,8 @@ from vlmdistill.pipelines import train
 from vlmdistill.pipelines.demo import files
 from vlmdistill.pipelines.evaluation.records import Measurement
 from vlmdistill.pipelines.evaluation.statistics import Difference, Interval, difference
-from vlmdistill.pipelines.prompts.importing import Choices, Split, import_prompts
+from vlmdistill.pipelines.prompts.importing import Choices, import_prompts
+from vlmdistill.pipelines.prompts.prompt_table import Split
 
 CLAIMS = [claim for paper in PAPERS for claim in paper.claims]
 MORE = next(claim for claim in CLAIMS if claim.expects == "more")

@@ -13,7 +13,8 @@ from vlmdistill.pipelines.demo import narration, wording
 from vlmdistill.pipelines.demo.chats import chat
 from vlmdistill.pipelines.demo.clips import patches_for, random_clip
 from vlmdistill.pipelines.demo.scenes import draw, random_scene
-from vlmdistill.pipelines.prompts.importing import Choices, ImportSummary, Split, import_prompts
+from vlmdistill.pipelines.prompts.importing import Choices, ImportSummary, import_prompts
+from vlmdistill.pipelines.prompts.prompt_table import Split
 from vlmdistill.pipelines.prompts.sources import Row
 
 

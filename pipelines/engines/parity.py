@@ -15,7 +15,7 @@ from vlmdistill.drafters.decoding.decoders import speculate
 from vlmdistill.pipelines.engines import process
 from vlmdistill.pipelines.engines.messages import EngineJob, EngineOutcome, Question, SampledVideo
 from vlmdistill.pipelines.engines.process import EngineError
-from vlmdistill.pipelines.prompts.importing import Prompt
+from vlmdistill.pipelines.prompts.prompt_table import Prompt
 
 if TYPE_CHECKING:
     from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget

@@ -28,8 +28,8 @@ from vlmdistill.pipelines.evaluation.records import (
     Training,
 )
 from vlmdistill.pipelines.evaluation.unfinished import Unfinished
-from vlmdistill.pipelines.prompts import importing
-from vlmdistill.pipelines.prompts.importing import Prompt, Prompts
+from vlmdistill.pipelines.prompts import prompt_table
+from vlmdistill.pipelines.prompts.prompt_table import Prompt, Prompts
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
 from vlmdistill.pipelines.workspace import Workspace
 from vlmdistill.stores.errors import DataError, TrainingError
@@ -196,7 +196,7 @@ def kept(workspace: Workspace, names: Sequence[str], settings: Settings) -> list
 
 def held_out(file: Path, limit: int, model: str = "M") -> list[Prompt]:
     """The first `limit` prompts of the eval split, by key; DataError if there are none."""
-    return _first(importing.load(file, model, "eval"), limit)
+    return _first(prompt_table.load(file, model, "eval"), limit)
 
 
 def _first(prompts: Prompts, count: int) -> list[Prompt]:
@@ -223,7 +223,7 @@ def _describe(folder: Path) -> _Description:
 
 def _others(evaluated: Sequence[Prompt], file: Path, model: str) -> list[Prompt]:
     """Some prompts that are not evaluated, by key."""
-    rest = importing.load(file, model).without(pl.Series([prompt.key for prompt in evaluated]))
+    rest = prompt_table.load(file, model).without(pl.Series([prompt.key for prompt in evaluated]))
     return _first(rest, PROMPTS)
 
 

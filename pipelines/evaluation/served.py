@@ -35,7 +35,7 @@ from vlmdistill.pipelines.evaluation.served_records import (
 from vlmdistill.pipelines.evaluation.server_client import ServedModel, ServerClient, ServerError
 from vlmdistill.pipelines.evaluation.server_metrics import Counters, between
 from vlmdistill.pipelines.media.images import data_url
-from vlmdistill.pipelines.prompts.importing import Prompt
+from vlmdistill.pipelines.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.targets.checkpoints.folder import resolve
 from vlmdistill.pipelines.targets.checkpoints.registry import HUB
 from vlmdistill.pipelines.targets.embedded import EMBEDDED

@@ -21,7 +21,7 @@ from vlmdistill.pipelines.evaluation.records import (
     chain_counts,
 )
 from vlmdistill.pipelines.evaluation.unfinished import Decoded
-from vlmdistill.pipelines.prompts.importing import Prompt
+from vlmdistill.pipelines.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.responses.generate import pieces
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 

@@ -22,7 +22,7 @@ import polars as pl
 
 from vlmdistill.pipelines.engines.environment import EngineName, check_environment
 from vlmdistill.pipelines.features.selection import check_encoding, select_features, store_at
-from vlmdistill.pipelines.prompts.importing import Prompt, facts_of
+from vlmdistill.pipelines.prompts.prompt_table import Prompt, facts_of
 from vlmdistill.pipelines.responses import dataset
 from vlmdistill.pipelines.responses.dataset import ResponseRow
 from vlmdistill.pipelines.runtime.cluster import MIB, session

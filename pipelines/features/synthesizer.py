@@ -24,7 +24,7 @@ from vlmdistill.pipelines.features.capturer import (
     keys_in,
     media_columns,
 )
-from vlmdistill.pipelines.prompts.importing import Prompt
+from vlmdistill.pipelines.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.responses import dataset, responder
 from vlmdistill.pipelines.responses.dataset import SamplingSettings
 from vlmdistill.pipelines.responses.quality import Filters

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 
-from vlmdistill.pipelines.prompts.importing import Prompt, Prompts
+from vlmdistill.pipelines.prompts.prompt_table import Prompt, Prompts
 from vlmdistill.pipelines.responses.quality import Filters
 from vlmdistill.pipelines.spool import Spool
 from vlmdistill.pipelines.workspace import atomic_write

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlmdistill.pipelines.engines.environment import EngineName, check_environment
 from vlmdistill.pipelines.media.images import MediaError
-from vlmdistill.pipelines.prompts.importing import Prompt, facts_of
+from vlmdistill.pipelines.prompts.prompt_table import Prompt, facts_of
 from vlmdistill.pipelines.responses import dataset
 from vlmdistill.pipelines.responses.dataset import ResponseRow, SamplingSettings
 from vlmdistill.pipelines.responses.quality import Filters, repetition

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 
-from vlmdistill.pipelines.prompts.importing import read
+from vlmdistill.pipelines.prompts.prompt_table import read
 from vlmdistill.pipelines.runtime.cluster import MIB, cause_of, machines, session
 from vlmdistill.pipelines.runtime.shared import Shared, marked, spread
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint

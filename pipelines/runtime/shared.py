@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from vlmdistill.pipelines.prompts.importing import Prompt
+from vlmdistill.pipelines.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import Fingerprint, checkpoint
 from vlmdistill.stores.backends.backend import STAGING, open_backend, writing
 from vlmdistill.stores.errors import DataError, StoreError, TargetError, VlmdistillError, one_line

@@ -16,7 +16,7 @@ import pytest
 
 from tests.cluster.scheduler import SECONDS, Slurm, missing, slurm
 from vlmdistill.pipelines.demo.prompts import DemoSize, import_demo
-from vlmdistill.pipelines.prompts.importing import read
+from vlmdistill.pipelines.prompts.prompt_table import read
 from vlmdistill.pipelines.workspace import Workspace
 from vlmdistill.stores.store import Store
 

@@ -19,7 +19,7 @@ import pytest
 
 from vlmdistill.pipelines import flow
 from vlmdistill.pipelines.features.capturer import CaptureSettings
-from vlmdistill.pipelines.prompts import importing
+from vlmdistill.pipelines.prompts import prompt_table
 from vlmdistill.pipelines.prompts.imports import import_sources
 from vlmdistill.pipelines.responses import dataset
 from vlmdistill.pipelines.runtime.workers import WorkerOptions
@@ -45,7 +45,7 @@ def workspace_in(folder: Path) -> Workspace:
 def capture(folder: Path) -> None:
     """The run: all prompts, in many small tasks."""
     workspace = workspace_in(folder)
-    prompts = importing.load(workspace.prompts, "demo", "train", PROMPTS)
+    prompts = prompt_table.load(workspace.prompts, "demo", "train", PROMPTS)
     settings = CaptureSettings(drafters=["sparrow"], dtype="float32", shard_bytes=SHARD_BYTES)
     options = WorkerOptions(workers=1, engine="vllm")
     flow.capture_features(
@@ -103,7 +103,7 @@ def strike(run: subprocess.Popen[bytes], folder: Path, rng: random.Random) -> st
 def assert_whole(folder: Path) -> None:
     """Every prompt has one response, every kept response one sample, of its own tokens; shards are small."""
     workspace = workspace_in(folder)
-    prompts = importing.load(workspace.prompts, "demo", "train", PROMPTS)
+    prompts = prompt_table.load(workspace.prompts, "demo", "train", PROMPTS)
     keys = dataset.table(workspace.responses, ["key"])["key"].to_pylist()
     assert sorted(keys) == sorted(prompt.key for prompt in prompts)
     store, kept = Store.open(workspace.features), list(dataset.read(workspace.responses))

@@ -23,7 +23,7 @@ from vlmdistill.pipelines.engines.environment import engine_python
 from vlmdistill.pipelines.engines.messages import EngineJob
 from vlmdistill.pipelines.engines.parity import Parity
 from vlmdistill.pipelines.evaluation.evaluate import held_out
-from vlmdistill.pipelines.prompts.importing import Prompt
+from vlmdistill.pipelines.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.targets.checkpoints.loading import load
 from vlmdistill.pipelines.workspace import Workspace
 

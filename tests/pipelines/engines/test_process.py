@@ -17,7 +17,7 @@ from vlmdistill.pipelines.engines import parity, process
 from vlmdistill.pipelines.engines.messages import EngineJob, EngineOutcome, Question
 from vlmdistill.pipelines.engines.parity import DraftCounts, Parity, questions
 from vlmdistill.pipelines.engines.process import EngineError
-from vlmdistill.pipelines.prompts.importing import Prompt
+from vlmdistill.pipelines.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.targets.checkpoints.loading import load
 
 JOB = EngineJob(target="target", questions=(Question(text="What?"),))

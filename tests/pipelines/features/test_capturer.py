@@ -31,7 +31,7 @@ from vlmdistill.pipelines.features.capturer import (
     capture,
 )
 from vlmdistill.pipelines.flow import capture_features
-from vlmdistill.pipelines.prompts.importing import Prompt, read
+from vlmdistill.pipelines.prompts.prompt_table import Prompt, read
 from vlmdistill.pipelines.responses import dataset
 from vlmdistill.pipelines.responses.dataset import SamplingSettings
 from vlmdistill.pipelines.responses.quality import Filters
@@ -318,10 +318,10 @@ import sys
 from pathlib import Path
 from vlmdistill.pipelines.engines.environment import VARIABLE
 from vlmdistill.pipelines.features import capturer
-from vlmdistill.pipelines.prompts import importing
+from vlmdistill.pipelines.prompts import prompt_table
 from vlmdistill.pipelines.runtime.workers import WorkerOptions
 capturer.capture(
-    importing.read(Path(sys.argv[1])), Path(sys.argv[2]), sys.argv[3], sys.argv[4],
+    prompt_table.read(Path(sys.argv[1])), Path(sys.argv[2]), sys.argv[3], sys.argv[4],
     capturer.CaptureSettings(shard_bytes=1), WorkerOptions(workers=1),
 )
 """

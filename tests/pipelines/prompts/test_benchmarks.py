@@ -16,8 +16,8 @@ from tests import tiny
 from vlmdistill.cli.main import main
 from vlmdistill.pipelines.prompts import augment
 from vlmdistill.pipelines.prompts.benchmarks import BENCHMARKS, find
-from vlmdistill.pipelines.prompts.importing import Prompt, read
 from vlmdistill.pipelines.prompts.local_copies import import_benchmark
+from vlmdistill.pipelines.prompts.prompt_table import Prompt, read
 from vlmdistill.stores.errors import DataError
 
 EXPLAIN, OCR, DESCRIBE, REASON = (

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from tests import tiny
-from vlmdistill.pipelines.prompts.importing import Choices, ImportSummary, import_prompts, read
+from vlmdistill.pipelines.prompts.importing import Choices, ImportSummary, import_prompts
+from vlmdistill.pipelines.prompts.prompt_table import read
 from vlmdistill.stores.errors import DataError
 
 

@@ -26,7 +26,8 @@ from PIL import Image
 from tests import tiny
 from vlmdistill.cli.prompts import prompts as command
 from vlmdistill.pipelines.prompts.formats import Format, conversation
-from vlmdistill.pipelines.prompts.importing import Choices, ImportSummary, Prompt, import_prompts, read
+from vlmdistill.pipelines.prompts.importing import Choices, ImportSummary, import_prompts
+from vlmdistill.pipelines.prompts.prompt_table import Prompt, read
 from vlmdistill.pipelines.prompts.sources import BadRowError, Row
 from vlmdistill.stores.errors import DataError
 

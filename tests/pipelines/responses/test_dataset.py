@@ -9,7 +9,8 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from vlmdistill.pipelines.prompts.importing import facts_of, import_prompts, load, read
+from vlmdistill.pipelines.prompts.importing import import_prompts
+from vlmdistill.pipelines.prompts.prompt_table import facts_of, load, read
 from vlmdistill.pipelines.responses import dataset
 from vlmdistill.pipelines.responses.dataset import ResponseRow
 from vlmdistill.pipelines.responses.responder import plan

@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 
 from tests import tiny
-from vlmdistill.pipelines.prompts.importing import Prompt, import_prompts, read
+from vlmdistill.pipelines.prompts.importing import import_prompts
+from vlmdistill.pipelines.prompts.prompt_table import Prompt, read
 from vlmdistill.pipelines.responses import dataset
 from vlmdistill.pipelines.responses.dataset import SamplingSettings
 from vlmdistill.pipelines.responses.quality import Filters
@@ -244,11 +245,11 @@ def test_a_damaged_part_is_named(tmp_path: Path) -> None:
 RUN = """
 import sys
 from pathlib import Path
-from vlmdistill.pipelines.prompts import importing
+from vlmdistill.pipelines.prompts import prompt_table
 from vlmdistill.pipelines.responses import dataset, quality, responder
 from vlmdistill.pipelines.runtime.workers import WorkerOptions
 responder.respond(
-    importing.read(Path(sys.argv[1])), Path(sys.argv[2]), sys.argv[3],
+    prompt_table.read(Path(sys.argv[1])), Path(sys.argv[2]), sys.argv[3],
     dataset.SamplingSettings(max_new_tokens=12), quality.Filters(min_words=0), WorkerOptions(workers=1),
     batch=1, task_size=1,
 )

@@ -16,7 +16,8 @@ from s3fs import S3FileSystem
 from tests import tiny
 from tests.pipelines.runtime.machines import Cluster, namespaces
 from tests.s3 import s3_server
-from vlmdistill.pipelines.prompts.importing import import_prompts, read
+from vlmdistill.pipelines.prompts.importing import import_prompts
+from vlmdistill.pipelines.prompts.prompt_table import read
 from vlmdistill.pipelines.responses import dataset
 from vlmdistill.pipelines.responses.dataset import SamplingSettings
 from vlmdistill.pipelines.responses.quality import Filters
@@ -116,10 +117,10 @@ import sys
 from pathlib import Path
 from vlmdistill.cli.console import log_to_stderr
 from vlmdistill.pipelines.features import capturer
-from vlmdistill.pipelines.prompts import importing
+from vlmdistill.pipelines.prompts import prompt_table
 log_to_stderr(debug=False)
 world = Path(sys.argv[1])
-prompts = importing.read(world / "prompts.parquet")
+prompts = prompt_table.read(world / "prompts.parquet")
 summary = capturer.capture(
     prompts, world / "responses", sys.argv[2], str(world / "model"),
     capturer.CaptureSettings(drafters=["sparrow"], shard_bytes=1),
