@@ -183,8 +183,9 @@ def _count(av: Any, path: Path) -> Footage:
             raise MediaError(f"video {path} holds no video stream")
         stream = container.streams.video[0]
         packets = [(p.pts, p.duration, p.dts) for p in container.demux(stream) if p.size]
-    header = stream.average_rate or stream.guessed_rate
-    return Footage(len(packets), _rate(packets, stream.time_base, float(header) if header else None))
+        header = stream.average_rate or stream.guessed_rate
+        tick = stream.time_base  # both are freed with the container
+    return Footage(len(packets), _rate(packets, tick, float(header) if header else None))
 
 
 def _rate(packets: Sequence[tuple[int | None, ...]], tick: Any, header: float | None) -> float | None:

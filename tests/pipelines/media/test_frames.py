@@ -1,5 +1,7 @@
 """Frames of a video: the same out of every form of source, and one line for each that cannot be used."""
 
+import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from fractions import Fraction
@@ -55,6 +57,21 @@ def test_the_rate_is_that_of_the_frames_and_not_of_the_header(tmp_path: Path, su
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
     assert frames.probe(path) == Footage(16, 16 / 7)
+
+
+def test_the_rate_does_not_depend_on_freed_memory(tmp_path: Path) -> None:
+    """The C library fills what is freed: a rate read after the file is closed would be another."""
+    path = tiny.film(tmp_path / "a.mp4", MOVING, fps=10)
+    script = f"""
+from pathlib import Path
+from {frames.__name__} import probe
+print({{probe(Path({str(path)!r})).fps for _ in range(20)}})
+"""
+    command = [sys.executable, "-c", script]
+    for byte in ("90", "165"):
+        filled = {**os.environ, "MALLOC_PERTURB_": byte}
+        done = subprocess.run(command, env=filled, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == "{10.0}"
 
 
 def test_a_clock_that_ticks_coarsely_is_no_other_rate(tmp_path: Path) -> None:
