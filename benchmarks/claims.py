@@ -10,11 +10,13 @@ The page is written after every claim. `--only` takes claims whose names begin s
 
 import argparse
 import json
+import multiprocessing
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -167,12 +169,13 @@ class Trial:
             workspace, list(jobs.values()), self.jobs, recipe="paper", settings=self.recipe, on_done=keep
         )
 
-    def evaluate(self, setting: Setting, length: int) -> None:
-        """Evaluate all seeds of a setting unless that is done."""
-        workspace = self.at(length)
-        if not evaluate.kept(workspace, self.folders(setting), self.evaluation()):
-            evaluate.evaluate(workspace, self.folders(setting), self.evaluation())
-            _say(f"evaluated {setting} at {length or 'held-out prompts'}")
+    def evaluate(self, wanted: Sequence[tuple[Setting, int]], at_once: int) -> None:
+        """Evaluate all seeds of settings, each at a length, unless that is done."""
+        jobs = [(self.at(length), self.folders(setting), self.evaluation()) for setting, length in wanted]
+        missing = [job for job in jobs if not evaluate.kept(*job)]
+        with ProcessPoolExecutor(at_once, multiprocessing.get_context("spawn")) as pool:
+            for done in [pool.submit(evaluate.evaluate, *job) for job in missing]:
+                _say(f"evaluated {', '.join(one.name for one in done.result())}")
 
     def read(self, setting: Setting, length: int) -> Arm | None:
         """What was measured of a setting; None if it is not complete."""
@@ -191,8 +194,8 @@ def run(trial: Trial, claim: Claim) -> None:
     for length in claim.at:
         trial.lengthen(length)
     trial.train(list(dict.fromkeys((claim.one, claim.other))))
-    for setting, length in dict.fromkeys(zip((claim.one, claim.other), claim.at, strict=True)):
-        trial.evaluate(setting, length)
+    sides = dict.fromkeys(zip((claim.one, claim.other), claim.at, strict=True))
+    trial.evaluate([*sides], 1 if claim.rate == "decode_speedup" else trial.jobs)
 
 
 def _view(where: str) -> str:

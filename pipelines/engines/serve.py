@@ -8,7 +8,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -84,8 +84,8 @@ def _wait(run: "subprocess.Popen[bytes]", port: int, log: Path) -> None:
     """Return when a server is healthy."""
     deadline = time.monotonic() + PATIENCE
     while run.poll() is None and time.monotonic() < deadline:
-        with suppress(OSError, http.client.HTTPException):
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        asking = closing(http.client.HTTPConnection("127.0.0.1", port, timeout=5))
+        with suppress(OSError, http.client.HTTPException), asking as connection:
             connection.request("GET", "/health")
             if connection.getresponse().status == 200:
                 return

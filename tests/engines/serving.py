@@ -5,8 +5,6 @@ Not collected by name: it needs the environment that `make engine` creates, and 
 
 import json
 import shutil
-import time
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -205,42 +203,3 @@ def test_sampled_responses_follow_the_distribution_of_the_target(served: Served)
     assert found.accepted > 100
     assert draws.tokens > 1000
     assert draws.scores.abs().max() < 5, (draws.tokens, draws.sums)
-
-
-def test_eval_with_servers_of_its_own_counts_what_eval_counts(
-    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """On prompts without videos, which go over HTTP in no exact form."""
-    shown, own = served.workspace.root / "demo-data" / "eval", ["--runs", str(tmp_path / "runs")]
-    source = [str(shown / "llava.json"), "--images", str(shown / "images"), "--split", "eval"]
-    assert main(["prompts", *source, "--model", MODEL, *own]) == 0
-    asked = Workspace.of(MODEL, tmp_path / "runs").prompts
-    common = ["--model", MODEL, "--prompts", str(asked), "--limit", "8", "--max-new-tokens", "256"]
-    common += ["--json", "--runs", str(served.workspace.root.parent)]
-    capsys.readouterr()
-    concurrencies = ["--concurrency", "1", "--concurrency", "4"]
-    assert main(["eval", "sparrow", "--engine", "vllm", *concurrencies, *common]) == 0
-    loads = json.loads(capsys.readouterr().out)["sparrow"]["loads"]
-    assert main(["eval", "sparrow", "--tree", "chain-4", *common]) == 0
-    (offline,) = json.loads(capsys.readouterr().out)["sparrow"]["temperatures"]
-    assert [one["concurrency"] for one in loads] == [1, 4]
-    for one in loads:
-        found = one["server"]
-        assert (found["drafts"], found["tokens"]) == (offline["calls"], offline["tokens"])
-        for name in ("tau", "accepted", "alpha"):
-            assert found[name] == pytest.approx(offline[name])
-        assert found["accepted"] > 0
-        assert (one["identical"], one["warnings"]) == (8, [])
-    assert main(["report", "--model", MODEL, "--runs", str(served.workspace.root.parent)]) == 0
-    assert "sparrow" in capsys.readouterr().out
-    deadline = time.monotonic() + 60  # what was killed may take a while to end
-    while left := [one for one in Path("/proc").glob("[0-9]*/cmdline") if named(served.workspace.root, one)]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.5)
-
-
-def named(folder: Path, command: Path) -> bool:
-    """Whether a process has a folder in its command line."""
-    with suppress(OSError):  # it has ended
-        return str(folder).encode() in command.read_bytes()
-    return False
