@@ -33,7 +33,7 @@ from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.batch import Batch, Head
 from vlmdistill.drafters.core.config import Stage
 from vlmdistill.drafters.core.drafter import Drafter
-from vlmdistill.drafters.core.losses import CHUNK_BYTES, TERMS, Scores, TargetRows, regression
+from vlmdistill.drafters.core.losses import BEST, CHUNK_BYTES, Scores, TargetRows, regression
 from vlmdistill.drafters.training.unroll import unroll
 from vlmdistill.stores.schema import TargetInfo
 
@@ -170,6 +170,25 @@ def shares(case: Case, rounds: int) -> dict[str, float]:
     }
 
 
+def _list_mle(draft_CV: Tensor, target_CV: Tensor) -> Tensor:
+    score_CK = draft_CV.gather(1, target_CV.topk(BEST).indices)
+    return (score_CK.flip(-1).logcumsumexp(-1).flip(-1) - score_CK).sum(-1)
+
+
+def _top_k(draft_CV: Tensor, target_CV: Tensor) -> Tensor:
+    best_CK = target_CV.topk(BEST).indices
+    return -(target_CV.softmax(-1).gather(1, best_CK) * draft_CV.log_softmax(-1).gather(1, best_CK)).sum(-1)
+
+
+TERMS_BEFORE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "cross_entropy": lambda draft_CV, target_CV: -(target_CV.softmax(-1) * draft_CV.log_softmax(-1)).sum(-1),
+    "top_k": _top_k,
+    "l1": lambda draft_CV, target_CV: (draft_CV.softmax(-1) - target_CV.softmax(-1)).abs().sum(-1),
+    "list_mle": _list_mle,
+}
+"""The terms as they were: each computes its distributions anew."""
+
+
 def _before(drafter: Drafter, states: Sequence[Tensor], rows: TargetRows, stage: Stage) -> Scores:
     """The loss as it was: hop by hop, in chunks that the backward pass computes again; no row drops out."""
     chunk = max(1, CHUNK_BYTES // (4 * len(drafter.lm_head_VD)))
@@ -179,7 +198,11 @@ def _before(drafter: Drafter, states: Sequence[Tensor], rows: TargetRows, stage:
         target_CV = F.linear(hidden_CD, drafter.lm_head_VD).float()
         losses = [
             weight
-            * (regression(state_CD, hidden_CD) if name == "regression" else TERMS[name](draft_CV, target_CV))
+            * (
+                regression(state_CD, hidden_CD)
+                if name == "regression"
+                else TERMS_BEFORE[name](draft_CV, target_CV)
+            )
             for name, weight in stage.losses.items()
         ]
         return torch.stack(losses).sum()

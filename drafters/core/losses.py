@@ -11,6 +11,7 @@ a chunk, L terms, D hidden, V vocabulary, K best tokens.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,6 +20,11 @@ from torch import Tensor
 
 CHUNK_BYTES = 256 * 2**20
 """Upper bound of one float32 block of logits."""
+BEST = 10
+"""Tokens of the target that `top_k` and `list_mle` compare."""
+EVERY = slice(None)
+
+Rows = Tensor | slice
 
 
 @dataclass(frozen=True)
@@ -64,37 +70,63 @@ def regression(state_CD: Tensor, target_CD: Tensor) -> Tensor:
     return F.smooth_l1_loss(state_CD.float(), target_CD.float(), reduction="none").mean(-1)
 
 
-def cross_entropy(draft_CV: Tensor, target_CV: Tensor) -> Tensor:
+@dataclass(frozen=True)
+class Logits:
+    """Logits, and what the terms read of them, each computed once."""
+
+    logits_CV: Tensor
+
+    @cached_property
+    def softmax_CV(self) -> Tensor:
+        """The distribution."""
+        return self.logits_CV.softmax(-1)
+
+    @cached_property
+    def log_softmax_CV(self) -> Tensor:
+        """Its logarithm."""
+        return self.logits_CV.log_softmax(-1)
+
+    @cached_property
+    def best_CK(self) -> Tensor:
+        """The columns of the `BEST` most likely tokens, the best first."""
+        return self.logits_CV.topk(min(BEST, self.logits_CV.shape[-1])).indices
+
+    @cached_property
+    def best_softmax_CK(self) -> Tensor:
+        """Their probabilities."""
+        return self.softmax_CV.gather(1, self.best_CK)
+
+
+def cross_entropy(draft: Logits, target: Logits, row_C: Rows = EVERY) -> Tensor:
     """Cross-entropy against the target's distribution (EAGLE, L_cls): [C]."""
-    return -(target_CV.softmax(-1) * draft_CV.log_softmax(-1)).sum(-1)
+    return -(target.softmax_CV[row_C] * draft.log_softmax_CV).sum(-1)
 
 
-def top_k(draft_CV: Tensor, target_CV: Tensor, k: int = 10) -> Tensor:
-    """Cross-entropy over the target's k most likely tokens, not renormalised (HASS section 3.1): [C]."""
-    best_CK = target_CV.topk(min(k, target_CV.shape[-1])).indices
-    return -(target_CV.softmax(-1).gather(1, best_CK) * draft_CV.log_softmax(-1).gather(1, best_CK)).sum(-1)
+def top_k(draft: Logits, target: Logits, row_C: Rows = EVERY) -> Tensor:
+    """Cross-entropy over the target's `BEST` most likely tokens, not renormalised (HASS section 3.1): [C]."""
+    log_draft_CK = draft.log_softmax_CV.gather(1, target.best_CK[row_C])
+    return -(target.best_softmax_CK[row_C] * log_draft_CK).sum(-1)
 
 
-def l1(draft_CV: Tensor, target_CV: Tensor) -> Tensor:
+def l1(draft: Logits, target: Logits, row_C: Rows = EVERY) -> Tensor:
     """L1 distance of the two distributions (ViSpec, official code): [C]."""
-    return (draft_CV.softmax(-1) - target_CV.softmax(-1)).abs().sum(-1)
+    return (draft.softmax_CV - target.softmax_CV[row_C]).abs().sum(-1)
 
 
-def list_mle(draft_CV: Tensor, target_CV: Tensor, k: int = 10) -> Tensor:
-    """Negative log-likelihood of the target's order of its k best tokens (ViSpec, official code): [C]."""
-    best_CK = target_CV.topk(min(k, target_CV.shape[-1])).indices
-    score_CK = draft_CV.gather(1, best_CK)
+def list_mle(draft: Logits, target: Logits, row_C: Rows = EVERY) -> Tensor:
+    """Negative log-likelihood of the target's order of its best tokens (ViSpec, official code): [C]."""
+    score_CK = draft.logits_CV.gather(1, target.best_CK[row_C])
     tail_CK = score_CK.flip(-1).logcumsumexp(-1).flip(-1)
     return (tail_CK - score_CK).sum(-1)
 
 
-TERMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+TERMS: dict[str, Callable[[Logits, Logits, Rows], Tensor]] = {
     "cross_entropy": cross_entropy,
     "top_k": top_k,
     "l1": l1,
     "list_mle": list_mle,
 }
-"""Terms on logits; `regression`, the one on states, is apart."""
+"""Terms on logits, the drafter's against rows of the target's; `regression`, the one on states, is apart."""
 
 
 class _WithGradient(torch.autograd.Function):
@@ -118,7 +150,7 @@ class _Teacher:
 
     token_HC: Tensor  # index of each hop's token among those below
     hidden_UD: Tensor
-    logits_UV: Tensor  # float32; over the draft vocabulary where there is one
+    logits: Logits  # float32, U rows; over the draft vocabulary where there is one
     best_U: Tensor  # column of the best token, -1: none
 
     @classmethod
@@ -135,7 +167,7 @@ class _Teacher:
             column_U = torch.searchsorted(vocabulary_K, best_U).clamp(max=len(vocabulary_K) - 1)
             best_U = torch.where(vocabulary_K[column_U] == best_U, column_U, -1)
             logits_UV = logits_UV[:, vocabulary_K]
-        return cls(index_HC, hidden_UD, logits_UV, best_U)
+        return cls(index_HC, hidden_UD, Logits(logits_UV), best_U)
 
 
 def score(
@@ -181,14 +213,15 @@ def score(
         for hop, estimate_RD in enumerate(estimates):
             index_N = (alive_R & rows.valid_HR[hop]).nonzero()[:, 0]
             token_N = teacher.token_HC[hop, index_N - chunk.start]
-            best_N, target_NV = teacher.best_U[token_N], teacher.logits_UV[token_N]
+            best_N = teacher.best_U[token_N]
             estimate_ND = estimate_RD.detach()[index_N].requires_grad_(track)
             with torch.set_grad_enabled(track):
                 draft_NV = logits(estimate_ND)
+                draft = Logits(draft_NV)
                 losses = [
                     regression(estimate_ND, teacher.hidden_UD[token_N])
                     if name == "regression"
-                    else TERMS[name](draft_NV, target_NV)
+                    else TERMS[name](draft, teacher.logits, token_N)
                     for name in names
                 ]
                 loss_NL = torch.stack(losses, dim=-1)
