@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import Literal
 
 from vlmdistill.pipelines.evaluation import records
-from vlmdistill.pipelines.evaluation.records import Evaluation, Measurement
+from vlmdistill.pipelines.evaluation.records import Evaluation, Measurement, PromptResult
 from vlmdistill.pipelines.evaluation.statistics import (
     FEWEST,
     Checks,
@@ -151,6 +151,14 @@ class Group:
     def results(self) -> list[DrafterResult]:
         """Every drafter at every temperature: the lowest temperature first, then the fastest drafter."""
         return [one for ranking in self.rankings for one in ranking.results]
+
+    def by(self, label: Callable[[PromptResult], str]) -> dict[str, list[DrafterResult]]:
+        """The results on the prompts of each label, such as their dataset; in the order of `results`."""
+        divided = [(one.evaluation, one.measurement.by(label)) for one in self.results]
+        return {
+            name: [DrafterResult(one, at[name], figures(at[name])) for one, at in divided if name in at]
+            for name in sorted({name for _, at in divided for name in at})
+        }
 
     @property
     def warnings(self) -> list[str]:

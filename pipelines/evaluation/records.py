@@ -87,6 +87,7 @@ class Piece:
 
     text: str
     drafted: bool
+    seconds: Amount | None = None  # since decoding began, by the decoder's clock; None: not recorded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +99,7 @@ class ShownResponse:
     files: tuple[str, ...]
     pieces: tuple[Piece, ...]
     tau: Amount
+    plain: tuple[Piece, ...] = ()  # of plain decoding, measured beside it; empty: not recorded
 
 
 @dataclass(frozen=True, kw_only=True)

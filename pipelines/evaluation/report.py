@@ -1,14 +1,16 @@
 """Writes the report: all evaluations of a workspace as one self-contained HTML page.
 
-The page loads nothing: it includes styles, charts, and small copies of images. Evaluations that cannot be
-compared are in separate groups (`comparison.gather`).
+The page loads nothing: it includes styles, charts, small copies of images, and one script, which its policy
+names by hash. The page is complete without it: the script sorts and filters tables and replays responses.
+Evaluations that cannot be compared are in separate groups (`comparison.gather`).
 """
 
 import base64
+import hashlib
 import io
 import mimetypes
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,8 +18,9 @@ from typing import TYPE_CHECKING
 from vlmdistill.pipelines.evaluation import charts, served_records
 from vlmdistill.pipelines.evaluation.charts import Chart
 from vlmdistill.pipelines.evaluation.comparison import DrafterResult, Group, differing, gather
-from vlmdistill.pipelines.evaluation.records import Evaluation, ShownResponse
+from vlmdistill.pipelines.evaluation.records import Decoding, Evaluation, Piece, ShownResponse
 from vlmdistill.pipelines.evaluation.served_records import ServedEvaluation
+from vlmdistill.pipelines.evaluation.statistics import FEWEST
 from vlmdistill.pipelines.workspace import Workspace, atomic_write
 
 if TYPE_CHECKING:
@@ -27,12 +30,36 @@ IMAGE_SIDE = 320  # pixels of the longer side of an embedded image
 
 
 @dataclass(frozen=True)
+class Playback:
+    """A response with the time of each piece, and the counts and times of its decoding."""
+
+    pieces: tuple[Piece, ...]
+    decoding: Decoding
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A drafter's response, and the plain one that was measured beside it."""
+
+    name: str
+    temperature: float
+    drafted: Playback
+    plain: Playback
+
+
+@dataclass(frozen=True)
 class ShownPrompt:
     """A prompt with its images, and by temperature the response of each drafter, the fastest first."""
 
     prompt: str
     media: list[dict[str, str]]
-    responses: dict[float, list[tuple[str, ShownResponse]]]
+    responses: dict[float, list[tuple[str, ShownResponse]]] = field(default_factory=dict)
+    replays: list[Replay] = field(default_factory=list)  # of the responses whose times were recorded
+
+    @property
+    def plains(self) -> list[Playback]:
+        """The plain responses of its replays: drafters that were measured together have the same one."""
+        return list(dict.fromkeys(one.plain for one in self.replays))
 
 
 @dataclass(frozen=True)
@@ -87,15 +114,29 @@ class GroupView:
         return _found(charts.acceptance(one, self.styles) for one in self.group.rankings)
 
     @property
+    def divided(self) -> list[tuple[str, dict[str, list[DrafterResult]]]]:
+        """The results by kind and by dataset of the prompts, if there are several."""
+        kinds, datasets = self.group.by(lambda one: one.kind), self.group.by(lambda one: one.dataset)
+        both = [("kind", kinds), ("dataset", datasets)]
+        return [(label, results) for label, results in both if len(results) > 1]
+
+    @property
     def samples(self) -> list[ShownPrompt]:
         """The prompts whose responses were kept."""
         shown: dict[str, ShownPrompt] = {}
         for one in self.group.results:
+            measured = {prompt.key: prompt for prompt in one.measurement.prompts}
             for sample in one.measurement.shown:
                 if sample.key not in shown:
-                    media = [_embedded(Path(file)) for file in sample.files]
-                    shown[sample.key] = ShownPrompt(sample.prompt, media, {})
-                shown[sample.key].responses.setdefault(one.temperature, []).append((one.name, sample))
+                    shown[sample.key] = ShownPrompt(
+                        sample.prompt, [_embedded(Path(file)) for file in sample.files]
+                    )
+                prompt, counts = shown[sample.key], measured.get(sample.key)
+                prompt.responses.setdefault(one.temperature, []).append((one.name, sample))
+                if counts is not None and _timed(sample.pieces) and _timed(sample.plain):
+                    drafted = Playback(sample.pieces, counts.drafted)
+                    plain = Playback(sample.plain, counts.plain)
+                    prompt.replays.append(Replay(one.name, one.temperature, drafted, plain))
         return list(shown.values())
 
     @property
@@ -132,6 +173,7 @@ def make(workspace: Workspace, out: Path | None = None) -> ReportPage:
 def _page(title: str, groups: Sequence[Group], served: Sequence[ServedEvaluation]) -> str:
     names = sorted({one.name for group in groups for one in group.evaluations})
     styles = {name: number for number, name in enumerate(names)}
+    script = _read("report.js")
     return (
         _templates()
         .get_template("report.html.jinja")
@@ -141,6 +183,9 @@ def _page(title: str, groups: Sequence[Group], served: Sequence[ServedEvaluation
             differing=differing(groups),
             served=[(one.measured, line) for one in served for line in served_records.table([one])],
             columns=served_records.TABLE,
+            fewest=FEWEST,
+            script=script,
+            script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         )
     )
 
@@ -148,19 +193,27 @@ def _page(title: str, groups: Sequence[Group], served: Sequence[ServedEvaluation
 def _templates() -> "Environment":
     from jinja2 import Environment, FunctionLoader, StrictUndefined
 
-    folder = resources.files("vlmdistill.pipelines.evaluation")
     found = Environment(
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        loader=FunctionLoader(lambda name: (folder / name).read_text(encoding="utf-8")),
+        loader=FunctionLoader(_read),
     )
-    formats = {"fixed": "{:.2f}", "percent": "{:.0%}", "short": "{:g}", "grouped": "{:,.0f}"}
+    formats = {"fixed": "{:.2f}", "tenths": "{:.1f}", "percent": "{:.0%}", "short": "{:g}"}
+    formats["grouped"] = "{:,.0f}"
     found.filters |= {name: form.format for name, form in formats.items()}
     margins = {"left": charts.LEFT, "right": charts.RIGHT, "top": charts.TOP, "below": charts.BELOW}
     found.globals["plane"] = {"width": charts.WIDTH, "bar": charts.BAR, **margins}
     return found
+
+
+def _read(name: str) -> str:
+    return (resources.files("vlmdistill.pipelines.evaluation") / name).read_text(encoding="utf-8")
+
+
+def _timed(pieces: Sequence[Piece]) -> bool:
+    return bool(pieces) and all(piece.seconds is not None for piece in pieces)
 
 
 def _found(maybe: Iterable[Chart | None]) -> list[Chart]:

@@ -1,7 +1,7 @@
 """Decodes each prompt with plain decoding and every drafter in alternation, checks and counts the results."""
 
 from collections.abc import Iterator, Mapping
-from itertools import takewhile
+from itertools import groupby, takewhile
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 
 PLAIN = ""  # instead of a drafter's name
 SHOWN = 6  # prompts whose responses are kept for the report
+REPLAYED = 1024  # tokens of a plain response that is kept for a replay, at most: each has its time
 NEAR_TIE = 16  # in units of the dtype's rounding error at the largest logit
 
 
@@ -74,7 +75,7 @@ class SideBySide:
             )
             for name in self.drafters
         }
-        shown = {name: self._show(prompt, decoded[name].cycles) for name in self.drafters if number < SHOWN}
+        shown = self._show(prompt, decoded) if number < SHOWN else {}
         return Decoded(
             number=number,
             temperature=self.temperature,
@@ -123,23 +124,27 @@ class SideBySide:
         gap = abs(float(logits_V[reference[first]] - logits_V[got[first]]))
         return "near_tie" if gap <= NEAR_TIE * rounding else "different"
 
-    def _show(self, prompt: Prompt, cycles: list[Cycle]) -> ShownResponse:
-        """A response in pieces, each drafted or the target's own."""
-        shown: list[Piece] = []
-        for piece in pieces(cycles, self.target.tokenizer):
-            if shown and shown[-1].drafted and piece.drafted:
-                shown[-1] = Piece(shown[-1].text + piece.text, drafted=True)
-            else:
-                shown.append(piece)
+    def _show(self, prompt: Prompt, decoded: Mapping[str, Timed]) -> dict[str, ShownResponse]:
+        """The response of each drafter in pieces, and of plain decoding beside it."""
         asked = [part for turn in prompt.messages if turn["role"] == "user" for part in turn["content"]]
         prompts = [part["text"] for part in asked if part["type"] == "text"]
-        return ShownResponse(
-            key=prompt.key,
-            prompt="\n".join(prompts),
-            files=tuple(prompt.files),
-            pieces=tuple(shown),
-            tau=sum(len(cycle.ids) for cycle in cycles[1:]) / max(1, len(cycles) - 1),
-        )
+        plain = self._pieces(decoded[PLAIN].cycles)
+        return {
+            name: ShownResponse(
+                key=prompt.key,
+                prompt="\n".join(prompts),
+                files=tuple(prompt.files),
+                pieces=self._pieces(cycles := decoded[name].cycles),
+                tau=sum(len(cycle.ids) for cycle in cycles[1:]) / max(1, len(cycles) - 1),
+                plain=plain if len(plain) <= REPLAYED else (),
+            )
+            for name in self.drafters
+        }
+
+    def _pieces(self, cycles: list[Cycle]) -> tuple[Piece, ...]:
+        """The text of each cycle: what it drafted in one piece, and the target's own token."""
+        runs = groupby(pieces(cycles, self.target.tokenizer), key=lambda one: (one.drafted, one.seconds))
+        return tuple(Piece("".join(one.text for one in run), *key) for key, run in runs)
 
 
 def _counted(decoded: Timed, check: Check | None, *, on_cpu: bool) -> Decoding:

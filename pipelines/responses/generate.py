@@ -20,13 +20,14 @@ from vlmdistill.stores.errors import DataError
 def pieces(cycles: Iterable[Cycle], tokenizer: Any) -> Iterator[Piece]:
     """The text of each cycle; a character of several tokens is held back until its last token."""
     ids: list[int] = []
-    shown = ""
+    shown, seconds = "", 0.0
     for cycle in cycles:
+        seconds += cycle.seconds
         for index, token in enumerate(cycle.ids):
             ids.append(token)
             text: str = tokenizer.decode(ids, skip_special_tokens=True)
             if len(text) > len(shown) and not text.endswith("\ufffd"):
-                yield Piece(text[len(shown) :], index < cycle.accepted)
+                yield Piece(text[len(shown) :], index < cycle.accepted, seconds)
                 shown = text
 
 

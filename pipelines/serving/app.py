@@ -20,11 +20,12 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
+from vlmdistill.pipelines.evaluation.records import Piece
 from vlmdistill.pipelines.serving.chat import NEUTRAL, ChatRequest
 from vlmdistill.pipelines.serving.decoder_queue import DecoderQueue, QueueFullError
 from vlmdistill.pipelines.serving.gate import ApiError, Gate, error_response, json_response
 from vlmdistill.pipelines.serving.metrics import ServingMetrics
-from vlmdistill.pipelines.serving.served_decoder import ServedDecoder, ServedResponse, TimedPiece
+from vlmdistill.pipelines.serving.served_decoder import ServedDecoder, ServedResponse
 from vlmdistill.stores.errors import DataError
 
 GRACE_SECONDS = 10  # for running responses, after SIGINT or SIGTERM
@@ -114,7 +115,7 @@ def build_app(
         except _ClientGoneError:
             return Response(status_code=CLIENT_GONE)
 
-    async def measured(response: ServedResponse) -> AsyncGenerator[TimedPiece]:
+    async def measured(response: ServedResponse) -> AsyncGenerator[Piece]:
         start, outcome = time.perf_counter(), "disconnected"
         try:
             async with aclosing(queue.stream(response.pieces())) as pieces:
@@ -185,7 +186,7 @@ class _Completion:
             "model": decoder.model,
         }
 
-    async def whole(self, pieces: AsyncGenerator[TimedPiece]) -> dict[str, Any]:
+    async def whole(self, pieces: AsyncGenerator[Piece]) -> dict[str, Any]:
         """The response at once."""
         text = "".join([piece.text async for piece in pieces])
         message = {"role": "assistant", "content": text}
@@ -193,7 +194,7 @@ class _Completion:
         kind = {"object": "chat.completion", "choices": [choice]}
         return {**self._head, **kind, "usage": self._usage(), "decoding": self._decoding()}
 
-    async def events(self, first: TimedPiece | None, rest: AsyncGenerator[TimedPiece]) -> AsyncGenerator[str]:
+    async def events(self, first: Piece | None, rest: AsyncGenerator[Piece]) -> AsyncGenerator[str]:
         """The response as server-sent events, a chunk for each piece."""
         yield self._chunk({"role": "assistant", "content": ""})
         async with aclosing(rest):

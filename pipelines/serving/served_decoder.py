@@ -11,7 +11,7 @@ from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.core.drafter import Proposer
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.decoding.decoders import Cycle, decode
-from vlmdistill.pipelines.evaluation.records import Decoding, chain_counts
+from vlmdistill.pipelines.evaluation.records import Decoding, Piece, chain_counts
 from vlmdistill.pipelines.responses.generate import pieces
 from vlmdistill.pipelines.serving.chat import ChatRequest
 from vlmdistill.pipelines.targets.checkpoints.loading import load
@@ -19,15 +19,6 @@ from vlmdistill.pipelines.targets.checkpoints.registry import Options
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 from vlmdistill.pipelines.workspace import Workspace, checkpoint_folder
 from vlmdistill.stores.errors import DataError
-
-
-@dataclass(frozen=True)
-class TimedPiece:
-    """A run of text, and when it was generated."""
-
-    text: str
-    drafted: bool  # proposed by the drafter
-    seconds: float  # since decoding began, by the decoder's clock
 
 
 @dataclass(frozen=True)
@@ -95,13 +86,12 @@ class ServedResponse:
         """The drafter that this request is decoded with; None for plain decoding."""
         return self.decoder.drafter_name if self.request.speculate else None
 
-    def pieces(self) -> Generator[TimedPiece]:
+    def pieces(self) -> Generator[Piece]:
         """Decode; DataError or ApiError when the prompt cannot be used."""
         self.prompt_tokens, cycles = self.decoder.decode(self.request, self.media)
         target = self.decoder.target
         text = pieces(self._recorded(cycles), target.tokenizer)
-        timed = (TimedPiece(one.text, one.drafted, self.seconds) for one in text)
-        stopped = yield from until_stop(timed, self.request.stop)
+        stopped = yield from until_stop(text, self.request.stop)
         if stopped or self.cycles[-1].ids[-1] in target.info.eos_ids:
             self.finish = "stop"
 
@@ -112,12 +102,12 @@ class ServedResponse:
             yield cycle
 
 
-def until_stop(pieces: Iterable[TimedPiece], stop: Sequence[str]) -> Generator[TimedPiece, None, bool]:
+def until_stop(pieces: Iterable[Piece], stop: Sequence[str]) -> Generator[Piece, None, bool]:
     """The pieces before the first stop string; returns whether there was one.
 
     Pieces whose text may begin a stop string are held back until that is decided.
     """
-    held: list[TimedPiece] = []
+    held: list[Piece] = []
     for piece in pieces:
         held.append(piece)
         text = "".join(one.text for one in held)

@@ -30,6 +30,8 @@ RESPONSE = (
     Piece(" & large", True),
     Piece(".", False),
 )
+TIMED = tuple(dataclasses.replace(piece, seconds=0.1 + at // 2 / 5) for at, piece in enumerate(RESPONSE))
+PLAIN = tuple(Piece(piece.text, False, 0.1 + at / 5) for at, piece in enumerate(RESPONSE))
 
 
 def shown(key: str = "k0", **changes: Any) -> ShownResponse:

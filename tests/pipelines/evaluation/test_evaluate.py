@@ -85,6 +85,20 @@ def test_the_cycles_account_for_all_seconds(honest: Evaluation) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 1])
+def test_the_pieces_of_shown_responses_have_their_times(at: int, honest: Evaluation) -> None:
+    measured = honest.temperatures[at]
+    for shown, one in zip(measured.shown, measured.prompts, strict=True):
+        assert shown.key == one.key
+        for pieces, decoding in ((shown.pieces, one.drafted), (shown.plain, one.plain)):
+            times = [piece.seconds or 0 for piece in pieces]
+            total = decoding.prefill_seconds + decoding.decode_seconds
+            expected = [decoding.prefill_seconds, *times, total]  # some tokens have no text
+            assert expected == sorted(expected)
+        if at == 0:  # both decoders generate the same text
+            assert "".join(one.text for one in shown.pieces) == "".join(one.text for one in shown.plain)
+
+
+@pytest.mark.parametrize("at", [0, 1])
 def test_the_phases_account_for_all_seconds(at: int, honest: Evaluation) -> None:
     measured = figures(honest.temperatures[at])
     assert measured.budget is not None
@@ -300,16 +314,21 @@ def test_cycles_are_counted_by_position_of_the_chain(
 ) -> None:
     laps = clock.Laps(torch.device("cpu"))
     cycles = [
-        Cycle([5], 0, (0, 0), [], 0.5, laps),  # the prefill
-        Cycle([1, 2, 3, 4], 3, (3, 3), [], 0.2, laps),
-        Cycle([1, 2], 1, (1, 3), [], 0.2, laps),
-        Cycle([1, 2], 1, (0, 3), [], 0.2, laps),  # along another branch
-        Cycle([1], 0, (0, 1), [], 0.2, laps),
+        Cycle([25], 0, (0, 0), [], 0.5, laps),  # the prefill
+        Cycle([21, 22, 23, 24], 3, (3, 3), [], 0.2, laps),
+        Cycle([21, 22], 1, (1, 3), [], 0.2, laps),
+        Cycle([21, 22], 1, (0, 3), [], 0.2, laps),  # along another branch
+        Cycle([21], 0, (0, 1), [], 0.2, laps),
     ]
     monkeypatch.setattr(decoders, "speculate", lambda *args, **kwargs: iter(cycles))
     settings = dataclasses.replace(SETTINGS, temperatures=(1.0,), limit=1)
     elsewhere = Workspace(workspace.model, tmp_path)
     (made,) = evaluate(elsewhere, ["lookahead"], settings, prompts_file=workspace.prompts)
+    (shown,) = made.temperatures[0].shown
+    a, b, c, d, e = load(workspace.model).tokenizer.decode(range(21, 26))
+    expected = [(e, False, 0.5), (a + b + c, True, 0.7), (d, False, 0.7), (a, True, 0.9), (b, False, 0.9)]
+    expected += [(a, True, 1.1), (b, False, 1.1), (a, False, 1.3)]
+    assert [(one.text, one.drafted, round(one.seconds or 0, 9)) for one in shown.pieces] == expected
     one = made.temperatures[0].prompts[0].drafted
     assert (one.tokens, one.calls, one.accepted) == (10, 4, 5)
     assert (one.chain_tried, one.chain_accepted) == ((4, 2, 1), (2, 1, 1))

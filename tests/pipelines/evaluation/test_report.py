@@ -1,9 +1,14 @@
 """The report of evaluations: its numbers and structure, its groups, and that it loads nothing."""
 
 import base64
+import dataclasses
+import hashlib
+import html
 import io
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,7 +20,7 @@ import typer
 from PIL import Image
 from typer.testing import CliRunner
 
-from tests.pipelines.evaluation.made_up import RESPONSE, evaluation, measured, shown
+from tests.pipelines.evaluation.made_up import PLAIN, RESPONSE, TIMED, evaluation, measured, shown
 from vlmdistill.cli.report import report as verb
 from vlmdistill.pipelines.evaluation import served_records
 from vlmdistill.pipelines.evaluation.comparison import gather
@@ -38,10 +43,11 @@ from vlmdistill.pipelines.evaluation.served_records import (
     ServerRun,
     TimedRequest,
 )
+from vlmdistill.pipelines.evaluation.statistics import FEWEST
 from vlmdistill.pipelines.workspace import Workspace
 from vlmdistill.stores.errors import DataError
 
-VOID = {"meta", "link", "img", "br"}
+VOID = {"meta", "link", "img", "br", "input"}
 
 Save = Callable[..., Path]
 
@@ -64,20 +70,25 @@ def save(workspace: Workspace) -> Save:
 
 
 class Page(HTMLParser):
-    """A parsed page: its elements, and the text within each kind; unbalanced tags fail."""
+    """A parsed page: its elements, texts, and table rows by label; unbalanced tags fail."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.source = path.read_text(encoding="utf-8")
         self.elements: list[tuple[str, dict[str, str]]] = []
         self.texts: list[tuple[tuple[str, ...], str]] = []
+        self.rows: list[dict[str, str]] = []
         self.open: list[str] = []
+        self.label = ""
         self.feed(self.source)
         self.close()
         assert not self.open
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, {name: value or "" for name, value in attrs}))
+        self.handle_startendtag(tag, attrs)
+        self.label = self.elements[-1][1].get("data-label", "" if tag in ("th", "td") else self.label)
+        if tag == "tr":
+            self.rows.append({})
         if tag not in VOID:
             self.open.append(tag)
 
@@ -89,11 +100,19 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.texts.append((tuple(self.open), data))
+        if "tr" in self.open:
+            self.rows[-1][self.label] = self.rows[-1].get(self.label, "") + data
+
+    @property
+    def scripts(self) -> list[str]:
+        """The text of each script."""
+        return [data for tags, data in self.texts if tags[-1:] == ("script",)]
 
     @property
     def text(self) -> str:
         """All visible text, on one line."""
-        return " ".join(" ".join(data for tags, data in self.texts if "style" not in tags).split())
+        visible = (data for tags, data in self.texts if tags[-1:] not in (("style",), ("script",)))
+        return " ".join(" ".join(visible).split())
 
     def attributes(self, name: str, tag: str | None = None) -> list[str]:
         return [attrs[name] for kind, attrs in self.elements if name in attrs and tag in (None, kind)]
@@ -181,7 +200,7 @@ def test_page_loads_nothing(workspace: Workspace, save: Save, tmp_path: Path) ->
     Image.new("RGB", (84, 84), "navy").save(image)
     save("sparrow", measured(shown=(shown(files=(str(image),)),)))
     page = Page(make(workspace).page)
-    assert {tag for tag, _ in page.elements}.isdisjoint({"script", "iframe", "object", "embed", "base"})
+    assert {tag for tag, _ in page.elements}.isdisjoint({"iframe", "object", "embed", "base"})
     for link in [*page.attributes("src"), *page.attributes("href")]:
         assert link.startswith(("data:", "#"))
     assert not re.search(r"https?:|//|@import|url\(", re.sub(r'"data:[^"]*"', "", page.source))
@@ -199,7 +218,8 @@ def test_the_same_target_in_another_folder_compares(workspace: Workspace, save: 
 def test_hostile_text_is_only_text(workspace: Workspace, save: Save) -> None:
     evil = "\"'><script>alert(1)</script><img src=x onerror=alert(2)>{{ 7 * 7 }}</style>"
     file = f"/nowhere/{evil.replace('/', '')}.png"
-    response = shown(prompt=evil, files=(file,), pieces=(Piece(evil, drafted=True),))
+    pieces = (Piece(evil, True, 0.5),)
+    response = shown(prompt=evil, files=(file,), pieces=pieces, plain=pieces)
     save(
         evil,
         measured(shown=(response,)),
@@ -213,7 +233,8 @@ def test_hostile_text_is_only_text(workspace: Workspace, save: Save) -> None:
     )
     page = Page(make(workspace).page)
     tags = [tag for tag, _ in page.elements]
-    assert "script" not in tags
+    assert tags.count("script") == len(page.scripts) == 1
+    assert evil not in page.scripts[0]
     assert "img" not in tags
     assert not [name for _, attrs in page.elements for name in attrs if name.startswith("on")]
     assert "{{ 7 * 7 }}" in page.text
@@ -225,6 +246,102 @@ def test_responses_are_complete_and_drafted_text_is_marked(workspace: Workspace,
     parts = [(tags[-1], text) for tags, text in page.texts if "article" in tags and "p" in tags]
     assert "".join(text for _, text in parts) == "What is k0?" + "".join(piece.text for piece in RESPONSE)
     assert [text for tag, text in parts if tag == "mark"] == ["board\nis", "& large"]
+
+
+def test_the_policy_of_the_page_allows_its_script_and_no_other(workspace: Workspace, save: Save) -> None:
+    save("sparrow")
+    page = Page(make(workspace).page)
+    (script,) = page.scripts
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    (policy,) = [one for one in page.attributes("content", "meta") if "default-src" in one]
+    assert f"script-src 'sha256-{digest}';" in policy
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_the_script_runs_under_the_policy(workspace: Workspace, save: Save, tmp_path: Path) -> None:
+    for name in ("sparrow", "eagle2"):
+        save(name, measured(shown=(shown(pieces=TIMED, plain=PLAIN),)), measured(1.0))
+    before = make(workspace).page
+    browser = [
+        "chromium",
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={tmp_path}/profile",
+    ]
+    command = [*browser, "--dump-dom", "--virtual-time-budget=1000", before.as_uri()]
+    after = tmp_path / "after.html"
+    after.write_bytes(subprocess.run(command, check=True, capture_output=True, timeout=60).stdout)
+    hidden = [
+        [attrs["class"] for _, attrs in Page(path).elements if {"hidden", "class"} <= attrs.keys()]
+        for path in (before, after)
+    ]
+    assert {"tools", "replay", "player"} <= {*hidden[0]}
+    assert {"tools", "replay"}.isdisjoint(hidden[1])
+    assert "player" in hidden[1]  # nothing plays by itself
+
+
+def test_a_replay_has_the_time_of_every_piece(workspace: Workspace, save: Save) -> None:
+    timed = measured(shown=(shown(pieces=TIMED, plain=PLAIN),))
+    save("sparrow", timed)
+    save("eagle2", timed)
+    source = Page(make(workspace).page).source
+    runs = re.findall(
+        r'class="run (\w+)".*?data-total="([\d.]+)".*?class="text"[^>]*>(.*?)</p>', source, re.DOTALL
+    )
+    assert [run[0] for run in runs] == ["plainly", "drafted", "drafted"]  # plain decoding once for both
+    for (_, total, text), pieces in zip(runs, [PLAIN, TIMED, TIMED], strict=True):
+        times = [float(at) for at in re.findall(r'data-at="([\d.]+)"', text)]
+        assert times == [pytest.approx(1000 * (piece.seconds or 0)) for piece in pieces]
+        assert times == sorted(times)
+        assert times[-1] <= float(total)
+        assert html.unescape(re.sub("<[^>]*>", "", text)) == "".join(piece.text for piece in pieces)
+
+
+@pytest.mark.parametrize("change", [{"plain": PLAIN}, {"pieces": TIMED}, {"key": "k99", "pieces": TIMED}])
+def test_a_response_without_times_has_no_replay(
+    change: dict[str, Any], workspace: Workspace, save: Save
+) -> None:
+    save("sparrow", measured(shown=(shown(**change),)))
+    page = Page(make(workspace).page)
+    assert "replay" not in page.attributes("class")
+    assert "board" in page.text
+
+
+def test_an_evaluation_without_times_is_read(save: Save) -> None:
+    file = save("sparrow")
+    content = json.loads(file.read_text())
+    for one in (one for at in content["temperatures"] for one in at["shown"]):
+        del one["plain"]
+        for piece in one["pieces"]:
+            del piece["seconds"]
+    file.write_text(json.dumps(content))
+    assert read(file) == evaluation("sparrow")
+
+
+@pytest.mark.parametrize("label", ["kind", "dataset"])
+def test_rows_of_each_kind_and_dataset_add_up(label: str, workspace: Workspace, save: Save) -> None:
+    groups: list[dict[str, Any]] = [{label: ["image", "text", "video"][(at + 6) // 10]} for at in range(24)]
+
+    def mixed(at: Measurement) -> Measurement:
+        prompts = zip(at.prompts, groups, strict=True)
+        return dataclasses.replace(at, prompts=tuple(dataclasses.replace(one, **to) for one, to in prompts))
+
+    save("sparrow", mixed(measured(0.0)), mixed(measured(1.0, calls=40)))
+    save("eagle2", mixed(measured(0.0, calls=50)), mixed(measured(1.0)))
+    made = make(workspace)
+    rows = [row for row in Page(made.page).rows if label in row and "calls" in row]
+    assert len(rows) == 3 * 2 * 2
+    for one in made.groups[0].results:
+        mine = [row for row in rows if row[""].strip() == one.name and row["T"] == f"{one.temperature:g}"]
+        assert sum(int(row["prompts"].replace(",", "")) for row in mine) == one.figures.prompts
+        assert sum(int(row["calls"].replace(",", "")) for row in mine) == one.figures.calls
+        for row in mine:
+            assert row["tau"].startswith(f"{one.figures.tau:.2f}")
+            assert ("\u2013" in row["tau"]) == (int(row["prompts"]) >= FEWEST)
+    save("eagle2")
+    save("sparrow")
+    assert not [row for row in Page(make(workspace).page).rows if label in row]
 
 
 def test_a_prompt_is_shown_once_with_all_its_responses(workspace: Workspace, save: Save) -> None:

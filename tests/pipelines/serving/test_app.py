@@ -22,11 +22,12 @@ from tests.served_app import Served, serving
 from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.decoding.decoders import Cycle
 from vlmdistill.pipelines.demo import scenes
+from vlmdistill.pipelines.evaluation.records import Piece
 from vlmdistill.pipelines.responses.generate import generate
 from vlmdistill.pipelines.serving import chat, gate
 from vlmdistill.pipelines.serving.chat import ChatRequest
 from vlmdistill.pipelines.serving.decoder_queue import DecoderQueue
-from vlmdistill.pipelines.serving.served_decoder import ServedDecoder, TimedPiece, open_decoder, until_stop
+from vlmdistill.pipelines.serving.served_decoder import ServedDecoder, open_decoder, until_stop
 from vlmdistill.pipelines.targets.checkpoints.loading import load
 from vlmdistill.pipelines.workspace import Workspace
 
@@ -167,7 +168,7 @@ def test_until_stop_is_the_text_before_the_first_stop_string(stop: list[str]) ->
     rng = random.Random(0)
     for _ in range(200):
         texts = ["".join(rng.choices("abc", k=rng.randint(1, 3))) for _ in range(6)]
-        text, source = "".join(texts), iter([TimedPiece(one, False, 0.0) for one in texts])
+        text, source = "".join(texts), iter([Piece(one, False, 0.0) for one in texts])
         kept = "".join(piece.text for piece in until_stop(source, stop))
         found = [text.index(word) for word in stop if word in text]
         if not found:
