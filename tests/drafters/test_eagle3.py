@@ -15,7 +15,7 @@ from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.batch import Batch, Entries, TokenIndex
 from vlmdistill.drafters.core.config import Stage
 from vlmdistill.drafters.core.kv_cache import GrowingKVCache
-from vlmdistill.drafters.core.losses import TargetRows, cross_entropy, score
+from vlmdistill.drafters.core.losses import TargetRows, score
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.core.tree_drafter import TreeDrafter
 from vlmdistill.drafters.core.vocabulary import columns_of
@@ -144,7 +144,8 @@ def test_the_loss_is_over_the_draft_vocabulary_and_spares_what_it_cannot_say() -
     best_R = logits_RV.argmax(-1)
     said_R = torch.isin(best_R, torch.tensor(SPOKEN))
     assert 0 < said_R.sum() < 40
-    each_R = cross_entropy(drafter.logits(state), logits_RV[:, SPOKEN])
+    target_RK = logits_RV[:, SPOKEN].softmax(-1)
+    each_R = torch.nn.functional.cross_entropy(drafter.logits(state), target_RK, reduction="none")
     torch.testing.assert_close(made.loss_R, each_R.detach() * said_R)
     torch.testing.assert_close(scores.total, (each_R * said_R).sum())
     assert made.count_R.all()  # the mean is over all rows, and those it cannot say are misses

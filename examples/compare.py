@@ -1,0 +1,57 @@
+"""Compare two methods: several seeds of each under one recipe, and whether they differ by more than luck.
+
+python -m examples.compare hivis msd --model demo --set steps=300
+
+It needs prompts (`vlmdistill prompts`). All other options are those of `vlmdistill train`.
+"""
+
+import argparse
+import sys
+
+from vlmdistill.cli.main import main
+from vlmdistill.pipelines.evaluation.records import read
+from vlmdistill.pipelines.evaluation.statistics import FEWEST_SEEDS, Rate, difference
+from vlmdistill.pipelines.workspace import Workspace
+
+RATES: tuple[Rate, ...] = ("tau", "decode_speedup")
+
+
+def compare(words: list[str]) -> int:
+    """Capture, train, evaluate in one process, print the differences; the first bad exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("methods", nargs=2, metavar="method")
+    parser.add_argument("--model", default="demo", help="target model; default: demo")
+    parser.add_argument("--runs", default="runs", help="folder of the workspaces; default: runs")
+    parser.add_argument(
+        "--seeds", type=int, default=FEWEST_SEEDS, help="of each method; fewer give no interval"
+    )
+    parser.add_argument("--limit", default="50", help="held-out prompts; default: 50")
+    given, more = parser.parse_known_args(words)
+    where = ["--model", given.model, "--runs", given.runs]
+    names = {method: [f"{method}-{seed}" for seed in range(given.seeds)] for method in given.methods}
+    jobs = [(method, name, seed) for method in names for seed, name in enumerate(names[method])]
+    steps = [
+        ["features", "--for", ",".join(names), *where],
+        *(
+            ["train", method, "--name", name, "--seed", str(seed), *more, *where]
+            for method, name, seed in jobs
+        ),
+        ["eval", *(name for _, name, _ in jobs), "--limit", given.limit, *where],
+    ]
+    if status := next((status for step in steps if (status := main(step))), 0):
+        return status
+    reports = Workspace.of(given.model, given.runs).reports
+    one, other = (
+        [read(reports / f"{name}.json").temperatures[0] for name in of_seed] for of_seed in names.values()
+    )
+    for rate in RATES:
+        found = difference(one, other, rate)
+        within = (
+            f"{found.interval.low:+.2f} to {found.interval.high:+.2f}" if found.interval else "too few seeds"
+        )
+        sys.stdout.write(f"{rate}, {' minus '.join(names)}: {found.mean:+.2f} ({within})\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(compare(sys.argv[1:]))

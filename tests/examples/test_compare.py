@@ -1,0 +1,40 @@
+"""The example that compares two methods over seeds."""
+
+from pathlib import Path
+
+import pytest
+
+from examples.compare import compare
+from vlmdistill.pipelines.demo import files
+from vlmdistill.pipelines.evaluation.records import read
+from vlmdistill.pipelines.evaluation.statistics import figures
+from vlmdistill.pipelines.prompts.importing import Choices, import_prompts
+from vlmdistill.pipelines.prompts.prompt_table import Split
+
+pytestmark = pytest.mark.slow
+
+
+def test_two_methods_are_compared_on_the_same_prompts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workspace = tmp_path / "runs" / "demo"
+    sides: tuple[tuple[files.Side, Split], ...] = (("drafter", "train"), ("evaluation", "eval"))
+    for side, split in sides:
+        made = files.write(tmp_path / side, images=4, dialogues=0, seed=6, split=side)
+        choices = Choices(images=made.images, split=split)
+        import_prompts([str(made.llava)], workspace / "prompts.parquet", choices=choices)
+    few = ["--set", "steps=2", "--set", "batch_tokens=512", "--limit", "2"]
+    assert compare(["sparrow", "text_only", "--seeds", "1", "--runs", str(tmp_path / "runs"), *few]) == 0
+    taus = []
+    for name in ("sparrow-0", "text_only-0"):
+        evaluation = read(workspace / "reports" / f"{name}.json")
+        assert evaluation.training.seed == 0
+        taus.append(figures(evaluation.temperatures[0]).tau)
+    printed = capsys.readouterr().out.splitlines()
+    (line,) = [line for line in printed if line.startswith("tau, sparrow minus text_only")]
+    assert f"{taus[0] - taus[1]:+.2f} (too few seeds)" in line
+
+
+def test_a_method_that_is_unknown_stops_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare(["sparrow", "sparow", "--runs", str(tmp_path)]) != 0
+    assert "there is no drafter 'sparow'" in capsys.readouterr().err
