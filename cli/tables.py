@@ -27,6 +27,7 @@ COLUMNS: "dict[str, Callable[[DrafterResult], str]]" = {
     "calls": lambda one: f"{one.figures.calls}",
 }
 WIDE = ("prefill", "plain tokens/s", "parameters", "calls")  # columns that a printed page has no room for
+RATES = ("tau", "accepted", "speedup", "decode_speedup")
 SYMBOLS = {"tau": r"$\tau$", "T": "$T$"}
 LATEX = {
     "\\": r"\textbackslash{}",
@@ -65,12 +66,14 @@ def sections(report: "ReportPage") -> Iterator[Section]:
                 *(ranking.text for ranking in group.rankings),
                 group.verdict.text,
                 *(f"Warning: {one}." for one in group.warnings),
+                "In parentheses: 95% intervals over prompts.",
             ],
             [*COLUMNS],
             [[cell(one) for cell in COLUMNS.values()] for one in group.results],
         )
     if report.served:
-        yield Section("serving engines", {}, [], [*TABLE], table(report.served))
+        said = "In parentheses: quartiles of times, and the 95% interval of the speedup over the baseline."
+        yield Section("serving engines", {}, [said], [*TABLE], table(report.served))
 
 
 def markdown(report: "ReportPage") -> str:
@@ -100,7 +103,7 @@ def latex(report: "ReportPage") -> str:
         header = [SYMBOLS.get(name) or _latex(name) for name in one.header]
         lines += [
             *("", r"\begin{table*}", r"\centering", r"\scriptsize", r"\setlength{\tabcolsep}{4pt}"),
-            rf"\caption{{{' '.join(map(_latex, [about, *one.sentences]))} In parentheses: 95\% intervals.}}",
+            rf"\caption{{{' '.join(map(_latex, [about, *one.sentences]))}}}",
             rf"\begin{{tabular}}{{@{{}}{'l' * len(kept)}@{{}}}}",
             *(r"\toprule", _row(header, kept), r"\midrule"),
             *(_row([_latex(cell) for cell in row], kept) for row in one.rows),
@@ -161,8 +164,8 @@ def _served_rows(report: "ReportPage") -> Iterator[dict[str, Any]]:
 def _numbers(figures: dict[str, Any]) -> dict[str, Any]:
     """Rates, the ends of their intervals, counts and seconds."""
     ends = {
-        f"{name}_{end}": within[end]
-        for name, within in figures["intervals"].items()
+        f"{name}_{end}": figures["intervals"].get(name, {}).get(end)
+        for name in RATES
         for end in ("low", "high")
     }
     checks = figures.get("lossless") or {}

@@ -103,7 +103,7 @@ def evaluate(
             "prompts": [prompt.key for prompt in chosen],
             "target": [target.name, str(target.fingerprint), target.dtype_name, settings.how],
             "hardware": tree_search.hardware(target.device),
-            "software": replace(software, command=""),
+            "software": replace(software, command="", commit=None),
         },
     )
     decoded = unfinished.read()
