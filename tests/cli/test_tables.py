@@ -178,7 +178,7 @@ def test_the_page_names_versions_commit_and_command(workspace: Workspace, report
     report()
     page = (workspace.reports / "index.html").read_text()
     for value in SOFTWARE.facts.values():
-        assert f"<dd>{value}</dd>" in page
+        assert f">{value}</dd>" in page
 
 
 def test_wrong_options_are_one_line(
