@@ -32,10 +32,7 @@ FACTS: Final[dict[str, Callable[[Evaluation], str]]] = {
     "drafter": lambda one: one.drafter,
     "tree": lambda one: one.tree,
     "parameters": lambda one: str(one.parameters),
-    "training": lambda one: (
-        f"{one.training.steps} steps, {one.training.samples} samples, seed {one.training.seed}, "
-        f"store {one.training.signature}, view {one.training.view}, {_stages(one)}"
-    ),
+    "training": lambda one: _training(one),
     "software": lambda one: "recorded" if one.software else "not recorded",
 }
 """What is said if it differs, with what both recorded of their software."""
@@ -186,5 +183,11 @@ def _read(where: Path) -> dict[str, Evaluation]:
     return found
 
 
-def _stages(one: Evaluation) -> str:
-    return ", ".join(f"{stage.name} {stage.epochs:g} epochs {stage.hops} hops" for stage in one.config.stages)
+def _training(one: Evaluation) -> str:
+    how = one.training
+    known = {"seed": how.seed, "store": how.signature, "view": how.view}
+    facts = [f"{name} {value}" for name, value in known.items() if value is not None]
+    stages = [f"{stage.name} {stage.epochs:g} epochs, {stage.hops} hops" for stage in one.config.stages]
+    return (
+        ", ".join([f"{how.steps} steps on {how.samples} samples", *facts, *stages]) if how.steps else "none"
+    )

@@ -188,13 +188,9 @@ def plot(report: ReportPage, folder: Path) -> list[Path]:
 
 def _light_styles() -> str:
     """The styles of charts on light paper, with plain colors: many programs know no variables."""
-    page, drawn = (_file(name) for name in ("report.css", "charts.css"))
+    page, drawn = (_read(name) for name in ("report.css", "charts.css"))
     light = dict(re.findall(r"--([\w-]+): (#\w+)", page.partition("@media")[0]))
     return re.sub(r"var\(--([\w-]+)\)", lambda found: light[found[1]], drawn)
-
-
-def _file(name: str) -> str:
-    return (resources.files("vlmdistill.pipelines.evaluation") / name).read_text(encoding="utf-8")
 
 
 def _templates() -> "Environment":
@@ -205,13 +201,17 @@ def _templates() -> "Environment":
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        loader=FunctionLoader(_file),
+        loader=FunctionLoader(_read),
     )
     formats = {"fixed": "{:.2f}", "percent": "{:.0%}", "short": "{:g}", "grouped": "{:,.0f}"}
     found.filters |= {name: form.format for name, form in formats.items()}
     margins = {"left": charts.LEFT, "right": charts.RIGHT, "top": charts.TOP, "below": charts.BELOW}
     found.globals["plane"] = {"width": charts.WIDTH, "bar": charts.BAR, **margins}
     return found
+
+
+def _read(name: str) -> str:
+    return (resources.files("vlmdistill.pipelines.evaluation") / name).read_text(encoding="utf-8")
 
 
 def _found(maybe: Iterable[Chart | None]) -> list[Chart]:
