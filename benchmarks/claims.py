@@ -12,7 +12,6 @@ import argparse
 import json
 import multiprocessing
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -24,7 +23,7 @@ from typing import Literal
 from benchmarks.claimed import PAPERS, Claim, Paper, Setting
 from vlmdistill.drafters.checkpoints.settings import RECIPES, to_dict
 from vlmdistill.drafters.core import catalogue
-from vlmdistill.pipelines import flow, train
+from vlmdistill.pipelines import flow, software, train
 from vlmdistill.pipelines.demo import files
 from vlmdistill.pipelines.demo.clips import patches_for
 from vlmdistill.pipelines.evaluation import evaluate
@@ -161,7 +160,11 @@ class Trial:
         }
 
         def keep(job: train.Job, cost: FunctionDone) -> None:
-            facts = {"cpu_seconds": cost.cpu_seconds, "commit": _commit(), "settings": job.settings}
+            facts = {
+                "cpu_seconds": cost.cpu_seconds,
+                "commit": software.commit() or "unknown",
+                "settings": job.settings,
+            }
             _cost(workspace, job.name).write_text(json.dumps(facts))
             _say(f"trained {job.name} {' '.join(job.settings)}, {cost.cpu_seconds:.0f} CPU-seconds")
 
@@ -206,12 +209,6 @@ def _cost(workspace: Workspace, folder: str) -> Path:
     return workspace.drafter(f"{folder}.training") / "cost.json"
 
 
-def _commit() -> str:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
-
-
 def _say(text: str) -> None:
     sys.stderr.write(text + "\n")
 
@@ -230,7 +227,7 @@ def page(papers: Sequence[Paper], sides: Mapping[str, Sides], conditions: Mappin
     facts = [
         f"Seeds per setting: {conditions['seeds']}; optimizer steps of every drafter: {conditions['steps']}",
         f"Evaluated {' to '.join(dict.fromkeys((days[0], days[-1])))}" if days else "Evaluated: nothing yet",
-        f"Commit {', '.join(commits)}; {', '.join(hardware)}" if ran else f"Commit {_commit()}",
+        f"Commit {', '.join(commits)}; {', '.join(hardware)}" if ran else f"Commit {software.commit()}",
     ]
     sections = "\n\n".join(_section(paper, sides) for paper in papers)
     return f"""# The papers on trial

@@ -1,72 +1,110 @@
-"""`vlmdistill report`: all evaluations of a workspace as one HTML page and a table."""
+"""`vlmdistill report`: all evaluations of a workspace as a page and tables, or what changed between two."""
 
+import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from vlmdistill.cli import console
-from vlmdistill.cli.evaluate import known, rate, responses
+from vlmdistill.cli.evaluate import known
+from vlmdistill.cli.tables import COLUMNS, csv, latex, markdown
 
 if TYPE_CHECKING:
+    from vlmdistill.pipelines.evaluation.changes import Change
     from vlmdistill.pipelines.evaluation.comparison import DrafterResult
+    from vlmdistill.pipelines.evaluation.report import ReportPage
 
-COLUMNS: "dict[str, Callable[[DrafterResult], str]]" = {
-    "drafter": lambda one: one.name,
-    "T": lambda one: f"{one.temperature:g}",
-    "tau": lambda one: rate(one.figures, "tau"),
-    "accepted": lambda one: rate(one.figures, "accepted"),
-    "speedup": lambda one: rate(one.figures, "speedup"),
-    "decode speedup": lambda one: rate(one.figures, "decode_speedup"),
-    "prefill": lambda one: f"{one.figures.prefill_share:.0%}",
-    "tokens/s": lambda one: f"{one.figures.tokens_per_second:.0f}",
-    "plain tokens/s": lambda one: f"{one.figures.plain_tokens_per_second:.0f}",
-    "responses at T=0": lambda one: responses(one.figures.lossless),
-    "tree": lambda one: one.evaluation.tree,
-    "parameters": lambda one: _count(one.evaluation.parameters),
-    "calls": lambda one: f"{one.figures.calls}",
+HIGHER, LOWER = "++", "--"
+TEXTS: "dict[str, Callable[[ReportPage], str]]" = {
+    "md": markdown,
+    "latex": latex,
+    "csv": csv,
+    "json": lambda found: json.dumps(_all_facts(found)) + "\n",
 }
 
 
 def report(
+    two: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="A B",
+            help="Print instead what changed from A to B: workspaces, folders of evaluations, or files.",
+        ),
+    ] = None,
     model: console.Model = "demo",
     runs: console.Runs = None,
+    form: Annotated[
+        Literal["html", "md", "csv", "latex", "json"],
+        typer.Option(
+            "--format",
+            help="html: the page and a printed table; the others are printed, or written to --out.",
+        ),
+    ] = "html",
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="HTML file; default: the workspace's reports/index.html."),
+        typer.Option(
+            metavar="FILE", help="Where to write; default of html: the workspace's reports/index.html."
+        ),
     ] = None,
-    as_json: console.Json = False,
+    plots: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write each chart of the page there as an SVG file.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the result as JSON, whatever the --format of the file.")
+    ] = False,
 ) -> None:
     """Write an HTML page of all evaluations and print their table.
 
     Evaluations with different prompts, settings or hardware do not compare; each such group has its own
     table, and those of serving engines another.
-    """
-    from vlmdistill.pipelines.evaluation import report as pipeline
-    from vlmdistill.pipelines.evaluation.comparison import differing
-    from vlmdistill.pipelines.evaluation.served_records import TABLE, load_figures, table
 
-    made = pipeline.make(console.workspace(model, runs), out)
-    apart = differing(made.groups)
-    if as_json:
-        rows = [
-            {"group": group.number, **_facts(one), "conditions": group.conditions}
-            for group in made.groups
-            for one in group.results
-        ]
-        served = [
-            known({**asdict(load_figures(load)), "name": one.name})
-            for one in made.served
-            for load in one.loads
-        ]
-        facts = {"page": str(made.page), "differing": apart, "rows": rows, "served": served}
-        console.result(facts, as_json=True)
+    With A and B, drafters are compared on the same prompts, by name and temperature: a rate has changed if
+    the 95% interval of its ratio, over prompts, excludes 1. The exit status is 0 whatever has changed.
+    """
+    if two:
+        if len(two) != 2:
+            raise typer.BadParameter("name two, to compare them, or none", param_hint="A B")
+        if out or plots or form not in ("html", "json"):
+            raise typer.BadParameter(
+                "they go with one report; two have only --json", param_hint="--format, --out, --plots"
+            )
+        _compare(two[0], two[1], as_json or form == "json")
         return
-    if apart:
-        typer.echo(f"{len(made.groups)} groups that do not compare; they differ in {', '.join(apart)}")
-    for group in made.groups:
+    from vlmdistill.pipelines.evaluation import report as pipeline
+
+    found = pipeline.read(console.workspace(model, runs), out)
+    written: dict[str, str] = {}
+    if form == "html":
+        pipeline.write(found.html, found.page)
+        written["page"] = str(found.page)
+    elif out is not None:
+        pipeline.write(TEXTS[form](found), out)
+        written[form] = str(out)
+    if plots is not None:
+        pipeline.plot(found, plots)
+        written["plots"] = str(plots)
+    if as_json:
+        console.result({**written, **_all_facts(found)}, as_json=True)
+    elif form == "html":
+        _show(found)
+        console.result(written, as_json=False)
+    elif out is not None:
+        console.result(written, as_json=False)
+    else:
+        typer.echo(TEXTS[form](found), nl=False)
+
+
+def _show(found: "ReportPage") -> None:
+    """Print a table for each group."""
+    from vlmdistill.pipelines.evaluation.comparison import differing
+    from vlmdistill.pipelines.evaluation.served_records import TABLE, table
+
+    if apart := differing(found.groups):
+        typer.echo(f"{len(found.groups)} groups that do not compare; they differ in {', '.join(apart)}")
+    for group in found.groups:
         conditions = ", ".join(f"{name} {value}" for name, value in group.conditions.items())
         typer.echo(f"\ngroup {group.number}: {conditions}" if apart else conditions)
         console.rows([*COLUMNS], [[cell(one) for cell in COLUMNS.values()] for one in group.results])
@@ -74,18 +112,96 @@ def report(
             typer.echo(text)
         for warning in group.warnings:
             console.note(f"warning: {warning}")
-    if made.served:
+    if found.served:
         typer.echo("\nserving engines, by eval --engine")
-        console.rows(TABLE, table(made.served))
-    typer.echo(f"{chr(10) if apart else ''}page  {made.page}")
+        console.rows(TABLE, table(found.served))
+    if apart:
+        typer.echo()
+
+
+def _all_facts(found: "ReportPage") -> dict[str, Any]:
+    """The report as JSON."""
+    from vlmdistill.pipelines.evaluation.comparison import differing
+    from vlmdistill.pipelines.evaluation.served_records import load_figures
+
+    rows = [
+        {"group": group.number, **_facts(one), "conditions": group.conditions}
+        for group in found.groups
+        for one in group.results
+    ]
+    served = [
+        known(
+            {
+                **asdict(load_figures(load)),
+                "name": one.name,
+                "software": one.software and asdict(one.software),
+            }
+        )
+        for one in found.served
+        for load in one.loads
+    ]
+    return {"differing": differing(found.groups), "rows": rows, "served": served}
 
 
 def _facts(result: "DrafterResult") -> dict[str, Any]:
     """A row as JSON."""
     one = result.evaluation
     facts = {"name": one.name, "drafter": one.drafter, "tree": one.tree, "parameters": one.parameters}
-    return {**facts, "measured": one.measured, "temperature": result.temperature, **asdict(result.figures)}
+    facts |= {"measured": one.measured, "software": one.software and asdict(one.software)}
+    return {**facts, "temperature": result.temperature, **asdict(result.figures)}
 
 
-def _count(parameters: int) -> str:
-    return f"{parameters}" if parameters < 1e6 else f"{parameters / 1e6:.2f}M"
+def _compare(before: Path, after: Path, as_json: bool) -> None:
+    """Print what changed."""
+    from vlmdistill.pipelines.evaluation import changes
+
+    found = changes.compare(before, after)
+    if as_json:
+        facts = asdict(found)
+        for drafter, one in zip(facts["drafters"], found.drafters, strict=True):
+            for rate, change in zip(drafter["rates"], one.rates, strict=True):
+                rate["verdict"] = change.verdict
+        console.result({"before": str(before), "after": str(after), **facts}, as_json=True)
+        return
+    typer.echo(f"A  {before}\nB  {after}")
+    for fact in found.differing:
+        some = "" if len(fact.drafters) == len(found.both) else f" ({', '.join(fact.drafters)})"
+        typer.echo(f"{fact.name}: {fact.before} -> {fact.after}{some}")
+    for where, names in (("A", found.only_before), ("B", found.only_after)):
+        if names:
+            typer.echo(f"only in {where}: {', '.join(names)}")
+    for what, differing in (("", found.refused), ("times of ", found.untimed)):
+        for reason in dict.fromkeys(map(tuple, differing.values())):
+            names = [name for name, one in differing.items() if tuple(one) == reason]
+            typer.echo(f"{what}{', '.join(names)} do not compare: other {' and other '.join(reason)}")
+    if not found.drafters:
+        typer.echo("nothing compares")
+        return
+    rates = (*changes.COUNTED, *changes.TIMED)
+    typer.echo()
+    console.rows(
+        ["drafter", "T", *(rate.replace("_", " ") for rate in rates)],
+        [
+            [one.name, f"{one.temperature:g}", *(_change(one.of(rate)) for rate in rates)]
+            for one in found.drafters
+        ],
+    )
+    typer.echo(
+        f"A -> B; in parentheses the 95% interval of the ratio, over prompts; {HIGHER} higher, {LOWER} lower"
+    )
+    for one in found.drafters:
+        for warning in one.warnings:
+            console.note(f"warning: {one.name} at temperature {one.temperature:g} in {warning}")
+    count = sum(len(one.rates) for one in found.drafters)
+    typer.echo(f"\n{len(found.changed)} of {count} rates changed by more than noise")
+    for one, rate in found.changed:
+        typer.echo(f"{one.name} at temperature {one.temperature:g}: {rate.sentence}")
+
+
+def _change(change: "Change | None") -> str:
+    """Both values, the interval of their ratio, and a mark if they differ, as one cell."""
+    if change is None:
+        return "-"
+    within = f" ({change.ratio.low:.2f}-{change.ratio.high:.2f})" if change.ratio else ""
+    mark = {"higher": f" {HIGHER}", "lower": f" {LOWER}"}.get(change.verdict, "")
+    return f"{change.before:.2f} -> {change.after:.2f}{within}{mark}"

@@ -45,6 +45,7 @@ class Chart:
     across: str = ""
     up: str = ""
     legend: tuple[str, ...] = ()  # of a stack: what its parts are
+    key: str = ""  # what its marks are, for a chart without the page's text
 
     @property
     def label(self) -> str:
@@ -142,6 +143,7 @@ def against_tau(
         SQUARE,
         across="tau",
         up="decode speedup",
+        key="dashed: drafting and verifying for free; crossbar: verifying as fast as a plain step",
     )
 
 
@@ -165,7 +167,8 @@ def _bars(
         series.append(Series(one.name, styles[one.name], values, points, spans, note))
     most = max(_most(one, (bar, mark)) for one in everything)
     ticks = [(tick, x(tick)) for tick in sorted({1.0, *_ticks(0, 1.05 * max(1.0, most))})]
-    return Chart("bars", title, series, ticks, [], BAR * len(series) + 30)
+    key = f"bar: {bar}, 95% interval; diamond, and in parentheses: {mark}".replace("_", " ")
+    return Chart("bars", title, series, ticks, [], BAR * len(series) + 30, key=key)
 
 
 def _stack(title: str, ranking: Ranking, styles: Mapping[str, int], phases: tuple[str, ...]) -> Chart | None:
@@ -188,7 +191,8 @@ def _stack(title: str, ranking: Ranking, styles: Mapping[str, int], phases: tupl
         series.append(Series(name, styles[name], values, list(pairwise(ends)), line, f"{sum(values):.2f} ms"))
     ticks = [(tick, x(tick)) for tick in _ticks(0, most, least=1e-4)]
     legend = tuple(phase.replace("_", " ") for phase in phases)
-    return Chart("stack", title, series, ticks, [], BAR * len(series) + 30, legend=legend)
+    key = "line: a step of plain decoding" if steps else ""
+    return Chart("stack", title, series, ticks, [], BAR * len(series) + 30, legend=legend, key=key)
 
 
 def _shares(

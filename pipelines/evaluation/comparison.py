@@ -161,6 +161,15 @@ class Group:
         }
 
     @property
+    def software(self) -> dict[str, str]:
+        """Versions, commits and commands; empty if they were not recorded."""
+        found: dict[str, dict[str, None]] = {}
+        for facts in (one.software.facts for one in self.evaluations if one.software):
+            for name, value in facts.items():
+                found.setdefault(name, {})[value] = None
+        return {name: "; ".join(values) for name, values in found.items()}
+
+    @property
     def warnings(self) -> list[str]:
         """Problems of the figures, with the drafters' names."""
         return [warning for one in self.results for warning in one.warnings]

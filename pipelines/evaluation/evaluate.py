@@ -6,7 +6,7 @@ speed drifts affects all alike (`side_by_side.py`).
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,6 +30,7 @@ from vlmdistill.pipelines.evaluation.records import (
 from vlmdistill.pipelines.evaluation.unfinished import Unfinished
 from vlmdistill.pipelines.prompts import prompt_table
 from vlmdistill.pipelines.prompts.prompt_table import Prompt, Prompts
+from vlmdistill.pipelines.software import of_this_process
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
 from vlmdistill.pipelines.workspace import Workspace
 from vlmdistill.stores.errors import DataError, TrainingError
@@ -85,6 +86,7 @@ def evaluate(
     from vlmdistill.pipelines.targets.checkpoints.loading import load
 
     settings.check()
+    software = of_this_process()  # before its files can change
     chosen = held_out(prompts_file or workspace.prompts, settings.limit, workspace.model)
     described = {name: _describe(workspace.drafter(name)) for name in names}  # fails before the target loads
     target = load(workspace.model, **settings.how)
@@ -101,6 +103,7 @@ def evaluate(
             "prompts": [prompt.key for prompt in chosen],
             "target": [target.name, str(target.fingerprint), target.dtype_name, settings.how],
             "hardware": tree_search.hardware(target.device),
+            "software": replace(software, command="", commit=None),
         },
     )
     decoded = unfinished.read()
@@ -157,6 +160,7 @@ def evaluate(
             seed=settings.seed,
             measured=now,
             temperatures=tuple(measurement(label, temperature) for temperature in settings.temperatures),
+            software=software,
         )
         for label, (drafter, tree) in decoders.items()
     ]

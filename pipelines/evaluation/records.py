@@ -12,6 +12,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from vlmdistill.pipelines.software import Software
 from vlmdistill.pipelines.workspace import atomic_write
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import content_hash
@@ -189,6 +190,7 @@ class Evaluation:
     seed: Count
     measured: str  # date and time; the same for all drafters of one process
     temperatures: Annotated[tuple[Measurement, ...], Meta(min_length=1)]
+    software: Software | None = None  # None: measured before it was recorded
 
     def __post_init__(self) -> None:
         if any([one.key for one in at.prompts] != self.keys for at in self.temperatures):

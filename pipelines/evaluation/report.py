@@ -1,4 +1,4 @@
-"""Writes the report: all evaluations of a workspace as one self-contained HTML page.
+"""Writes the report: all evaluations of a workspace as one self-contained HTML page, and charts as files.
 
 The page loads nothing: it includes styles, charts, small copies of images, and one script, which its policy
 names by hash. The page is complete without it: the script sorts and filters tables and replays responses.
@@ -9,6 +9,7 @@ import base64
 import hashlib
 import io
 import mimetypes
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
@@ -22,11 +23,15 @@ from vlmdistill.pipelines.evaluation.records import Decoding, Evaluation, Piece,
 from vlmdistill.pipelines.evaluation.served_records import ServedEvaluation
 from vlmdistill.pipelines.evaluation.statistics import FEWEST
 from vlmdistill.pipelines.workspace import Workspace, atomic_write
+from vlmdistill.stores.errors import DataError
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
 IMAGE_SIDE = 320  # pixels of the longer side of an embedded image
+NAME_LENGTH = 120  # of a chart's file
+NOT_IN_NAMES = re.compile(r"[^\w.@+]+")
+NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,12 @@ class GroupView:
         return [(label, results) for label, results in both if len(results) > 1]
 
     @property
+    def charts(self) -> list[Chart]:
+        """All charts, in the order of the page."""
+        drawn = [*self.speed, *self.against_tau, *self.cycles, *self.prefills, *self.trees, *self.acceptance]
+        return [*drawn, *_found(chart for _, chart in self.learning)]
+
+    @property
     def samples(self) -> list[ShownPrompt]:
         """The prompts whose responses were kept."""
         shown: dict[str, ShownPrompt] = {}
@@ -152,42 +163,78 @@ class ReportPage:
     """The file of the page, and what is on it."""
 
     page: Path
+    title: str
     groups: list[Group]
     served: list[ServedEvaluation]  # of servers, by name
 
+    @property
+    def views(self) -> list[GroupView]:
+        """The charts and samples of each group."""
+        names = sorted({one.name for group in self.groups for one in group.evaluations})
+        styles = {name: number for number, name in enumerate(names)}
+        return [GroupView(group, styles) for group in self.groups]
 
-def make(workspace: Workspace, out: Path | None = None) -> ReportPage:
-    """Write the page of a workspace's evaluations to `out`, by default `reports/index.html`.
-
-    DataError if there are none, or if a JSON file in their folder is not an evaluation.
-    """
-    groups = gather(workspace)
-    served = [served_records.read(file) for file in sorted(workspace.reports.glob("served/*.json"))]
-    report = ReportPage(out or workspace.reports / "index.html", groups, served)
-    page = _page(workspace.root.name, groups, served)
-    with atomic_write(report.page) as aside:
-        aside.write_text(page, encoding="utf-8", errors="replace")  # JSON may contain a lone surrogate
-    return report
-
-
-def _page(title: str, groups: Sequence[Group], served: Sequence[ServedEvaluation]) -> str:
-    names = sorted({one.name for group in groups for one in group.evaluations})
-    styles = {name: number for number, name in enumerate(names)}
-    script = _read("report.js")
-    return (
-        _templates()
-        .get_template("report.html.jinja")
-        .render(
-            title=title,
-            views=[GroupView(group, styles) for group in groups],
-            differing=differing(groups),
-            served=[(one.measured, line) for one in served for line in served_records.table([one])],
+    @property
+    def html(self) -> str:
+        """The page itself."""
+        template, script = _templates().get_template("report.html.jinja"), _read("report.js")
+        return template.render(
+            title=self.title,
+            views=self.views,
+            differing=differing(self.groups),
+            served=[(one.measured, line) for one in self.served for line in served_records.table([one])],
             columns=served_records.TABLE,
             fewest=FEWEST,
             script=script,
             script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         )
-    )
+
+
+def read(workspace: Workspace, out: Path | None = None) -> ReportPage:
+    """Read a workspace's evaluations for a page in `out`, by default `reports/index.html`.
+
+    DataError if there are none, or if a JSON file in their folder is not an evaluation.
+    """
+    groups = gather(workspace)
+    served = [served_records.read(file) for file in sorted(workspace.reports.glob("served/*.json"))]
+    return ReportPage(out or workspace.reports / "index.html", workspace.root.name, groups, served)
+
+
+def make(workspace: Workspace, out: Path | None = None) -> ReportPage:
+    """Read a workspace's evaluations and write their page."""
+    report = read(workspace, out)
+    write(report.html, report.page)
+    return report
+
+
+def write(text: str, file: Path) -> None:
+    """Replace the file atomically; DataError on what is no file."""
+    if file.exists() and not file.is_file():
+        raise DataError(f"{file} is not a file: name another")
+    with atomic_write(file) as aside:
+        aside.write_text(text, encoding="utf-8", errors="replace")  # JSON may contain a lone surrogate
+
+
+def plot(report: ReportPage, folder: Path) -> list[Path]:
+    """Write each chart of the page as an SVG file that needs nothing else; it is named after its title."""
+    template, styles = _templates().get_template("chart.svg.jinja"), _light_styles()
+    files: list[Path] = []
+    for view in report.views:
+        for chart in view.charts:
+            name = NOT_IN_NAMES.sub("-", chart.title)[:NAME_LENGTH].lower()
+            if len(report.groups) > 1:
+                name = f"group-{view.group.number}-{name}"
+            same = sum(file.stem.partition("~")[0] == name for file in files)
+            files.append(folder / (f"{name}~{same + 1}.svg" if same else f"{name}.svg"))
+            write(NOT_IN_XML.sub("", template.render(chart=chart, styles=styles)), files[-1])
+    return files
+
+
+def _light_styles() -> str:
+    """The styles of charts on light paper, with plain colors: many programs know no variables."""
+    page, drawn = (_read(name) for name in ("report.css", "charts.css"))
+    light = dict(re.findall(r"--([\w-]+): (#\w+)", page.partition("@media")[0]))
+    return re.sub(r"var\(--([\w-]+)\)", lambda found: light[found[1]], drawn)
 
 
 def _templates() -> "Environment":

@@ -32,10 +32,16 @@ from vlmdistill.pipelines.evaluation.served_records import (
     ServerRun,
     TimedRequest,
 )
-from vlmdistill.pipelines.evaluation.server_client import ServedModel, ServerClient, ServerError
-from vlmdistill.pipelines.evaluation.server_metrics import Counters, between
+from vlmdistill.pipelines.evaluation.server_client import (
+    Counters,
+    ServedModel,
+    ServerClient,
+    ServerError,
+    between,
+)
 from vlmdistill.pipelines.media.images import data_url
 from vlmdistill.pipelines.prompts.prompt_table import Prompt
+from vlmdistill.pipelines.software import of_this_process
 from vlmdistill.pipelines.targets.checkpoints.folder import resolve
 from vlmdistill.pipelines.targets.checkpoints.registry import HUB
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
@@ -142,6 +148,7 @@ def _measured(
                 seed=load.seed,
                 measured=time.strftime("%Y-%m-%d %H:%M:%S"),
                 loads=(),
+                software=of_this_process(),
             )
             for temperature, concurrency in product(load.temperatures, load.concurrencies):
                 one = await _load(servers, temperature, concurrency, count)

@@ -21,6 +21,7 @@ from msgspec import Meta
 
 from vlmdistill.pipelines.evaluation.records import Amount, Count, Decoding, Measurement, PromptResult
 from vlmdistill.pipelines.evaluation.statistics import Interval, Rate, figures
+from vlmdistill.pipelines.software import Software
 from vlmdistill.pipelines.workspace import atomic_write
 from vlmdistill.stores.errors import DataError
 
@@ -102,6 +103,7 @@ class ServedEvaluation:
     seed: Count
     measured: str  # date and time
     loads: Annotated[tuple[ServedLoad, ...], Meta(min_length=1)]
+    software: Software | None = None  # of the client
 
     @property
     def runs(self) -> list[ServerRun]:

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -10,9 +9,9 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from importlib import metadata
 from pathlib import Path
 
+from vlmdistill.pipelines import software
 from vlmdistill.pipelines.prompts.prompt_table import read
 from vlmdistill.pipelines.runtime.cluster import MIB, cause_of, machines, session
 from vlmdistill.pipelines.runtime.shared import Shared, marked, spread
@@ -21,7 +20,7 @@ from vlmdistill.pipelines.workspace import Workspace, absolute_model
 from vlmdistill.stores.backends.backend import STAGING
 from vlmdistill.stores.errors import VlmdistillError, one_line
 
-PACKAGES = ("vlmdistill", "torch", "transformers", "ray")
+PACKAGES = (*software.PACKAGES, "ray")
 LEAST = 2048 * MIB  # of free disk: some shards
 SKEW = 30.0  # seconds by which clocks may differ
 GPU_QUERY = "nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader"
@@ -183,11 +182,7 @@ def versions() -> dict[str, str]:
 
     Without the build: torch has one for CPUs and one for each CUDA.
     """
-    found = {"python": platform.python_version(), **dict.fromkeys(PACKAGES, "")}
-    for name in PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name).partition("+")[0]
-    return found
+    return {name: version.partition("+")[0] for name, version in software.versions(PACKAGES).items()}
 
 
 def gpus() -> tuple[str, ...]:

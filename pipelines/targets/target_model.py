@@ -15,9 +15,10 @@ import transformers
 from torch import Tensor
 
 from vlmdistill.drafters.core.batch import Head
+from vlmdistill.pipelines.software import versions
 from vlmdistill.pipelines.targets.batching import HalveOnOom, pad
 from vlmdistill.pipelines.targets.capture import DTYPES, Leaving, Transcript
-from vlmdistill.pipelines.targets.checkpoints.fingerprint import Fingerprint, code_version, fingerprint
+from vlmdistill.pipelines.targets.checkpoints.fingerprint import Fingerprint, fingerprint
 from vlmdistill.pipelines.targets.checkpoints.info import target_info
 from vlmdistill.pipelines.targets.encode import EncodedPrompt, EncodedResponse, Messages, encode
 from vlmdistill.pipelines.targets.families.family import Family, Inputs, Visual, encode_visual
@@ -94,7 +95,7 @@ class TargetModel(abc.ABC):
             dtype=dtype,
             revision=hashes.revision,
             sampling=sampling,
-            code_version=code_version(),
+            code_version=versions(("vlmdistill",))["vlmdistill"],
         )
 
     # Prompts and responses

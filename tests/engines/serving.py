@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.engines.draws import HIDDEN, Draws
 from vlmdistill.cli.main import main
-from vlmdistill.drafters.checkpoints.export import export
+from vlmdistill.drafters.checkpoints.export import Exported, export
 from vlmdistill.pipelines.engines import parity, process
 from vlmdistill.pipelines.engines.environment import engine_python
 from vlmdistill.pipelines.engines.messages import EngineJob
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.timeout(1800)
 
 
 class Served:
-    """A workspace with a small drafter of each method, and the prompts that all are compared on."""
+    """A workspace with small drafters, and the prompts that all are compared on."""
 
     def __init__(self, folder: Path) -> None:
         self.workspace = Workspace.of(MODEL, folder / "runs")
@@ -53,18 +53,22 @@ class Served:
         assert main(["prompts", "demo", *runs]) == 0
         assert main(["responses", *limit, "--max-new-tokens", "128", "--batch-size", "64", *runs]) == 0
         assert main(["features", *limit, "--for", ",".join(NAMES), *runs]) == 0
-        size = ["--set", f"steps={STEPS}", "--set", "batch_tokens=1500"]
-        for name in NAMES:
-            assert main(["train", name, *size, *MORE.get(name, []), *runs]) == 0
+        self._runs, self._exported = runs, dict[str, Exported]()
         self.target = load(MODEL, dtype="float32")
         prompts = held_out(self.workspace.prompts, 100, MODEL)
         self.prompts = [*prompts[:PROMPTS], *several_images(prompts)]
         questions = parity.questions(self.target, self.prompts)
         self.job = EngineJob(target=str(self.target.folder), questions=questions, max_new_tokens=256)
         self.plain = process.run(self.job)
-        self.exported = {
-            name: export(self.workspace.drafter(name), folder / "served" / name, "float32") for name in NAMES
-        }
+
+    def exported(self, name: str) -> Exported:
+        """A drafter for the engine, trained when it is first asked for."""
+        if name not in self._exported:
+            size = ["--set", f"steps={STEPS}", "--set", "batch_tokens=1500"]
+            assert main(["train", name, *size, *MORE.get(name, []), *self._runs]) == 0
+            out = self.workspace.root / "served" / name
+            self._exported[name] = export(self.workspace.drafter(name), out, "float32")
+        return self._exported[name]
 
     def check(self, name: str, job: EngineJob, prompts: int | None = None) -> Parity:
         """A drafter in the engine and in our decoder, on the first prompts or all."""
@@ -72,10 +76,11 @@ class Served:
         if job.max_new_tokens < self.job.max_new_tokens:
             longest = slice(job.max_new_tokens)
             plain = changed(plain, responses=[response[longest] for response in plain.responses])
+        exported = self.exported(name)
         return parity.check(
             self.target,
             self.workspace.drafter(name),
-            self.exported[name],
+            exported,
             self.prompts[:prompts],
             changed(job, questions=job.questions[:prompts]),
             plain=changed(plain, prompts=plain.prompts[:prompts], responses=plain.responses[:prompts]),
@@ -175,7 +180,7 @@ def eight_bits(target: Path, out: Path) -> Path:
 def test_a_quantised_target_is_served_as_it_is(served: Served, tmp_path: Path) -> None:
     folder = str(eight_bits(Path(served.job.target), tmp_path / "eight"))
     job = changed(served.job, target=folder, questions=served.job.questions[:8], max_new_tokens=64)
-    drafter, plain = served.exported["sparrow"], process.run(job)
+    drafter, plain = served.exported("sparrow"), process.run(job)
     assert plain.responses != [ids[:64] for ids in served.plain.responses[:8]]
     found = process.run(changed(job, drafter=drafter.out, draft_tokens=drafter.draft_tokens))
     assert found.responses == plain.responses
@@ -184,7 +189,7 @@ def test_a_quantised_target_is_served_as_it_is(served: Served, tmp_path: Path) -
 
 def test_sampled_responses_follow_the_distribution_of_the_target(served: Served) -> None:
     """How likely their tokens are, and how often a token repeats the one before."""
-    written, question = served.exported["hivis"], served.job.questions[0]
+    written, question = served.exported("hivis"), served.job.questions[0]
     job = changed(
         served.job,
         questions=(question,) * 64,

@@ -1,7 +1,6 @@
 """Hashes of a checkpoint: cheap enough for every start, and different for another fine-tune."""
 
 import hashlib
-import importlib.metadata
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,11 +67,6 @@ def checkpoint(model: str) -> Fingerprint:
     folder = resolve(model)
     names = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
     return fingerprint(folder, [(folder / name).read_text() for name in names if (folder / name).is_file()])
-
-
-def code_version() -> str:
-    """The installed version of this package."""
-    return importlib.metadata.version("vlmdistill")
 
 
 def _weights_hash(files: list[Path]) -> str:

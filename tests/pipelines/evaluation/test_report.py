@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 
 from tests.pipelines.evaluation.made_up import PLAIN, RESPONSE, TIMED, evaluation, measured, shown
 from vlmdistill.cli.report import report as verb
+from vlmdistill.cli.tables import csv, latex, markdown
 from vlmdistill.pipelines.evaluation import served_records
 from vlmdistill.pipelines.evaluation.comparison import gather
 from vlmdistill.pipelines.evaluation.records import (
@@ -595,9 +596,14 @@ def test_evaluations_of_servers_are_a_section_of_their_own(workspace: Workspace,
     alone = make(workspace)
     assert (alone.groups, alone.served) == ([], [made_up])
     save("sparrow")
-    text = " ".join(text for _, text in Page(make(workspace).page).texts)
+    both = make(workspace)
+    text = " ".join(text for _, text in Page(both.page).texts)
     for cell in ("in-vllm", "3.00", "2.00", "2.50 (2.50\u20132.50)", "8/8"):  # tau to identical responses
         assert cell in text
+    formats = ((markdown, "2.50 (2.50-2.50)"), (latex, "2.50 (2.50--2.50)"), (csv, "concurrency 4"))
+    for form, number in formats:
+        (line,) = [line for line in form(both).splitlines() if "in-vllm" in line]
+        assert number in line
     (workspace.reports / "served" / "odd.json").write_text("{}")
     with pytest.raises(DataError, match=r"odd\.json is not an evaluation of a server"):
         make(workspace)

@@ -17,7 +17,7 @@ from tests.served_app import Served, serving
 from vlmdistill.cli.main import main
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.decoding.decoders import Cycle
-from vlmdistill.pipelines.evaluation import server_metrics
+from vlmdistill.pipelines.evaluation import server_client
 from vlmdistill.pipelines.evaluation.served import Load, evaluate_server
 from vlmdistill.pipelines.evaluation.served_records import (
     ServedEvaluation,
@@ -363,8 +363,8 @@ vllm:mm_cache_hits_total{engine="0",model_name="m"} 1.0
 
 
 def test_counters_are_summed_over_engines_and_a_restart_is_not_counted() -> None:
-    whole = server_metrics.parse(VLLM)
-    assert server_metrics.between(dict.fromkeys(whole, 0), whole) == ServerCounts(
+    whole = server_client.parse(VLLM)
+    assert server_client.between(dict.fromkeys(whole, 0), whole) == ServerCounts(
         generated=123,
         images=4,
         cached_images=1,
@@ -373,8 +373,8 @@ def test_counters_are_summed_over_engines_and_a_restart_is_not_counted() -> None
         chain_tried=(16, 12),
         chain_accepted=(12, 3),
     )
-    assert server_metrics.between(whole, whole) == ServerCounts(
+    assert server_client.between(whole, whole) == ServerCounts(
         generated=0, images=0, cached_images=0
     )  # there was no draft
-    assert server_metrics.between(whole, {("generated", 0): 1}) == ServerCounts()
-    assert server_metrics.between({}, whole) == ServerCounts()  # counted since the server started
+    assert server_client.between(whole, {("generated", 0): 1}) == ServerCounts()
+    assert server_client.between({}, whole) == ServerCounts()  # counted since the server started
