@@ -133,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     base = Workspace.of(options.model, options.runs)
     trial = Trial(base=base, seeds=options.seeds, steps=options.steps, limit=50, jobs=options.jobs)
     chosen = {name: SETTINGS[name] for name in ("wren", *(options.only or SETTINGS))}
-    names = tuple({one.drafter for one in chosen.values()})
+    names = tuple(dict.fromkeys(one.drafter for one in SETTINGS.values()))  # one store holds all features
     flow.prepare(base, flow.Plan(drafters=names), _say, flow.silent)
     store = greedy(trial, options.length, names)
     frozen, made = store.head(), trial.at(0)
