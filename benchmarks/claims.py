@@ -165,7 +165,7 @@ class Trial:
                 "commit": software.commit() or "unknown",
                 "settings": job.settings,
             }
-            _cost(workspace, job.name).write_text(json.dumps(facts))
+            cost_file(workspace, job.name).write_text(json.dumps(facts))
             _say(f"trained {job.name} {' '.join(job.settings)}, {cost.cpu_seconds:.0f} CPU-seconds")
 
         train.several(
@@ -186,7 +186,7 @@ class Trial:
         if not workspace.prompts.exists():
             return None
         found = evaluate.kept(workspace, self.folders(setting), self.evaluation())
-        costs = [_cost(workspace, folder) for folder in self.folders(setting)]
+        costs = [cost_file(workspace, folder) for folder in self.folders(setting)]
         facts = [json.loads(file.read_text()) for file in costs if file.exists()]
         seconds, commits = ([one[key] for one in facts] for key in ("cpu_seconds", "commit"))
         return Arm(found, seconds, commits) if found else None
@@ -205,7 +205,8 @@ def _view(where: str) -> str:
     return f"claims-{content_hash(where)[:10]}"
 
 
-def _cost(workspace: Workspace, folder: str) -> Path:
+def cost_file(workspace: Workspace, folder: str) -> Path:
+    """What the training of a drafter cost."""
     return workspace.drafter(f"{folder}.training") / "cost.json"
 
 

@@ -21,6 +21,7 @@ DRAFTERS = {
     "specvlm": "SpecVLM",
     "text_only": "TextOnly",
     "vispec": "ViSpec",
+    "wren": "Wren",
 }
 """Module -> class."""
 

@@ -151,6 +151,8 @@ MEGABYTES: dict[tuple[str, ...], tuple[float, float]] = {
     ("semiar",): ENTRIES,
     ("eagle3",): (100.4, 114.7),
     ("eagle3", "visual=none"): (28.7, 32.8),
+    ("wren",): (28.7, 32.8),
+    ("wren", "depths=false"): TEXT_ONLY,
     ("lookahead",): (0.0, 0.0),
     ("specvlm",): (0.0, 0.0),
 }
