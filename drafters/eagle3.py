@@ -29,7 +29,7 @@ from vlmdistill.drafters.checkpoints.serving import (
     unserved,
 )
 from vlmdistill.drafters.core.batch import Batch, Entries, Head
-from vlmdistill.drafters.core.config import ModelConfig, Stage, TrainConfig, at_least, features
+from vlmdistill.drafters.core.config import ModelConfig, Stage, TrainConfig, at_least, depths, features
 from vlmdistill.drafters.core.drafter import Drafter
 from vlmdistill.drafters.core.kv_cache import KVCache
 from vlmdistill.drafters.core.layers import DecoderLayer, layer_names
@@ -205,10 +205,3 @@ class Eagle3(Drafter):
             engines=("sglang", "vllm"),
             layers=tuple(taps),
         )
-
-
-def depths(layers: int) -> tuple[str, str, str]:
-    """The layers whose inputs are read: 2, half and the last but two, kept apart on shallow targets."""
-    middle = layers // 2
-    low, high = min(2, max(middle - 1, 0)), min(max(layers - 3, middle + 1), layers - 1)
-    return f"layer{low}", f"layer{middle}", f"layer{high}"

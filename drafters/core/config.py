@@ -17,6 +17,13 @@ def features(*names: str) -> frozenset[Feature]:
     return frozenset(map(Feature.parse, names))
 
 
+def depths(layers: int) -> tuple[str, str, str]:
+    """EAGLE-3's layers, whose inputs are read: 2, half, the last but two; kept apart on shallow targets."""
+    middle = layers // 2
+    low, high = min(2, max(middle - 1, 0)), min(max(layers - 3, middle + 1), layers - 1)
+    return f"layer{low}", f"layer{middle}", f"layer{high}"
+
+
 def at_least(settings: object, least: int, *names: str) -> None:
     """DataError names the first of the settings that is smaller."""
     for name in names:

@@ -13,13 +13,13 @@ from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.checkpoints.settings import override
 from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.batch import Batch, Entries, TokenIndex
-from vlmdistill.drafters.core.config import Stage
+from vlmdistill.drafters.core.config import Stage, depths
 from vlmdistill.drafters.core.kv_cache import GrowingKVCache
 from vlmdistill.drafters.core.losses import TargetRows, score
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.core.tree_drafter import TreeDrafter
 from vlmdistill.drafters.core.vocabulary import columns_of
-from vlmdistill.drafters.eagle3 import Eagle3, depths
+from vlmdistill.drafters.eagle3 import Eagle3
 from vlmdistill.drafters.training.progress import TrainingProgress
 from vlmdistill.drafters.training.run import Run
 from vlmdistill.drafters.training.trainer import train
