@@ -7,6 +7,7 @@ It needs prompts (`vlmdistill prompts`). All other options are those of `vlmdist
 
 import argparse
 import sys
+from pathlib import Path
 
 from vlmdistill.cli.main import main
 from vlmdistill.pipelines.evaluation.records import read
@@ -21,13 +22,13 @@ def compare(words: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("methods", nargs=2, metavar="method")
     parser.add_argument("--model", default="demo", help="target model; default: demo")
-    parser.add_argument("--runs", default="runs", help="folder of the workspaces; default: runs")
+    parser.add_argument("--runs", type=Path, default="runs", help="folder of the workspaces; default: runs")
     parser.add_argument(
         "--seeds", type=int, default=FEWEST_SEEDS, help="of each method; fewer give no interval"
     )
     parser.add_argument("--limit", default="50", help="held-out prompts; default: 50")
     given, more = parser.parse_known_args(words)
-    where = ["--model", given.model, "--runs", given.runs]
+    where = ["--model", given.model, "--runs", str(given.runs)]
     names = {method: [f"{method}-{seed}" for seed in range(given.seeds)] for method in given.methods}
     jobs = [(method, name, seed) for method in names for seed, name in enumerate(names[method])]
     steps = [

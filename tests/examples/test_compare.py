@@ -20,9 +20,9 @@ def test_two_methods_are_compared_on_the_same_prompts(
     workspace = tmp_path / "runs" / "demo"
     sides: tuple[tuple[files.Side, Split], ...] = (("drafter", "train"), ("evaluation", "eval"))
     for side, split in sides:
-        made = files.write(tmp_path / side, images=4, dialogues=0, seed=6, split=side)
+        made = files.write(tmp_path / side, images=4, dialogues=3, seed=6, split=side)
         choices = Choices(images=made.images, split=split)
-        import_prompts([str(made.llava)], workspace / "prompts.parquet", choices=choices)
+        import_prompts([str(made.llava), str(made.sharegpt)], workspace / "prompts.parquet", choices=choices)
     few = ["--set", "steps=2", "--set", "batch_tokens=512", "--limit", "2"]
     assert compare(["sparrow", "text_only", "--seeds", "1", "--runs", str(tmp_path / "runs"), *few]) == 0
     taus = []
