@@ -22,9 +22,6 @@ CHUNK_BYTES = 256 * 2**20
 """Upper bound of one float32 block of logits."""
 BEST = 10
 """Tokens of the target that `top_k` and `list_mle` compare."""
-EVERY = slice(None)
-
-Rows = Tensor | slice
 
 
 @dataclass(frozen=True)
@@ -97,30 +94,30 @@ class Logits:
         return self.softmax_CV.gather(1, self.best_CK)
 
 
-def cross_entropy(draft: Logits, target: Logits, row_C: Rows = EVERY) -> Tensor:
+def cross_entropy(draft: Logits, target: Logits, row_C: Tensor) -> Tensor:
     """Cross-entropy against the target's distribution (EAGLE, L_cls): [C]."""
     return -(target.softmax_CV[row_C] * draft.log_softmax_CV).sum(-1)
 
 
-def top_k(draft: Logits, target: Logits, row_C: Rows = EVERY) -> Tensor:
+def top_k(draft: Logits, target: Logits, row_C: Tensor) -> Tensor:
     """Cross-entropy over the target's `BEST` most likely tokens, not renormalised (HASS section 3.1): [C]."""
     log_draft_CK = draft.log_softmax_CV.gather(1, target.best_CK[row_C])
     return -(target.best_softmax_CK[row_C] * log_draft_CK).sum(-1)
 
 
-def l1(draft: Logits, target: Logits, row_C: Rows = EVERY) -> Tensor:
+def l1(draft: Logits, target: Logits, row_C: Tensor) -> Tensor:
     """L1 distance of the two distributions (ViSpec, official code): [C]."""
     return (draft.softmax_CV - target.softmax_CV[row_C]).abs().sum(-1)
 
 
-def list_mle(draft: Logits, target: Logits, row_C: Rows = EVERY) -> Tensor:
+def list_mle(draft: Logits, target: Logits, row_C: Tensor) -> Tensor:
     """Negative log-likelihood of the target's order of its best tokens (ViSpec, official code): [C]."""
     score_CK = draft.logits_CV.gather(1, target.best_CK[row_C])
     tail_CK = score_CK.flip(-1).logcumsumexp(-1).flip(-1)
     return (tail_CK - score_CK).sum(-1)
 
 
-TERMS: dict[str, Callable[[Logits, Logits, Rows], Tensor]] = {
+TERMS: dict[str, Callable[[Logits, Logits, Tensor], Tensor]] = {
     "cross_entropy": cross_entropy,
     "top_k": top_k,
     "l1": l1,
