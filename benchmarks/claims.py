@@ -12,7 +12,6 @@ import argparse
 import json
 import multiprocessing
 import statistics
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -20,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from benchmarks import say
 from benchmarks.claimed import PAPERS, Claim, Paper, Setting
 from vlmdistill.drafters.checkpoints.settings import RECIPES, to_dict
 from vlmdistill.drafters.core import catalogue
@@ -124,7 +124,7 @@ class Trial:
         """Make the missing prompts, responses, features and views."""
         arms = [side for paper in papers for claim in paper.claims for side in (claim.one, claim.other)]
         names = tuple(dict.fromkeys(one.drafter for one in arms))
-        flow.prepare(self.base, flow.Plan(drafters=names), _say, flow.silent)
+        flow.prepare(self.base, flow.Plan(drafters=names), say, flow.silent)
         store = Store.open(str(self.base.features))
         for where in {one.where for one in arms if one.where}:
             if _view(where) not in record_names(store.backend, VIEWS):
@@ -160,13 +160,9 @@ class Trial:
         }
 
         def keep(job: train.Job, cost: FunctionDone) -> None:
-            facts = {
-                "cpu_seconds": cost.cpu_seconds,
-                "commit": software.commit() or "unknown",
-                "settings": job.settings,
-            }
+            facts = {"cpu_seconds": cost.cpu_seconds, "commit": _commit(), "settings": job.settings}
             cost_file(workspace, job.name).write_text(json.dumps(facts))
-            _say(f"trained {job.name} {' '.join(job.settings)}, {cost.cpu_seconds:.0f} CPU-seconds")
+            say(f"trained {job.name} {' '.join(job.settings)}, {cost.cpu_seconds:.0f} CPU-seconds")
 
         train.several(
             workspace, list(jobs.values()), self.jobs, recipe="paper", settings=self.recipe, on_done=keep
@@ -178,7 +174,7 @@ class Trial:
         missing = [job for job in jobs if not evaluate.kept(*job)]
         with ProcessPoolExecutor(at_once, multiprocessing.get_context("spawn")) as pool:
             for done in [pool.submit(evaluate.evaluate, *job) for job in missing]:
-                _say(f"evaluated {', '.join(one.name for one in done.result())}")
+                say(f"evaluated {', '.join(one.name for one in done.result())}")
 
     def read(self, setting: Setting, length: int) -> Arm | None:
         """What was measured of a setting; None if it is not complete."""
@@ -205,13 +201,13 @@ def _view(where: str) -> str:
     return f"claims-{content_hash(where)[:10]}"
 
 
+def _commit() -> str:
+    return software.commit() or "unknown"
+
+
 def cost_file(workspace: Workspace, folder: str) -> Path:
     """What the training of a drafter cost."""
     return workspace.drafter(f"{folder}.training") / "cost.json"
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(text + "\n")
 
 
 Sides = tuple[Arm | None, Arm | None]
@@ -228,7 +224,7 @@ def page(papers: Sequence[Paper], sides: Mapping[str, Sides], conditions: Mappin
     facts = [
         f"Seeds per setting: {conditions['seeds']}; optimizer steps of every drafter: {conditions['steps']}",
         f"Evaluated {' to '.join(dict.fromkeys((days[0], days[-1])))}" if days else "Evaluated: nothing yet",
-        f"Commit {', '.join(commits)}; {', '.join(hardware)}" if ran else f"Commit {software.commit()}",
+        f"Commit {', '.join(commits)}; {', '.join(hardware)}" if ran else f"Commit {_commit()}",
     ]
     sections = "\n\n".join(_section(paper, sides) for paper in papers)
     return f"""# The papers on trial
@@ -283,11 +279,8 @@ def _verdict(claim: Claim, sides: Mapping[str, Sides]) -> tuple[str, str, str, s
         statistics.fmean(getattr(figures(at), claim.rate) for at in arm.measured) for arm in (one, other)
     ]
     found = difference(one.measured, other.measured, claim.rate)
-    between = f"{found.mean:+.2f}"
-    if found.interval:
-        between += f" ({found.interval.low:+.2f} to {found.interval.high:+.2f})"
     costs = [f"{statistics.fmean(arm.cpu_seconds):.0f}" if arm.cpu_seconds else "-" for arm in (one, other)]
-    return judge(claim, found), f"{rates[0]:.2f}", f"{rates[1]:.2f}", between, " / ".join(costs)
+    return judge(claim, found), f"{rates[0]:.2f}", f"{rates[1]:.2f}", found.text, " / ".join(costs)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -341,8 +334,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             sides[claim.name] = _read(trial, claim)
             write()
         hours = (time.monotonic() - started) / 3600
-        _say(f"{number} of {len(chosen)}: {claim.name} {_verdict(claim, sides)[0]}, after {hours:.1f} hours")
-    _say(f"wrote {options.out}")
+        say(f"{number} of {len(chosen)}: {claim.name} {_verdict(claim, sides)[0]}, after {hours:.1f} hours")
+    say(f"wrote {options.out}")
     if failed:
         raise SystemExit("\n".join(failed))
 

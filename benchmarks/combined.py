@@ -12,12 +12,12 @@ guesses are right after every token, and a walk over these tokens takes the cycl
 import argparse
 import json
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from benchmarks import say
 from benchmarks.claimed import Setting
 from benchmarks.claims import Trial, cost_file
 from vlmdistill.drafters.checkpoints import checkpoint
@@ -134,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     trial = Trial(base=base, seeds=options.seeds, steps=options.steps, limit=50, jobs=options.jobs)
     chosen = {name: SETTINGS[name] for name in ("wren", *(options.only or SETTINGS))}
     names = tuple(dict.fromkeys(one.drafter for one in SETTINGS.values()))  # one store holds all features
-    flow.prepare(base, flow.Plan(drafters=names), _say, flow.silent)
+    flow.prepare(base, flow.Plan(drafters=names), say, flow.silent)
     store = greedy(trial, options.length, names)
     frozen, made = store.head(), trial.at(0)
     head = Head(*(as_torch(table, frozen.dtype).float() for table in (frozen.embed_VD, frozen.lm_head_VD)))
@@ -153,11 +153,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             cells.append(
                 f"{statistics.fmean(figures(one).tau for one in some if one):.2f}" if all(some) else "-"
             )
-        between = difference(first, found)
-        text = f"{between.mean:+.2f}"
-        if between.interval:
-            text += f" ({between.interval.low:+.2f} to {between.interval.high:+.2f})"
-        cells += ["-" if name == "wren" else text, f"{statistics.fmean(costs):.0f}"]
+        higher = "-" if name == "wren" else difference(first, found).text
+        cells += [higher, f"{statistics.fmean(costs):.0f}"]
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
     if not options.speed:
         return
@@ -171,10 +168,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             text += f" ({times.low:.2f} to {times.high:.2f})"
         same = f"{rates.lossless.identical} of {rates.lossless.total}"
         print(f"| {name} | {rates.tau:.2f} | {rates.speedup:.2f} | {text} | {same} |")
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(text + "\n")
 
 
 if __name__ == "__main__":

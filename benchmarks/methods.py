@@ -10,7 +10,6 @@ decoded untrained on a few prompts: its gain must come from training.
 import argparse
 import json
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import say
 from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.drafter import Proposer
 from vlmdistill.drafters.decoding.decoders import speculate
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     names = catalogue.NAMES if options.drafters == "all" else tuple(options.drafters.split(","))
     workspace = Workspace.of("demo", options.runs)
     trained = [name for name in names if catalogue.is_trained(name)]
-    flow.prepare(workspace, flow.Plan(drafters=names, recipe="demo"), _say, flow.silent)
+    flow.prepare(workspace, flow.Plan(drafters=names, recipe="demo"), say, flow.silent)
 
     pairs = [(name, seed) for seed in range(options.seeds) for name in trained]
     jobs = [train.Job(name, _folder(name, seed), seed) for name, seed in pairs]
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     def keep(job: train.Job, cost: FunctionDone) -> None:
         _cost(workspace, job.name).write_text(json.dumps(asdict(cost)))
-        _say(f"trained {job.name}, {cost.cpu_seconds:.0f} CPU-seconds")
+        say(f"trained {job.name}, {cost.cpu_seconds:.0f} CPU-seconds")
 
     train.several(workspace, missing, options.jobs, recipe="demo", on_done=keep)
 
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     reports = evaluate.kept(workspace, folders, settings)
     reports = reports or evaluate.evaluate(workspace, folders, settings, on_prompt=_progress)
     for warning in (text for ranking in rank(reports) for one in ranking.results for text in one.warnings):
-        _say(f"warning: {warning}")
+        say(f"warning: {warning}")
     first, of_folder = reports[0], {one.name: one for one in reports}
     results = {
         "conditions": {
@@ -80,16 +80,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
     options.out.write_text(page(results))
-    _say(f"wrote {options.out} and {options.out.with_suffix('.json')}")
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(text + "\n")
+    say(f"wrote {options.out} and {options.out.with_suffix('.json')}")
 
 
 def _progress(done: int, total: int, remark: str) -> None:
     if done % 10 == 0 or done == total:
-        _say(f"decoded {done} of {total} {remark}")
+        say(f"decoded {done} of {total} {remark}")
 
 
 def _folder(name: str, seed: int) -> str:

@@ -16,7 +16,6 @@ import contextlib
 import json
 import random
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -28,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks import say
 from examples.demo_target.scoring import score_clip
 from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.core.drafter import Proposer
@@ -89,9 +89,9 @@ class Guesser:
 
 def prepare(workspace: Workspace, names: Sequence[str], jobs: int) -> None:
     """Make the missing prompts, features and drafters of an embedded target."""
-    flow.prepare(workspace, flow.Plan(drafters=names, recipe="demo"), _say, flow.silent)
+    flow.prepare(workspace, flow.Plan(drafters=names, recipe="demo"), say, flow.silent)
     missing = [train.Job(name, name) for name in names if not workspace.drafter(name).exists()]
-    train.several(workspace, missing, jobs, recipe="demo", on_done=lambda job, _: _say(f"trained {job.name}"))
+    train.several(workspace, missing, jobs, recipe="demo", on_done=lambda job, _: say(f"trained {job.name}"))
 
 
 def measure(
@@ -135,7 +135,7 @@ def measure(
             for name in drafters:
                 found[name].append(_facts(runs_of[""], runs_of[name]) | {"facts": correct / total})
         rows += [{"visual tokens": visual, "drafter": name, **_middle(found[name])} for name in found]
-        _say(f"decoded {count} clips of {visual} visual tokens")
+        say(f"decoded {count} clips of {visual} visual tokens")
     return {
         "model": workspace.model,
         "clips": count,
@@ -345,17 +345,13 @@ def main() -> None:
         prepare(workspace, names, given.jobs)
     result = measure(workspace, names, lengths, given.clips, given.max_new_tokens)
     for name, why in result["missing"].items():
-        _say(f"{name} is left out: {why}")
+        say(f"{name} is left out: {why}")
     if not result["rows"]:
         raise SystemExit("nothing was measured")
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
     given.out.write_text(page(result))
-    _say(f"wrote {given.out} and {given.out.with_suffix('.json')}")
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(text + "\n")
+    say(f"wrote {given.out} and {given.out.with_suffix('.json')}")
 
 
 if __name__ == "__main__":

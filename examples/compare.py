@@ -47,10 +47,8 @@ def compare(words: list[str]) -> int:
     )
     for rate in RATES:
         found = difference(one, other, rate)
-        within = (
-            f"{found.interval.low:+.2f} to {found.interval.high:+.2f}" if found.interval else "too few seeds"
-        )
-        sys.stdout.write(f"{rate}, {' minus '.join(names)}: {found.mean:+.2f} ({within})\n")
+        remark = "" if found.interval else " (too few seeds)"
+        sys.stdout.write(f"{rate}, {' minus '.join(names)}: {found.text}{remark}\n")
     return 0
 
 

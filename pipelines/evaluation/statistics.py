@@ -170,6 +170,12 @@ class Difference:
     mean: float
     interval: Interval | None  # None for fewer than `FEWEST_SEEDS` seeds
 
+    @property
+    def text(self) -> str:
+        """The mean, and the interval in parentheses."""
+        within = f" ({self.interval.low:+.2f} to {self.interval.high:+.2f})" if self.interval else ""
+        return f"{self.mean:+.2f}{within}"
+
 
 def difference(ones: Sequence[Measurement], others: Sequence[Measurement], rate: Rate = "tau") -> Difference:
     """Compare two settings that were each trained with the same seeds: a measurement for each seed.
