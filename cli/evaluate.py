@@ -319,6 +319,7 @@ def _facts(evaluation: "Evaluation") -> dict[str, Any]:
     """An evaluation as JSON, with figures instead of the numbers of each prompt, which are in its file."""
     import msgspec
 
+    from vlmdistill.pipelines.evaluation.records import LABELS
     from vlmdistill.pipelines.evaluation.statistics import figures
 
     facts: dict[str, Any] = msgspec.to_builtins(evaluation)
@@ -327,8 +328,10 @@ def _facts(evaluation: "Evaluation") -> dict[str, Any]:
         {
             "temperature": at.temperature,
             **asdict(figures(at)),
-            "by_kind": {kind: asdict(figures(one)) for kind, one in at.by(lambda p: p.kind).items()},
-            "by_dataset": {name: asdict(figures(one)) for name, one in at.by(lambda p: p.dataset).items()},
+            **{
+                f"by_{name}": {value: asdict(figures(part)) for value, part in at.by(label).items()}
+                for name, label in LABELS.items()
+            },
         }
         for at in evaluation.temperatures
     ]

@@ -88,13 +88,12 @@ def report(
         written["plots"] = str(plots)
     if as_json:
         console.result({**written, **_all_facts(found)}, as_json=True)
-    elif form == "html":
-        _show(found)
-        console.result(written, as_json=False)
-    elif out is not None:
-        console.result(written, as_json=False)
-    else:
+    elif form != "html" and out is None:
         typer.echo(TEXTS[form](found), nl=False)
+    else:
+        if form == "html":
+            _show(found)
+        console.result(written, as_json=False)
 
 
 def _show(found: "ReportPage") -> None:

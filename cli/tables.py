@@ -121,15 +121,15 @@ def csv(report: "ReportPage") -> str:
 
 
 def _own_rows(report: "ReportPage") -> Iterator[dict[str, Any]]:
+    from vlmdistill.pipelines.evaluation.records import LABELS
     from vlmdistill.pipelines.evaluation.statistics import figures
 
     for group in report.groups:
         for result in group.results:
             one, at = result.evaluation, result.measurement
-            kinds, datasets = at.by(lambda prompt: prompt.kind), at.by(lambda prompt: prompt.dataset)
             parts = [("all", "", result.figures)]
-            parts += [("kind", name, figures(part)) for name, part in kinds.items()]
-            parts += [("dataset", name, figures(part)) for name, part in datasets.items()]
+            for by, label in LABELS.items():
+                parts += [(by, name, figures(part)) for name, part in at.by(label).items()]
             software = asdict(one.software) if one.software else {}
             facts = {
                 **{"drafter": one.name, "method": one.drafter, "temperature": at.temperature},

@@ -82,6 +82,13 @@ class PromptResult:
     drafted: Decoding
 
 
+LABELS: Final[dict[str, Callable[[PromptResult], str]]] = {
+    "kind": lambda one: one.kind,
+    "dataset": lambda one: one.dataset,
+}
+"""What results are divided by."""
+
+
 @dataclass(frozen=True)
 class Piece:
     """A piece of a response: drafted and accepted, or the target's own."""

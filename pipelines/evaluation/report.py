@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from vlmdistill.pipelines.evaluation import charts, served_records
 from vlmdistill.pipelines.evaluation.charts import Chart
 from vlmdistill.pipelines.evaluation.comparison import DrafterResult, Group, differing, gather
-from vlmdistill.pipelines.evaluation.records import Decoding, Evaluation, Piece, ShownResponse
+from vlmdistill.pipelines.evaluation.records import LABELS, Decoding, Evaluation, Piece, ShownResponse
 from vlmdistill.pipelines.evaluation.served_records import ServedEvaluation
 from vlmdistill.pipelines.evaluation.statistics import FEWEST
 from vlmdistill.pipelines.workspace import Workspace, atomic_write
@@ -121,9 +121,8 @@ class GroupView:
     @property
     def divided(self) -> list[tuple[str, dict[str, list[DrafterResult]]]]:
         """The results by kind and by dataset of the prompts, if there are several."""
-        kinds, datasets = self.group.by(lambda one: one.kind), self.group.by(lambda one: one.dataset)
-        both = [("kind", kinds), ("dataset", datasets)]
-        return [(label, results) for label, results in both if len(results) > 1]
+        divided = [(name, self.group.by(label)) for name, label in LABELS.items()]
+        return [(name, results) for name, results in divided if len(results) > 1]
 
     @property
     def charts(self) -> list[Chart]:
