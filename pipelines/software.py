@@ -39,15 +39,7 @@ class Software:
 
 def of_this_process() -> Software:
     """The software that runs now."""
-    found = versions(PACKAGES)
-    return Software(
-        python=found["python"],
-        vlmdistill=found["vlmdistill"],
-        torch=found["torch"],
-        transformers=found["transformers"],
-        commit=commit(),
-        command=command_line(),
-    )
+    return Software(**versions(PACKAGES), commit=commit(), command=command_line())
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:

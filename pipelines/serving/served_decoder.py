@@ -62,21 +62,21 @@ class ServedResponse:
     media: Path | None = None
     prompt_tokens: int = 0
     cycles: list[Cycle] = field(default_factory=list)
-    seconds: float = 0.0  # of the cycles
     finish: str = "length"  # or "stop": the target ended the response, or a stop string occurred
 
     @property
     def decoding(self) -> Decoding:
         """What it took so far; the EOS counts as a token."""
+        seconds = sum(cycle.seconds for cycle in self.cycles)
         prefill = sum(cycle.seconds for cycle in self.cycles[:1])
         tried, accepted = chain_counts([cycle.chain for cycle in self.cycles[1:]])
         return Decoding(
             tokens=sum(len(cycle.ids) for cycle in self.cycles),
             calls=max(0, len(self.cycles) - 1),
             accepted=sum(cycle.accepted for cycle in self.cycles),
-            seconds=self.seconds,
+            seconds=seconds,
             prefill_seconds=prefill,
-            decode_seconds=self.seconds - prefill,
+            decode_seconds=seconds - prefill,
             chain_tried=tried,
             chain_accepted=accepted,
         )
@@ -98,7 +98,6 @@ class ServedResponse:
     def _recorded(self, cycles: Iterator[Cycle]) -> Iterator[Cycle]:
         for cycle in cycles:
             self.cycles.append(cycle)
-            self.seconds += cycle.seconds
             yield cycle
 
 
