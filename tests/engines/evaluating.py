@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.engines.serving import SIZE, captured
 from vlmdistill.cli.main import main
 from vlmdistill.pipelines.workspace import Workspace
 
@@ -18,24 +19,13 @@ MODEL = "demo"
 pytestmark = pytest.mark.timeout(1800)
 
 
-def trained_in(folder: Path) -> Workspace:
-    """A workspace with a small `sparrow`."""
-    runs = ["--runs", str(folder / "runs"), "--model", MODEL]
-    limit = ["--limit", "100", "--workers", "1"]
-    assert main(["prompts", "demo", *runs]) == 0
-    assert main(["responses", *limit, "--max-new-tokens", "128", "--batch-size", "64", *runs]) == 0
-    assert main(["features", *limit, "--for", "sparrow", *runs]) == 0
-    assert main(["train", "sparrow", "--set", "steps=60", "--set", "batch_tokens=1500", *runs]) == 0
-    return Workspace.of(MODEL, folder / "runs")
-
-
 def test_eval_with_servers_of_its_own_counts_what_eval_counts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On a target without videos, which go over HTTP in no exact form."""
-    workspace = trained_in(tmp_path)
-    common = ["--model", MODEL, "--limit", "8", "--max-new-tokens", "256", "--json"]
-    common += ["--runs", str(workspace.root.parent)]
+    where, workspace = captured(tmp_path, MODEL, 100, ["sparrow"]), Workspace.of(MODEL, tmp_path)
+    assert main(["train", "sparrow", *SIZE, *where]) == 0
+    common = ["--limit", "8", "--max-new-tokens", "256", "--json", *where]
     capsys.readouterr()
     concurrencies = ["--concurrency", "1", "--concurrency", "4"]
     assert main(["eval", "sparrow", "--engine", "vllm", *concurrencies, *common]) == 0
@@ -50,7 +40,7 @@ def test_eval_with_servers_of_its_own_counts_what_eval_counts(
             assert found[name] == pytest.approx(offline[name])
         assert found["accepted"] > 0
         assert (one["identical"], one["warnings"]) == (8, [])
-    assert main(["report", "--model", MODEL, "--runs", str(workspace.root.parent)]) == 0
+    assert main(["report", *where]) == 0
     assert "sparrow" in capsys.readouterr().out
     deadline = time.monotonic() + 60  # what was killed may take a while to end
     while left := [one for one in Path("/proc").glob("[0-9]*/cmdline") if named(workspace.root, one)]:

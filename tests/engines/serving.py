@@ -5,6 +5,7 @@ Not collected by name: it needs the environment that `make engine` creates, and 
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,7 +29,8 @@ from vlmdistill.pipelines.workspace import Workspace
 MODEL = "demo-video"
 NAMES = ("eagle2", "eagle3", "msd", "msd_vata", "sparrow", "hivis", "vispec", "specflash", "medusa")
 MORE = {"eagle3": ["--set", "draft_vocab=300"]}  # of 768 tokens
-SAMPLES, STEPS, PROMPTS = 120, 60, 20
+SAMPLES, PROMPTS = 120, 20
+SIZE = ["--set", "steps=60", "--set", "batch_tokens=1500"]
 FEW = 12  # prompts with text, images, several images and videos
 
 # Lets the V2 runner of a CPU build start without a CPU backend of Triton: TRITON_INTERPRET needs none.
@@ -44,17 +46,21 @@ if "TRITON_INTERPRET" in os.environ and "engine" in sys.prefix:
 pytestmark = pytest.mark.timeout(1800)
 
 
+def captured(folder: Path, model: str, samples: int, names: Sequence[str]) -> list[str]:
+    """Make a workspace with features for drafters; the options that name it."""
+    where, limit = ["--runs", str(folder), "--model", model], ["--limit", str(samples), "--workers", "1"]
+    assert main(["prompts", "demo", *where]) == 0
+    assert main(["responses", *limit, "--max-new-tokens", "128", "--batch-size", "64", *where]) == 0
+    assert main(["features", *limit, "--for", ",".join(names), *where]) == 0
+    return where
+
+
 class Served:
     """A workspace with small drafters, and the prompts that all are compared on."""
 
     def __init__(self, folder: Path) -> None:
-        self.workspace = Workspace.of(MODEL, folder / "runs")
-        runs = ["--runs", str(folder / "runs"), "--model", MODEL]
-        limit = ["--limit", str(SAMPLES), "--workers", "1"]
-        assert main(["prompts", "demo", *runs]) == 0
-        assert main(["responses", *limit, "--max-new-tokens", "128", "--batch-size", "64", *runs]) == 0
-        assert main(["features", *limit, "--for", ",".join(NAMES), *runs]) == 0
-        self._runs, self._exported = runs, dict[str, Exported]()
+        self.workspace = Workspace.of(MODEL, folder)
+        self._where, self._exported = captured(folder, MODEL, SAMPLES, NAMES), dict[str, Exported]()
         self.target = load(MODEL, dtype="float32")
         prompts = held_out(self.workspace.prompts, 100, MODEL)
         self.prompts = [*prompts[:8], *several_images(prompts), *prompts[8:PROMPTS]]
@@ -65,8 +71,7 @@ class Served:
     def exported(self, name: str) -> Exported:
         """A drafter for the engine, trained when it is first asked for."""
         if name not in self._exported:
-            size = ["--set", f"steps={STEPS}", "--set", "batch_tokens=1500"]
-            assert main(["train", name, *size, *MORE.get(name, []), *self._runs]) == 0
+            assert main(["train", name, *SIZE, *MORE.get(name, []), *self._where]) == 0
             out = self.workspace.root / "served" / name
             self._exported[name] = export(self.workspace.drafter(name), out, "float32")
         return self._exported[name]
