@@ -10,7 +10,8 @@ import pytest
 
 from benchmarks import claims
 from benchmarks.claimed import PAPERS, Claim
-from tests.pipelines.evaluation.made_up import drafted, evaluation, measured
+from benchmarks.trial import Cost, Measured, Run
+from tests.pipelines.evaluation.made_up import drafted, measured
 from vlmdistill.drafters.checkpoints.settings import flat
 from vlmdistill.pipelines import train
 from vlmdistill.pipelines.demo import files
@@ -116,17 +117,19 @@ def test_names_of_claims_and_the_page_of_made_up_results() -> None:
     assert len({claim.name for claim in CLAIMS}) == len(CLAIMS)
     rng = np.random.default_rng(1)
 
-    def arm(tau: float) -> claims.Arm:
-        runs = [evaluation("msd", one) for one in trained(rng, tau)]
-        return claims.Arm(runs, [60.0] * 5, ["abc123"] * 5)
+    def arm(tau: float) -> list[Run]:
+        return [
+            Run(Cost(60.0, "abc123"), Measured(one, "CPU Some Processor", "2026-01-01"))
+            for one in trained(rng, tau)
+        ]
 
     names = [claim.name for claim in CLAIMS if claim.rate == "tau" and claim.expects == "more"][:3]
     sides = {
         names[0]: (arm(4.0), arm(3.0)),
         names[1]: (arm(3.0), arm(4.0)),
-        names[2]: (arm(3.0), None),
+        names[2]: (arm(3.0), []),
     }
-    text = claims.page(PAPERS, sides, {"seeds": 5, "steps": 300})
+    text = claims.page(PAPERS, sides, claims.Conditions(5, 300))
     cells = [
         [cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line[:1] == "|"
     ]
@@ -166,9 +169,13 @@ def test_finished_work_is_not_repeated(runs: Path) -> None:
     first = tried("msd-images")
     after = tried("msd-speed")  # has the same baseline
     new = {file for file in after if after[file] != first.get(file)}
-    drafters = [[file.parent for file in some if file.name == "model.safetensors"] for some in (first, new)]
-    assert [len(some) for some in drafters] == [2, 1]
-    assert len({file for file in new if file.parent.name == "reports"}) == 1
+    for made in ("model.safetensors", "counted-0.json"):
+        assert [sum(file.name == made for file in some) for some in (first, new)] == [2, 1]
+    assert not [file for file in first if file.parent.name == "reports"]
+    assert len([file for file in new if file.parent.name == "reports"]) == 2  # a speed is decoded
     assert page.read_text().count("cannot be told |") == 2
+    found = re.search(r"claims on speed: (\d+); of these\s(\d+) have the same cycles", page.read_text())
+    assert found is not None
+    assert found.groups() == ("4", "4")  # two prompts with each setting
     with pytest.raises(SystemExit, match="no claim"):
         claims.main([*few, "--only", "nothing"])

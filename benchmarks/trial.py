@@ -1,0 +1,309 @@
+"""Trials of settings: what several seeds of a setting cost to train, and how well they draft.
+
+A `Trial` keeps what it has finished in its workspace, so that an interrupted one continues, and settings that
+comparisons share are trained once. Tau is counted without decoding: at temperature 0 a chain commits what
+the target says, however it was drafted. So a training forward pass over the target's greedy responses to
+the held-out prompts says which guesses are right after every token, and a walk over these tokens takes the
+cycles that decoding takes. Speed is measured by decoding.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from pathlib import Path
+
+import msgspec
+import torch
+
+from benchmarks import say
+from benchmarks.claimed import Setting
+from vlmdistill.drafters.checkpoints import checkpoint
+from vlmdistill.drafters.checkpoints.settings import RECIPES, to_dict
+from vlmdistill.drafters.core import catalogue
+from vlmdistill.drafters.core.batch import Head
+from vlmdistill.drafters.core.config import Stage
+from vlmdistill.drafters.core.drafter import Drafter
+from vlmdistill.drafters.decoding import tree_search
+from vlmdistill.drafters.training.batches import as_batch
+from vlmdistill.drafters.training.unroll import supervised, unroll
+from vlmdistill.pipelines import flow, software, train
+from vlmdistill.pipelines.demo import files
+from vlmdistill.pipelines.demo.clips import patches_for
+from vlmdistill.pipelines.evaluation import evaluate
+from vlmdistill.pipelines.evaluation.records import (
+    Decoding,
+    Measurement,
+    PromptKind,
+    PromptResult,
+    chain_counts,
+)
+from vlmdistill.pipelines.evaluation.statistics import Rate
+from vlmdistill.pipelines.features.capturer import CaptureSettings
+from vlmdistill.pipelines.prompts.importing import Choices, import_prompts
+from vlmdistill.pipelines.responses.dataset import SamplingSettings
+from vlmdistill.pipelines.runtime.processes import FunctionDone
+from vlmdistill.pipelines.runtime.workers import WorkerOptions
+from vlmdistill.pipelines.targets.embedded import EMBEDDED
+from vlmdistill.pipelines.workspace import Workspace, atomic_write
+from vlmdistill.stores.errors import DataError
+from vlmdistill.stores.loader.epoch import Epoch
+from vlmdistill.stores.loader.tensors import as_torch
+from vlmdistill.stores.manifest import VIEWS, record_names
+from vlmdistill.stores.schema import content_hash
+from vlmdistill.stores.store import Store
+from vlmdistill.stores.views.filters import filter_store
+
+CLIPS = 3  # videos of each length
+LONGEST = 256  # tokens of a response
+TRAINED = tuple(name for name in catalogue.DRAFTERS if catalogue.is_trained(name))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What the training of a drafter cost, and the code that trained it."""
+
+    cpu_seconds: float
+    commit: str
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of a drafter, where and when."""
+
+    measurement: Measurement
+    hardware: str
+    day: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """One seed of a setting, trained and measured."""
+
+    cost: Cost
+    measured: Measured
+
+    @property
+    def pictured(self) -> Measurement:
+        """The prompts with a picture; all prompts if none has one."""
+        found = self.measured.measurement
+        rows = tuple(row for row in found.prompts if row.kind != "text")
+        return replace(found, prompts=rows or found.prompts, shown=())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """The workspaces and conditions of one target's trials."""
+
+    base: Workspace
+    seeds: int
+    steps: int
+    limit: int
+    jobs: int
+
+    @property
+    def recipe(self) -> tuple[str, ...]:
+        """Settings of all drafters; stages keep the ratio of their paper's epochs."""
+        shared = RECIPES["demo" if self.base.model in EMBEDDED else "fair"]
+        return (*shared.settings.split(), *([f"steps={self.steps}"] if self.steps else []))
+
+    def at(self, length: int) -> Workspace:
+        """A workspace with the base's store, and for a length its own prompts and reports."""
+        root = self.base.root / "claims" / (str(length) if length else "held-out")
+        root.mkdir(parents=True, exist_ok=True)
+        (self.base.root / "claims" / "drafters").mkdir(exist_ok=True)
+        links = {"drafters": Path("../drafters"), "features": Path("../../features")}
+        if not length:
+            links["prompts.parquet"] = Path("../../prompts.parquet")
+        for name, to in links.items():
+            if not (root / name).is_symlink():
+                (root / name).symlink_to(to)
+        return Workspace(self.base.model, root)
+
+    def settings(self, setting: Setting) -> tuple[str, ...]:
+        """What is set for one setting, after the shared recipe."""
+        view = [f"stages.*.view={_view(setting.where)}"] if setting.where else []
+        return (*setting.settings, *view)
+
+    def folders(self, setting: Setting) -> list[str]:
+        """The drafters of a setting by seed. The names contain a hash of the whole configuration."""
+        config = train.resolve(setting.drafter, "paper", (*self.recipe, *self.settings(setting)))
+        digest = content_hash([catalogue.base(setting.drafter), to_dict(config)])[:10]
+        return [f"{setting.drafter}.{digest}.{seed}" for seed in range(self.seeds)]
+
+    def evaluation(self) -> evaluate.Settings:
+        """Greedy, each drafter with the tree of its configuration."""
+        return evaluate.Settings(limit=self.limit, max_new_tokens=LONGEST, threads=1)
+
+    def prepare(self, settings: Sequence[Setting]) -> None:
+        """Make the missing prompts, responses, views, and the features of every drafter."""
+        flow.prepare(self.base, flow.Plan(drafters=TRAINED), say, flow.silent)
+        store = Store.open(str(self.base.features))
+        for where in {one.where for one in settings if one.where}:
+            if _view(where) not in record_names(store.backend, VIEWS):
+                filter_store(store, _view(where), expressions=[where])
+
+    def lengthen(self, length: int) -> None:
+        """Write the videos of a length and import them as prompts: the same clips for every length.
+
+        DataError on another target than the embedded ones, where the user has to provide them.
+        """
+        workspace = self.at(length)
+        if workspace.prompts.exists() or not length:
+            return
+        if self.base.model not in EMBEDDED:
+            raise DataError(
+                f"{workspace.prompts} is missing: import held-out videos of about {length} visual tokens in "
+                "another --runs folder with `vlmdistill prompts --split eval`, and copy its prompts.parquet"
+            )
+        films = files.write_videos(
+            workspace.root / "demo-data", videos=CLIPS, seed=0, tokens=length, split="evaluation"
+        )
+        choices = Choices(images=films.videos, split="eval", fps=None, frames=2 * patches_for(length))
+        import_prompts([str(films.llava)], workspace.prompts, choices=choices)
+
+    def train(self, settings: Sequence[Setting]) -> None:
+        """Train what is missing, several at a time."""
+        workspace = self.at(0)
+        jobs = {
+            folder: train.Job(setting.drafter, folder, seed, self.settings(setting))
+            for setting in settings
+            for seed, folder in enumerate(self.folders(setting))
+            if not workspace.drafter(folder).exists()
+        }
+
+        def keep(job: train.Job, cost: FunctionDone) -> None:
+            for old in self._beside(job.name, "").parent.glob("counted-*.json"):
+                old.unlink()
+            _write(Cost(cost.cpu_seconds, software.commit() or "unknown"), self._beside(job.name, "cost"))
+            say(f"trained {job.name} {' '.join(job.settings)}, {cost.cpu_seconds:.0f} CPU-seconds")
+
+        train.several(
+            workspace, list(jobs.values()), self.jobs, recipe="paper", settings=self.recipe, on_done=keep
+        )
+
+    @property
+    def counts(self) -> bool:
+        """Whether tau is counted, and not decoded: where drafters have chains, and numbers float32."""
+        return self.base.model in EMBEDDED
+
+    def measure(self, setting: Setting, length: int, rate: Rate = "tau") -> None:
+        """Measure all seeds of a setting unless that is done: count where that works, decode for a speed."""
+        self.lengthen(length)
+        if self.counts and not self._counted(setting, length):
+            self._count(setting, length)
+        job = self.at(length), self.folders(setting), self.evaluation()
+        if (rate != "tau" or not self.counts) and not evaluate.kept(*job):
+            evaluate.evaluate(*job)
+
+    def read(self, setting: Setting, length: int, rate: Rate = "tau") -> list[Run]:
+        """What was measured of each seed; empty if one is missing."""
+        if not self.at(length).prompts.exists():
+            return []
+        counted = rate == "tau" and self.counts
+        found = (self._counted if counted else self._decoded)(setting, length)
+        costs = (
+            msgspec.json.decode(self._beside(folder, "cost").read_bytes(), type=Cost)
+            for folder in self.folders(setting)
+        )
+        return [Run(*one) for one in zip(costs, found, strict=True)] if found else []
+
+    def compare(self, setting: Setting, length: int) -> tuple[int, int]:
+        """Responses of which tau was counted and decoded, and those with the same cycles of them."""
+        pairs = [
+            (one.drafted, other.drafted)
+            for counted, decoded in zip(
+                self._counted(setting, length), self._decoded(setting, length), strict=True
+            )
+            for one, other in zip(counted.measurement.prompts, decoded.measurement.prompts, strict=True)
+        ]
+        facts = attrgetter("tokens", "calls", "accepted", "chain_tried", "chain_accepted")
+        return len(pairs), sum(facts(one) == facts(other) for one, other in pairs)
+
+    def _decoded(self, setting: Setting, length: int) -> list[Measured]:
+        kept = evaluate.kept(self.at(length), self.folders(setting), self.evaluation())
+        return [Measured(one.temperatures[0], one.hardware, one.measured[:10]) for one in kept]
+
+    def _counted(self, setting: Setting, length: int) -> list[Measured]:
+        keys = [prompt.key for prompt in evaluate.held_out(self.at(length).prompts, self.limit)]
+        records = [self._beside(folder, f"counted-{length}") for folder in self.folders(setting)]
+        found = [msgspec.json.decode(file.read_bytes(), type=Measured) for file in records if file.exists()]
+        of_these = all([row.key for row in one.measurement.prompts] == keys for one in found)
+        return found if of_these and len(found) == self.seeds else []
+
+    def _count(self, setting: Setting, length: int) -> None:
+        store = self.greedy(length)
+        frozen = store.head()
+        tables = (frozen.embed_VD, frozen.lm_head_VD)
+        head = Head(*(as_torch(table, frozen.dtype).float() for table in tables))
+        hardware, day = tree_search.hardware(torch.device("cpu")), time.strftime("%Y-%m-%d")
+        for folder in self.folders(setting):
+            drafter = checkpoint.load(self.at(0).drafter(folder), head, store.info)
+            assert isinstance(drafter, Drafter)
+            _write(Measured(count(drafter, store), hardware, day), self._beside(folder, f"counted-{length}"))
+
+    def greedy(self, length: int = 0) -> Store:
+        """The target's greedy responses to the prompts of a length, with the features of every drafter."""
+        self.lengthen(length)
+        workspace = self.at(length)
+        root = workspace.root / "greedy"
+        flow.capture_features(
+            self.base.model,
+            evaluate.held_out(workspace.prompts, self.limit, self.base.model),
+            root / "responses",
+            str(root / "features"),
+            CaptureSettings(drafters=TRAINED),
+            WorkerOptions(),
+            sampling=SamplingSettings(max_new_tokens=LONGEST, temperature=0.0),
+        )
+        return Store.open(str(root / "features"))
+
+    def _beside(self, folder: str, name: str) -> Path:
+        """A record of a drafter. It is not in the drafter's folder, which training replaces."""
+        return self.at(0).drafter(f"{folder}.training") / f"{name}.json"
+
+
+@torch.no_grad()
+def count(drafter: Drafter, store: Store) -> Measurement:
+    """The counts of decoding every response of a store with the drafter's chain; no seconds."""
+    guesses = drafter.tree.total - 1
+    assert drafter.tree.k == 1, "a tree keeps what a walk along the response does not see"
+    stage = Stage(name="probe", hops=guesses)
+    rows = []
+    for key in sorted(store.keys()):
+        (samples,) = Epoch(store, drafter.config.needs(store.info), keys=[key], token_budget=1)
+        batch = as_batch(samples, store.provenance.dtype).to("cpu", torch.float32)
+        agree_HR = torch.stack([one.agree_R & one.count_R for one in unroll(drafter, batch, stage).scores])
+        right_R = agree_HR.cumprod(0).sum(0).tolist()
+        assert len(right_R) == int(supervised(batch).sum())
+        plain, own = walk(right_R, guesses)
+        kind: PromptKind = "image" if len(batch.start_M) else "text"
+        rows.append(PromptResult(key=key, dataset="", kind=kind, plain=plain, drafted=own))
+    return Measurement(temperature=0.0, prompts=tuple(rows))
+
+
+def walk(right: Sequence[int], guesses: int) -> tuple[Decoding, Decoding]:
+    """Plain decoding of a response and that with a chain, by the number of right guesses after each token."""
+    chains, at, end = list[tuple[int, int]](), 0, len(right)
+    while at < end:
+        chains.append((right[at], min(guesses, end - at)))
+        at += right[at] + 1
+    tried, accepted = chain_counts(chains)
+    plain = Decoding(tokens=end + 1, calls=end, accepted=0, seconds=0, prefill_seconds=0, decode_seconds=0)
+    own = replace(
+        plain,
+        calls=len(chains),
+        accepted=sum(taken for taken, _ in chains),
+        chain_tried=tried,
+        chain_accepted=accepted,
+    )
+    return plain, own
+
+
+def _view(where: str) -> str:
+    return f"claims-{content_hash(where)[:10]}"
+
+
+def _write(record: Cost | Measured, file: Path) -> None:
+    with atomic_write(file) as aside:
+        aside.write_bytes(msgspec.json.encode(record))
