@@ -4,12 +4,14 @@
 
 Settings are trained as in `benchmarks.claims`, with as many optimizer steps each, and printed with their CPU
 seconds. Tau is counted without decoding (`trial.py`).
-`--speed` decodes the held-out prompts with the first seed of every setting, side by side.
+`--speed` decodes the held-out prompts with the first seed of every setting, side by side, each with the tree
+that is fastest for it on other prompts.
 """
 
 import argparse
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.claimed import Setting
@@ -71,10 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
     if not options.speed:
         return
-    sides = evaluate.evaluate(
-        trial.at(0), [trial.folders(one)[0] for one in chosen.values()], trial.evaluation()
-    )
-    print("\n| setting | tau | speedup | wren's is times | identical |\n|---|---|---|---|---|")
+    folders = [trial.folders(setting)[0] for setting in chosen.values()]
+    sides = evaluate.evaluate(trial.at(0), folders, replace(trial.evaluation(), trees=("auto",)))
+    print("\n| setting | tree | tau | speedup | wren's is times | identical |\n|---|---|---|---|---|---|")
     for name, side in zip(chosen, sides, strict=True):
         rates = figures(side.temperatures[0])
         times = advantage(sides[0].temperatures[0], side.temperatures[0])
@@ -82,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if times:
             text += f" ({times.low:.2f} to {times.high:.2f})"
         same = f"{rates.lossless.identical} of {rates.lossless.total}"
-        print(f"| {name} | {rates.tau:.2f} | {rates.speedup:.2f} | {text} | {same} |")
+        print(f"| {name} | {side.tree} | {rates.tau:.2f} | {rates.speedup:.2f} | {text} | {same} |")
 
 
 if __name__ == "__main__":
