@@ -19,12 +19,12 @@ from typing import Literal
 
 from benchmarks import say
 from benchmarks.claimed import PAPERS, Claim, Paper
-from benchmarks.trial import Run, Trial
+from benchmarks.trial import Run, Trial, cost
 from vlmdistill.pipelines import software
 from vlmdistill.pipelines.evaluation.statistics import FEWEST, FEWEST_SEEDS, Difference, difference, figures
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.pipelines.workspace import Workspace
-from vlmdistill.stores.errors import VlmdistillError
+from vlmdistill.stores.errors import StoppedError, VlmdistillError
 
 Verdict = Literal["holds", "does not hold", "cannot be told"]
 
@@ -94,8 +94,8 @@ seconds of one training of each side. Papers print other quantities as tau ([met
 compare directions, not numbers.
 
 On the embedded targets tau is counted without decoding, on the target's own responses
-(`benchmarks/trial.py`). Responses decoded as well, for claims on speed: {conditions.compared}; of these
-{conditions.alike} have the same cycles and accepted tokens as were counted.
+(`benchmarks/trial.py`). As a check, {conditions.compared} responses were decoded too, for the claims on
+speed; {conditions.alike} of them gave the same counts.
 
 {sections}
 """
@@ -129,7 +129,7 @@ def _verdict(claim: Claim, sides: Mapping[str, Sides]) -> tuple[str, str, str, s
         return "not run yet", "", "", "-", "-"
     one, other = arms = [[run.pictured for run in runs] for runs in pair]
     rates = [f"{statistics.fmean(getattr(figures(at), claim.rate) for at in arm):.2f}" for arm in arms]
-    costs = " / ".join(f"{statistics.fmean(run.cost.cpu_seconds for run in runs):.0f}" for runs in pair)
+    costs = " / ".join(cost(runs) for runs in pair)
     found = difference(one, other, claim.rate)
     return judge(claim, found), rates[0], rates[1], found.text, costs
 
@@ -188,6 +188,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not all(sides[claim.name]):
             try:
                 run(trial, claim)
+            except StoppedError as stop:
+                raise SystemExit(128 + stop.signal) from None
             except VlmdistillError as error:
                 failed.append(f"{claim.name}: {error}")
                 continue

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.claimed import Setting
-from benchmarks.trial import Trial
+from benchmarks.trial import Trial, cost
 from vlmdistill.pipelines.evaluation import evaluate
 from vlmdistill.pipelines.evaluation.records import Measurement
 from vlmdistill.pipelines.evaluation.statistics import FEWEST_SEEDS, advantage, difference, figures
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 f"{statistics.fmean(figures(one).tau for one in some if one):.2f}" if all(some) else "-"
             )
         higher = "-" if name == "wren" else difference(first, found).text
-        cells += [higher, f"{statistics.fmean(run.cost.cpu_seconds for run in runs):.0f}"]
+        cells += [higher, cost(runs)]
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
     if not options.speed:
         return

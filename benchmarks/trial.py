@@ -7,6 +7,7 @@ the held-out prompts says which guesses are right after every token, and a walk 
 cycles that decoding takes. Speed is measured by decoding.
 """
 
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -36,7 +37,6 @@ from vlmdistill.pipelines.evaluation.records import (
     Measurement,
     PromptKind,
     PromptResult,
-    chain_counts,
 )
 from vlmdistill.pipelines.evaluation.statistics import Rate
 from vlmdistill.pipelines.features.capturer import CaptureSettings
@@ -63,8 +63,8 @@ TRAINED = tuple(name for name in catalogue.DRAFTERS if catalogue.is_trained(name
 class Cost:
     """What the training of a drafter cost, and the code that trained it."""
 
-    cpu_seconds: float
-    commit: str
+    cpu_seconds: float | None = None  # None: unknown, since it was interrupted
+    commit: str = "unknown"
 
 
 @dataclass(frozen=True)
@@ -172,10 +172,13 @@ class Trial:
             if not workspace.drafter(folder).exists()
         }
 
+        resumed = {folder for folder in jobs if self._beside(folder, "checkpoint").exists()}
+
         def keep(job: train.Job, cost: FunctionDone) -> None:
             for old in self._beside(job.name, "").parent.glob("counted-*.json"):
                 old.unlink()
-            _write(Cost(cost.cpu_seconds, software.commit() or "unknown"), self._beside(job.name, "cost"))
+            seconds = None if job.name in resumed else cost.cpu_seconds
+            _write(Cost(seconds, software.commit() or "unknown"), self._beside(job.name, "cost"))
             say(f"trained {job.name} {' '.join(job.settings)}, {cost.cpu_seconds:.0f} CPU-seconds")
 
         train.several(
@@ -209,15 +212,19 @@ class Trial:
         return [Run(*one) for one in zip(costs, found, strict=True)] if found else []
 
     def compare(self, setting: Setting, length: int) -> tuple[int, int]:
-        """Responses of which tau was counted and decoded, and those with the same cycles of them."""
+        """Responses of which tau was counted and decoded, and those with the same counts of them."""
+        if not self.counts:
+            return 0, 0
         pairs = [
             (one.drafted, other.drafted)
             for counted, decoded in zip(
                 self._counted(setting, length), self._decoded(setting, length), strict=True
             )
-            for one, other in zip(counted.measurement.prompts, decoded.measurement.prompts, strict=True)
+            for one in counted.measurement.prompts
+            for other in decoded.measurement.prompts
+            if one.key == other.key
         ]
-        facts = attrgetter("tokens", "calls", "accepted", "chain_tried", "chain_accepted")
+        facts = attrgetter("tokens", "calls", "accepted")
         return len(pairs), sum(facts(one) == facts(other) for one, other in pairs)
 
     def _decoded(self, setting: Setting, length: int) -> list[Measured]:
@@ -225,14 +232,14 @@ class Trial:
         return [Measured(one.temperatures[0], one.hardware, one.measured[:10]) for one in kept]
 
     def _counted(self, setting: Setting, length: int) -> list[Measured]:
-        keys = [prompt.key for prompt in evaluate.held_out(self.at(length).prompts, self.limit)]
-        records = [self._beside(folder, f"counted-{length}") for folder in self.folders(setting)]
-        found = [msgspec.json.decode(file.read_bytes(), type=Measured) for file in records if file.exists()]
-        of_these = all([row.key for row in one.measurement.prompts] == keys for one in found)
-        return found if of_these and len(found) == self.seeds else []
+        name = _counts(length, self._keys(length))
+        files = [self._beside(folder, name) for folder in self.folders(setting)]
+        if not all(file.exists() for file in files):
+            return []
+        return [msgspec.json.decode(file.read_bytes(), type=Measured) for file in files]
 
     def _count(self, setting: Setting, length: int) -> None:
-        store = self.greedy(length)
+        keys, store = self._keys(length), self.greedy(length)
         frozen = store.head()
         tables = (frozen.embed_VD, frozen.lm_head_VD)
         head = Head(*(as_torch(table, frozen.dtype).float() for table in tables))
@@ -240,7 +247,11 @@ class Trial:
         for folder in self.folders(setting):
             drafter = checkpoint.load(self.at(0).drafter(folder), head, store.info)
             assert isinstance(drafter, Drafter)
-            _write(Measured(count(drafter, store), hardware, day), self._beside(folder, f"counted-{length}"))
+            found = count(drafter, store, sorted(store.keys().intersection(keys)))
+            _write(Measured(found, hardware, day), self._beside(folder, _counts(length, keys)))
+
+    def _keys(self, length: int) -> list[str]:
+        return [prompt.key for prompt in evaluate.held_out(self.at(length).prompts, self.limit)]
 
     def greedy(self, length: int = 0) -> Store:
         """The target's greedy responses to the prompts of a length, with the features of every drafter."""
@@ -264,40 +275,43 @@ class Trial:
 
 
 @torch.no_grad()
-def count(drafter: Drafter, store: Store) -> Measurement:
-    """The counts of decoding every response of a store with the drafter's chain; no seconds."""
-    guesses = drafter.tree.total - 1
+def count(drafter: Drafter, store: Store, keys: Sequence[str]) -> Measurement:
+    """The counts of decoding responses of a store with the drafter's chain; no seconds."""
     assert drafter.tree.k == 1, "a tree keeps what a walk along the response does not see"
-    stage = Stage(name="probe", hops=guesses)
+    stage = Stage(name="probe", hops=drafter.tree.total - 1)
     rows = []
-    for key in sorted(store.keys()):
+    for key in keys:
         (samples,) = Epoch(store, drafter.config.needs(store.info), keys=[key], token_budget=1)
         batch = as_batch(samples, store.provenance.dtype).to("cpu", torch.float32)
         agree_HR = torch.stack([one.agree_R & one.count_R for one in unroll(drafter, batch, stage).scores])
         right_R = agree_HR.cumprod(0).sum(0).tolist()
         assert len(right_R) == int(supervised(batch).sum())
-        plain, own = walk(right_R, guesses)
+        plain, own = walk(right_R)
         kind: PromptKind = "image" if len(batch.start_M) else "text"
         rows.append(PromptResult(key=key, dataset="", kind=kind, plain=plain, drafted=own))
     return Measurement(temperature=0.0, prompts=tuple(rows))
 
 
-def walk(right: Sequence[int], guesses: int) -> tuple[Decoding, Decoding]:
-    """Plain decoding of a response and that with a chain, by the number of right guesses after each token."""
-    chains, at, end = list[tuple[int, int]](), 0, len(right)
+def walk(right: Sequence[int]) -> tuple[Decoding, Decoding]:
+    """Plain decoding of a response and that with a chain, by the number of right guesses after each token.
+
+    By position nothing is counted: what the chain guesses beyond the end of the response is not known.
+    """
+    calls, accepted, at, end = 0, 0, 0, len(right)
     while at < end:
-        chains.append((right[at], min(guesses, end - at)))
-        at += right[at] + 1
-    tried, accepted = chain_counts(chains)
+        calls, accepted, at = calls + 1, accepted + right[at], at + right[at] + 1
     plain = Decoding(tokens=end + 1, calls=end, accepted=0, seconds=0, prefill_seconds=0, decode_seconds=0)
-    own = replace(
-        plain,
-        calls=len(chains),
-        accepted=sum(taken for taken, _ in chains),
-        chain_tried=tried,
-        chain_accepted=accepted,
-    )
-    return plain, own
+    return plain, replace(plain, calls=calls, accepted=accepted)
+
+
+def cost(runs: Sequence[Run]) -> str:
+    """The mean CPU seconds of a training, of those that are known."""
+    known = [run.cost.cpu_seconds for run in runs if run.cost.cpu_seconds is not None]
+    return f"{statistics.fmean(known):.0f}" if known else "-"
+
+
+def _counts(length: int, keys: Sequence[str]) -> str:
+    return f"counted-{length}-{content_hash(list(keys))[:10]}"
 
 
 def _view(where: str) -> str:

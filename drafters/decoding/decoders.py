@@ -26,7 +26,7 @@ class Cycle:
 
     ids: list[int]  # the tokens gained, the bonus last
     accepted: int  # how many of them were drafted
-    chain: tuple[int, int]  # best-guess chain: nodes accepted, nodes verified
+    chain: tuple[int, int]  # best-guess chain: nodes accepted, nodes verified, past the end too (as in vLLM)
     guesses: list[int]  # the tokens of that chain
     seconds: float  # since the caller asked for this cycle
     laps: Laps  # their phases
