@@ -81,7 +81,8 @@ def page(papers: Sequence[Paper], sides: Mapping[str, Sides], conditions: Condit
 embedded targets: {summary}.
 {"; ".join(facts)}.
 
-Both sides of a claim have the same optimizer steps, tokens per step, learning rate, store and seeds;
+Both sides of a claim have the same optimizer steps, tokens per step (visual ones count if the drafter reads
+them, so one that hides them gets more samples), learning rate, store and seeds;
 `steps` are divided between stages in the ratio of the paper's epochs. The draft tree is `chain-4` on the
 embedded targets unless a setting says otherwise. Rates are of greedy decoding, with the bonus token, pooled
 over held-out prompts with an image or a video. *Found* is the mean over seeds of each side, then their

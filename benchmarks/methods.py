@@ -184,10 +184,10 @@ def page(results: dict[str, Any]) -> str:
 {seeds};
 {where["prompts"]["count"]} held-out prompts, {where["dtype"]}, {where["threads"]} thread(s),
 {where["hardware"]}. One process decoded everything.
-Recipe `demo`: the same number of optimizer steps, tokens per step, learning rate, data and tree for all
-methods, except `lookahead`, whose tree is its own window. `tau` counts the bonus token, `accepted` does not
-([methods.md](methods.md) says which of them each paper prints). CPU-s: CPU seconds of one training, start-up
-included; other load on the machine increases it.
+Recipe `demo`: the same number of optimizer steps, tokens per step (visual ones count for methods that read
+them), learning rate, data and tree for all methods, except `lookahead`, whose tree is its own window. `tau`
+counts the bonus token, `accepted` does not ([methods.md](methods.md) says which of them each paper prints).
+CPU-s: CPU seconds of one training, start-up included; other load on the machine increases it.
 
 {table}
 

@@ -134,7 +134,7 @@ class SpecFlash(Drafter):
             for ahead in range(1, group):
                 cache.update(key_RGKd[:, ahead], value_RGKd[:, ahead], tokens.at_rows(), entries.hop + ahead)
             mixed_QHd = cache.attend(query_QHd, tokens, entries.hop)
-        return layer.finish(x_QD, mixed_QHd).view(rows, group, -1)
+        return layer.finish(x_QD, mixed_QHd).view(rows, group, x_ND.shape[-1])
 
     def estimate(self, state_NX: Tensor, hop: int) -> Tensor:
         """The state [N, D] of a hop among those of its group, [N, G * D]."""

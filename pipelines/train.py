@@ -1,7 +1,6 @@
 """Stage 4: resolve settings and train drafters: one rank, several ranks, or several drafters at once."""
 
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -13,7 +12,7 @@ import torch
 from vlmdistill.drafters.checkpoints.settings import override, with_file, with_recipe
 from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.config import DrafterConfig
-from vlmdistill.drafters.training import ranks, saved
+from vlmdistill.drafters.training import ranks
 from vlmdistill.drafters.training.run import Run
 from vlmdistill.drafters.training.trainer import train
 from vlmdistill.pipelines.runtime.processes import FunctionDone, FunctionProgress, Processes
@@ -74,8 +73,7 @@ def planned(
 def run(plan: Run, force: bool = False, report: OnProgress = silent) -> Path:
     """Train as one rank, of those that a launcher such as torchrun started; see `trainer.train`.
 
-    Only rank 0 locks the drafter's folder and reports steps. `force` first removes the files of an earlier
-    run of that name, on every machine.
+    Only rank 0 locks the drafter's folder and reports steps.
     """
     ranks.join()
     with ExitStack() as held:
@@ -85,13 +83,7 @@ def run(plan: Run, force: bool = False, report: OnProgress = silent) -> Path:
             held.enter_context(only_writer(plan.out))
 
         ranks.first(hold)
-        with ranks.all_or_none():
-            if force:
-                shutil.rmtree(plan.out, ignore_errors=True)
-                shutil.rmtree(plan.state, ignore_errors=True)
-        if force and (url := plan.checkpoints):
-            ranks.first(lambda: saved.discard(url))
-        return train(plan, lambda progress: report(progress.step, progress.total, progress.remark))
+        return train(plan, lambda progress: report(progress.step, progress.total, progress.remark), force)
 
 
 def launch(plan: Run, processes: int, force: bool = False, report: OnProgress = silent) -> Path:
@@ -164,8 +156,8 @@ def several(
             while waiting and free and not children.stopping:
                 job, slot = waiting.pop(), free.pop()
                 running[job.name] = job, slot
-                gpus = torch.cuda.device_count()
-                share = {"CUDA_VISIBLE_DEVICES": str(slot % gpus)} if gpus else _threads(at_once)
+                gpus = _gpus()
+                share = {"CUDA_VISIBLE_DEVICES": gpus[slot % len(gpus)]} if gpus else _threads(at_once)
                 children.start(job.name, run, (plans[job.name], False), share)
 
         fill()
@@ -182,6 +174,13 @@ def several(
             remark = ", ".join(f"{one} {steps[one][0]}" for one in running if one in steps)
             # Jobs that have not started count as long as the others.
             report(done, round(total / len(steps) * len(jobs)), remark)
+
+
+def _gpus() -> list[str]:
+    """The GPUs that this process may use, by the names that CUDA_VISIBLE_DEVICES takes."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    count = torch.cuda.device_count()
+    return named.split(",")[:count] if named else [str(one) for one in range(count)]
 
 
 def _threads(processes: int) -> Mapping[str, str]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Literal
 
 from vlmdistill.drafters.core.losses import TERMS
@@ -27,7 +28,7 @@ def depths(layers: int) -> tuple[str, str, str]:
 def at_least(settings: object, least: int, *names: str) -> None:
     """DataError names the first of the settings that is smaller."""
     for name in names:
-        if not (value := getattr(settings, name)) >= least:
+        if not least <= (value := getattr(settings, name)) < inf:
             raise DataError(f"{name}={value}: give a number of at least {least}")
 
 
@@ -78,13 +79,17 @@ class Stage:
     """Weight of each term of `losses.py`."""
 
     def __post_init__(self) -> None:
-        at_least(self, 0, "epochs", "learning_rate", "keep_top")
+        at_least(self, 0, "epochs", "learning_rate", "keep_top", "hop_decay")
         at_least(self, 1, "hops")
+        if not all(0 <= share <= 1 for share in self.visual):
+            raise DataError(f"stages.{self.name}.visual={list(self.visual)}: give two shares from 0 to 1")
         known = ("regression", *TERMS)
         if unknown := sorted(set(self.losses) - set(known)):
             raise DataError(
                 f"stages.{self.name}.losses has no term '{unknown[0]}': choose from {', '.join(known)}"
             )
+        if not any(self.losses.values()):
+            raise DataError(f"stages.{self.name}.losses: give a term a weight above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +97,7 @@ class TrainConfig:
     """How a drafter is trained. A method's `Training` sets its paper's values."""
 
     batch_tokens: int = 16384
-    """Tokens, text and visual, in one optimizer step over all ranks."""
+    """Tokens in one optimizer step over all ranks; visual ones count if the drafter reads them."""
     max_length: int = 4096
     """Longer samples are left out."""
     steps: int = 0
@@ -113,7 +118,7 @@ class TrainConfig:
     stages: tuple[Stage, ...] = ()
 
     def __post_init__(self) -> None:
-        at_least(self, 0, "steps", "noise", "warmup", "validate_every", "patience")
+        at_least(self, 0, "steps", "noise", "warmup", "clip", "validate_every", "patience")
         at_least(self, 1, "batch_tokens", "max_length")
         if self.patience and not self.validate_every:
             raise DataError(f"patience={self.patience} counts validations: set validate_every as well")

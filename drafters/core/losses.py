@@ -225,7 +225,7 @@ def score(
             draft_NV = draft_NV.detach()
             kept_N = torch.ones_like(best_N, dtype=torch.bool)
             if keep_top:
-                kept_N = (draft_NV.topk(keep_top).indices == best_N[:, None]).any(-1)
+                kept_N = (draft_NV.topk(min(keep_top, draft_NV.shape[-1])).indices == best_N[:, None]).any(-1)
             counted_N = kept_N | keep_failing
             has_loss_N1 = (counted_N & (best_N >= 0))[:, None]
             if track:

@@ -6,19 +6,24 @@
 Shapes: H hops; R rows of a batch.
 """
 
+import logging
 import resource
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
 
+from vlmdistill.drafters.training import ranks
 from vlmdistill.drafters.training.saved import HeldOut, replacing
-from vlmdistill.drafters.training.trackers import About, opened
+from vlmdistill.drafters.training.trackers import About, Tracker, opened
 from vlmdistill.drafters.training.unroll import Unrolled
 from vlmdistill.stores.errors import TrainingError, one_line
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,15 +117,26 @@ class Metrics:
 
     def close(self) -> None:
         """Write out what the trackers have not yet."""
-        for tracker in self._trackers:
-            tracker.close()
+        for tracker in list(self._trackers):
+            self._sent(tracker, tracker.close)
 
     def _write(self, group: str, stage: str, step: int, figures: dict[str, float]) -> None:
         named = {f"{group}/{name}": value for name, value in figures.items()}
-        with self._file.open("ab") as file:
-            file.write(msgspec.json.encode({"step": step, "stage": stage, **named}) + b"\n")
-        for tracker in self._trackers:
-            tracker.log(named, step)
+        try:
+            with self._file.open("ab") as file:
+                file.write(msgspec.json.encode({"step": step, "stage": stage, **named}) + b"\n")
+        except OSError as error:  # figures are not worth the run
+            log.warning("step %d is not in %s (%s)", step, self._file, one_line(error))
+        for tracker in list(self._trackers):
+            self._sent(tracker, partial(tracker.log, named, step))
+
+    def _sent(self, tracker: Tracker, send: Callable[[], None]) -> None:
+        """Send to a tracker; one that fails gets nothing more."""
+        try:
+            send()
+        except Exception as error:  # noqa: BLE001 (whatever it raises without a network)
+            log.warning("a tracker has failed and gets no more figures (%s)", one_line(error))
+            self._trackers.remove(tracker)
 
 
 def _by_hop(agreement: Sequence[float]) -> dict[str, float]:
@@ -138,7 +154,7 @@ def _is_kept(line: bytes, done: int, history: Sequence[HeldOut]) -> bool:
 
 
 class SampleStats:
-    """Loss, kept share and agreement of the samples of the last epoch on this rank."""
+    """Loss, kept share and agreement of the samples of the last epoch, of this process if it was resumed."""
 
     def __init__(self) -> None:
         self._rows: dict[str, dict[str, float]] = {}
@@ -157,6 +173,10 @@ class SampleStats:
         columns |= {f"agree{hop}": mean(score.agree_R) for hop, score in enumerate(out.scores)}
         for number, key in enumerate(keys):
             self._rows[key] = {name: values[number] for name, values in columns.items()}
+
+    def gather(self) -> None:
+        """Add the samples of all other ranks."""
+        self._rows = {key: row for _, rows in ranks.of_each(self._rows) for key, row in rows.items()}
 
     def table(self) -> dict[str, list[Any]]:
         """The columns of `Store.write_stats`; empty when nothing was measured."""

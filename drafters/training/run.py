@@ -17,11 +17,12 @@ from vlmdistill.drafters.training import ranks, saved
 from vlmdistill.drafters.training.batches import DataSplit, split
 from vlmdistill.drafters.training.saved import Saved
 from vlmdistill.stores.errors import TrainingError
+from vlmdistill.stores.loader.epoch import select
 from vlmdistill.stores.schema import Feature, content_hash
 from vlmdistill.stores.store import Store
 
 LATER = ("validate_every", "patience")
-"""Settings that earlier versions did not have: a run without them is the same run as then."""
+"""Left out of the signature when unset, so that runs of earlier versions keep theirs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +58,12 @@ class Run:
         automatic = "bfloat16" if torch.cuda.is_available() else "float32"
         return automatic if self.dtype == "auto" else self.dtype
 
+    @property
+    def how(self) -> dict[str, Any]:
+        """How it runs, which is the same on all ranks."""
+        named = ("zero", "precision", "micro_tokens", "held_out", "save_every", "follow", "checkpoints")
+        return {name: getattr(self, name) for name in named}
+
 
 @dataclass(frozen=True)
 class RunData:
@@ -66,7 +73,7 @@ class RunData:
     needs: frozenset[Feature]
     samples: Sequence[DataSplit]
     signature: str
-    settings: dict[str, Any]  # what the signature is a hash of, by name
+    settings: dict[str, Any]  # what the signature is a hash of, by name, and `content`
     initial: Initial | None = None
 
     @classmethod
@@ -96,12 +103,19 @@ class RunData:
             settings["init"] = initial.hash
         begins = [initial.hash] if initial else []
         signature = content_hash([run.drafter, config, run.seed, keys, *begins])
+        settings["content"] = content_of(store, [] if run.follow else list(chain.from_iterable(keys)))
         return cls(store, needs, samples, signature, settings, initial)
 
     @cached_property
     def keys(self) -> list[str]:
         """All samples that any stage trains on."""
         return sorted({key for one in self.samples for key in (*one.visual, *one.text)})
+
+
+def content_of(store: Store, keys: Collection[str]) -> str:
+    """A hash of the target and of the tokens of some samples."""
+    target = [store.provenance.config_hash, store.provenance.weights_hash]
+    return content_hash([target, select(store, None, keys).sort("key")["xxh3.tokens"].to_list()])
 
 
 def splits(run: Run, store: Store, among: Collection[str] | None = None) -> list[DataSplit]:
@@ -131,7 +145,12 @@ def finished(run: Run, data: RunData) -> bool:
         description = checkpoint.describe(run.out)
         done = description.get("training", {})
         if done.get("signature") == data.signature:
-            return True
+            if done.get("content", data.settings["content"]) == data.settings["content"]:
+                return True
+            raise TrainingError(
+                f"{run.out} holds a drafter trained on another target or on other responses to the same "
+                "prompts: give this one a --name of its own, or --force to replace it"
+            )
         theirs = {"drafter": description["drafter"], "seed": done.get("seed"), **flat(description["config"])}
         theirs["init"] = done.get("init", {}).get("hash")
         odd = ranks.differences(
@@ -142,7 +161,8 @@ def finished(run: Run, data: RunData) -> bool:
             "this one a --name of its own, or --force to replace it"
         )
     found = saved.read(run.state)
-    if found is not None and found.signature != data.signature:
+    mine = data.signature, data.settings["content"]
+    if found is not None and mine != (found.signature, found.settings.get("content", mine[1])):
         odd = ranks.differences(data.settings, found.settings)
         raise TrainingError(
             f"an unfinished run in {run.state} has other settings or data ({odd}): repeat its settings to "

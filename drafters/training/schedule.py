@@ -24,11 +24,35 @@ class Schedule:
     micro: int  # micro-batches of an optimizer step on each rank
 
     def steps(self, number: int) -> int:
-        """Optimizer steps of a stage if the run counts steps, else 0; those of all stages add up."""
+        """Optimizer steps of a stage if the run counts steps, else 0; they sum to `config.steps`."""
         epochs = [one.epochs for one in self.stages]
         before, after = (sum(epochs[: number + more]) for more in (0, 1))
         share = self.config.steps / max(sum(epochs), 1e-9)
         return round(share * after) - round(share * before)
+
+    def planned(
+        self,
+        position: Position,
+        drawn: Callable[[int, float], Sequence[str]],
+        batches: Callable[[Sequence[str]], int],
+    ) -> int:
+        """Optimizer steps of the whole run: exact where it counts steps, else to a few steps an epoch.
+
+        `drawn` gives the samples of an epoch by stage and ramp, `batches` how many those make on a rank.
+        """
+        planned: float = position.total - position.taken
+        for number in range(position.stage, len(self.stages)):
+            stage = self.stages[number]
+            if self.config.steps:
+                planned += self.steps(number) if drawn(number, 0.0) else 0
+                continue
+            # The share of samples with images may move: the first epoch, the mean of those between, the last.
+            epochs, mixed = ceil(stage.epochs), stage.visual[0] != stage.visual[1]
+            counts = {0.0: 1, 0.5: epochs - 2, 1.0: stage.epochs - epochs + 1}
+            for ramp, count in (counts if mixed and epochs > 1 else {0.0: stage.epochs}).items():
+                if count and (keys := drawn(number, ramp)):
+                    planned += count * ceil(batches(keys) / self.micro)
+        return max(1, ceil(planned))
 
     def progress(self, position: Position, part: float = 0.0) -> float:
         """Share of the stage that is done, where `part` is the share of the current epoch."""
@@ -63,7 +87,7 @@ class Schedule:
         if position.stage < len(self.stages) - 1:
             return False
         if steps := self.steps(position.stage):
-            return (steps - position.begun) * self.micro <= whole
+            return steps - position.begun <= ceil(whole / self.micro)
         return position.epoch + 1 >= self.stages[position.stage].epochs
 
 

@@ -3,7 +3,7 @@
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -13,6 +13,11 @@ ASKING = (signal.SIGINT, signal.SIGTERM)
 ECHO = (
     10.0  # seconds in which a SIGTERM comes again: from Slurm to all processes, and from torchrun to its own
 )
+
+
+def asked(flags: Sequence[float]) -> int | None:
+    """The signal of some flags, if any."""
+    return next((number for number, some in reversed([*zip(ASKING, flags, strict=True)]) if some), None)
 
 
 class Signals:
@@ -41,6 +46,11 @@ class Signals:
             signal.signal(number, handler)
         if kind is KeyboardInterrupt and self.received is not None:
             raise StoppedError(self.where(), self.received) from None
+
+    @property
+    def flags(self) -> list[float]:
+        """The signal that was received, one-hot: the sum over ranks says what any has received."""
+        return [float(self.received == number) for number in ASKING]
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

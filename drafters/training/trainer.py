@@ -7,12 +7,13 @@ unless `torch.use_deterministic_algorithms` is on. Rank 0 decides what to contin
 
 import itertools
 import logging
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import cached_property
-from math import ceil
+from math import ceil, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,11 @@ from vlmdistill.drafters.training.progress import Metrics, SampleStats, Training
 from vlmdistill.drafters.training.run import Run, RunData, check_follows, finished, furthest, splits
 from vlmdistill.drafters.training.saved import HeldOut, Position, Saved
 from vlmdistill.drafters.training.schedule import RangeTest, Schedule, Sweep, rate_test
-from vlmdistill.drafters.training.signals import ASKING, Signals
+from vlmdistill.drafters.training.signals import Signals, asked
 from vlmdistill.drafters.training.trackers import About
 from vlmdistill.drafters.training.unroll import Unroll, agreement, supervised
 from vlmdistill.stores.errors import StoppedError, StoreError, TrainingError
-from vlmdistill.stores.loader.epoch import Epoch
+from vlmdistill.stores.loader.epoch import Epoch, select
 from vlmdistill.stores.loader.tensors import as_torch
 from vlmdistill.stores.schema import PackedSamples, content_hash
 
@@ -42,30 +43,40 @@ PROBE_HOPS = 5
 """The least hops for which held-out agreement is measured, for any stage."""
 
 
-def train(run: Run, on_step: Callable[[TrainingProgress], None] = lambda progress: None) -> Path:
+def train(
+    run: Run,
+    on_step: Callable[[TrainingProgress], None] = lambda progress: None,
+    force: bool = False,
+) -> Path:
     """Train a drafter to the end of its schedule and return its folder; `on_step` is called on rank 0.
 
     A folder that already holds this very run is left as it is; a half-done one is continued, on any number
-    of ranks. TrainingError when the store lacks what the drafter needs or has nothing to train on, when
-    another run is in the way, or when the ranks do not see the same. StoppedError after SIGINT or SIGTERM,
-    which write a checkpoint first.
+    of ranks. With `force` the run starts over, and the files of an earlier one of that name are removed once
+    it can. TrainingError when the store lacks what the drafter needs or has nothing to train on, when
+    another run is in the way, when a loss is not finite, or when the ranks do not see the same. StoppedError
+    after SIGINT or SIGTERM, which write a checkpoint first.
     """
     with Signals() as signals, ranks.guarded():
         ranks.join()
+        ranks.same(run.how | {"force": force}, "train the same")  # it decides which exchanges there are
         check_follows(run)
         if run.follow:
             follow.Capture(run.store, run.wait).first()
         with ranks.all_or_none():
             data = RunData.of(run)
-        named = ("zero", "precision", "micro_tokens", "held_out", "save_every")
-        how = {name: getattr(run, name) for name in named}
         origin = {"provenance": content_hash(data.store.provenance.to_dict())}
-        ranks.same(data.settings | how | origin, "train the same")
-        if not ranks.first(lambda: finished(run, data)):
-            if url := run.checkpoints:
-                ranks.first(lambda: saved.fetch(url, run.state, data.signature))
+        ranks.same(data.settings | origin, "train the same")
+        if force or not ranks.first(lambda: finished(run, data)):
             trainer = _Trainer(run, data, signals, on_step)
+            if force:
+                shutil.rmtree(run.state, ignore_errors=True)
+            if url := run.checkpoints:
+                ranks.first(
+                    lambda: saved.discard(url) if force else saved.fetch(url, run.state, data.signature)
+                )
             trainer.begin(*furthest(run, data))
+            if force:
+                shutil.rmtree(run.out, ignore_errors=True)
             try:
                 trainer.fit()
             finally:
@@ -118,7 +129,7 @@ class _Trainer:
         drafter.tree = run.config.tree
         # Before DeepSpeed copies the weights; a checkpoint then replaces them all.
         self.taken = initial.into(drafter, run.drafter) if initial else None
-        self.micro = max(1, round(self.config.batch_tokens / (self.world * run.micro_tokens)))
+        self.micro = ceil(self.config.batch_tokens / (self.world * run.micro_tokens))
         self.budget = max(1, self.config.batch_tokens // (self.world * self.micro))
         self.schedule = Schedule(self.config, run.config.schedule, self.micro)
         self.engine = deepspeed_engine.build(
@@ -203,7 +214,9 @@ class _Trainer:
         """Train all stages, then write the drafter's folder."""
         while self.position.stage < len(self.schedule.stages):
             stage = self.schedule.stages[self.position.stage]
-            self.planned = self._plan()
+            self.planned = self.schedule.planned(
+                self.position, self._drawn, lambda keys: len(self._read(keys, 0))
+            )
             self._validate(stage)  # if a signal has stopped the run just before
             while not self._over(stage) and self._epoch(stage):
                 self.position.epoch += 1
@@ -214,7 +227,9 @@ class _Trainer:
             self.position.epoch = self.position.taken = self.position.begun = 0
             self.position.reader = None  # of a checkpoint at the last step of the stage
         if self.position.total == 0:
-            raise TrainingError(f"{self.run.store} has no samples for the stages of {self.run.drafter}")
+            stages = f"the stages of {self.run.drafter}, or their epochs are too short"
+            raise TrainingError(f"no step was taken: {self.run.store} has no samples for {stages}")
+        self.measures.gather()
         ranks.first(self._publish)
         if self.missing:
             self._copy()
@@ -226,22 +241,9 @@ class _Trainer:
         if self.metrics is not None:
             self.metrics.close()
 
-    def _plan(self) -> int:
-        """Optimizer steps of the whole run: exact where it counts steps, else to a few steps an epoch."""
-        planned: float = self.position.total - self.position.taken
-        for number in range(self.position.stage, len(self.schedule.stages)):
-            stage = self.schedule.stages[number]
-            if self.config.steps:
-                some = self.capture or self.samples[number].draw(stage, 0.0, 0)
-                planned += self.schedule.steps(number) if some else 0
-                continue
-            # The share of samples with images may move: the first epoch, the mean of those between, the last.
-            epochs, mixed = ceil(stage.epochs), stage.visual[0] != stage.visual[1]
-            counts = {0.0: 1, 0.5: epochs - 2, 1.0: stage.epochs - epochs + 1}
-            for ramp, count in (counts if mixed and epochs > 1 else {0.0: stage.epochs}).items():
-                if count and (keys := self.samples[number].draw(stage, ramp, 0)):
-                    planned += count * ceil(len(self._read(keys, 0)) / self.micro)
-        return max(1, ceil(planned))
+    def _drawn(self, stage: int, ramp: float) -> Sequence[str]:
+        """The samples of an epoch of a stage; of a growing store, one that stands for those to come."""
+        return [""] if self.capture else self.samples[stage].draw(self.schedule.stages[stage], ramp, 0)
 
     def _read(self, keys: Sequence[str], seed: int, start: dict[str, Any] | None = None) -> Epoch:
         """This rank's batches of some samples."""
@@ -273,7 +275,7 @@ class _Trainer:
         for group in self._groups(reader, left):
             waited = time.perf_counter() - started
             rate = schedule.learning_rate(position, read / whole)
-            sums, tokens, norm, asked = self._step(stage, group, rate, final)
+            sums, tokens, norm, signal = self._step(stage, group, rate, final)
             read += len(group)
             position.reader = reader.state
             position.total += 1
@@ -293,8 +295,13 @@ class _Trainer:
                 )
                 self.metrics.step(progress)
                 self.on_step(progress)
-            if asked:
-                self._stop(asked)
+            if not isfinite(norm + loss_of(sums)):
+                raise TrainingError(
+                    f"step {position.total} has a loss of {loss_of(sums):g} and a gradient of norm {norm:g}: "
+                    f"lower the learning rate, and start over with --force ({self._where()})"
+                )
+            if signal:
+                self._stop(signal)
             self._validate(stage)
             if position.total % self.run.save_every == 0:
                 self._save()
@@ -303,7 +310,8 @@ class _Trainer:
             started = time.perf_counter()
         reader.close()
         if self.capture and whole:
-            position.shards = {unit: passes + read / whole for unit, passes in position.shards.items()}
+            for unit in {*select(self.store, None, keys)["unit"]}:
+                position.shards[unit] += read / whole
         return whole > 0
 
     def _follow(self, capture: follow.Capture, stage: Stage) -> None:
@@ -312,8 +320,9 @@ class _Trainer:
         capture.begin()
         while True:
             grown, dead = capture.look()
-            if asked := self._asked(ranks.total(self._received())):
-                self._stop(asked)
+            flags = torch.tensor(self.signals.flags, device=self.device)
+            if number := asked(ranks.total(flags).tolist()):
+                self._stop(number)
             self.allowed = grown.steps(self.config.steps)
             if self.allowed > position.total:
                 if position.reader is None:
@@ -373,22 +382,13 @@ class _Trainer:
                     self.measures.add(samples.keys, out)
             self.engine.backward(loss, scale_wrt_gas=False)
             norm = deepspeed_engine.step(self.engine)
-        sent = ranks.total(torch.cat([sums.flatten(), self._received()]))
-        asked = self._asked(sent[-len(ASKING) :])
-        return sent[: -len(ASKING)].view_as(sums), int(tokens), float(norm), asked
-
-    def _received(self) -> torch.Tensor:
-        """The signal that this rank has received, one-hot."""
-        received = [float(self.signals.received == number) for number in ASKING]
-        return torch.tensor(received, dtype=torch.float64, device=self.device)
-
-    def _asked(self, received: torch.Tensor) -> int | None:
-        """The signal that any rank has received, by their sum."""
-        asked = [number for number, some in zip(ASKING, received.tolist(), strict=True) if some]
-        return asked[-1] if asked else None
+        flags = sums.new_tensor(self.signals.flags)
+        sent = ranks.total(torch.cat([sums.flatten(), flags]))
+        sums = sent[: -len(flags)].view_as(sums)
+        return sums, int(tokens), float(norm), asked(sent[-len(flags) :].tolist())
 
     def _over(self, stage: Stage) -> bool:
-        """Whether a stage has come to its end, or has not learnt anything for as long as `patience`."""
+        """Whether a stage has come to its end, or had `patience` validations without a better one."""
         taus = [one.predicted_tau for one in self.position.history if one.stage == stage.name]
         stale = len(taus) - 1 - taus.index(max(taus)) if taus else 0
         return self.schedule.progress(self.position) >= 1 or 0 < self.config.patience <= stale
@@ -428,8 +428,7 @@ class _Trainer:
 
     @cached_property
     def _spare(self) -> Batch | None:
-        (samples,) = Epoch(self.store, self.needs, keys=self.keys[:1], token_budget=1)
-        return self._batch(samples)
+        return self._batch(next(Epoch(self.store, self.needs, keys=self.keys[:1], token_budget=1)))
 
     def _batch(self, samples: PackedSamples) -> Batch | None:
         if not samples:
@@ -479,6 +478,7 @@ class _Trainer:
             kept = best.step
         training = {
             "signature": self.data.signature,
+            "content": self.data.settings["content"],
             "steps": self.position.total,
             "saved_step": kept,
             "samples": len(self.keys),

@@ -1,11 +1,12 @@
 """Run functions in child processes, several at a time.
 
 Each child gets its environment (threads, GPUs, rank) before it imports anything, runs in its own session, so
-that Ctrl-C reaches the parent only, and sends progress back. The parent forwards signals; each child saves
-its work and exits.
+that Ctrl-C reaches the parent only, and sends progress and log lines back. The parent forwards signals; each
+child saves its work and exits.
 """
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -35,6 +36,32 @@ class FunctionProgress:
     done: int
     total: int
     remark: str
+
+
+@dataclass(frozen=True)
+class FunctionLine:
+    """A line that a function has logged."""
+
+    logger: str
+    level: int
+    text: str
+
+    def log(self, process: str) -> None:
+        """Log it here, as of that process."""
+        logging.getLogger(self.logger).log(
+            self.level, "%s", f"{process}: {self.text}" if process else self.text
+        )
+
+
+class _Sender(logging.Handler):
+    """Sends what is logged to the parent."""
+
+    def __init__(self, send: Callable[[FunctionLine], None]) -> None:
+        super().__init__()
+        self._send = send
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._send(FunctionLine(record.name, record.levelno, record.getMessage()))
 
 
 @dataclass(frozen=True)
@@ -93,10 +120,13 @@ class Process:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._popen.pid, number)
 
-    def message(self) -> FunctionProgress | FunctionDone | FunctionFailed | FunctionStopped:
-        """The next message. Once the process has ended, this is not a FunctionProgress."""
+    def message(self) -> FunctionProgress | FunctionDone | FunctionFailed | FunctionStopped | None:
+        """The next message, None if it was a log line. Once the process has ended, it is how."""
         with contextlib.suppress(EOFError, ConnectionResetError):
             message = self.connection.recv()
+            if isinstance(message, FunctionLine):
+                message.log(self.name)
+                return None
             if isinstance(message, FunctionProgress):
                 return message
             self._result = message
@@ -107,7 +137,8 @@ class Process:
         until = time.monotonic() + GRACE
         with contextlib.suppress(EOFError, ConnectionResetError):
             while self.connection.poll(max(0.0, until - time.monotonic())):
-                self.connection.recv()
+                if isinstance(message := self.connection.recv(), FunctionLine):
+                    message.log(self.name)
             self.signal(signal.SIGKILL)
         return self._ended()
 
@@ -188,7 +219,8 @@ class Processes:
         for connection in wait(list(self._running), seconds):
             assert isinstance(connection, Connection)
             process = self._running[connection]
-            message = process.message()
+            if (message := process.message()) is None:
+                continue
             if not isinstance(message, FunctionProgress):
                 del self._running[connection]
             yield process, message
@@ -217,13 +249,17 @@ def work(number: int) -> NoReturn:
 
     It ends at once, without the teardown of the interpreter, in which gloo's threads may abort the process.
     """
-    connection = Connection(number)
+    connection, one_at_a_time = Connection(number), threading.RLock()
 
-    def report(done: int, total: int, remark: str) -> None:
+    def send(message: FunctionProgress | FunctionLine) -> None:
         try:
-            connection.send(FunctionProgress(done, total, remark))
+            with one_at_a_time:
+                connection.send(message)
         except BrokenPipeError:
             os.kill(os.getpid(), signal.SIGTERM)
+
+    def report(done: int, total: int, remark: str) -> None:
+        send(FunctionProgress(done, total, remark))
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt  # which no library catches as its own error
@@ -233,6 +269,9 @@ def work(number: int) -> NoReturn:
         for one in ASKING:
             signal.signal(one, stop)
         function, arguments = connection.recv()
+        logger = logging.getLogger("vlmdistill")
+        logger.addHandler(_Sender(send))
+        logger.setLevel(logging.INFO)
         function(*arguments, report)
     except (StoppedError, KeyboardInterrupt) as error:
         message = FunctionStopped(one_line(error) or "no work was started")

@@ -71,6 +71,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("specflash", {"ratio": 2, "group": 2, "passes": 2}),
     ("specflash", {"group": 1, "kv_heads": "target"}),
     ("vispec", {"num_q": 4, "injection": False}),
+    ("wren", {"depths": False, "normed": False, "threshold": 0}),
 ]
 """Every trained drafter as its paper has it, and the switches that change what it computes."""
 

@@ -24,6 +24,8 @@ from vlmdistill.drafters.training.progress import TrainingProgress
 from vlmdistill.drafters.training.run import Run
 from vlmdistill.drafters.training.trainer import train
 from vlmdistill.stores.errors import StoppedError, TrainingError
+from vlmdistill.stores.store import Store
+from vlmdistill.stores.views.run_stats import join_stats
 
 pytestmark = [
     pytest.mark.slow,
@@ -194,6 +196,13 @@ def test_any_number_of_ranks_goes_on_where_another_number_stopped(disks: list[Pa
         weights.append(load_file(disks[0] / name / "model.safetensors"))
     torch.testing.assert_close(weights[1], weights[0], rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(weights[2], weights[0], rtol=1e-3, atol=1e-4)
+
+
+def test_the_statistics_are_of_the_samples_of_all_ranks(disks: list[Path], store: Path) -> None:
+    opened = Store.open(store)
+    images = opened.index.filter(opened.index["visual_tokens"] > 0)  # all are in the last epoch
+    table = join_stats(opened.backend, images)
+    assert table["parts.kept"].is_not_null().all()
 
 
 def test_ranks_that_differ_stop_with_the_machine_and_what_differs(disks: list[Path]) -> None:

@@ -23,8 +23,10 @@ from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.config import ModelConfig
 from vlmdistill.drafters.training.progress import TrainingProgress
 from vlmdistill.drafters.training.run import Run
+from vlmdistill.drafters.training.saved import Position
+from vlmdistill.drafters.training.schedule import Schedule
 from vlmdistill.drafters.training.trainer import train
-from vlmdistill.stores.errors import DataError, StoppedError, TrainingError
+from vlmdistill.stores.errors import DataError, StoppedError, StoreError, TrainingError
 from vlmdistill.stores.manifest import digest, seal
 from vlmdistill.stores.store import Store
 
@@ -104,6 +106,53 @@ def test_a_finished_run_is_left_alone_and_another_one_is_refused(store: Path, tm
     assert (out / "model.safetensors").stat().st_mtime_ns == written
     with pytest.raises(TrainingError, match="settings or data"):
         train(plan(store, out, seed=1))
+
+
+def test_a_run_on_other_responses_to_the_same_prompts_is_another_run(store: Path, tmp_path: Path) -> None:
+    again = tmp_path / "again"
+    synthetic.store(again, 24, seed=1)
+    stopped(plan(store, tmp_path / "out"), 4)
+    with pytest.raises(TrainingError, match="content"):
+        train(plan(again, tmp_path / "out"))
+    train(plan(store, tmp_path / "out"))
+    with pytest.raises(TrainingError, match="other responses"):
+        train(plan(again, tmp_path / "out"))
+
+
+def test_a_run_that_starts_over_removes_the_old_one_only_when_it_can_begin(
+    store: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    train(plan(store, out))
+    first = (out / "model.safetensors").read_bytes()
+    for cannot in (
+        plan(tmp_path / "typo", out),
+        plan(store, out, view="typo"),
+        plan(store, out, follow=True),
+    ):
+        with pytest.raises((StoreError, TrainingError)):
+            train(cannot, force=True)
+        assert (out / "model.safetensors").read_bytes() == first
+    train(plan(store, out, seed=1), force=True)
+    assert (out / "model.safetensors").read_bytes() != first
+
+
+def test_a_run_whose_loss_is_not_finite_fails_and_saves_nothing_of_it(store: Path, tmp_path: Path) -> None:
+    diverging = plan(store, tmp_path / "out", settings=("stages.*.learning_rate=1e25",), save_every=1)
+    with pytest.raises(TrainingError, match=r"step \d+ has a loss of .*nan.*learning rate"):
+        train(diverging)
+    assert not diverging.out.exists()
+    for file in diverging.state.glob("step*.safetensors"):
+        assert all(value.isfinite().all() for value in load_file(file).values())
+
+
+@pytest.mark.parametrize("steps", range(1, 10))
+def test_the_last_epoch_is_known_where_steps_do_not_divide_it(steps: int) -> None:
+    config = override(catalogue.config("sparrow"), [f"steps={steps}"]).training
+    schedule = Schedule(config, config.stages[:1], micro=2)
+    begun = [*range(0, steps, 3)]  # of epochs with five batches
+    last = [schedule.is_last_epoch(Position(begun=one), 5) for one in begun]
+    assert last == [False] * (len(begun) - 1) + [True]
 
 
 class StopError(Exception):
@@ -364,6 +413,10 @@ def test_settings_survive_json_and_wrong_ones_are_named() -> None:
         ('stages=[{"name":"text","hop":2}]', "stages.text.hop"),
         ("tree=30-3", "30-3-8"),
         ("batch_tokens=many", "batch_tokens"),
+        ("clip=-1", "clip"),
+        ("stages.text.epochs=Infinity", "epochs"),
+        ("stages.text.visual=[2,3]", "visual"),
+        ('stages.text.losses={"cross_entropy":0}', "weight above 0"),
     ]:
         with pytest.raises(DataError, match=message):
             override(config, [wrong])

@@ -312,3 +312,21 @@ def test_trackers_get_the_figures_of_every_step_and_no_word_on_stdout(
     assert all("synthetic" in one["name"] for one in begun)
     assert [one["id"] == one["name"] for one in begun if "id" in one] == [True] * (3 * (name == "wandb"))
     assert capsys.readouterr().out == ""
+
+
+def test_a_tracker_that_fails_does_not_end_the_run(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sent: list[int] = []
+
+    def fail(figures: object, step: int) -> None:
+        sent.append(step)
+        raise RuntimeError("no network")
+
+    module = SimpleNamespace(init=lambda **about: SimpleNamespace(log=fail), finish=lambda: None)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    run = plan(store, tmp_path / "out", settings=SETTINGS, trackers=("wandb",), **HOW)
+    train(run)
+    assert (run.out / "model.safetensors").exists()
+    assert len(sent) == 1
+    assert "no network" in caplog.text

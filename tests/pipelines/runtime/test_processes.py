@@ -1,5 +1,6 @@
 """Functions in processes of their own: what they report arrives, and none outlives what started it."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -29,6 +30,10 @@ def _found_by_children(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def count(report: OnProgress) -> None:
     report(1, int(os.environ["STEPS"]), f"torch is {'torch' in sys.modules}")
+
+
+def warn(report: OnProgress) -> None:
+    logging.getLogger("vlmdistill.child").warning("the disk is %s", "slow")
 
 
 def saving(file: Path, report: OnProgress) -> None:
@@ -65,6 +70,18 @@ def test_each_reports_from_an_environment_set_before_anything_is_imported() -> N
     ends = [(name, one) for name, one in said if isinstance(one, FunctionDone)]
     assert sorted(name for name, _ in ends) == ["p3", "p4"]
     assert all(end.cpu_seconds > 0 and end.peak_bytes > 2**20 for _, end in ends)
+
+
+def test_what_each_logs_is_logged_here(caplog: pytest.LogCaptureFixture) -> None:
+    with Processes() as processes:
+        for name in ("p1", ""):
+            processes.start(name, warn, (), {})
+        assert {type(one) for _, one in processes.messages()} == {FunctionDone}
+    said = sorted((one.name, one.levelname, one.getMessage()) for one in caplog.records)
+    assert said == [
+        ("vlmdistill.child", "WARNING", "p1: the disk is slow"),
+        ("vlmdistill.child", "WARNING", "the disk is slow"),
+    ]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
