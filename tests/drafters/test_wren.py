@@ -34,7 +34,7 @@ def states(drafter: Wren, one: Batch) -> list[Tensor]:
 @pytest.mark.parametrize("depths", [True, False])
 def test_only_guesses_train_a_sequential_embedding(depths: bool, threshold: int, trained: list[int]) -> None:
     drafter = build(depths=depths, threshold=threshold)
-    unroll(drafter, sample(drafter), STAGE).total.backward()
+    unroll(drafter, sample(drafter), STAGE).total.backward()  # type: ignore[no-untyped-call]
     gradient_GD = drafter.sequence.weight.grad
     found = [] if gradient_GD is None else gradient_GD.abs().sum(-1).nonzero()[:, 0].tolist()
     assert found == trained
