@@ -62,7 +62,7 @@ test-fast: setup  ## the tests that are not marked slow: a first answer in a few
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow"
 
 test-engine: setup engine  ## vLLM against our decoder and our capture
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/engines/serving.py tests/engines/capturing.py \
+	$(BIN)/python -m pytest -n 3 --durations 8 --dist loadfile tests/engines/serving.py tests/engines/capturing.py \
 		tests/engines/killing.py tests/engines/evaluating.py
 
 test-cluster: setup  ## the templates of examples/cluster on a Slurm of two nodes here; needs slurm-wlm, munge and root
