@@ -376,6 +376,15 @@ def test_a_drafter_of_another_target_is_refused_in_one_line(
     assert not (workspace.reports / "stranger.json").exists()
 
 
+@pytest.mark.parametrize("name", ["tuned/", "./tuned", "../drafters/tuned", "{folder}", "", ".tuned"])
+def test_a_path_is_no_drafters_name(name: str, workspace: Workspace, tuned: Path) -> None:
+    runs = workspace.root.parent
+    before = sorted(runs.rglob("*"))
+    where = ("--model", workspace.model, "--runs", str(runs), "--limit", "1", "--max-new-tokens", "2")
+    assert main(["eval", name.format(folder=tuned), *where]) == 1
+    assert sorted(runs.rglob("*")) == before
+
+
 def test_a_file_of_an_older_format_is_not_reused(workspace: Workspace, made: Evaluation) -> None:
     file = workspace.reports / "lookahead.json"
     write(made, file)
