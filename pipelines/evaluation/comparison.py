@@ -29,6 +29,8 @@ CONDITIONS: dict[str, Callable[[Evaluation], str]] = {
     "hardware": lambda one: one.hardware,
     "dtype": lambda one: one.dtype,
     "threads": lambda one: str(one.threads),
+    "attention": lambda one: one.attention or "not recorded",
+    "compiled": lambda one: {True: "yes", False: "no", None: "not recorded"}[one.compiled],
     "prompts": lambda one: f"{len(one.keys)} ({one.prompt_set})",
     "max new tokens": lambda one: str(one.max_new_tokens),
 }
@@ -171,8 +173,14 @@ class Group:
 
     @property
     def warnings(self) -> list[str]:
-        """Problems of the figures, with the drafters' names."""
-        return [warning for one in self.results for warning in one.warnings]
+        """Problems of the figures, with the drafters' names, and of comparing them."""
+        found = [warning for one in self.results for warning in one.warnings]
+        if (runs := len({one.measured for one in self.evaluations})) > 1:
+            found.append(
+                f"these evaluations were measured in {runs} separate runs: the intervals do not contain the "
+                "noise between runs"
+            )
+        return found
 
     @property
     def verdict(self) -> Verdict:

@@ -198,6 +198,8 @@ class Evaluation:
     measured: str  # date and time; the same for all drafters of one process
     temperatures: Annotated[tuple[Measurement, ...], Meta(min_length=1)]
     software: Software | None = None  # None: measured before it was recorded
+    attention: str | None = None  # of the target's prefill; None: measured before it was recorded
+    compiled: bool | None = None  # whether decoding steps were compiled; likewise
 
     def __post_init__(self) -> None:
         if any([one.key for one in at.prompts] != self.keys for at in self.temperatures):

@@ -227,7 +227,8 @@ def test_an_interrupted_evaluation_continues_after_its_last_prompt(
     file.write_bytes(lines[0] + lines[1][:-20])  # died while it wrote
     other = dataclasses.replace(SETTINGS, seed=5)
     assert run(other, lambda *_: None).seed == 5  # of its own
-    run(dataclasses.replace(SETTINGS, how={"attention": "eager"}), lambda *_: None)  # likewise
+    eager = run(dataclasses.replace(SETTINGS, how={"attention": "eager"}), lambda *_: None)  # likewise
+    assert (eager.attention, eager.compiled) == ("eager", False)
     made = run(SETTINGS, lambda done, total, remark: remarks.append(done))
     assert remarks == [1, 2, 1, *range(2, 7)]
     first = msgspec.json.decode(lines[0], type=Decoded).results["lookahead"]
@@ -345,6 +346,8 @@ def test_cycles_are_counted_by_position_of_the_chain(
         {"limit": 2},
         {"trees": (Tree.parse("chain-3"),)},
         {"seed": 1},
+        {"how": {"attention": "eager"}},
+        {"how": {"compiled": True}},
     ],
     ids=lambda change: next(iter(change)),
 )
