@@ -215,6 +215,12 @@ class Evaluation:
         """A hash of the keys: evaluations of the same prompts have the same one."""
         return content_hash(self.keys)
 
+    @property
+    def lossless(self) -> bool:
+        """Whether no response at temperature 0, of plain decoding either, differs by more than a near-tie."""
+        results = [one for at in self.temperatures for one in at.prompts]
+        return not any("different" in (one.plain.check, one.drafted.check) for one in results)
+
 
 def read(file: Path) -> Evaluation:
     """Read an evaluation; DataError on an invalid file."""

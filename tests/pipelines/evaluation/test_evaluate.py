@@ -236,6 +236,25 @@ def test_an_interrupted_evaluation_continues_after_its_last_prompt(
     assert [one.name for one in elsewhere.reports.iterdir()] == ["lookahead.json"]
 
 
+def test_responses_that_are_not_the_targets_end_in_exit_1(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def twice(*args: Any, **kwargs: Any) -> Iterator[Cycle]:
+        for cycle in speculate(*args, **kwargs):
+            yield dataclasses.replace(cycle, ids=[*cycle.ids, *cycle.ids])
+
+    monkeypatch.setattr(decoders, "speculate", twice)
+    where = ("--model", workspace.model, "--runs", str(workspace.root.parent), "--max-new-tokens", "8")
+    greedy = ("--temperature", "0", "--temperature", "0.0")
+    capsys.readouterr()
+    assert main(["eval", "lookahead", *greedy, *where]) == 1
+    shown = capsys.readouterr()
+    assert "3 DIFFERENT" in shown.out
+    assert shown.err.splitlines()[-1].startswith("not lossless: ")
+    (at,) = read(workspace.reports / "lookahead.json").temperatures
+    assert {one.drafted.check for one in at.prompts} == {"different"}
+
+
 def test_a_cpu_that_others_use_is_detected(workspace: Workspace) -> None:
     def plant(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(Ticks, "thread_time", lambda self: 0.5 * self.now)
