@@ -173,7 +173,7 @@ def evaluate(
         threads=threads,
         how=console.loading(attention, target_dtype, compiled=compiled),
     )
-    with console.progress("decoding", "prompts") as report:
+    with console.progress("decoding", "prompts", str(workspace.reports)) as report:
         evaluations = pipeline.evaluate(
             workspace, drafters or [], settings, prompts_file=prompts, on_prompt=report
         )
@@ -289,6 +289,8 @@ def show_sets(evaluations: "Sequence[Evaluation]") -> None:
 
 def show_budgets(rankings: "Sequence[Ranking]") -> None:
     """Print the milliseconds of a cycle by phase, beside a step of plain decoding."""
+    from vlmdistill.pipelines.evaluation import charts
+
     header = [
         "milliseconds per cycle of",
         "T",
