@@ -303,7 +303,7 @@ def show_budgets(rankings: "Sequence[Ranking]") -> None:
     lines = []
     for one in (one for ranking in rankings for one in ranking.results):
         if (spent := one.figures.budget) is not None and one.figures.calls:
-            cycle = [1e3 * value / one.figures.calls for value in (spent.draft, spent.verify, spent.accept)]
+            *cycle, _ = charts.milliseconds(one, charts.CYCLE).values()
             shown = [f"{value:.2f}" for value in (*cycle, 1e3 * spent.plain_step, spent.ideal)]
             lines.append([one.name, f"{one.temperature:g}", *shown])
     if lines:

@@ -185,7 +185,7 @@ def _read(where: Path) -> dict[str, Evaluation]:
 
 def _training(one: Evaluation) -> str:
     how = one.training
-    known = {"seed": how.seed, "store": how.signature, "view": how.view}
+    known = {"seed": how.seed, "settings and samples": how.signature, "view": how.view}
     facts = [f"{name} {value}" for name, value in known.items() if value is not None]
     stages = [f"{stage.name} {stage.epochs:g} epochs, {stage.hops} hops" for stage in one.config.stages]
     return (

@@ -370,7 +370,8 @@ def test_images_are_small_copies(workspace: Workspace, save: Save, tmp_path: Pat
     noise.save(tmp_path / "photo.jpg")
     Image.new("RGBA", (84, 42), (0, 0, 255, 128)).save(tmp_path / "drawing.png")
     (tmp_path / "broken.png").write_bytes(b"not an image")
-    names = ("photo.jpg", "drawing.png", "broken.png", "gone.png", "clip.mp4")
+    (tmp_path / "frames").mkdir()
+    names = ("photo.jpg", "drawing.png", "broken.png", "gone.png", "clip.mp4", "frames")
     save("sparrow", measured(shown=(shown(files=tuple(str(tmp_path / name) for name in names)),)))
     page = Page(make(workspace).page)
     sizes = []
@@ -381,6 +382,8 @@ def test_images_are_small_copies(workspace: Workspace, save: Save, tmp_path: Pat
     assert all(page.attributes("alt", "img"))
     for name in ("broken.png", "gone.png", "clip.mp4"):
         assert name in page.text
+    for name in ("clip.mp4", "frames"):
+        assert f"Video: {name}" in page.text
 
 
 @pytest.mark.parametrize(
