@@ -206,8 +206,7 @@ class CommandStopped(SystemExit):
 def progress(what: str, unit: str, kept_in: str = "") -> Iterator[ProgressCallback]:
     """Show progress on stderr: a bar on a terminal, else a line every `QUIET_SECONDS`.
 
-    If results are kept in `kept_in`
-    as they come, an interrupt raises CommandStopped with that path.
+    If results are kept in `kept_in` as they come, an interrupt raises CommandStopped with that path.
     """
     kept = "no work was started"
 

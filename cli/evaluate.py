@@ -107,7 +107,8 @@ def evaluate(
     With --engine openai:URL, the prompts are sent to a running server at each --concurrency. Times are
     the client's, acceptance is what the server's metrics count. The key is OPENAI_API_KEY. With --engine
     vllm, each drafter is exported and served by vLLM, beside a server without a drafter; needs `make
-    engine` once. The exit status is 1 when a request failed, or a drafter could not be served.
+    engine` once. The exit status is 1 when a response at temperature 0 differs from the target's by more than
+    a near-tie, a request failed, or a drafter could not be served.
     """
     from vlmdistill.pipelines.prompts import prompt_table
 
@@ -164,7 +165,7 @@ def evaluate(
     from vlmdistill.pipelines.evaluation import evaluate as pipeline
 
     settings = pipeline.Settings(
-        temperatures=tuple(temperature or (0.0,)),
+        temperatures=tuple(dict.fromkeys(temperature or (0.0,))),
         max_new_tokens=max_new_tokens,
         limit=limit,
         trees=tuple("auto" if one == "auto" else Tree.parse(one) for one in dict.fromkeys(tree or ())),
@@ -172,7 +173,7 @@ def evaluate(
         threads=threads,
         how=console.loading(attention, target_dtype, compiled=compiled),
     )
-    with console.progress("decoding", "prompts") as report:
+    with console.progress("decoding", "prompts", str(workspace.reports)) as report:
         evaluations = pipeline.evaluate(
             workspace, drafters or [], settings, prompts_file=prompts, on_prompt=report
         )
@@ -180,6 +181,7 @@ def evaluate(
         console.result({one.name: _facts(one) for one in evaluations}, as_json=True)
     else:
         show(evaluations)
+    check_lossless(evaluations)
 
 
 def _engine(context: typer.Context, engine: str, drafters: list[str]) -> str:
@@ -261,6 +263,13 @@ def show(evaluations: "list[Evaluation]") -> None:
         console.note(f"warning: {warning}")
 
 
+def check_lossless(evaluations: "Sequence[Evaluation]") -> None:
+    """Exit 1 if a response at temperature 0 is not the target's."""
+    if odd := [one.name for one in evaluations if not one.lossless]:
+        console.note(f"not lossless: responses at temperature 0 differ from the target's: {', '.join(odd)}")
+        raise typer.Exit(1)
+
+
 def show_sets(evaluations: "Sequence[Evaluation]") -> None:
     """Print a line for each drafter, temperature and dataset, if there are several datasets."""
     from vlmdistill.pipelines.evaluation.statistics import figures
@@ -280,6 +289,8 @@ def show_sets(evaluations: "Sequence[Evaluation]") -> None:
 
 def show_budgets(rankings: "Sequence[Ranking]") -> None:
     """Print the milliseconds of a cycle by phase, beside a step of plain decoding."""
+    from vlmdistill.pipelines.evaluation import charts
+
     header = [
         "milliseconds per cycle of",
         "T",
@@ -292,7 +303,7 @@ def show_budgets(rankings: "Sequence[Ranking]") -> None:
     lines = []
     for one in (one for ranking in rankings for one in ranking.results):
         if (spent := one.figures.budget) is not None and one.figures.calls:
-            cycle = [1e3 * value / one.figures.calls for value in (spent.draft, spent.verify, spent.accept)]
+            *cycle, _ = charts.milliseconds(one, charts.CYCLE).values()
             shown = [f"{value:.2f}" for value in (*cycle, 1e3 * spent.plain_step, spent.ideal)]
             lines.append([one.name, f"{one.temperature:g}", *shown])
     if lines:

@@ -45,7 +45,7 @@ VERBS = {KEYWORDS.get(verb, verb.__name__): verb for verb in COMMANDS}
 
 KEPT = "finished work is kept; run the same command to continue"
 LEFT = {
-    **dict.fromkeys(("responses", "features", "merge", "push", "pull", "eval", "run"), KEPT),
+    **dict.fromkeys(("responses", "features", "merge", "push", "pull", "run"), KEPT),
     "prompts": "nothing was imported",
     "train": "no step was done",
 }

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from vlmdistill.cli import console
+from vlmdistill.cli.evaluate import check_lossless
 from vlmdistill.cli.report import report
 
 
@@ -53,7 +54,7 @@ def run(
         drafters=list(NAMES) if drafters == "all" else [name.strip() for name in drafters.split(",")],
         recipe=recipe or train.default_recipe(model),
         settings=settings or (),
-        temperatures=tuple(temperature or (0.0, 1.0)),
+        temperatures=tuple(dict.fromkeys(temperature or (0.0, 1.0))),
         max_new_tokens=max_new_tokens,
         eval_limit=limit,
         batch=batch_size,
@@ -63,5 +64,6 @@ def run(
         seed=seed,
         watching=train.Watching(held_out=held_out, trackers=tuple(tracker or ())),
     )
-    flow.run(console.workspace(model, runs), plan, console.note, console.progress)
+    evaluations = flow.run(console.workspace(model, runs), plan, console.note, console.progress)
     report(model=model, runs=runs)
+    check_lossless(evaluations)

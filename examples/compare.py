@@ -2,7 +2,7 @@
 
 python -m examples.compare hivis msd --model demo --set steps=300
 
-It needs prompts (`vlmdistill prompts`). All other options are those of `vlmdistill train`.
+It needs prompts (`vlmdistill prompts`). Other options are those of `vlmdistill train`.
 """
 
 import argparse
@@ -19,15 +19,21 @@ RATES: tuple[Rate, ...] = ("tau", "decode_speedup")
 
 def compare(words: list[str]) -> int:
     """Capture, train, evaluate in one process, print the differences; the first bad exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("methods", nargs=2, metavar="method")
-    parser.add_argument("--model", default="demo", help="target model; default: demo")
+    parser.add_argument("-m", "--model", default="demo", help="target model; default: demo")
     parser.add_argument("--runs", type=Path, default="runs", help="folder of the workspaces; default: runs")
     parser.add_argument(
         "--seeds", type=int, default=FEWEST_SEEDS, help="of each method; fewer give no interval"
     )
     parser.add_argument("--limit", default="50", help="held-out prompts; default: 50")
     given, more = parser.parse_known_args(words)
+    if len(set(given.methods)) < 2:
+        parser.error(f"two different methods are compared, not {given.methods[0]} with itself")
+    if odd := {"--name", "--seed"} & {word.partition("=")[0] for word in more}:
+        parser.error(f"{odd.pop()} is set for each training: the number of seeds is --seeds")
     where = ["--model", given.model, "--runs", str(given.runs)]
     names = {method: [f"{method}-{seed}" for seed in range(given.seeds)] for method in given.methods}
     jobs = [(method, name, seed) for method in names for seed, name in enumerate(names[method])]

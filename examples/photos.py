@@ -12,10 +12,12 @@ from vlmdistill.cli.main import main
 
 
 def photos(words: list[str]) -> int:
-    """Import the folder, run all stages, measure once more at temperature 0; the first bad exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    """Import the folder and run all stages; the first bad exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("folder", help="folder of images and videos")
-    parser.add_argument("--model", default="demo", help="target model; default: demo")
+    parser.add_argument("-m", "--model", default="demo", help="target model; default: demo")
     parser.add_argument("--drafter", default="sparrow", help="method; default: sparrow")
     parser.add_argument("--question", default="Describe the image.", help="what is asked about each")
     parser.add_argument("--runs", default="runs", help="folder of the workspaces; default: runs")
@@ -24,7 +26,6 @@ def photos(words: list[str]) -> int:
     steps = (
         ["prompts", given.folder, "--ask", given.question, "--eval-share", "0.2", *where],
         ["run", "--drafters", given.drafter, *more, *where],
-        ["eval", given.drafter, *where],
     )
     return next((status for step in steps if (status := main(step))), 0)
 

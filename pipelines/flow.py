@@ -15,6 +15,7 @@ from vlmdistill.drafters.core.config import DrafterConfig
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.pipelines import train
 from vlmdistill.pipelines.evaluation import evaluate
+from vlmdistill.pipelines.evaluation.records import Evaluation
 from vlmdistill.pipelines.features import capturer, synthesizer
 from vlmdistill.pipelines.features.capturer import CaptureSettings, CaptureSummary
 from vlmdistill.pipelines.prompts import prompt_table
@@ -63,7 +64,9 @@ class Plan:
     seed: int = 0
 
 
-def run(workspace: Workspace, plan: Plan, log: Callable[[str], None], bar: ProgressBar = silent) -> None:
+def run(
+    workspace: Workspace, plan: Plan, log: Callable[[str], None], bar: ProgressBar = silent
+) -> list[Evaluation]:
     """Run all stages up to the evaluation; `log` gets one line for each stage that had work to do.
 
     Raises what the stages raise; finished work is kept.
@@ -75,7 +78,7 @@ def run(workspace: Workspace, plan: Plan, log: Callable[[str], None], bar: Progr
     prepare(workspace, plan, log, bar)
     fit(workspace, configs, plan, log, bar)
     trees = {config.tree for config in configs.values()}
-    measure(workspace, plan, log, bar, trees.pop() if len(trees) == 1 else None)
+    return measure(workspace, plan, log, bar, trees.pop() if len(trees) == 1 else None)
 
 
 def prepare(workspace: Workspace, plan: Plan, log: Callable[[str], None], bar: ProgressBar = silent) -> None:
@@ -207,7 +210,7 @@ def measure(
     log: Callable[[str], None],
     bar: ProgressBar = silent,
     tree: Tree | None = None,
-) -> None:
+) -> list[Evaluation]:
     """Evaluate all drafters unless that is done; each with its own draft tree if none is given."""
     settings = evaluate.Settings(
         temperatures=plan.temperatures,
@@ -216,7 +219,9 @@ def measure(
         trees=(tree,) if tree else (),
         seed=plan.seed,
     )
-    if not evaluate.kept(workspace, plan.drafters, settings):
-        with bar("decoding", "prompts") as report:
-            evaluate.evaluate(workspace, plan.drafters, settings, on_prompt=report)
-        log(f"evaluated  {', '.join(plan.drafters)}, in {workspace.reports}")
+    if found := evaluate.kept(workspace, plan.drafters, settings):
+        return found
+    with bar("decoding", "prompts", str(workspace.reports)) as report:
+        found = evaluate.evaluate(workspace, plan.drafters, settings, on_prompt=report)
+    log(f"evaluated  {', '.join(plan.drafters)}, in {workspace.reports}")
+    return found

@@ -90,4 +90,4 @@ def without_secrets(arguments: Iterable[str]) -> str:
             argument = re.sub(r"\?[^#\s]+", f"?{HIDDEN}", argument)
         secret = argument.startswith("-") and not is_set and bool(SECRET.search(name))
         shown.append(argument)
-    return shlex.join(shown)
+    return shlex.join(shown).encode(errors="replace").decode()  # a file's name may not be UTF-8

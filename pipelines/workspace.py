@@ -11,6 +11,7 @@ runs/<model>/prompts.parquet    imported prompts (prompts.skipped.jsonl: rows th
 import contextlib
 import fcntl
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from vlmdistill.stores.backends.local import sync
 from vlmdistill.stores.errors import DataError
 
 RUNS_VARIABLE = "VLMDISTILL_RUNS"
+NAME = re.compile(r"\w[\w.-]*")  # of a drafter or an evaluation: a file, never in another folder
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,9 @@ class Workspace:
         return self.root / "reports"
 
     def drafter(self, name: str) -> Path:
-        """The folder of one trained drafter."""
+        """The folder of one trained drafter; DataError if that cannot be its name."""
+        if not NAME.fullmatch(name):
+            raise DataError(f"'{name}' is no drafter's name: use letters, digits, '_', '.' and '-'")
         return self.root / "drafters" / name
 
     def trained(self, drafter: str) -> Path:

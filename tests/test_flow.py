@@ -82,6 +82,19 @@ def test_a_second_run_redoes_nothing(runs: Path, capsys: pytest.CaptureFixture[s
     assert "trained" not in err
 
 
+def test_a_run_with_a_drafter_that_is_not_lossless_is_status_1(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = runs / "demo" / "reports" / "eagle2.json"
+    content = file.read_text()
+    try:
+        file.write_text(content.replace('"check": "identical"', '"check": "different"'))
+        assert command(runs, "run", "--drafters", "sparrow,eagle2", *SMALL) == 1
+        assert capsys.readouterr().err.splitlines()[-1].endswith(": eagle2")
+    finally:
+        file.write_text(content)
+
+
 def test_generate_gives_the_same_response_with_and_without_a_drafter(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

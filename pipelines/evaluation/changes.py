@@ -2,7 +2,7 @@
 
 Both decoded the same prompts, so the ratio of their rates is bootstrapped over prompts
 (`statistics.advantage`): a rate has changed if the interval of its ratio excludes 1. Times need the same
-hardware, dtype and threads besides.
+hardware, dtype, threads, attention and compilation besides.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ NEEDED: Final[dict[str, Callable[[Evaluation], Any]]] = {
     "max new tokens": lambda one: one.max_new_tokens,
 }
 """What must be equal to compare counts."""
-NEEDED_FOR_TIMES: Final[tuple[str, ...]] = ("hardware", "dtype", "threads")
+NEEDED_FOR_TIMES: Final[tuple[str, ...]] = ("hardware", "dtype", "threads", "attention", "compiled")
 FACTS: Final[dict[str, Callable[[Evaluation], str]]] = {
     **CONDITIONS,
     "seed": lambda one: str(one.seed),
@@ -185,7 +185,7 @@ def _read(where: Path) -> dict[str, Evaluation]:
 
 def _training(one: Evaluation) -> str:
     how = one.training
-    known = {"seed": how.seed, "store": how.signature, "view": how.view}
+    known = {"seed": how.seed, "settings and samples": how.signature, "view": how.view}
     facts = [f"{name} {value}" for name, value in known.items() if value is not None]
     stages = [f"{stage.name} {stage.epochs:g} epochs, {stage.hops} hops" for stage in one.config.stages]
     return (

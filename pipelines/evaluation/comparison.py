@@ -29,6 +29,8 @@ CONDITIONS: dict[str, Callable[[Evaluation], str]] = {
     "hardware": lambda one: one.hardware,
     "dtype": lambda one: one.dtype,
     "threads": lambda one: str(one.threads),
+    "attention": lambda one: one.attention or "not recorded",
+    "compiled": lambda one: {True: "yes", False: "no", None: "not recorded"}[one.compiled],
     "prompts": lambda one: f"{len(one.keys)} ({one.prompt_set})",
     "max new tokens": lambda one: str(one.max_new_tokens),
 }
@@ -73,6 +75,11 @@ class Ranking:
 
     results: tuple[DrafterResult, ...]  # the fastest first
 
+    @cached_property
+    def ranked(self) -> tuple[DrafterResult, ...]:
+        """Those whose responses at temperature 0 are the target's: only they can be the fastest."""
+        return tuple(one for one in self.results if one.evaluation.lossless)
+
     @property
     def temperature(self) -> float:
         """The sampling temperature."""
@@ -80,12 +87,14 @@ class Ranking:
 
     @cached_property
     def leaders(self) -> tuple[DrafterResult, ...]:
-        """The fastest drafter, and those not significantly slower."""
+        """The fastest drafter, and those not significantly slower; none if none is lossless."""
         return self.best("speedup")
 
     def best(self, rate: Rate) -> tuple[DrafterResult, ...]:
         """The drafter with the highest rate, and those not significantly worse, the highest first."""
-        first, *others = sorted(self.results, key=lambda one: -getattr(one.figures, rate))
+        if not self.ranked:
+            return ()
+        first, *others = sorted(self.ranked, key=lambda one: -getattr(one.figures, rate))
         beyond = [advantage(first.measurement, one.measurement, rate) for one in others]
         close = [one for one, by in zip(others, beyond, strict=True) if by is None or by.low <= 1]
         return (first, *close)
@@ -93,12 +102,12 @@ class Ranking:
     @property
     def winner(self) -> DrafterResult | None:
         """The drafter that is significantly faster than all others; None if there is none or it is alone."""
-        return self.leaders[0] if len(self.results) > 1 and len(self.leaders) == 1 else None
+        return self.leaders[0] if len(self.ranked) > 1 and len(self.leaders) == 1 else None
 
     @property
     def against_plain(self) -> Literal["faster", "slower", "equal", "unknown"]:
         """Whether the fastest is significantly faster or slower than plain decoding."""
-        found = self.results[0].figures.intervals.get("speedup")
+        found = self.leaders[0].figures.intervals.get("speedup") if self.leaders else None
         if found is None:
             return "unknown"
         if found.low > 1:
@@ -108,15 +117,17 @@ class Ranking:
     @property
     def text(self) -> str:
         """The ranking in a sentence, with 95% intervals."""
-        first, count = self.leaders[0], self.results[0].figures.prompts
         prefix = f"At temperature {self.temperature:g}"
+        if not self.leaders:
+            return f"{prefix}, no drafter is ranked: none is lossless at temperature 0."
+        first, count = self.leaders[0], self.results[0].figures.prompts
         if len(self.leaders) > 1:
             named = [f"{one.name} {_speedup(one)}" for one in self.leaders[:4]]
             more = len(self.leaders) - len(named)
             names = ", ".join(named) + (f", and {more} more" if more else "")
             lines = [f"{prefix}, {count} prompts do not separate the fastest drafters: speedup {names}."]
         elif self.winner:
-            second = self.results[1]
+            second = self.ranked[1]
             by = advantage(first.measurement, second.measurement)
             lead = f"{first.figures.speedup / max(second.figures.speedup, 1e-9):.2f}"
             lines = [
@@ -131,6 +142,8 @@ class Ranking:
             "equal": [f"On {count} prompts, {first.name} is not significantly faster than plain decoding."],
             "unknown": [f"Fewer than {FEWEST} prompts are too few for intervals."],
         }[self.against_plain]
+        if odd := [one.name for one in self.results if not one.evaluation.lossless]:
+            lines.append(f"Not ranked, since not lossless: {', '.join(odd)}.")
         return " ".join(lines)
 
 
@@ -171,8 +184,14 @@ class Group:
 
     @property
     def warnings(self) -> list[str]:
-        """Problems of the figures, with the drafters' names."""
-        return [warning for one in self.results for warning in one.warnings]
+        """Problems of the figures, with the drafters' names, and of comparing them."""
+        found = [warning for one in self.results for warning in one.warnings]
+        if (runs := len({one.measured for one in self.evaluations})) > 1:
+            found.append(
+                f"these evaluations were measured in {runs} separate runs: the intervals do not contain the "
+                "noise between runs"
+            )
+        return found
 
     @property
     def verdict(self) -> Verdict:

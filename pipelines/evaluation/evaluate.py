@@ -54,6 +54,16 @@ class Settings:
     threads: int = 0  # 0: one or all, whichever is faster for plain decoding
     how: Options = field(default_factory=Options)  # of loading the target
 
+    @property
+    def attention(self) -> str:
+        """The kernel of the target's prefill."""
+        return self.how.get("attention", "sdpa")
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the target's decoding steps are compiled."""
+        return self.how.get("compiled", False)
+
     def check(self) -> None:
         """DataError on an invalid value."""
         if self.limit < 1:
@@ -161,6 +171,8 @@ def evaluate(
             measured=now,
             temperatures=tuple(measurement(label, temperature) for temperature in settings.temperatures),
             software=software,
+            attention=settings.attention,
+            compiled=settings.compiled,
         )
         for label, (drafter, tree) in decoders.items()
     ]
@@ -191,6 +203,8 @@ def kept(workspace: Workspace, names: Sequence[str], settings: Settings) -> list
             and one.keys == keys
             and one.tree == (str(settings.trees[0]) if settings.trees else now.config.tree)
             and (one.max_new_tokens, one.seed) == (settings.max_new_tokens, settings.seed)
+            and one.attention in (None, settings.attention)
+            and one.compiled in (None, settings.compiled)
             and {at.temperature for at in one.temperatures} >= set(settings.temperatures)
         ):
             return []
@@ -244,7 +258,8 @@ def _trees(
     if not drafter.shaped:  # once is enough
         wanted = tuple(tree for tree in wanted[:1] if tree != "auto") or (drafter.tree,)
     auto = "auto" in wanted
-    best = tree_search.kept(folder, tree_search.conditions(target)) if auto else None
+    under = tree_search.conditions(target) + (", compiled" if settings.compiled else "")
+    best = tree_search.kept(folder, under) if auto else None
     if auto and best is None:
         found = tree_search.search(
             target,
@@ -256,7 +271,7 @@ def _trees(
             on_round=lambda left, of: on_prompt(0, 1, f"{folder.name}: {left} trees on {of} prompts"),
         )
         if folder.is_dir():
-            tree_search.keep(folder, found)
+            tree_search.keep(folder, msgspec.structs.replace(found, conditions=under))
         best = Tree.parse(found.tree)
     trees = (best if tree == "auto" else tree for tree in wanted)
     return list(dict.fromkeys(tree for tree in trees if isinstance(tree, Tree)))

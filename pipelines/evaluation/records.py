@@ -198,6 +198,8 @@ class Evaluation:
     measured: str  # date and time; the same for all drafters of one process
     temperatures: Annotated[tuple[Measurement, ...], Meta(min_length=1)]
     software: Software | None = None  # None: measured before it was recorded
+    attention: str | None = None  # of the target's prefill; None: measured before it was recorded
+    compiled: bool | None = None  # whether decoding steps were compiled; likewise
 
     def __post_init__(self) -> None:
         if any([one.key for one in at.prompts] != self.keys for at in self.temperatures):
@@ -212,6 +214,12 @@ class Evaluation:
     def prompt_set(self) -> str:
         """A hash of the keys: evaluations of the same prompts have the same one."""
         return content_hash(self.keys)
+
+    @property
+    def lossless(self) -> bool:
+        """Whether no response at temperature 0, of plain decoding either, differs by more than a near-tie."""
+        results = [one for at in self.temperatures for one in at.prompts]
+        return not any("different" in (one.plain.check, one.drafted.check) for one in results)
 
 
 def read(file: Path) -> Evaluation:

@@ -272,7 +272,7 @@ def _embedded(path: Path) -> dict[str, str]:
 
     from vlmdistill.pipelines.media.images import BROKEN, upright
 
-    if (mimetypes.guess_type(path.name)[0] or "").startswith("video/"):
+    if path.is_dir() or (mimetypes.guess_type(path.name)[0] or "").startswith("video/"):
         return {"name": path.name, "kind": "video"}
     try:
         with Image.open(path) as image:

@@ -7,7 +7,6 @@ machine whose speed drifts affects both alike, and neither runs while the other 
 """
 
 import asyncio
-import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -45,12 +44,11 @@ from vlmdistill.pipelines.software import of_this_process
 from vlmdistill.pipelines.targets.checkpoints.folder import resolve
 from vlmdistill.pipelines.targets.checkpoints.registry import HUB
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
-from vlmdistill.pipelines.workspace import Workspace
+from vlmdistill.pipelines.workspace import NAME, Workspace
 from vlmdistill.stores.errors import DataError, VlmdistillError
 from vlmdistill.stores.schema import content_hash
 
 BLOCK = 2  # prompts for each concurrent request, before the other server has its turn
-NAME = re.compile(r"\w[\w.-]*")
 
 Question = tuple[str, list[dict[str, Any]]]
 """The key of a prompt, and its messages."""
@@ -195,10 +193,9 @@ def evaluate_drafters(
         dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     written = dict[str, Exported]()
     for name in names:
-        if not NAME.fullmatch(name):
-            raise DataError(f"{name}: name a drafter of the workspace, not a folder")
+        drafter = workspace.drafter(name)
         shutil.rmtree(folder / name, ignore_errors=True)
-        written[name] = export(workspace.drafter(name), folder / name, dtype)
+        written[name] = export(drafter, folder / name, dtype)
 
     def server(drafter: str, images: bool) -> AbstractContextManager[str]:
         on_prompt(0, 0, f"starting vLLM with {drafter or 'no drafter'}")

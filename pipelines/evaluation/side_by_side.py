@@ -168,7 +168,7 @@ def _counted(decoded: Timed, check: Check | None, *, on_cpu: bool) -> Decoding:
 
 
 def _missed(decoded: Timed) -> int:
-    """Compares what was accepted with the response, which the verifier did not write."""
+    """Drafted chain tokens that match the response but were not accepted; 0 unless acceptance is broken."""
     ids, start, missed = decoded.ids, 0, 0
     for cycle in decoded.cycles:
         pairs = zip(cycle.guesses, ids[start:], strict=False)

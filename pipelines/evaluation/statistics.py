@@ -138,9 +138,11 @@ def figures(measurement: Measurement) -> Figures:
         cpu_share=(cpu_share := _cpu_share([*own, *plain])),
         accounted=accounted,
         plain_accounted=plain_accounted,
-        lossless=_checks(own),
-        plain_lossless=_checks(plain),
+        lossless=(lossless := _checks(own)),
+        plain_lossless=(plain_lossless := _checks(plain)),
         warnings=(
+            *_different("", lossless),
+            *_different(" of plain decoding", plain_lossless),
             *_unaccounted("the", accounted),
             *_unaccounted("plain decoding's", plain_accounted),
             *_rejected(missed),
@@ -257,6 +259,15 @@ def _alpha(decoded: Sequence[Decoding]) -> tuple[float, ...]:
 def _checks(decoded: Sequence[Decoding]) -> Checks:
     counts = Counter(one.check for one in decoded)
     return Checks(counts["identical"], counts["near_tie"], counts["different"])
+
+
+def _different(whose: str, checks: Checks) -> list[str]:
+    if not checks.different:
+        return []
+    return [
+        f"{checks.different} of {checks.total} responses{whose} differ from the target's by more than a "
+        "near-tie: do not rely on these numbers"
+    ]
 
 
 def _accounted(decoded: Sequence[Decoding]) -> float:

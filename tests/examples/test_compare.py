@@ -35,6 +35,14 @@ def test_two_methods_are_compared_on_the_same_prompts(
     assert f"{taus[0] - taus[1]:+.2f} (too few seeds)" in line
 
 
+@pytest.mark.parametrize("words", [["sparrow", "sparrow"], ["sparrow", "msd", "--seed", "3"]])
+def test_what_cannot_be_compared_is_wrong_usage(words: list[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as stop:
+        compare([*words, "--runs", str(tmp_path)])
+    assert stop.value.code == 2
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_method_that_is_unknown_stops_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert compare(["sparrow", "sparow", "--runs", str(tmp_path)]) != 0
     assert "there is no drafter 'sparow'" in capsys.readouterr().err

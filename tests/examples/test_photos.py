@@ -15,10 +15,11 @@ pytestmark = pytest.mark.slow
 def test_a_folder_of_photos_becomes_a_drafter_and_a_comparison(tmp_path: Path) -> None:
     made = files.write(tmp_path, images=5, dialogues=0, seed=6)
     (made.images / "notes.txt").write_text("not a photo")
-    few = ["--set", "steps=2", "--set", "batch_tokens=512", "--max-new-tokens", "16", "--temperature", "0"]
+    few = ["--set", "steps=2", "--set", "batch_tokens=512", "--max-new-tokens", "16"]
     assert photos([str(made.images), "--runs", str(tmp_path / "runs"), *few]) == 0
     workspace = tmp_path / "runs" / "demo"
-    (at,) = read(workspace / "reports" / "sparrow.json").temperatures
+    at, sampled = read(workspace / "reports" / "sparrow.json").temperatures
+    assert (at.temperature, sampled.temperature) == (0, 1)
     assert {one.kind for one in at.prompts} == {"image"}
     assert {one.drafted.check for one in at.prompts} == {"identical"}
     (skipped,) = map(json.loads, (workspace / "prompts.skipped.jsonl").read_text().splitlines())

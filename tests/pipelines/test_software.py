@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
         ),
         (["--where", "a > 1", "b's"], "--where 'a > 1' 'b'\"'\"'s'"),
         (["--engine", "openai:https://me:pa@ss@host:80/v1"], "--engine 'openai:https://***@host:80/v1'"),
+        (["not-utf8-\udce9.jpg"], "'not-utf8-?.jpg'"),
         (["https://host/x?X-Amz-Signature=abc&b=c#top"], "'https://host/x?***#top'"),
         (
             ["--api-key", "-abc", "--token=def", "HF_TOKEN=ghi", "x"],

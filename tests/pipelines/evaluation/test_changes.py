@@ -88,6 +88,7 @@ def test_prompts_are_paired_by_key(save: Save, compared: Callable[[], Changes]) 
     [
         ({"hardware": "Other"}, ["hardware"], COUNTS),
         ({"dtype": "bfloat16", "threads": 2}, ["dtype", "threads"], COUNTS),
+        ({"attention": "eager", "compiled": True}, ["attention", "compiled"], COUNTS),
         ({"target": TargetId(name="demo", family="qwen2_5_vl", fingerprint="beef")}, ["target"], []),
         ({"max_new_tokens": 8}, ["max new tokens"], []),
         ({"temperatures": (measured(count=23), measured(1.0, count=23))}, ["prompts"], []),

@@ -7,7 +7,7 @@ import pytest
 
 from tests.pipelines.evaluation.made_up import drafted, evaluation, measured
 from vlmdistill.pipelines.evaluation.comparison import Ranking, rank
-from vlmdistill.pipelines.evaluation.records import Measurement
+from vlmdistill.pipelines.evaluation.records import Check, Measurement
 from vlmdistill.pipelines.evaluation.statistics import advantage, figures
 
 
@@ -71,6 +71,26 @@ def test_a_drafter_alone_is_no_winner() -> None:
     found = ranking(sparrow=measured(speedup=1.5, noise=0.1))
     assert found.winner is None
     assert names(found) == ["sparrow"]
+
+
+def test_a_drafter_that_is_not_lossless_is_not_the_fastest() -> None:
+    odd: list[Check] = ["identical" if at else "different" for at in range(24)]
+    broken = evaluation("broken", measured(own=odd, speedup=3), measured(1.0, speedup=3))
+    others = [
+        evaluation(name, measured(speedup=speedup), measured(1.0, speedup=speedup))
+        for name, speedup in (("fair", 1.5), ("slow", 1.2))
+    ]
+    for found in rank([broken, *others]):
+        assert [one.name for one in found.results] == ["broken", "fair", "slow"]
+        assert found.winner is not None
+        assert found.winner.name == "fair"
+        assert "broken" in found.text
+    assert [names(found) for found in rank([broken])] == [[], []]
+    assert figures(broken.temperatures[0]).warnings
+    ties: list[Check] = ["near_tie"] * 24
+    (found, _) = rank([evaluation("ties", measured(own=ties, speedup=3), measured(1.0)), *others])
+    assert found.winner is not None
+    assert found.winner.name == "ties"
 
 
 @pytest.mark.parametrize(("speedup", "expected"), [(1.3, "faster"), (1.01, "equal"), (0.7, "slower")])

@@ -227,12 +227,32 @@ def test_an_interrupted_evaluation_continues_after_its_last_prompt(
     file.write_bytes(lines[0] + lines[1][:-20])  # died while it wrote
     other = dataclasses.replace(SETTINGS, seed=5)
     assert run(other, lambda *_: None).seed == 5  # of its own
-    run(dataclasses.replace(SETTINGS, how={"attention": "eager"}), lambda *_: None)  # likewise
+    eager = run(dataclasses.replace(SETTINGS, how={"attention": "eager"}), lambda *_: None)  # likewise
+    assert (eager.attention, eager.compiled) == ("eager", False)
     made = run(SETTINGS, lambda done, total, remark: remarks.append(done))
     assert remarks == [1, 2, 1, *range(2, 7)]
     first = msgspec.json.decode(lines[0], type=Decoded).results["lookahead"]
     assert made.temperatures[0].prompts[0] == first
     assert [one.name for one in elsewhere.reports.iterdir()] == ["lookahead.json"]
+
+
+def test_responses_that_are_not_the_targets_end_in_exit_1(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def twice(*args: Any, **kwargs: Any) -> Iterator[Cycle]:
+        for cycle in speculate(*args, **kwargs):
+            yield dataclasses.replace(cycle, ids=[*cycle.ids, *cycle.ids])
+
+    monkeypatch.setattr(decoders, "speculate", twice)
+    where = ("--model", workspace.model, "--runs", str(workspace.root.parent), "--max-new-tokens", "8")
+    greedy = ("--temperature", "0", "--temperature", "0.0")
+    capsys.readouterr()
+    assert main(["eval", "lookahead", *greedy, *where]) == 1
+    shown = capsys.readouterr()
+    assert "3 DIFFERENT" in shown.out
+    assert shown.err.splitlines()[-1].startswith("not lossless: ")
+    (at,) = read(workspace.reports / "lookahead.json").temperatures
+    assert {one.drafted.check for one in at.prompts} == {"different"}
 
 
 def test_a_cpu_that_others_use_is_detected(workspace: Workspace) -> None:
@@ -345,6 +365,8 @@ def test_cycles_are_counted_by_position_of_the_chain(
         {"limit": 2},
         {"trees": (Tree.parse("chain-3"),)},
         {"seed": 1},
+        {"how": {"attention": "eager"}},
+        {"how": {"compiled": True}},
     ],
     ids=lambda change: next(iter(change)),
 )
@@ -374,6 +396,15 @@ def test_a_drafter_of_another_target_is_refused_in_one_line(
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "stranger" in line]
     assert other.name in line
     assert not (workspace.reports / "stranger.json").exists()
+
+
+@pytest.mark.parametrize("name", ["tuned/", "./tuned", "../drafters/tuned", "{folder}", "", ".tuned"])
+def test_a_path_is_no_drafters_name(name: str, workspace: Workspace, tuned: Path) -> None:
+    runs = workspace.root.parent
+    before = sorted(runs.rglob("*"))
+    where = ("--model", workspace.model, "--runs", str(runs), "--limit", "1", "--max-new-tokens", "2")
+    assert main(["eval", name.format(folder=tuned), *where]) == 1
+    assert sorted(runs.rglob("*")) == before
 
 
 def test_a_file_of_an_older_format_is_not_reused(workspace: Workspace, made: Evaluation) -> None:

@@ -196,6 +196,17 @@ def test_seconds_that_no_cycle_accounts_for_are_a_warning(
     assert "alert" in page.attributes("role")
 
 
+def test_evaluations_of_separate_runs_are_a_warning(workspace: Workspace, save: Save) -> None:
+    save("sparrow")
+    save("eagle2")
+    assert make(workspace).groups[0].warnings == []
+    save("eagle2", measured="2026-05-05 05:05")
+    made = make(workspace)
+    (group,) = made.groups
+    (warning,) = group.warnings
+    assert warning in Page(made.page).text
+
+
 def test_page_loads_nothing(workspace: Workspace, save: Save, tmp_path: Path) -> None:
     image = tmp_path / "scene.png"
     Image.new("RGB", (84, 84), "navy").save(image)
@@ -309,9 +320,10 @@ def test_a_response_without_times_has_no_replay(
     assert "board" in page.text
 
 
-def test_an_evaluation_without_times_is_read(save: Save) -> None:
+def test_an_older_evaluation_is_read(save: Save) -> None:
     file = save("sparrow")
     content = json.loads(file.read_text())
+    del content["attention"], content["compiled"]
     for one in (one for at in content["temperatures"] for one in at["shown"]):
         del one["plain"]
         for piece in one["pieces"]:
@@ -358,7 +370,8 @@ def test_images_are_small_copies(workspace: Workspace, save: Save, tmp_path: Pat
     noise.save(tmp_path / "photo.jpg")
     Image.new("RGBA", (84, 42), (0, 0, 255, 128)).save(tmp_path / "drawing.png")
     (tmp_path / "broken.png").write_bytes(b"not an image")
-    names = ("photo.jpg", "drawing.png", "broken.png", "gone.png", "clip.mp4")
+    (tmp_path / "frames").mkdir()
+    names = ("photo.jpg", "drawing.png", "broken.png", "gone.png", "clip.mp4", "frames")
     save("sparrow", measured(shown=(shown(files=tuple(str(tmp_path / name) for name in names)),)))
     page = Page(make(workspace).page)
     sizes = []
@@ -369,6 +382,8 @@ def test_images_are_small_copies(workspace: Workspace, save: Save, tmp_path: Pat
     assert all(page.attributes("alt", "img"))
     for name in ("broken.png", "gone.png", "clip.mp4"):
         assert name in page.text
+    for name in ("clip.mp4", "frames"):
+        assert f"Video: {name}" in page.text
 
 
 @pytest.mark.parametrize(
@@ -379,6 +394,8 @@ def test_images_are_small_copies(workspace: Workspace, save: Save, tmp_path: Pat
         ({"hardware": "Other"}, "hardware"),
         ({"dtype": "bfloat16"}, "dtype"),
         ({"threads": 2}, "threads"),
+        ({"attention": "eager"}, "attention"),
+        ({"compiled": False}, "compiled"),
         ({"target": TargetId(name="demo", family="qwen2_5_vl", fingerprint="beef")}, "target"),
     ],
 )

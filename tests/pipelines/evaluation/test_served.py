@@ -1,6 +1,8 @@
 """`vlmdistill eval --engine openai:URL`: what a running server accepts, how fast it is, and when it fails."""
 
 import json
+import os
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -194,6 +196,29 @@ def test_a_server_that_dies_loses_no_finished_load(
     assert [one["server"]["requests"] for one in found["loads"]] == [PROMPTS, 0]
     assert "8 of 16 requests failed" in said
     assert len(record(workspace, "dead").failed) == PROMPTS
+
+
+@dataclass(frozen=True)
+class Interrupting(ServedDecoder):
+    """Interrupts this process, the client's too, at its last request."""
+
+    life: Iterator[int] = field(default_factory=lambda: iter(()))
+
+    def decode(self, request: ChatRequest, media: Path | None) -> tuple[int, Iterator[Cycle]]:
+        if next(self.life, None) is None:
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().decode(request, media)
+
+
+def test_an_interrupt_promises_only_to_continue_what_it_does(
+    decoder: ServedDecoder, workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    life = iter(range(1 + PROMPTS))
+    with serving(Interrupting(decoder.model, decoder.target, life=life)) as served:
+        more = ("--concurrency", "1", "--concurrency", "2", "--name", "halted")
+        assert main(arguments(workspace, "--engine", f"openai:{url(served)}", *more)) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "interrupted"
+    assert len(record(workspace, "halted").loads) == 1
 
 
 def test_a_load_is_in_the_record_before_the_next_ends(server: Served, workspace: Workspace) -> None:
