@@ -6,7 +6,7 @@ TORCH   ?= torch==2.13.0
 MODEL   ?= demo
 DRAFTER ?= sparrow
 RUNS    ?= runs
-SRC     ?= demo
+SRC     ?= $(if $(filter demo demo-video,$(MODEL)),demo)
 JOBS    ?= 2
 VENV    := .venv
 BIN     := $(VENV)/bin
@@ -75,7 +75,7 @@ responses: setup  ## let MODEL answer its prompts
 	$(VLM) responses --model $(MODEL)
 
 features: setup  ## capture MODEL's hidden states into the store; asks the prompts of SRC if it has none yet
-	$(VLM) features --model $(MODEL) --import $(SRC)
+	$(VLM) features --model $(MODEL) $(addprefix --import ,$(SRC))
 
 train: setup  ## train DRAFTER from the store of MODEL
 	$(VLM) train $(DRAFTER) --model $(MODEL)
@@ -89,7 +89,7 @@ report: setup  ## the HTML page of all evaluations of MODEL
 bench: setup  ## performance ratios with their floors
 	$(BIN)/python -m benchmarks
 
-results: setup  ## all methods on the demo target, three seeds each: docs/results.md
+results: setup  ## all methods on the demo target, docs/results.md
 	$(BIN)/python -m benchmarks.methods
 
 video: setup  ## five methods on longer and longer videos: docs/video.md

@@ -316,10 +316,11 @@ decoders' cycles account for at least {least:.2%} of them.
 {text}
 
 The times are from a CPU and a target of two million parameters. On a long video, its vision tower and prefill
-take most of the time; only tau and memory carry over to other targets. A drafter's KV cache grows by
-doubling. The process grows only beyond its earlier peak. The share of correct facts hardly falls with the
-length (the [model card](../pipelines/targets/embedded/demo-video/README.md) lists the errors), so a falling
-tau is due to the drafter.
+take most of the time. Of another target only memory follows; of tau at most how it changes with the length
+(one training each, three clips, no interval). A drafter's KV cache grows by doubling. The process grows
+only beyond its earlier peak. The share of correct facts hardly falls with the length (the
+[model card](../pipelines/targets/embedded/demo-video/README.md) lists the errors), so a falling tau is due to
+the drafter.
 """
 
 

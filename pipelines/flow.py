@@ -3,6 +3,7 @@
 Each stage does only what is missing.
 """
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from vlmdistill.pipelines.responses.dataset import SamplingSettings
 from vlmdistill.pipelines.responses.responder import ResponseSummary
 from vlmdistill.pipelines.runtime import cluster, reporting
 from vlmdistill.pipelines.runtime.reporting import OnProgress, check_failed
+from vlmdistill.pipelines.runtime.shared import marked
 from vlmdistill.pipelines.runtime.workers import WorkerOptions
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
@@ -153,6 +155,8 @@ def capture_features(
     one_pass = workers.engine != "transformers" and not missing & there
     if missing:
         capturer.check_origin(checkpoint(model), responses, store)
+        with marked(os.path.expanduser(store)):
+            pass  # it can be written: known before hours of generation, not after
     announce = partial(capturer.announce, store, len(there | missing))
     respond = (
         partial(synthesizer.synthesize, store, settings)

@@ -64,7 +64,7 @@ def planned(
         drafter=catalogue.base(drafter),
         config=config,
         store=str(workspace.features),
-        out=workspace.drafter(name or drafter),
+        out=workspace.drafter(drafter if name is None else name),
         seed=seed,
         **vars(watching or Watching()),
     )

@@ -17,7 +17,10 @@ def drafters(names: str) -> tuple[str, ...] | None:
         return None
     listed = tuple(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
     for name in listed:
-        catalogue.load(name)
+        if not catalogue.is_trained(name):
+            raise DataError(
+                f"--for {names}: {name} needs no features, leave it out: `vlmdistill eval {name}`"
+            )
     if not listed:
         raise DataError(f"--for '{names}' names no drafter: give names separated by commas, or all")
     return listed

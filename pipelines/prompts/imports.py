@@ -28,6 +28,8 @@ def import_sources(
     """
     out = out or workspace.prompts
     if list(sources) == ["demo"] and not Path("demo").exists():
+        if kind != "auto" or (choices and choices.split):
+            raise DataError("'demo' has splits and a format of its own: leave out --split and --format")
         size = AMOUNTS.get(workspace.model, AMOUNTS["demo"])
         return import_demo(workspace.root / "demo-data", out, size, choices, progress=progress)
     return import_prompts(sources, out, kind, choices, progress)

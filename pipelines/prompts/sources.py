@@ -74,7 +74,12 @@ class Row:
 
 def check(source: str, hub: bool) -> None:
     """DataError if a source is neither a file nor a folder nor, with `hub`, a name on the hub."""
-    path = Path(source).expanduser()
+    try:
+        path = Path(source).expanduser()
+    except RuntimeError as error:  # of a user that is not there
+        raise DataError(f"{source}: {error}") from None
+    if not source:
+        raise DataError("the name of a source is empty: give a file, a folder or a dataset")
     if lone_surrogate(str(path.absolute())):
         raise DataError(f"{source}: the name is not UTF-8: rename the file")
     local = source.startswith((".", "/", "~")) or source.lower().endswith(FILES)

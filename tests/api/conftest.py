@@ -18,7 +18,7 @@ def demo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Holds `runs/demo` with scenes, a store of six samples and a drafter of two steps."""
     folder = tmp_path_factory.mktemp("api")
     workspace = Workspace("demo", folder / "runs" / "demo")
-    data = workspace.root / "data" / "eval"
+    data = workspace.root / "demo-data" / "eval"
     files.write(data, images=6, dialogues=1, seed=0, split="evaluation")
     target = vlmdistill.load_target("demo")
     prompts = [

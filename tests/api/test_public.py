@@ -55,7 +55,7 @@ def test_every_argument_of_a_function_is_documented(name: str) -> None:
 
 def test_a_drafter_marks_what_it_had_right_and_changes_nothing(demo_folder: Path) -> None:
     target = vlmdistill.load_target("demo")
-    image = next((demo_folder / "runs/demo/data/eval/images").glob("*.png"))
+    image = next((demo_folder / "runs/demo/demo-data/eval/images").glob("*.png"))
     drafter = vlmdistill.load_drafter("lookahead", target)
 
     def said(**more: Any) -> list[vlmdistill.Chunk]:

@@ -25,7 +25,6 @@ from vlmdistill.drafters.training.run import Run
 from vlmdistill.drafters.training.trainer import train
 from vlmdistill.stores.errors import StoppedError, TrainingError
 from vlmdistill.stores.store import Store
-from vlmdistill.stores.views.run_stats import join_stats
 
 pytestmark = [
     pytest.mark.slow,
@@ -199,10 +198,9 @@ def test_any_number_of_ranks_goes_on_where_another_number_stopped(disks: list[Pa
 
 
 def test_the_statistics_are_of_the_samples_of_all_ranks(disks: list[Path], store: Path) -> None:
-    opened = Store.open(store)
-    images = opened.index.filter(opened.index["visual_tokens"] > 0)  # all are in the last epoch
-    table = join_stats(opened.backend, images)
-    assert table["parts.kept"].is_not_null().all()
+    index = Store.open(store).index
+    images = index.filter(index["visual_tokens"] > 0)  # all are in the last epoch, but for those held out
+    assert images["whole.kept"].null_count() < len(images) / 4  # one rank alone has half of them
 
 
 def test_ranks_that_differ_stop_with_the_machine_and_what_differs(disks: list[Path]) -> None:
