@@ -263,7 +263,9 @@ class Trial:
             evaluate.held_out(workspace.prompts, self.limit, self.base.model),
             root / "responses",
             str(root / "features"),
-            CaptureSettings(drafters=TRAINED),
+            CaptureSettings(
+                drafters=TRAINED, dtype="float32"
+            ),  # as decoding has them: guesses may be near-ties
             WorkerOptions(),
             sampling=SamplingSettings(max_new_tokens=LONGEST, temperature=0.0),
         )
