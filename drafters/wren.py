@@ -108,8 +108,8 @@ class Wren(Drafter):
         if entries.hop == 0 and self.config.depths:
             offset_ND = self.depth_fc(self.depth_norm(more_ND.reshape(-1, 3, width)).flatten(1))
         else:
-            guess_1 = entries.ids_N.new_full((1,), min(entries.hop, self.config.threshold))
-            offset_ND = self.sequence(guess_1)
+            guess = min(entries.hop, self.config.threshold)
+            offset_ND = self.sequence.weight[guess] if guess else None
         embed_ND = self.embed_norm(self.embed(entries.ids_N))
         return self.block(embed_ND, self.hidden_norm(last_ND), entries, cache, offset_ND)
 
