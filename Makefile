@@ -61,8 +61,9 @@ pytest: setup  ## the tests alone, on JOBS processes
 test-fast: setup  ## the tests that are not marked slow: a first answer in a few minutes
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow"
 
-test-engine: setup engine  ## vLLM against our decoder and our capture
-	$(BIN)/python -m pytest -n 3 --durations 8 --dist loadfile tests/engines/serving.py tests/engines/capturing.py \
+test-engine:  ## vLLM against our decoder and our capture; sets both environments up at once
+	$(MAKE) --jobs 2 setup engine
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/engines/serving.py tests/engines/capturing.py \
 		tests/engines/killing.py tests/engines/evaluating.py
 
 test-cluster: setup  ## the templates of examples/cluster on a Slurm of two nodes here; needs slurm-wlm, munge and root

@@ -213,13 +213,10 @@ class Trial:
 
     def compare(self, setting: Setting, length: int) -> tuple[int, int]:
         """Responses of which tau was counted and decoded, and those with the same counts of them."""
-        if not self.counts:
-            return 0, 0
+        runs = zip(self._counted(setting, length), self._decoded(setting, length), strict=False)
         pairs = [
             (one.drafted, other.drafted)
-            for counted, decoded in zip(
-                self._counted(setting, length), self._decoded(setting, length), strict=True
-            )
+            for counted, decoded in runs  # none, unless both were measured
             for one in counted.measurement.prompts
             for other in decoded.measurement.prompts
             if one.key == other.key
