@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from operator import attrgetter
 from pathlib import Path
 
@@ -174,12 +175,12 @@ class Trial:
 
         resumed = {folder for folder in jobs if self._beside(folder, "checkpoint").exists()}
 
-        def keep(job: train.Job, cost: FunctionDone) -> None:
+        def keep(job: train.Job, done: FunctionDone) -> None:
             for old in self._beside(job.name, "").parent.glob("counted-*.json"):
                 old.unlink()
-            seconds = None if job.name in resumed else cost.cpu_seconds
+            seconds = None if job.name in resumed else done.cpu_seconds
             _write(Cost(seconds, software.commit() or "unknown"), self._beside(job.name, "cost"))
-            say(f"trained {job.name} {' '.join(job.settings)}, {cost.cpu_seconds:.0f} CPU-seconds")
+            say(f"trained {job.name} {' '.join(job.settings)}, {done.cpu_seconds:.0f} CPU-seconds")
 
         train.several(
             workspace, list(jobs.values()), self.jobs, recipe="paper", settings=self.recipe, on_done=keep
@@ -205,54 +206,44 @@ class Trial:
             return []
         counted = rate == "tau" and self.counts
         found = (self._counted if counted else self._decoded)(setting, length)
-        costs = (
-            msgspec.json.decode(self._beside(folder, "cost").read_bytes(), type=Cost)
-            for folder in self.folders(setting)
-        )
-        return [Run(*one) for one in zip(costs, found, strict=True)] if found else []
-
-    def compare(self, setting: Setting, length: int) -> tuple[int, int]:
-        """Responses of which tau was counted and decoded, and those with the same counts of them."""
-        runs = zip(self._counted(setting, length), self._decoded(setting, length), strict=False)
-        pairs = [
-            (one.drafted, other.drafted)
-            for counted, decoded in runs  # none, unless both were measured
-            for one in counted.measurement.prompts
-            for other in decoded.measurement.prompts
-            if one.key == other.key
+        files = [self._beside(folder, "cost") for folder in self.folders(setting)]
+        costs = [
+            msgspec.json.decode(file.read_bytes(), type=Cost) if file.exists() else Cost() for file in files
         ]
-        facts = attrgetter("tokens", "calls", "accepted")
-        return len(pairs), sum(facts(one) == facts(other) for one, other in pairs)
+        return [Run(*one) for one in zip(costs, found, strict=True)] if found else []
 
     def _decoded(self, setting: Setting, length: int) -> list[Measured]:
         kept = evaluate.kept(self.at(length), self.folders(setting), self.evaluation())
         return [Measured(one.temperatures[0], one.hardware, one.measured[:10]) for one in kept]
 
     def _counted(self, setting: Setting, length: int) -> list[Measured]:
-        name = _counts(length, self._keys(length))
+        name = _record(length, self._keys(length))
         files = [self._beside(folder, name) for folder in self.folders(setting)]
         if not all(file.exists() for file in files):
             return []
         return [msgspec.json.decode(file.read_bytes(), type=Measured) for file in files]
 
     def _count(self, setting: Setting, length: int) -> None:
-        keys, store = self._keys(length), self.greedy(length)
+        keys, store = self._keys(length), self._greedy(length)
         frozen = store.head()
         tables = (frozen.embed_VD, frozen.lm_head_VD)
         head = Head(*(as_torch(table, frozen.dtype).float() for table in tables))
+        there = sorted(store.keys().intersection(keys))
         hardware, day = tree_search.hardware(torch.device("cpu")), time.strftime("%Y-%m-%d")
         for folder in self.folders(setting):
             drafter = checkpoint.load(self.at(0).drafter(folder), head, store.info)
             assert isinstance(drafter, Drafter)
-            found = count(drafter, store, sorted(store.keys().intersection(keys)))
-            _write(Measured(found, hardware, day), self._beside(folder, _counts(length, keys)))
+            found = count(drafter, store, there)
+            _write(Measured(found, hardware, day), self._beside(folder, _record(length, keys)))
 
-    def _keys(self, length: int) -> list[str]:
-        return [prompt.key for prompt in evaluate.held_out(self.at(length).prompts, self.limit)]
+    def _keys(self, length: int) -> tuple[str, ...]:
+        return _held_out(self.at(length).prompts, self.limit)
 
-    def greedy(self, length: int = 0) -> Store:
-        """The target's greedy responses to the prompts of a length, with the features of every drafter."""
-        self.lengthen(length)
+    def _greedy(self, length: int) -> Store:
+        """The target's greedy responses to the prompts of a length, with the features of every drafter.
+
+        They are float32, as decoding has them: near-ties of a drafter fall otherwise in bfloat16.
+        """
         workspace = self.at(length)
         root = workspace.root / "greedy"
         flow.capture_features(
@@ -260,9 +251,7 @@ class Trial:
             evaluate.held_out(workspace.prompts, self.limit, self.base.model),
             root / "responses",
             str(root / "features"),
-            CaptureSettings(
-                drafters=TRAINED, dtype="float32"
-            ),  # as decoding has them: guesses may be near-ties
+            CaptureSettings(drafters=TRAINED, dtype="float32"),
             WorkerOptions(),
             sampling=SamplingSettings(max_new_tokens=LONGEST, temperature=0.0),
         )
@@ -309,7 +298,26 @@ def cost(runs: Sequence[Run]) -> str:
     return f"{statistics.fmean(known):.0f}" if known else "-"
 
 
-def _counts(length: int, keys: Sequence[str]) -> str:
+def compare(counted: Sequence[Run], decoded: Sequence[Run]) -> tuple[int, int]:
+    """Responses of which tau was counted and decoded, and those with the same counts of them."""
+    pairs = [
+        (one.drafted, other.drafted)
+        for mine, theirs in zip(counted, decoded, strict=True)
+        for one in mine.measured.measurement.prompts
+        for other in theirs.measured.measurement.prompts
+        if one.key == other.key
+    ]
+    facts = attrgetter("tokens", "calls", "accepted")
+    return len(pairs), sum(facts(one) == facts(other) for one, other in pairs)
+
+
+@cache
+def _held_out(prompts: Path, limit: int) -> tuple[str, ...]:
+    """The keys of the held-out prompts: to read them takes longer than all records of a claim."""
+    return tuple(prompt.key for prompt in evaluate.held_out(prompts, limit))
+
+
+def _record(length: int, keys: Sequence[str]) -> str:
     return f"counted-{length}-{content_hash(list(keys))[:10]}"
 
 
