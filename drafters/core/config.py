@@ -26,7 +26,7 @@ def depths(layers: int) -> tuple[str, str, str]:
 
 
 def at_least(settings: object, least: int, *names: str) -> None:
-    """DataError names the first of the settings that is smaller."""
+    """DataError names the first of the settings that is smaller, or not finite."""
     for name in names:
         if not least <= (value := getattr(settings, name)) < inf:
             raise DataError(f"{name}={value}: give a number of at least {least}")

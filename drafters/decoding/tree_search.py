@@ -45,11 +45,12 @@ class BestTree(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     measured: str
 
 
-def conditions(target: Target) -> str:
+def conditions(target: Target, compiled: bool = False) -> str:
     """What the speed of a tree depends on, besides the drafter and its target."""
     embed_VD = target.head.embed_VD
     threads = "" if embed_VD.is_cuda else f", threads: {torch.get_num_threads()}"
-    return f"{hardware(embed_VD.device)}, {str(embed_VD.dtype).removeprefix('torch.')}{threads}"
+    how = ", compiled" if compiled else ""
+    return f"{hardware(embed_VD.device)}, {str(embed_VD.dtype).removeprefix('torch.')}{threads}{how}"
 
 
 def hardware(device: torch.device) -> str:
@@ -70,6 +71,7 @@ def search(
     max_new_tokens: int,
     temperature: float = 0.0,
     seed: int = 0,
+    compiled: bool = False,
     on_round: Callable[[int, int], None] = lambda trees, prompts: None,
 ) -> BestTree:
     """The fastest of `CANDIDATES` and the drafter's own tree on encoded prompts.
@@ -116,7 +118,7 @@ def search(
         left = sorted(left, key=pace, reverse=True)[: (len(left) + 1) // 2]
         count *= 2
     return BestTree(
-        conditions(target),
+        conditions(target, compiled),
         str(left[0]),
         {str(tree): round(pace(tree), 2) for tree in seconds},
         time.strftime("%Y-%m-%d %H:%M:%S"),

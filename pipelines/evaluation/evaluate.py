@@ -258,7 +258,7 @@ def _trees(
     if not drafter.shaped:  # once is enough
         wanted = tuple(tree for tree in wanted[:1] if tree != "auto") or (drafter.tree,)
     auto = "auto" in wanted
-    under = tree_search.conditions(target) + (", compiled" if settings.compiled else "")
+    under = tree_search.conditions(target, settings.compiled)
     best = tree_search.kept(folder, under) if auto else None
     if auto and best is None:
         found = tree_search.search(
@@ -268,10 +268,11 @@ def _trees(
             max_new_tokens=min(settings.max_new_tokens, SEARCH_TOKENS),
             temperature=settings.temperatures[0],
             seed=settings.seed,
+            compiled=settings.compiled,
             on_round=lambda left, of: on_prompt(0, 1, f"{folder.name}: {left} trees on {of} prompts"),
         )
         if folder.is_dir():
-            tree_search.keep(folder, msgspec.structs.replace(found, conditions=under))
+            tree_search.keep(folder, found)
         best = Tree.parse(found.tree)
     trees = (best if tree == "auto" else tree for tree in wanted)
     return list(dict.fromkeys(tree for tree in trees if isinstance(tree, Tree)))
