@@ -27,6 +27,12 @@ from vlmdistill.pipelines.workspace import Workspace
 from vlmdistill.stores.errors import StoppedError, VlmdistillError
 
 Verdict = Literal["holds", "does not hold", "cannot be told"]
+MANY = {  # verdict -> of several claims
+    "holds": "hold",
+    "does not hold": "do not hold",
+    "cannot be told": "cannot be told",
+    "not run yet": "have not run yet",
+}
 
 
 def judge(claim: Claim, found: Difference) -> Verdict:
@@ -65,7 +71,7 @@ def page(papers: Sequence[Paper], sides: Mapping[str, Sides], conditions: Condit
     """The claims of each paper as Markdown, with what was found."""
     ran = [one for pair in sides.values() for runs in pair for one in runs]
     counts = [_verdict(claim, sides)[0] for paper in papers for claim in paper.claims]
-    summary = ", ".join(f"{counts.count(one)} {one}" for one in dict.fromkeys(sorted(counts)))
+    summary = ", ".join(f"{counts.count(one)} {many}" for one, many in MANY.items() if one in counts)
     hardware = sorted({one.measured.hardware for one in ran})
     days = sorted({one.measured.day for one in ran})
     commits = sorted({one.cost.commit for one in ran})
@@ -77,8 +83,9 @@ def page(papers: Sequence[Paper], sides: Mapping[str, Sides], conditions: Condit
     sections = "\n\n".join(_section(paper, sides) for paper in papers)
     return f"""# The papers on trial
 
-`make claims` writes this page. It repeats ablations of five papers on the
-embedded targets: {summary}.
+`make claims` writes this page. It repeats ablations of five papers on the embedded targets.
+Of {len(counts)} claims, {summary}.
+
 {"; ".join(facts)}.
 
 Both sides of a claim have the same optimizer steps, tokens per step (visual ones count if the drafter reads
