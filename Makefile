@@ -93,7 +93,7 @@ bench: setup  ## performance ratios with their floors
 results: setup  ## all methods on the demo target, docs/results.md
 	$(BIN)/python -m benchmarks.methods
 
-video: setup  ## five methods on longer and longer videos: docs/video.md
+video: setup  ## six methods on longer and longer videos: docs/video.md
 	$(BIN)/python -m benchmarks.video
 
 claims: setup  ## the ablations of five papers, five seeds each, resumable: docs/claims.md

@@ -422,7 +422,8 @@ def _row(kind: str, says: str, one: int, other: int, at: int, same: bool = False
 SPARROW = Paper(
     title="Sparrow",
     model="demo-video",
-    note="Three clips of each length; all drafters were trained on images and on videos of 72 visual tokens.",
+    note="Four comparisons, repeated at five lengths with the same drafters and three clips, so their "
+    "intervals are over seeds alone. All drafters were trained on images and on videos of 72 visual tokens.",
     claims=(
         *(_row("mtp", "MTP", 3, 1, at) for at in LENGTHS),
         *(_row("ivsb", "IVSB, with MTP and VATA", 6, 4, at) for at in LENGTHS),

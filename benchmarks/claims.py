@@ -5,7 +5,8 @@
 `claimed.py` lists the claims. Both settings of a claim are trained on one store and measured on the same
 prompts with a picture; the page says of each claim whether its direction holds. Finished trainings and
 measurements are kept, so an interrupted run continues, and settings that claims share are trained once.
-The page is written after every claim; claims on speed come last, and need the machine for themselves.
+The page is written after every claim; claims on speed come last, and need the machine for themselves: both
+sides are decoded in one process.
 `--only` takes claims whose names begin so, in that order.
 """
 
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from benchmarks import say
-from benchmarks.claimed import PAPERS, Claim, Paper
+from benchmarks.claimed import PAPERS, Claim, Paper, Setting
 from benchmarks.trial import Run, Trial, compare, cost
 from vlmdistill.pipelines import software
 from vlmdistill.pipelines.evaluation.statistics import FEWEST, FEWEST_SEEDS, Difference, difference, figures
@@ -49,9 +50,13 @@ def judge(claim: Claim, found: Difference) -> Verdict:
 
 def run(trial: Trial, claim: Claim) -> None:
     """Train and measure what a claim lacks."""
-    trial.train([*dict.fromkeys((claim.one, claim.other))])
-    for setting, length in dict.fromkeys(zip((claim.one, claim.other), claim.at, strict=True)):
-        trial.measure(setting, length, claim.rate)
+    both = (claim.one, claim.other)
+    trial.train([*dict.fromkeys(both)])
+    if claim.rate == "tau" or trial.counts:
+        for setting, length in dict.fromkeys(zip(both, claim.at, strict=True)):
+            trial.measure(setting, length)
+    if claim.rate != "tau":
+        trial.race(claim.name, both)
 
 
 Sides = tuple[Sequence[Run], Sequence[Run]]  # of both settings, a run for each seed; empty: not measured
@@ -96,10 +101,11 @@ over held-out prompts with an image or a video. *Found* is the mean over seeds o
 difference with its 95% interval: over seeds (Student's t on the difference of each seed) and over prompts
 (bootstrap, for at least {FEWEST} prompts). A claim **holds** if the interval lies on its side of 0, or, for
 "as good as", within the margin; it **does not hold** if the interval lies on the other side, or outside the
-margin; else it **cannot be told**. At 95%, some of this many claims go wrong by chance. Of claims on speed
-only the direction means anything: the target is tiny, and the clock of a shared CPU is in them. CPU-s: CPU
-seconds of one training of each side. Papers print other quantities as tau ([methods.md](methods.md)):
-compare directions, not numbers.
+margin; else it **cannot be told**, as is a claim whose measurement `eval` would warn of. At 95%, some of this
+many claims go wrong by chance. For a speed, all seeds of both sides decode each prompt in turn in one
+process, without the prefill (the papers' speedups include it); trust only its direction, since the target is
+tiny. CPU-s: CPU seconds of one training of each side. Papers print other quantities as tau
+([methods.md](methods.md)): compare directions, not numbers.
 
 On the embedded targets tau is counted without decoding, on the target's own responses
 (`benchmarks/trial.py`). As a check, {conditions.compared} responses were decoded too, for the claims on
@@ -139,7 +145,9 @@ def _verdict(claim: Claim, sides: Mapping[str, Sides]) -> tuple[str, str, str, s
     rates = [f"{statistics.fmean(getattr(figures(at), claim.rate) for at in arm):.2f}" for arm in arms]
     costs = " / ".join(cost(runs) for runs in pair)
     found = difference(one, other, claim.rate)
-    return judge(claim, found), rates[0], rates[1], found.text, costs
+    doubtful = any(figures(at).warnings for arm in arms for at in arm)
+    verdict = "cannot be told" if doubtful else judge(claim, found)
+    return verdict, rates[0], rates[1], found.text, costs
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -174,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sides: dict[str, Sides] = {claim.name: _read(trial, claim) for trial, claim in pairs}
     steps = next(iter(trials.values())).steps or "those of the recipe `fair`"
 
-    checks: dict[tuple[str, ...], tuple[int, int]] = {}  # by the drafters: claims share settings
+    checks: dict[tuple[str, Setting], tuple[int, int]] = {}
 
     def check(trial: Trial, claim: Claim) -> None:
         if claim.rate == "tau" or not trial.counts:
@@ -183,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             (claim.one, claim.other), claim.at, sides[claim.name], strict=True
         ):
             if decoded and (counted := trial.read(setting, length)):
-                checks[str(length), *trial.folders(setting)] = compare(counted, decoded)
+                checks[claim.name, setting] = compare(counted, decoded)
 
     for trial, claim in pairs:
         check(trial, claim)
@@ -221,10 +229,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _read(trial: Trial, claim: Claim) -> Sides:
-    return (
-        trial.read(claim.one, claim.at[0], claim.rate),
-        trial.read(claim.other, claim.at[1], claim.rate),
-    )
+    if claim.rate == "tau":
+        return trial.read(claim.one, claim.at[0]), trial.read(claim.other, claim.at[1])
+    one, other = trial.raced(claim.name, (claim.one, claim.other))
+    return one, other
 
 
 if __name__ == "__main__":

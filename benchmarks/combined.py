@@ -4,8 +4,8 @@
 
 Settings are trained as in `benchmarks.claims`, with as many optimizer steps each, and printed with their CPU
 seconds. Tau is counted without decoding (`trial.py`).
-`--speed` decodes the held-out prompts with the first seed of every setting, side by side, each with the tree
-that is fastest for it on other prompts.
+`--speed` decodes the held-out prompts with all drafters in turn, in one process, each with the tree that is
+fastest for it on other prompts.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from benchmarks.claimed import Setting
 from benchmarks.trial import Trial, cost
 from vlmdistill.pipelines.evaluation import evaluate
 from vlmdistill.pipelines.evaluation.records import Measurement
-from vlmdistill.pipelines.evaluation.statistics import FEWEST_SEEDS, advantage, difference, figures
+from vlmdistill.pipelines.evaluation.statistics import FEWEST_SEEDS, difference, figures
 from vlmdistill.pipelines.workspace import Workspace
 
 WREN = Setting("wren")
@@ -73,17 +73,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
     if not options.speed:
         return
-    folders = [trial.folders(setting)[0] for setting in chosen.values()]
-    sides = evaluate.evaluate(trial.at(0), folders, replace(trial.evaluation(), trees=("auto",)))
-    print("\n| setting | tree | tau | speedup | wren's is times | identical |\n|---|---|---|---|---|---|")
-    for name, side in zip(chosen, sides, strict=True):
-        rates = figures(side.temperatures[0])
-        times = advantage(sides[0].temperatures[0], side.temperatures[0])
-        text = f"{figures(sides[0].temperatures[0]).speedup / rates.speedup:.2f}"
-        if times:
-            text += f" ({times.low:.2f} to {times.high:.2f})"
-        same = f"{rates.lossless.identical} of {rates.lossless.total}"
-        print(f"| {name} | {side.tree} | {rates.tau:.2f} | {rates.speedup:.2f} | {text} | {same} |")
+    names = trial.all_folders([*chosen.values()])
+    sides = evaluate.evaluate(trial.at(0, "combined"), names, replace(trial.evaluation(), trees=("auto",)))
+    raced = {name: sides[at * options.seeds : (at + 1) * options.seeds] for at, name in enumerate(chosen)}
+    print("\n| setting | trees | tau | speedup | wren's is higher by | times | identical |")
+    print("|---|---|---|---|---|---|---|")
+    fastest = [side.temperatures[0] for side in raced["wren"]]
+    for name, seeds in raced.items():
+        found = [side.temperatures[0] for side in seeds]
+        rates = [figures(one) for one in found]
+        tau, speed = statistics.fmean(r.tau for r in rates), statistics.fmean(r.speedup for r in rates)
+        between = difference(fastest, found, "speedup")
+        same = f"{sum(r.lossless.identical for r in rates)} of {sum(r.lossless.total for r in rates)}"
+        trees = ", ".join(dict.fromkeys(side.tree for side in seeds))
+        cells = [trees, f"{tau:.2f}", f"{speed:.2f}", between.text, f"{1 + between.mean / speed:.2f}", same]
+        print(f"| {name} | {' | '.join(cells)} |")
+        for warning in (text for one in rates for text in one.warnings):
+            print(f"warning: {name}: {warning}")
 
 
 if __name__ == "__main__":

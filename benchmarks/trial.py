@@ -39,7 +39,6 @@ from vlmdistill.pipelines.evaluation.records import (
     PromptKind,
     PromptResult,
 )
-from vlmdistill.pipelines.evaluation.statistics import Rate
 from vlmdistill.pipelines.features.capturer import CaptureSettings
 from vlmdistill.pipelines.prompts.importing import Choices, import_prompts
 from vlmdistill.pipelines.responses.dataset import SamplingSettings
@@ -108,9 +107,9 @@ class Trial:
         shared = RECIPES["demo" if self.base.model in EMBEDDED else "fair"]
         return (*shared.settings.split(), *([f"steps={self.steps}"] if self.steps else []))
 
-    def at(self, length: int) -> Workspace:
-        """A workspace with the base's store, and for a length its own prompts and reports."""
-        root = self.base.root / "claims" / (str(length) if length else "held-out")
+    def at(self, length: int, race: str = "") -> Workspace:
+        """A workspace with the base's store, and its own reports; for a length, its own prompts too."""
+        root = self.base.root / "claims" / (race or (str(length) if length else "held-out"))
         root.mkdir(parents=True, exist_ok=True)
         (self.base.root / "claims" / "drafters").mkdir(exist_ok=True)
         links = {"drafters": Path("../drafters"), "features": Path("../../features")}
@@ -131,6 +130,10 @@ class Trial:
         config = train.resolve(setting.drafter, "paper", (*self.recipe, *self.settings(setting)))
         digest = content_hash([catalogue.base(setting.drafter), to_dict(config)])[:10]
         return [f"{setting.drafter}.{digest}.{seed}" for seed in range(self.seeds)]
+
+    def all_folders(self, settings: Sequence[Setting]) -> list[str]:
+        """The drafters of some settings, seed after seed."""
+        return [folder for setting in settings for folder in self.folders(setting)]
 
     def evaluation(self) -> evaluate.Settings:
         """Greedy, each drafter with the tree of its configuration."""
@@ -191,30 +194,47 @@ class Trial:
         """Whether tau is counted, and not decoded: where drafters have chains, and numbers float32."""
         return self.base.model in EMBEDDED
 
-    def measure(self, setting: Setting, length: int, rate: Rate = "tau") -> None:
-        """Measure all seeds of a setting unless that is done: count where that works, decode for a speed."""
+    def measure(self, setting: Setting, length: int) -> None:
+        """Measure tau of all seeds of a setting unless that is done: count it where that works."""
         self.lengthen(length)
-        if self.counts and not self._counted(setting, length):
-            self._count(setting, length)
-        job = self.at(length), self.folders(setting), self.evaluation()
-        if (rate != "tau" or not self.counts) and not evaluate.kept(*job):
-            evaluate.evaluate(*job)
+        if self.counts:
+            if not self._counted(setting, length):
+                self._count(setting, length)
+        else:
+            self._decode(self.at(length), [setting])
 
-    def read(self, setting: Setting, length: int, rate: Rate = "tau") -> list[Run]:
-        """What was measured of each seed; empty if one is missing."""
+    def race(self, name: str, settings: Sequence[Setting]) -> None:
+        """Decode with all seeds of the settings in turn, in one process: speeds compare only within one."""
+        self._decode(self.at(0, name), settings)
+
+    def read(self, setting: Setting, length: int) -> list[Run]:
+        """What `measure` found of each seed; empty if one is missing."""
         if not self.at(length).prompts.exists():
             return []
-        counted = rate == "tau" and self.counts
-        found = (self._counted if counted else self._decoded)(setting, length)
+        if self.counts:
+            return self._runs(setting, self._counted(setting, length))
+        return self._runs(setting, self._decoded(self.at(length), [setting]))
+
+    def raced(self, name: str, settings: Sequence[Setting]) -> list[list[Run]]:
+        """What a race found, by setting and seed; empty lists if it has not been run."""
+        found = self._decoded(self.at(0, name), settings) if self.at(0).prompts.exists() else []
+        parts = (found[at * self.seeds : (at + 1) * self.seeds] for at in range(len(settings)))
+        return [self._runs(setting, part) for setting, part in zip(settings, parts, strict=True)]
+
+    def _decode(self, workspace: Workspace, settings: Sequence[Setting]) -> None:
+        if not self._decoded(workspace, settings):
+            evaluate.evaluate(workspace, self.all_folders(settings), self.evaluation())
+
+    def _decoded(self, workspace: Workspace, settings: Sequence[Setting]) -> list[Measured]:
+        kept = evaluate.kept(workspace, self.all_folders(settings), self.evaluation())
+        return [Measured(one.temperatures[0], one.hardware, one.measured[:10]) for one in kept]
+
+    def _runs(self, setting: Setting, found: Sequence[Measured]) -> list[Run]:
         files = [self._beside(folder, "cost") for folder in self.folders(setting)]
         costs = [
             msgspec.json.decode(file.read_bytes(), type=Cost) if file.exists() else Cost() for file in files
         ]
         return [Run(*one) for one in zip(costs, found, strict=True)] if found else []
-
-    def _decoded(self, setting: Setting, length: int) -> list[Measured]:
-        kept = evaluate.kept(self.at(length), self.folders(setting), self.evaluation())
-        return [Measured(one.temperatures[0], one.hardware, one.measured[:10]) for one in kept]
 
     def _counted(self, setting: Setting, length: int) -> list[Measured]:
         name = _record(length, self._keys(length))

@@ -109,8 +109,8 @@ def test_both_sides_of_a_claim_have_one_budget_and_differ(claim: Claim) -> None:
         config = flat(train.resolve(setting.drafter, "paper", (*shared, *setting.settings)))
         rates = {value for key, value in config.items() if key.endswith("learning_rate")}
         assert (config["steps"], config["batch_tokens"], rates) == (90, 512, {1e-3})
-        sides.append((setting, config))
-    assert sides[0] != sides[1] or claim.at[0] != claim.at[1]
+        sides.append((setting.drafter, setting.where, config, claim.at[len(sides)]))
+    assert sides[0] != sides[1]
 
 
 def test_names_of_claims_and_the_page_of_made_up_results() -> None:
@@ -158,7 +158,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_finished_work_is_not_repeated(runs: Path) -> None:
-    few = ["--seeds", "1", "--steps", "2", "--limit", "2", "--jobs", "1", "--runs", str(runs)]
+    few = ["--seeds", "1", "--steps", "40", "--limit", "2", "--jobs", "1", "--runs", str(runs)]
     page = runs / "claims.md"
 
     def tried(name: str) -> dict[Path, int]:
@@ -177,5 +177,7 @@ def test_finished_work_is_not_repeated(runs: Path) -> None:
     found = re.search(r"check, (\d+) responses [^;]*; (\d+) of them gave the same counts", page.read_text())
     assert found is not None
     assert found.groups() == ("4", "4")  # two prompts with each setting
+    rates = re.findall(r"\| tau \| (\d\.\d+) /", page.read_text())
+    assert float(rates[0]) > 1.2  # or the counts are those of drafters that are never right
     with pytest.raises(SystemExit, match="no claim"):
         claims.main([*few, "--only", "nothing"])

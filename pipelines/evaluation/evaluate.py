@@ -6,7 +6,9 @@ speed drifts affects all alike (`side_by_side.py`).
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,7 +32,7 @@ from vlmdistill.pipelines.evaluation.records import (
 from vlmdistill.pipelines.evaluation.unfinished import Unfinished
 from vlmdistill.pipelines.prompts import prompt_table
 from vlmdistill.pipelines.prompts.prompt_table import Prompt, Prompts
-from vlmdistill.pipelines.software import of_this_process
+from vlmdistill.pipelines.software import PACKAGES, of_this_process, versions
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
 from vlmdistill.pipelines.workspace import Workspace
 from vlmdistill.stores.errors import DataError, TrainingError
@@ -121,11 +123,9 @@ def evaluate(
     threads = _use_threads(threads, target, target.encode(chosen[0].messages))
     decoders: dict[str, tuple[Proposer, Tree]] = {}
     names_of: dict[str, str] = {}
-    searched: Sequence[Prompt] = ()  # the prompts that an automatic tree is searched for on
-    if "auto" in settings.trees:
-        searched = _others(chosen, prompts_file or workspace.prompts, workspace.model) or chosen
+    others = cache(partial(_others, chosen, prompts_file, workspace))
     for name, drafter in drafters.items():
-        for tree in _trees(workspace.drafter(name), drafter, target, settings, searched, on_prompt):
+        for tree in _trees(workspace.drafter(name), drafter, target, settings, others, on_prompt):
             label = name if len(settings.trees) < 2 or not drafter.shaped else f"{name}@{tree}"
             decoders[label], names_of[label] = (drafter, tree), name
     decoded = {at: one for at, one in decoded.items() if one.results.keys() == decoders.keys()}
@@ -185,12 +185,15 @@ def evaluate(
 def kept(workspace: Workspace, names: Sequence[str], settings: Settings) -> list[Evaluation]:
     """The existing evaluations of these drafters; empty unless all can be reused.
 
-    They can if the drafters have not changed since, the settings are the same with at most one tree, and one
-    process measured them all: numbers of several processes are less comparable.
+    They can if the drafters have not changed since, the settings are the same with at most one tree, on the
+    same hardware and software, and one process measured them all: numbers of several processes are less
+    comparable.
     """
     if len(settings.trees) > 1:
         return []
     keys = [prompt.key for prompt in held_out(workspace.prompts, settings.limit)]
+    hardware = tree_search.hardware(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    dtype, software = settings.how.get("dtype", "auto"), versions(PACKAGES)
     found = []
     for name in names:
         try:
@@ -203,6 +206,11 @@ def kept(workspace: Workspace, names: Sequence[str], settings: Settings) -> list
             and one.keys == keys
             and one.tree == (str(settings.trees[0]) if settings.trees else now.config.tree)
             and (one.max_new_tokens, one.seed) == (settings.max_new_tokens, settings.seed)
+            and one.hardware == hardware
+            and settings.threads in (0, one.threads)
+            and dtype in ("auto", one.dtype)
+            and one.software is not None
+            and all(getattr(one.software, name) == version for name, version in software.items())
             and one.attention in (None, settings.attention)
             and one.compiled in (None, settings.compiled)
             and {at.temperature for at in one.temperatures} >= set(settings.temperatures)
@@ -239,10 +247,19 @@ def _describe(folder: Path) -> _Description:
         raise TrainingError(f"{folder / 'config.json'} is not a drafter ({error}): train it again") from None
 
 
-def _others(evaluated: Sequence[Prompt], file: Path, model: str) -> list[Prompt]:
-    """Some prompts that are not evaluated, by key."""
-    rest = prompt_table.load(file, model).without(pl.Series([prompt.key for prompt in evaluated]))
-    return _first(rest, PROMPTS)
+def _others(evaluated: Sequence[Prompt], file: Path | None, workspace: Workspace) -> list[Prompt]:
+    """Some prompts that are not evaluated, held-out ones first; DataError if there are none."""
+    keys = pl.Series([prompt.key for prompt in evaluated])
+    for source in dict.fromkeys((file or workspace.prompts, workspace.prompts)):
+        for split in ("eval", "all"):
+            with suppress(DataError):  # it has none of this split
+                rest = prompt_table.load(source, workspace.model, split).without(keys)
+                if len(rest):
+                    return _first(rest, PROMPTS)
+    raise DataError(
+        f"--tree auto needs prompts that are not evaluated, and all {len(evaluated)} are: give a lower "
+        "--limit, or import more"
+    )
 
 
 def _trees(
@@ -250,7 +267,7 @@ def _trees(
     drafter: Proposer,
     target: "VisionLanguageTarget",
     settings: Settings,
-    prompts: Sequence[Prompt],
+    prompts: Callable[[], Sequence[Prompt]],
     on_prompt: Callable[[int, int, str], None],
 ) -> list[Tree]:
     """The trees to decode with. `auto` is kept with the drafter in `folder`, or searched for on `prompts`."""
@@ -264,7 +281,7 @@ def _trees(
         found = tree_search.search(
             target,
             drafter,
-            [target.encode(prompt.messages) for prompt in prompts],
+            [target.encode(prompt.messages) for prompt in prompts()],
             max_new_tokens=min(settings.max_new_tokens, SEARCH_TOKENS),
             temperature=settings.temperatures[0],
             seed=settings.seed,

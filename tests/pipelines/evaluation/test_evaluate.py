@@ -26,6 +26,7 @@ from vlmdistill.pipelines.evaluation.records import Evaluation, read, write
 from vlmdistill.pipelines.evaluation.statistics import figures
 from vlmdistill.pipelines.evaluation.unfinished import Decoded
 from vlmdistill.pipelines.targets.checkpoints.loading import load
+from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 from vlmdistill.pipelines.workspace import Workspace
 from vlmdistill.stores.errors import DataError, TrainingError
 
@@ -204,6 +205,27 @@ def test_the_fastest_tree_is_kept_with_the_drafter(workspace: Workspace, tuned: 
     evaluate(workspace, ["tuned"], dataclasses.replace(settings, trees=()))  # needs no such file
 
 
+def test_a_tree_is_searched_for_on_prompts_that_are_not_evaluated(
+    workspace: Workspace, tuned: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tuned / FILE).unlink(missing_ok=True)
+    settings = dataclasses.replace(SETTINGS, trees=("auto",), temperatures=(0.0,), threads=1)
+    with pytest.raises(DataError, match="--limit"):
+        evaluate(workspace, ["tuned"], settings)
+    asked: list[int] = []
+    encode = VisionLanguageTarget.encode
+
+    def watched(target: Any, messages: Any) -> Any:
+        asked.append(int(messages[0]["content"][0]["text"].strip("What is?")))
+        return encode(target, messages)
+
+    monkeypatch.setattr(VisionLanguageTarget, "encode", watched)
+    (made,) = evaluate(workspace, ["tuned"], dataclasses.replace(settings, limit=2))
+    assert asked.count(asked[1]) == 1  # after one for the threads, what is searched on
+    assert asked[1] not in asked[2:]
+    assert len(made.keys) == 2
+
+
 def test_an_interrupted_evaluation_continues_after_its_last_prompt(
     workspace: Workspace, tmp_path: Path
 ) -> None:
@@ -367,6 +389,8 @@ def test_cycles_are_counted_by_position_of_the_chain(
         {"seed": 1},
         {"how": {"attention": "eager"}},
         {"how": {"compiled": True}},
+        {"how": {"dtype": "bfloat16"}},
+        {"threads": 64},
     ],
     ids=lambda change: next(iter(change)),
 )
@@ -378,6 +402,11 @@ def test_only_evaluations_with_the_same_settings_are_reused(
     assert kept(workspace, ["lookahead"], dataclasses.replace(SETTINGS, temperatures=(1.0,))) == [made]
     assert kept(workspace, ["lookahead"], dataclasses.replace(SETTINGS, **change)) == []
     assert kept(workspace, ["lookahead", "specvlm"], SETTINGS) == []
+    assert made.software is not None
+    updated = dataclasses.replace(made.software, torch="1.0")
+    for elsewhere in ({"hardware": "another"}, {"software": updated}):
+        write(dataclasses.replace(made, **elsewhere), workspace.reports / "lookahead.json")
+        assert kept(workspace, ["lookahead"], SETTINGS) == []
 
 
 def test_a_drafter_of_another_target_is_refused_in_one_line(
