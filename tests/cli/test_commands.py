@@ -252,7 +252,7 @@ def test_a_full_disk_loses_nothing(workplace: Path) -> None:
 
 @pytest.mark.slow
 def test_an_interrupted_run_can_be_continued(workplace: Path, checkpoint: Callable[..., Path]) -> None:
-    rows = [{"conversations": [{"from": "human", "value": f"Question {i}"}]} for i in range(200)]
+    rows = [{"conversations": [{"from": "human", "value": f"Question {i}"}]} for i in range(640)]
     (workplace / "many.json").write_text(json.dumps(rows))
     model = str(checkpoint("qwen2_5_vl", layers=1))
     assert main(["prompts", "many.json", "-m", model, "--eval-share", "0"]) == 0
@@ -271,7 +271,7 @@ def test_an_interrupted_run_can_be_continued(workplace: Path, checkpoint: Callab
     assert err.strip().splitlines()[-1].startswith("stopped: ")
     assert f"kept in {out}" in err
     assert "Traceback" not in err
-    assert 0 < len(list(out.glob("part-*"))) < 4
+    assert 0 < len(list(out.glob("part-*"))) < 10
 
 
 def test_the_time_left_is_that_of_the_work_as_it_goes_now(
