@@ -5,7 +5,7 @@
 HOSTS=(node1 node2 node3)             # this machine first
 MODEL=qwen2.5-vl-7b
 DRAFTER=sparrow
-RUNS=$PWD/runs                        # holds MODEL's prompts; only this machine reads them
+RUNS=$PWD/runs                        # holds MODEL's prompts for this machine; all read its images/, if it has one
 STORE=s3://bucket/store               # or a folder that all machines share
 VENV=$HOME/vlmdistill                 # a virtual environment under this path on all machines
 SECRETS=$HOME/.vlmdistill-secrets     # on all machines, mode 600: export AWS_ACCESS_KEY_ID=... and so on

@@ -258,13 +258,15 @@ class Capturer:
         return samples
 
     def _encode(self, item: CaptureItem) -> Any:
-        """The prompt as the target read it for the response; DataError if its length has changed."""
+        """The prompt as the target read it for the response; DataError if it has changed since."""
         prompt = self.target.encode(item.prompt.messages)
         if prompt.length != item.response.prompt_tokens:
             raise DataError(
                 f"the prompt has {prompt.length} tokens, but had {item.response.prompt_tokens} when the "
                 "response was generated: check if its image or video has changed"
             )
+        if changed := item.prompt.changed:
+            raise DataError(f"{changed[0]} has changed since it was imported: restore it, or import it again")
         return prompt
 
     def _problem(self, item: CaptureItem) -> str:

@@ -5,7 +5,6 @@ The caller chooses the frames: it gets their number and rate, and `read` decodes
 Shapes: F frames, H height, W width, C colors (red, green, blue).
 """
 
-import mimetypes
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from vlmdistill.pipelines.media.images import BROKEN, MediaError, upright
+from vlmdistill.pipelines.media.images import BROKEN, MediaError, kind_of, upright
 from vlmdistill.stores.schema import Array
 
 GIF_MILLISECONDS = 100  # of a frame without a duration, as in browsers
@@ -79,8 +78,18 @@ def files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     seen = [p for p in path.iterdir() if not p.name.startswith(".")]
-    found = [p for p in seen if (mimetypes.guess_type(p.name)[0] or "").startswith("image/")]
+    found = [p for p in seen if kind_of(p.name) == "image"]
     return sorted(found, key=lambda p: [(not s.isdecimal(), int(s) if s.isdecimal() else s) for s in _cut(p)])
+
+
+def digest(path: Path) -> str:
+    """The hash of an image or a video, by the content of its files."""
+    from blake3 import blake3
+
+    hasher = blake3()
+    for file in files(path):
+        hasher.update_mmap(file)
+    return str(hasher.hexdigest()[:32])
 
 
 def _cut(path: Path) -> list[str]:
@@ -99,7 +108,7 @@ def _path(path: Path, choose: Choose) -> SampledFrames:
     except MediaError:
         raise
     except BROKEN as error:
-        if (mimetypes.guess_type(path.name)[0] or "").startswith("image/"):
+        if kind_of(path.name) == "image":
             raise MediaError(f"video {path} cannot be read: {error}") from None
     return _film(path, choose)
 

@@ -23,10 +23,15 @@ BROKEN = (
     LookupError,
     ArithmeticError,
     EOFError,
-    NotImplementedError,
+    RuntimeError,
     struct.error,
     Image.DecompressionBombError,
 )
+KINDS = {
+    "image": "apng avif bmp dib gif heic heif ico jfif jp2 jpe jpeg jpg pbm pgm png pnm ppm svg tga tif tiff "
+    "webp",
+    "video": "3gp avi flv m1v m2ts m4v mkv mov mp4 mpe mpeg mpg mts ogv qt vob webm wmv",
+}
 PLAIN_FORMATS = ("PNG", "JPEG", "WEBP")  # that all servers read
 ORIENTATION = 0x0112  # tag of EXIF 2.3, section 4.6.4
 TURNS = {
@@ -42,6 +47,12 @@ TURNS = {
 
 class MediaError(DataError):
     """An image or a video is missing or unreadable on this machine; a retry may succeed."""
+
+
+def kind_of(name: str) -> str:
+    """Whether a file is an image or a video, by its ending; empty for all others."""
+    ending = Path(name).suffix[1:].lower()
+    return next((kind for kind, endings in KINDS.items() if ending in endings.split()), "")
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 
 from vlmdistill.pipelines.media import frames
 from vlmdistill.pipelines.media.images import BROKEN, upright
-from vlmdistill.pipelines.prompts.formats import Media, from_base64
+from vlmdistill.pipelines.prompts.formats import Media
 from vlmdistill.pipelines.prompts.sources import BadRowError, lone_surrogate
 from vlmdistill.pipelines.workspace import atomic_write
 from vlmdistill.stores.errors import DataError
@@ -56,11 +56,6 @@ class MediaResolver:
         """The path of a media file, or its bytes if the row holds them, or the problem."""
         if isinstance(media, bytes):
             return media
-        if media.startswith("data:"):
-            try:
-                return from_base64(media.partition(",")[2])
-            except ValueError as error:
-                return BadRowError(f"unreadable {kind}", f"data URL: {error}")
         if "://" in media:
             return BadRowError(f"{kind} is a URL", f"{media[:200]}: download it and give its path")
         paths = [one / media for one in (self.images, folder) if one]
@@ -69,7 +64,9 @@ class MediaResolver:
                 if lone_surrogate(str(path)):
                     return BadRowError("name not UTF-8", f"{kind} {path}")
                 if path.is_file() or (kind == "video" and path.is_dir()):
-                    return path.resolve()
+                    if lone_surrogate(str(found := path.resolve())):
+                        return BadRowError("name not UTF-8", f"{kind} {path}: it leads to {found}")
+                    return found
         except OSError as error:  # for example a name that is too long
             hint = "write base64 as a data URL" if error.errno == errno.ENAMETOOLONG else "give a path"
             return BadRowError(f"missing {kind}", f"{media[:80]}: {error.strerror}: {hint}")
@@ -99,22 +96,17 @@ def _image_format(data: bytes) -> str | None:
 
 def _digest(kind: str, path: Path) -> str | BadRowError:
     """The hash of a file, after decoding an image fully or the first frame of a video; or the problem."""
-    from blake3 import blake3
-
-    hasher = blake3()
     try:
         if kind == "video":
             frames.probe(path)
         else:
             _decode(path)
-        for file in frames.files(path):
-            hasher.update_mmap(file)
+        return frames.digest(path)
     except frames.NoDecoderError:  # not a problem of one row
         raise
     except (DataError, *BROKEN) as error:
         where = "" if isinstance(error, DataError) else f"{path}: "
         return BadRowError(f"unreadable {kind}", f"{where}{error}")
-    return str(hasher.hexdigest()[:32])
 
 
 def _decode(path: Path) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from vlmdistill.pipelines.prompts.augment import AUGMENTATIONS
-from vlmdistill.pipelines.prompts.columns import LETTERS
+from vlmdistill.pipelines.prompts.columns import lettered
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.suggestions import did_you_mean
 
@@ -73,7 +73,7 @@ def _question(row: Columns) -> str:
 
 
 def _lettered(choices: Any, form: str = "{}. {}", joint: str = "\n") -> str:
-    return joint.join(form.format(*pair) for pair in zip(LETTERS, choices, strict=False))
+    return joint.join(form.format(*pair) for pair in lettered(choices).items())
 
 
 def _with(choices: Text) -> Text:

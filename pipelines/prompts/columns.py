@@ -3,7 +3,9 @@
 The question includes all text that belongs to it: Alpaca's `input`, a `context`, choices, and earlier turns.
 """
 
-from collections.abc import Mapping
+import re
+import string
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vlmdistill.pipelines.prompts.sources import BadRowError
@@ -11,7 +13,7 @@ from vlmdistill.pipelines.prompts.sources import BadRowError
 QUESTIONS = ("question", "query", "prompt", "instruction", "problem")
 MORE = ("input", "context", "hint", "passage")  # each on its own lines below the question
 CHOICES = ("choices", "options")
-LETTERS = "ABCDEFGHIJ"  # of choices: their columns, or the labels of a list
+LETTERS = string.ascii_uppercase  # of choices: their columns, or the labels of a list
 REFERENCES = ("answer", "answers", "response", "output", "caption", "captions", "label")
 SYSTEM = ("system", "system_prompt")
 
@@ -30,8 +32,9 @@ def turns_of(row: Mapping[str, Any]) -> tuple[list[Turn], set[str]] | None:
     if any(text.strip() not in question for text in questions.values()):
         raise BadRowError("several questions", f"in the columns {', '.join(questions)}: keep one of them")
     more, choices = _texts(row, MORE), _choices(row)
-    lines = [text for text in more.values() if text.strip() not in question]
-    if not all(choice in question for choice in choices.values()):
+    lines = [text for text in more.values() if not _has(question, rf"^(\w[\w ]*:)?\s*{_exactly(text)}\s*$")]
+    shown = (rf"\b{letter}[.):\]]\s*{_exactly(choice)}(?!\w)" for letter, choice in choices.items())
+    if not all(_has(question, pattern) for pattern in shown):
         lines += [f"{letter}. {choice}" for letter, choice in choices.items()]
     history = [pair for pair in _list(row.get("history")) if _pair(pair)]
     turns = [turn for pair in history for turn in _round(*pair)]
@@ -53,12 +56,29 @@ def _texts(row: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, str]:
     return {name: text for name, text in found.items() if isinstance(text, str) and text.strip()}
 
 
+def _exactly(text: str) -> str:
+    return re.escape(text.strip())
+
+
+def _has(question: str, pattern: str) -> bool:
+    return re.search(pattern, question, re.MULTILINE) is not None
+
+
+def lettered(choices: Sequence[str]) -> dict[str, str]:
+    """Choices by their letters; BadRowError if there are too many."""
+    if len(choices) > len(LETTERS):
+        raise BadRowError("too many choices", f"{len(choices)}, for {len(LETTERS)} letters")
+    return dict(zip(LETTERS, choices, strict=False))
+
+
 def _choices(row: Mapping[str, Any]) -> dict[str, str]:
     """The choices of a row by their letters: a list of texts, or a column for each letter."""
     listed: list[Any] = next((row[name] for name in CHOICES if _list(row.get(name))), [])
     if listed and all(isinstance(choice, str) for choice in listed):
-        return dict(zip(LETTERS, listed, strict=False))
-    return _texts(row, tuple(LETTERS))
+        named = lettered(listed)
+        return {letter: re.sub(rf"^\(?{letter}[.):]\s+", "", choice) for letter, choice in named.items()}
+    found = _texts(row, tuple(LETTERS))
+    return found if "A" in found else {}  # else a column that happens to have such a name
 
 
 def _list(value: Any) -> list[Any]:

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import unquote
 
 from vlmdistill.pipelines.prompts import columns, sources
 from vlmdistill.pipelines.prompts.augment import Message
@@ -51,10 +51,10 @@ def detect(source: str, wanted: Format = "auto", ask: str | None = None) -> Form
 
     With `ask`, its images and videos need no question.
     """
-    sources.check(source, hub=wanted == "hf")
+    path = sources.check(source, hub=wanted == "hf")
     if wanted != "auto":
         return wanted
-    if Path(source).expanduser().is_dir():
+    if path.is_dir():
         return "hf"
     first = None
     for row in sources.read(source):
@@ -106,9 +106,13 @@ def conversation(
     if not users:
         raise BadRowError("no user turn")
     users[0]["content"] = media.untagged() + users[0]["content"]
-    unread = [name for name, text in value.items() if isinstance(text, str | list | dict) and text]
-    left = [str(name) for name in unread if name not in {"id", *read, *media.columns}]
-    return _ordered(messages, (*left, *media.unread))
+    return _ordered(messages, (*_unread(value, {*read, *media.columns}), *media.unread))
+
+
+def _unread(value: Mapping[str, Any], read: set[str]) -> list[str]:
+    """The names of what has content and was not read."""
+    full = (name for name, one in value.items() if isinstance(one, str | bytes | list | dict) and one)
+    return [str(name) for name in full if name not in {"id", *read}]
 
 
 def _request(value: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -133,8 +137,9 @@ def _spread(item: Any) -> list[Any]:
     """The turns of one item: a turn, or a pair such as {"user": ..., "assistant": ...}."""
     if not isinstance(item, Mapping) or item.keys() & {"role", "from"} or "assistant" not in item:
         return [item]
-    question = item.get("user", item.get("human"))
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": item["assistant"]}]
+    asked = {name: one for name, one in item.items() if name not in ("user", "human", "assistant")}
+    asked |= {"role": "user", "content": item.get("user", item.get("human"))}
+    return [asked, {"role": "assistant", "content": item["assistant"]}]
 
 
 def _ordered(messages: list[Message], unread: tuple[str, ...]) -> Conversation:
@@ -155,7 +160,7 @@ class _MediaOfRow:
     """The images and videos of a row's columns, which tags and parts use up in order."""
 
     def __init__(self, value: Mapping[str, Any], kind: Format, sampling: Sampling | None) -> None:
-        self.value, self.sampling = value, sampling
+        self.value, self.kind, self.sampling = value, kind, sampling
         found = {what: next((n for n in names if value.get(n)), "") for what, names in FILES.items()}
         self.given = {what: _listed(value.get(name) or []) for what, name in found.items()}
         self.placed: Counter[str] = Counter()
@@ -181,8 +186,8 @@ class _MediaOfRow:
 
     def part(self, what: str, keys: Mapping[str, Any], media: Media) -> dict[str, Any]:
         """The part of an image or video with its own keys."""
-        used = {"type", "text", what, f"{what}_url", "path", "url", "bytes", *SAMPLING}
-        self.unread += [f"{what}.{key}" for key in keys if keys[key] is not None and key not in used]
+        used = {"type", what, f"{what}_url", "path", "url", "bytes", *SAMPLING}
+        self.unread += [f"{what}.{key}" for key in keys if keys[key] not in (None, "") and key not in used]
         if what == "image":
             return {"type": what, "media": media}
         _whole(keys)
@@ -210,13 +215,14 @@ def _media(item: Any) -> Media:
     """The path or the bytes of a file, in any form that rows use."""
     if isinstance(item, Mapping):
         if isinstance(encoded := item.get("bytes"), str) and encoded:
-            try:
-                return from_base64(encoded)
-            except ValueError as error:
-                raise BadRowError("no media file", f"its bytes are text, but not base64: {error}") from None
+            return _from_base64(encoded)
         item = item.get("bytes") or item.get("path") or item.get("url")
+    if isinstance(item, str) and item.startswith("data:"):
+        return _from_base64(item.partition(",")[2])
+    if isinstance(item, str) and item.startswith("file://"):
+        return unquote(item.removeprefix("file://").removeprefix("localhost"), errors="surrogateescape")
     if isinstance(item, str) and item:
-        return item.removeprefix("file://")
+        return item
     if isinstance(item, bytes):
         return item
     if isinstance(item, list):
@@ -224,9 +230,12 @@ def _media(item: Any) -> Media:
     raise BadRowError("no media file", f"neither path nor bytes: {str(item)[:60]}")
 
 
-def from_base64(text: str) -> bytes:
-    """Decode base64, with or without line breaks; ValueError if it is malformed."""
-    return base64.b64decode("".join(text.split()), validate=True)
+def _from_base64(text: str) -> bytes:
+    """Decode base64, with or without line breaks."""
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except ValueError as error:
+        raise BadRowError("no media file", f"its bytes are text, but not base64: {error}") from None
 
 
 def _role(turn: Any) -> str:
@@ -243,10 +252,18 @@ def _message(turn: Any, media: _MediaOfRow) -> Message:
         raise BadRowError("tool call", f"a turn of '{role}': prompts cannot call tools")
     if role not in ROLES:
         raise BadRowError("unknown role", f"{role}, in a turn with {', '.join(map(str, turn))}")
-    content = next((turn[name] for name in ("content", "value", "text") if turn.get(name) is not None), None)
+    name = next((name for name in ("content", "value", "text") if turn.get(name) is not None), "content")
+    content, outer = turn.get(name), media
+    own = _MediaOfRow(turn, media.kind, media.sampling)
+    if any(own.given.values()):
+        media = own
     parts: list[dict[str, Any]] = []
     for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
         parts += _parts(part, media)
+    if media is own:
+        parts = own.untagged() + parts
+        outer.unread += own.unread
+    outer.unread += [f"turn.{one}" for one in _unread(turn, {"role", "from", name, *own.columns})]
     if not parts or (ROLES[role] != "user" and not any(part["type"] == "text" for part in parts)):
         raise BadRowError("empty turn", role)
     return {"role": ROLES[role], "content": parts}
@@ -256,10 +273,14 @@ def _parts(part: Any, media: _MediaOfRow) -> list[dict[str, Any]]:
     """The parts of one content item: several if its text has <image> tags."""
     if isinstance(part, str):
         part = {"type": "text", "text": part}
-    kind = str(part.get("type", "text")) if isinstance(part, Mapping) else ""
+    kind = ""
+    if isinstance(part, Mapping):  # without a type as in Qwen's examples: {"image": path}
+        named = (what for what in FILES if part.get(what) or part.get(f"{what}_url"))
+        kind = str(part.get("type") or next(named, "text"))
     what = kind.removeprefix("input_").removesuffix("_url")
     if what == "text":
         text = part.get("text")
+        media.unread += [f"text.{key}" for key in _unread(part, {"type", "text"})]
         if text is None:
             return []
         if not isinstance(text, str):

@@ -3,17 +3,17 @@
 A prompt is a conversation up to an assistant turn. Its key is a hash of its roles, texts, image and video
 bytes, and video sampling. So a second import adds only new prompts, and moving the images changes nothing.
 
-The train/eval split is a hash of the images, or of the first question if there are none: an image is never in
-both splits.
+The train/eval split is a hash of an image, or of the first question if there are none. Prompts that share an
+image are on one side, whatever imported them, and so are those that share one with any of these.
 """
 
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from vlmdistill.pipelines.media.images import large_images
 from vlmdistill.pipelines.media.resolver import MediaResolver
@@ -23,12 +23,9 @@ from vlmdistill.pipelines.prompts.formats import MOST, Conversation, Format
 from vlmdistill.pipelines.prompts.prompt_table import Prompt, Split, read, write
 from vlmdistill.pipelines.prompts.sources import BadRowError, Row
 from vlmdistill.pipelines.prompts.sources import read as read_rows
-from vlmdistill.pipelines.workspace import atomic_write
+from vlmdistill.pipelines.workspace import atomic_write, only_writer
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import content_hash
-
-if TYPE_CHECKING:
-    pass
 
 CHUNK, CHUNK_BYTES = 256, 2**28  # rows whose images are checked together, and those in the rows themselves
 SAMPLING = ("fps", "frames")  # what a part may say about its video
@@ -121,10 +118,20 @@ def import_rows(
     progress: Callable[[int], None] = lambda rows: None,
 ) -> ImportSummary:
     """The same with rows that were read before, by the name of their source."""
+    with only_writer(out), large_images():
+        return _import_rows(named, out, choices, progress)
+
+
+def _import_rows(
+    named: Sequence[tuple[str, Iterator[Row], Format]],
+    out: Path,
+    choices: Choices,
+    progress: Callable[[int], None],
+) -> ImportSummary:
     prompts = {prompt.key: prompt for prompt in read(out)} if out.exists() else {}
-    job = _Import(choices, MediaResolver(choices.images, out.parent / "images"), progress)
-    with large_images():
-        for _, rows, its_kind in named:
+    job = _Import(choices, MediaResolver(choices.images, out.parent / "images"), progress, prompts)
+    for _, rows, its_kind in named:
+        if job.left:
             job.read(rows, its_kind)
     skipped_file = out.with_suffix(".skipped.jsonl")
     _write_skipped(skipped_file, job.skipped, job.sources)
@@ -134,10 +141,10 @@ def import_rows(
         more = f"; row by row in {skipped_file}" if job.skipped else ""
         raise DataError(f"nothing to import from {', '.join(name for name, *_ in named)}: {counts}{more}")
     present = len(prompts.keys() & job.made.keys())
-    for key, prompt in job.made.items():
-        old = prompts.get(key)
+    for key, (prompt, tie) in job.made.items():
         # The split stays; the paths may have changed.
-        prompts[key] = prompt if old is None else dataclasses.replace(prompt, split=old.split)
+        split = prompts[key].split if key in prompts else job.sides.of(tie, choices.eval_share)
+        prompts[key] = dataclasses.replace(prompt, split=split)
     write(out, prompts.values())
     splits = Counter(prompt.split for prompt in prompts.values())
     return ImportSummary(
@@ -155,6 +162,43 @@ def import_rows(
     )
 
 
+class _Sides:
+    """The split of each image, and of each first question without one: a forest of what belongs together.
+
+    A tree with a known split has it as its root, `!train` or `!eval`, which sort before all hashes.
+    """
+
+    def __init__(self, prompts: Iterable[Prompt]) -> None:
+        self._above: dict[str, str] = {}
+        for prompt in prompts:
+            first = next(message for message in prompt.messages if message["role"] == "user")
+            digests = [part["digest"] for part in _media_parts(prompt.messages) if "digest" in part]
+            if digests or not prompt.files:
+                self.join(digests or [content_hash(_content([first]))], prompt.split)
+
+    def join(self, ties: Iterable[str], split: Split | None = None) -> bool:
+        """Put these on one side; False, and nothing is done, if they are on both."""
+        roots = {self._root(tie) for tie in [*ties, *([f"!{split}"] if split else [])]}
+        if roots >= {"!train", "!eval"}:
+            return False
+        lowest = min(roots)
+        self._above |= dict.fromkeys(roots - {lowest}, lowest)
+        return True
+
+    def of(self, tie: str, eval_share: float) -> Split:
+        """The side of an image or a question."""
+        root = self._root(tie)
+        if root.startswith("!"):
+            return "eval" if root == "!eval" else "train"
+        return "eval" if int(content_hash([root]), 16) < eval_share * 2**64 else "train"
+
+    def _root(self, tie: str) -> str:
+        while above := self._above.get(tie):
+            self._above[tie] = self._above.get(above, above)
+            tie = above
+        return tie
+
+
 @dataclass
 class _Import:
     """The state of an import: prompts made, rows skipped."""
@@ -162,31 +206,36 @@ class _Import:
     choices: Choices
     resolver: MediaResolver
     progress: Callable[[int], None]
-    made: dict[str, Prompt] = field(default_factory=dict)
+    present: Mapping[str, Prompt]
+    made: dict[str, tuple[Prompt, str]] = field(default_factory=dict)  # and an image of it, for the split
     skipped: list[dict[str, Any]] = field(default_factory=list)
     sources: set[str] = field(default_factory=set)
     unread: Counter[str] = field(default_factory=Counter)
     trimmed: int = 0
     rows: int = 0
 
+    def __post_init__(self) -> None:
+        self.sides = _Sides(self.present.values())
+
     @property
-    def full(self) -> bool:
-        """Whether the limit is reached."""
-        return self.choices.limit is not None and len(self.made) >= self.choices.limit
+    def left(self) -> int:
+        """How many rows to read before the limit may be reached; a chunk of them at most."""
+        limit = self.choices.limit
+        return CHUNK if limit is None else max(0, min(CHUNK, limit - len(self.made)))
 
     def read(self, rows: Iterator[Row], kind: Format) -> None:
         """Take the rows of one source, until the limit."""
-        for chunk in _chunks((row, self._conversation(row, kind)) for row in rows):
+        for chunk in self._chunks((row, self._conversation(row, kind)) for row in rows):
             self.resolver.check_all(
                 (part, row.folder) for row, talk in chunk if talk for part in _media_parts(talk.messages)
             )
             for row, talk in chunk:
                 self.sources.add(row.source)
-                if talk and not self.full:
+                if talk and self.left:
                     self._take(row, talk)
             self.rows += len(chunk)
             self.progress(self.rows)
-            if self.full:
+            if not self.left:
                 return
 
     def _conversation(self, row: Row, kind: Format) -> Conversation | None:
@@ -211,7 +260,10 @@ class _Import:
         self.unread.update(talk.unread)
         names = self.choices.augment if digests else self.choices.augment_text
         first = next(message for message in talk.messages if message["role"] == "user")
-        held = self._split(digests or _content([first]))
+        ties = digests or [content_hash(_content([first]))]
+        if self.choices.split and not digests:  # the user may put texts anywhere
+            ties = [f"!{self.choices.split}"]
+        agreed = self.sides.join(ties, self.choices.split)
         for turn, (asked, reference) in enumerate(_questions(talk.messages, self.choices.turns), 1):
             for name in names:
                 augmentation = augment.find(name)
@@ -219,7 +271,7 @@ class _Import:
                 prompt = Prompt(
                     key=content_hash(_content(messages)),
                     dataset=row.dataset,
-                    split=held,
+                    split="train",  # decided when all rows are read
                     messages=[_bare(message) for message in messages],
                     augmentation=name,
                     augmentation_text=augmentation.text,
@@ -228,34 +280,32 @@ class _Import:
                     row=row.number,
                     turn=turn,
                 )
-                earlier = self.made.setdefault(prompt.key, prompt)
+                if not agreed and prompt.key not in self.present:
+                    where = "train and eval" if not self.choices.split else f"not in {self.choices.split}"
+                    self._skip(row, BadRowError("images of the other split", f"they are {where} already"))
+                    continue
+                earlier, _ = self.made.setdefault(prompt.key, (prompt, ties[0]))
                 if earlier is not prompt:
                     where = f"the same prompt as row {earlier.row} of {Path(earlier.source).name}"
                     self._skip(row, BadRowError("duplicate", where))
-                if self.full:
+                if not self.left:
                     return
 
-    def _split(self, origin: Any) -> Split:
-        if self.choices.split:
-            return self.choices.split
-        return "eval" if int(content_hash(origin), 16) < self.choices.eval_share * 2**64 else "train"
-
-
-def _chunks(
-    rows: Iterator[tuple[Row, Conversation | None]],
-) -> Iterator[list[tuple[Row, Conversation | None]]]:
-    """Rows in chunks that fit into memory, which holds the images of some."""
-    chunk: list[tuple[Row, Conversation | None]] = []
-    size = 0
-    for row, talk in rows:
-        chunk.append((row, talk))
-        media = [part["media"] for part in _media_parts(talk.messages)] if talk else []
-        size += sum(len(one) for one in media if isinstance(one, bytes))
-        if len(chunk) == CHUNK or size > CHUNK_BYTES:
+    def _chunks(
+        self, rows: Iterator[tuple[Row, Conversation | None]]
+    ) -> Iterator[list[tuple[Row, Conversation | None]]]:
+        """Rows in chunks that fit into memory, which holds the images of some."""
+        chunk: list[tuple[Row, Conversation | None]] = []
+        size = 0
+        for row, talk in rows:
+            chunk.append((row, talk))
+            media = [part["media"] for part in _media_parts(talk.messages)] if talk else []
+            size += sum(len(one) for one in media if isinstance(one, bytes))
+            if len(chunk) >= self.left or size > CHUNK_BYTES:
+                yield chunk
+                chunk, size = [], 0
+        if chunk:
             yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
 
 
 def _media_parts(messages: Iterable[Message]) -> Iterator[dict[str, Any]]:
@@ -279,8 +329,8 @@ def _content(messages: Iterable[Message]) -> list[Any]:
 
 
 def _bare(message: Message) -> Message:
-    """The message as stored: type, text or path, and video sampling."""
-    parts = [_only(part, ("type", "text", "path", *SAMPLING)) for part in message["content"]]
+    """The message as stored: type, text or path, hash of the file, and video sampling."""
+    parts = [_only(part, ("type", "text", "path", "digest", *SAMPLING)) for part in message["content"]]
     return {"role": message["role"], "content": parts}
 
 

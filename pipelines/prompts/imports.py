@@ -8,7 +8,7 @@ from vlmdistill.pipelines.prompts import benchmarks
 from vlmdistill.pipelines.prompts.formats import Format
 from vlmdistill.pipelines.prompts.importing import Choices, ImportSummary, import_prompts, import_rows
 from vlmdistill.pipelines.prompts.local_copies import import_benchmark
-from vlmdistill.pipelines.workspace import Workspace
+from vlmdistill.pipelines.workspace import Workspace, only_writer
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import content_hash
 
@@ -52,19 +52,20 @@ def import_benchmarks(
     found = {name: benchmarks.find(name) for name in names if name != benchmarks.DEMO}  # before any is read
     folder = workspace.root / "benchmarks"
     out = folder / f"{names[0] if len(names) == 1 else content_hash(names)}.parquet"
-    out.unlink(missing_ok=True)
-    prompts = 0
-    for name in names:
-        if name in found:
-            benchmark, paper = found[name]
-            prompts += import_benchmark(
-                benchmark, paper, out, label=name, data=data, limit=limit, progress=progress
-            )
-        else:
-            rows = benchmark_rows(
-                folder / "demo", videos=AMOUNTS.get(workspace.model, AMOUNTS["demo"]).videos > 0
-            )
-            choices = Choices(images=folder / "demo", split="eval", limit=limit)
-            (folder / "demo").mkdir(parents=True, exist_ok=True)
-            prompts += import_rows([(name, rows, "chat")], out, choices, progress).added
+    with only_writer(folder):
+        out.unlink(missing_ok=True)
+        prompts = 0
+        for name in names:
+            if name in found:
+                benchmark, paper = found[name]
+                prompts += import_benchmark(
+                    benchmark, paper, out, label=name, data=data, limit=limit, progress=progress
+                )
+            else:
+                rows = benchmark_rows(
+                    folder / "demo", videos=AMOUNTS.get(workspace.model, AMOUNTS["demo"]).videos > 0
+                )
+                choices = Choices(images=folder / "demo", split="eval", limit=limit)
+                (folder / "demo").mkdir(parents=True, exist_ok=True)
+                prompts += import_rows([(name, rows, "chat")], out, choices, progress).added
     return out, prompts

@@ -15,7 +15,7 @@ import numpy as np
 from vlmdistill.pipelines.prompts import sources
 from vlmdistill.pipelines.prompts.benchmarks import Benchmark, Columns, Paper
 from vlmdistill.pipelines.prompts.importing import Choices, import_rows
-from vlmdistill.pipelines.prompts.sources import Row
+from vlmdistill.pipelines.prompts.sources import BadRowError, Row
 from vlmdistill.stores.errors import DataError, one_line
 
 Place = tuple[Path, int]  # a file, and the number of a row in it, from 0
@@ -55,7 +55,11 @@ def import_benchmark(
             f"{benchmark.name}: {sum(lost.values())} of {len(wanted)} samples cannot be used, {reasons}: see "
             f"{summary.skipped_file}"
         )
-    return summary.added + summary.present
+    if summary.present:
+        raise DataError(
+            f"{label} asks {summary.present} prompts of another set that was given: measure them one by one"
+        )
+    return summary.added
 
 
 def _copy(benchmark: Benchmark, data: Path | None) -> Path:
@@ -132,7 +136,7 @@ def _reading(file: Path) -> Iterator[None]:
 
     try:
         yield
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, ValueError, OverflowError, pa.ArrowException) as error:
         raise DataError(f"{file} cannot be read as Parquet: {one_line(error)}: download it again") from None
 
 
@@ -152,6 +156,9 @@ def _rows(
                 {"type": benchmark.kind, benchmark.kind: one} for one in _media(benchmark, folder, file, row)
             ]
             group = f"{label}/{row[benchmark.by]}" if benchmark.by else label
+        except BadRowError as error:
+            yield Row(str(file), label, number + 1, row, problem=error)
+            continue
         except (KeyError, TypeError, IndexError) as error:
             raise _lacks(benchmark, file, error, list(row)) from None
         parts = [*texts, *shown] if paper.image_last and benchmark.kind == "image" else [*shown, *texts]
@@ -166,9 +173,10 @@ def _read(places: Sequence[Place]) -> Iterator[tuple[Place, dict[str, Any]]]:
 
     for file in dict.fromkeys(file for file, _ in places):
         numbers = [number for at, number in places if at == file]
+        wanted = set(numbers)
         if file.suffix != ".parquet":
             for number, row in enumerate(sources.read(str(file))):
-                if number in numbers:
+                if number in wanted:
                     yield (file, number), row.value if isinstance(row.value, dict) else {}
             continue
         with _reading(file):
@@ -196,7 +204,7 @@ def _images(benchmark: Benchmark, folder: Path, rows: Sequence[Columns]) -> dict
     for file in sorted(folder.glob(files)):
         with _reading(file):
             table = pq.read_table(file, columns=[theirs, "image"], filters=[(theirs, "in", keys)])
-        found |= {row[theirs]: row["image"] for row in table.to_pylist()}
+            found |= {row[theirs]: row["image"] for row in table.to_pylist()}
     if not found:
         raise DataError(f"{benchmark.name} in {folder}: {files} has none of its images: download it too")
     return found

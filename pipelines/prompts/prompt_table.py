@@ -1,13 +1,16 @@
 """The prompts of a workspace: the Parquet file, read whole or so that a million of them fit into memory."""
 
 import dataclasses
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
+from vlmdistill.pipelines.media import frames
 from vlmdistill.pipelines.prompts.augment import Message
 from vlmdistill.pipelines.spool import Spool
 from vlmdistill.pipelines.workspace import atomic_write
@@ -29,7 +32,7 @@ class Prompt:
     key: str
     dataset: str
     split: Split
-    messages: list[Message]  # parts: {"type": "text", "text"} or {"type": "image"|"video", "path"}
+    messages: list[Message]  # parts: {"type": "text", "text"} or {"type": "image"|"video", "path", "digest"}
     augmentation: str
     augmentation_text: str
     reference: str | None  # the dataset's own response
@@ -40,8 +43,17 @@ class Prompt:
     @property
     def files(self) -> list[str]:
         """The paths of its images and videos."""
-        parts = [part for message in self.messages for part in message["content"]]
-        return [part["path"] for part in parts if part["type"] != "text"]
+        return [part["path"] for part in self._media]
+
+    @property
+    def changed(self) -> list[str]:
+        """Those whose content is another than when they were imported."""
+        known = [part for part in self._media if "digest" in part]  # not in older files
+        return [part["path"] for part in known if frames.digest(Path(part["path"])) != part["digest"]]
+
+    @property
+    def _media(self) -> list[dict[str, Any]]:
+        return [part for message in self.messages for part in message["content"] if part["type"] != "text"]
 
 
 def schema() -> Any:
@@ -50,7 +62,7 @@ def schema() -> Any:
 
     text = pa.string()
     sampling = {"fps": pa.float64(), "frames": pa.int32()}  # of a video; both null: the target's own
-    part = pa.struct({"type": text, "text": text, "path": text, **sampling})
+    part = pa.struct({"type": text, "text": text, "path": text, "digest": text, **sampling})
     message = pa.struct({"role": text, "content": pa.list_(part)})
     columns = dict.fromkeys((column.name for column in dataclasses.fields(Prompt)), text)
     columns |= {"messages": pa.list_(message), "row": pa.int64(), "turn": pa.int32()}
@@ -62,12 +74,19 @@ def read(path: Path, model: str = "M") -> list[Prompt]:
 
     `model` is the target that the error message names.
     """
+    _require_there(path, model)
+    with _reading(path):
+        return [_prompt(row) for row in _file(path).read(schema().names).to_pylist()]
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Say which file cannot be read."""
     import pyarrow as pa
 
-    _require_there(path, model)
     try:
-        return [_prompt(row) for row in _file(path).read(schema().names).to_pylist()]
-    except (OSError, pa.ArrowInvalid) as error:
+        yield
+    except (OSError, ValueError, pa.ArrowException) as error:
         raise DataError(f"{path} cannot be read as Parquet: {str(error).splitlines()[0]}") from None
 
 
@@ -170,24 +189,27 @@ def load(path: Path, model: str = "M", split: str = "all", limit: int | None = N
 
     def batches() -> Iterator[Any]:
         left = limit
-        for batch in file.iter_batches(BATCH, columns=schema().names):
-            batch = batch.select(schema().names)
-            if split != "all":
-                batch = batch.filter(pc.equal(batch["split"], split))
-            batch = batch.slice(0, left)
-            left = None if left is None else left - len(batch)
-            chars = _chars_of(batch["messages"])
-            facts.append(pl.DataFrame({"key": pl.Series(batch["key"], dtype=pl.String), "chars": chars}))
-            yield batch
-            if left == 0:
-                return
+        with _reading(path):
+            for batch in file.iter_batches(BATCH, columns=schema().names):
+                batch = batch.select(schema().names)
+                if split != "all":
+                    batch = batch.filter(pc.equal(batch["split"], split))
+                batch = batch.slice(0, left)
+                left = None if left is None else left - len(batch)
+                chars = _chars_of(batch["messages"])
+                facts.append(pl.DataFrame({"key": pl.Series(batch["key"], dtype=pl.String), "chars": chars}))
+                yield batch
+                if left == 0:
+                    return
 
-    try:
+    with _reading(path):
         file = _file(path)
-        kinds = pa.schema([file.schema_arrow.field(name) for name in schema().names])
+    kinds = pa.schema([file.schema_arrow.field(name) for name in schema().names])
+    try:
         spool = Spool(path.parent, kinds, batches())
-    except (OSError, pa.ArrowInvalid) as error:
-        raise DataError(f"{path} cannot be read as Parquet: {str(error).splitlines()[0]}") from None
+    except OSError as error:
+        where = f"{path.parent} or {tempfile.gettempdir()}"
+        raise DataError(f"the prompts of {path} cannot be copied to {where}: {error.strerror}") from None
     found = pl.concat(facts) if facts else facts_of([])
     if not len(found):
         total = file.metadata.num_rows

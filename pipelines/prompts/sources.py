@@ -7,7 +7,7 @@ import bz2
 import gzip
 import json
 import lzma
-import mimetypes
+import os
 import re
 import tarfile
 import zlib
@@ -17,6 +17,7 @@ from itertools import groupby
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
+from vlmdistill.pipelines.media.images import kind_of
 from vlmdistill.stores.errors import DataError, one_line
 
 COMPRESSED: dict[bytes, Callable[..., Any]] = {
@@ -60,7 +61,7 @@ class Row:
     @property
     def folder(self) -> Path:
         """The folder to which paths in the row are relative."""
-        path = Path(self.source)
+        path, _ = _located(self.source)
         return path if path.is_dir() else path.parent
 
     def __str__(self) -> str:
@@ -72,20 +73,29 @@ class Row:
         return f"row {self.number} is a {type(self.value).__name__}, not an object"
 
 
-def check(source: str, hub: bool) -> None:
-    """DataError if a source is neither a file nor a folder nor, with `hub`, a name on the hub."""
+def check(source: str, hub: bool) -> Path:
+    """The path of a source; DataError if it is neither file nor folder nor, with `hub`, a name on the hub."""
     try:
-        path = Path(source).expanduser()
+        path, _ = _located(source)
     except RuntimeError as error:  # of a user that is not there
         raise DataError(f"{source}: {error}") from None
     if not source:
         raise DataError("the name of a source is empty: give a file, a folder or a dataset")
-    if lone_surrogate(str(path.absolute())):
+    if lone_surrogate(str(path)) or lone_surrogate(str(path.resolve())):
         raise DataError(f"{source}: the name is not UTF-8: rename the file")
     local = source.startswith((".", "/", "~")) or source.lower().endswith(FILES)
     if not path.exists() and (local or not hub):
         hint = "" if local else " (a Hugging Face dataset by name: add --format hf)"
         raise DataError(f"there is no file {source}{hint}")
+    return path
+
+
+def _located(source: str) -> tuple[Path, str]:
+    """The path of a source, and the split that follows it in `FOLDER@SPLIT`, or an empty string."""
+    path, (folder, _, split) = Path(source).expanduser(), source.rpartition("@")
+    if folder and split and not path.exists() and Path(folder).expanduser().is_dir():
+        return Path(folder).expanduser(), split
+    return path, ""
 
 
 def lone_surrogate(text: str) -> int | None:
@@ -102,8 +112,8 @@ def read(source: str, media: bool = False) -> Iterator[Row]:
 
     With `media`, a folder is one of images and videos, and each of them a row.
     """
-    path = Path(source).expanduser()
-    if media and path.is_dir():
+    path, split = _located(source)
+    if media and path.is_dir() and not split:
         yield from _folder(path)
         return
     if not path.is_file():
@@ -115,7 +125,9 @@ def read(source: str, media: bool = False) -> Iterator[Row]:
     try:
         with opened(path, "rb") as file:
             yield from _file(file, path)
-    except (gzip.BadGzipFile, lzma.LZMAError, zlib.error, EOFError) as error:
+    except (OSError, lzma.LZMAError, zlib.error, EOFError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # not of a decompressor
+            raise
         raise DataError(f"{path} cannot be decompressed ({one_line(error)}): download it again") from None
 
 
@@ -197,6 +209,8 @@ def _array(text: str, path: Path) -> Iterator[Numbered]:
                 at = skip(at + 1)
             elif text[at : at + 1] != "]":
                 raise json.JSONDecodeError("Expecting ',' or ']'", text, at)
+        if (after := skip(at + 1)) < len(text):
+            raise json.JSONDecodeError("Text after the end of the array", text, after)
     except json.JSONDecodeError as error:
         raise DataError(f"{path} is not valid JSON: {error.msg} at line {error.lineno}") from None
     except (ValueError, RecursionError) as error:
@@ -210,28 +224,57 @@ def _parquet(file: IO[bytes], path: Path) -> Iterator[Row]:
     source, number = str(path.resolve()), 0
     try:
         for batch in pq.ParquetFile(file).iter_batches(ROWS_AT_ONCE):
-            for value in batch.to_pylist():
+            for value, problem in _values(batch):
                 number += 1
-                yield Row(source, _stem(path), number, value)
+                yield Row(source, _stem(path), number, value, problem=problem)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path} cannot be read as Parquet: {one_line(error)}") from None
 
 
+def _values(batch: Any) -> Iterator[tuple[Any, BadRowError | None]]:
+    """The rows of an Arrow batch without dates, which no prompt has; or what is wrong with a row."""
+    import pyarrow as pa
+
+    batch = batch.select([at for at, its in enumerate(batch.schema) if not pa.types.is_temporal(its.type)])
+    for at in range(batch.num_rows):
+        try:
+            yield batch.slice(at, 1).to_pylist()[0], None
+        except (ValueError, OverflowError) as error:  # text that is not UTF-8, a date in a list
+            yield None, BadRowError("unreadable value", one_line(error))
+
+
+def walk(folder: Path) -> Iterator[tuple[Path, OSError | None]]:
+    """The files below a folder by name, and the folders that cannot be read with the error.
+
+    Links are followed, and each folder is read once. Hidden files are ignored.
+    """
+    seen = set[tuple[int, int]]()
+
+    def below(folder: Path) -> Iterator[tuple[Path, OSError | None]]:
+        try:
+            facts = folder.stat()
+            inside = sorted(folder.iterdir()) if (at := (facts.st_dev, facts.st_ino)) not in seen else []
+        except OSError as error:
+            yield folder, error
+            return
+        seen.add(at)
+        for path in inside:
+            if not path.name.startswith("."):
+                yield from below(path) if os.path.isdir(path) else [(path, None)]
+
+    return below(folder)
+
+
 def _folder(path: Path) -> Iterator[Row]:
-    """The images and videos below a folder, by name, without hidden files."""
+    """The images and videos below a folder."""
     source = str(path.resolve())
-    names = (one.relative_to(path) for one in sorted(path.rglob("*")) if one.is_file())
-    shown = (name for name in names if not any(part.startswith(".") for part in name.parts))
-    for number, name in enumerate(shown, 1):
-        kind = _kind(name.name)
-        problem = None if kind else BadRowError("neither image nor video", str(name))
-        yield Row(source, path.resolve().name, number, {kind: str(name)}, problem=problem)
-
-
-def _kind(name: str) -> str:
-    """Whether a file is an image or a video, by its ending; empty for all others."""
-    kind = (mimetypes.guess_type(name)[0] or "").partition("/")[0]
-    return kind if kind in ("image", "video") else ""
+    for number, (file, error) in enumerate(walk(path), 1):
+        kind, name, problem = kind_of(file.name), str(file.relative_to(path)), None
+        if error:
+            problem = BadRowError("unreadable folder", f"{name}: {error.strerror}")
+        elif not kind:
+            problem = BadRowError("neither image nor video", name)
+        yield Row(source, path.resolve().name, number, {kind: name}, problem=problem)
 
 
 class _Member(tarfile.TarInfo):
@@ -255,7 +298,8 @@ def _samples(file: IO[bytes], path: Path) -> Iterator[Row]:
     Members are read into memory, and no name of one is used as a path.
     """
     try:
-        with tarfile.open(fileobj=file, mode="r|", tarinfo=_Member) as archive:
+        # Zeros end an archive, and another one may follow.
+        with tarfile.open(fileobj=file, mode="r|", tarinfo=_Member, ignore_zeros=True) as archive:
             samples = groupby((one for one in archive if not one.isdir()), lambda one: _sample_name(one.name))
             for number, (_, members) in enumerate(samples, 1):
                 value, problem = _sample(archive, members)
@@ -284,7 +328,7 @@ def _sample(
             problem = problem or BadRowError("not a file of a sample", f"{member.name[:200]}: {what}")
             continue
         data, ending = content.read(), PurePosixPath(member.name).suffix.lower()
-        if kind := _kind(f"file{ending}"):
+        if kind := kind_of(member.name):
             media.setdefault(kind, []).append(data)
         elif ending in (".json", ".txt", ".caption"):
             try:
@@ -298,7 +342,7 @@ def _sample(
                 continue
             value |= parsed
         else:
-            value[ending.lstrip(".") or member.name[:200]] = member.name
+            value.setdefault(ending.lstrip(".") or member.name[:200], data[:1])  # counts as unread
     for kind, files in media.items():  # instead of the names that the JSON file has for them
         value.pop(f"{kind}s", None)
         value[kind] = files
@@ -313,21 +357,29 @@ def _dataset(source: str) -> Iterator[Row]:
         raise DataError(
             f"reading the dataset {source} needs the package datasets: pip install 'vlmdistill[hf]'"
         ) from None
-    name, _, split = source.partition("@")
-    name, _, subset = (name, "", "") if Path(name).exists() else name.partition(":")
+    folder, split = _located(source)
+    if folder.exists():
+        name, subset = str(folder), ""
+    else:
+        name, _, split = source.partition("@")
+        name, _, subset = name.partition(":")
     split = split or "train"
+    number = 0
     try:
-        folder = Path(name).expanduser()
         if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
             loaded = datasets.load_from_disk(str(folder))
+            if isinstance(loaded, Mapping) and split not in loaded:
+                raise DataError(f"no split '{split}': write {name}@SPLIT, with one of {', '.join(loaded)}")
             data = loaded[split] if isinstance(loaded, Mapping) else loaded
         else:
             data = datasets.load_dataset(name, subset or None, split=split)
-    except KeyError:
-        raise DataError(f"the dataset {name} has no split '{split}': write {name}@SPLIT") from None
-    except (OSError, ValueError, RuntimeError) as error:
+        # Arrow rows hold images as encoded bytes, not decoded.
+        for table in data.with_format("arrow").iter(batch_size=1):
+            for value, problem in _values(table):
+                number += 1
+                yield Row(source, Path(name).name, number, value, problem=problem)
+    except Exception as error:  # noqa: BLE001 - loaders of datasets raise anything; the user needs one line
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise DataError(f"cannot read the dataset {name}: {reason}") from None
-    # Arrow rows hold images as encoded bytes, not decoded.
-    for number, table in enumerate(data.with_format("arrow").iter(batch_size=1), 1):
-        yield Row(source, folder.name, number, table.to_pylist()[0])
+        raise DataError(
+            f"cannot read the dataset {name}{f' at row {number + 1}' if number else ''}: {reason}"
+        ) from None

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from vlmdistill.pipelines import software
-from vlmdistill.pipelines.prompts.prompt_table import read
+from vlmdistill.pipelines.prompts.prompt_table import load
+from vlmdistill.pipelines.prompts.sources import walk
 from vlmdistill.pipelines.runtime.cluster import MIB, cause_of, machines, session
 from vlmdistill.pipelines.runtime.shared import Shared, marked, spread
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
@@ -171,9 +172,8 @@ def _without_new_folders(store: str) -> Iterator[None]:
 def _some_media(workspace: Workspace, folder: Path | None) -> tuple[str, ...]:
     """Files of the prompts, or of a folder."""
     if folder is not None:
-        files = [str(path.absolute()) for path in folder.rglob("*") if path.is_file()]
-        return tuple(spread(files or [str(folder.absolute())]))
-    prompts = read(workspace.prompts) if workspace.prompts.is_file() else []
+        return tuple(spread([str(path.absolute()) for path, _ in walk(folder)] or [str(folder.absolute())]))
+    prompts = load(workspace.prompts) if workspace.prompts.is_file() else []
     return tuple(spread(path for prompt in prompts for path in prompt.files))
 
 

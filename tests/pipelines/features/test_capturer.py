@@ -289,14 +289,19 @@ def test_a_store_without_what_a_drafter_needs_is_refused_by_name(given: Given, s
 
 def test_a_response_whose_prompt_has_changed_fails_and_is_not_stored(given: Given, tmp_path: Path) -> None:
     by_key = {prompt.key: prompt for prompt in given.prompts}
-    first, second = (CaptureItem(by_key[row.key], row) for row in list(dataset.read(given.responses))[:2])
+    items = [CaptureItem(by_key[row.key], row) for row in dataset.read(given.responses)]
+    shown = next(item for item in items if item.prompt.files)
+    first, second = [item for item in items if item is not shown][:2]
+    parts = [part | {"digest": "0" * 32} for part in shown.prompt.messages[0]["content"]]  # of another image
+    stale = dataclasses.replace(shown.prompt, messages=[{"role": "user", "content": parts}])
     words = [{"role": "user", "content": [{"type": "text", "text": "Quite another question than before"}]}]
     changed = CaptureItem(dataclasses.replace(first.prompt, messages=words), first.response)
     settings = CaptureSettings(drafters=["sparrow"], batch_tokens=1024)
     result = Capturer(given.model, str(tmp_path / "store"), "", settings).work(
-        CaptureTask((changed, second), "task")
+        CaptureTask((changed, CaptureItem(stale, shown.response), second), "task")
     )
-    assert list(result.failed) == [first.prompt.key]
+    assert result.failed.keys() == {first.prompt.key, shown.prompt.key}
+    assert shown.prompt.files[0] in result.failed[shown.prompt.key]
     assert f"had {first.response.prompt_tokens}" in result.failed[first.prompt.key]
     assert Store.open(tmp_path / "store").keys() == {second.prompt.key}
 

@@ -313,6 +313,13 @@ def test_mmspec_keeps_its_topics_apart(tmp_path: Path) -> None:
     assert imported("mmspec", tmp_path, tmp_path / "prompts.parquet")[0].dataset == "mmspec/general vqa"
 
 
+def test_sets_that_ask_alike_are_not_mixed(tmp_path: Path) -> None:
+    mm_vet(tmp_path / "mm-vet")
+    assert len(imported("mm-vet@hivis", tmp_path, tmp_path / "prompts.parquet")) == 1
+    with pytest.raises(DataError, match="mm-vet@sparrow"):
+        imported("mm-vet@sparrow", tmp_path, tmp_path / "prompts.parquet")
+
+
 def many(to: Path, count: int = 130) -> None:
     """ChartQA in two files of several row groups."""
     rows = [

@@ -4,6 +4,7 @@ import base64
 import json
 import math
 import os
+import resource
 import shutil
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from PIL import Image
 
 from tests import tiny
 from vlmdistill.pipelines.prompts.importing import Choices, ImportSummary, import_prompts
-from vlmdistill.pipelines.prompts.prompt_table import read
+from vlmdistill.pipelines.prompts.prompt_table import load, read
 from vlmdistill.stores.errors import DataError
 
 
@@ -160,6 +161,7 @@ def test_how_a_video_is_sampled_is_part_of_the_prompt(tmp_path: Path, out: Path)
     for choices, sampling in ((Choices(fps=0.5), {"fps": 0.5}), (Choices(frames=3), {"frames": 3})):
         again = import_prompts([source], tmp_path / f"{sampling}.parquet", choices=choices)
         part = read(again.out)[0].messages[0]["content"][0]
+        assert part.pop("digest")
         assert part == {"type": "video", "path": str(tmp_path / "clip.mp4"), **sampling}
 
 
@@ -347,6 +349,61 @@ def test_prompts_of_one_image_are_on_one_side(tmp_path: Path, out: Path) -> None
     assert {"train", "eval"} == {next(iter(side)) for side in sides.values()}
 
 
+def sides_of_images(out: Path) -> dict[str, set[str]]:
+    """The splits of the prompts of each image."""
+    sides: dict[str, set[str]] = {}
+    for prompt in read(out):
+        for path in prompt.files:
+            sides.setdefault(path, set()).add(prompt.split)
+    return sides
+
+
+def test_images_that_are_shown_together_are_on_one_side(tmp_path: Path, out: Path) -> None:
+    rows = []
+    for i in range(40):
+        pair = [picture(tmp_path / f"{i}{which}.png", 2 * i + n).name for n, which in enumerate("ab")]
+        for shown in (pair[:1], pair[1:], pair, pair[::-1]):
+            rows.append(talk("<image>\n" * len(shown) + "What?", "x", images=shown))
+    import_prompts([write(tmp_path / "mix.json", rows)], out, choices=Choices(eval_share=0.4))
+    sides = sides_of_images(out)
+    assert (len(sides), {len(side) for side in sides.values()}) == (80, {1})
+    assert {"train", "eval"} == set().union(*sides.values())
+
+
+def test_a_later_import_keeps_the_side_of_each_image(tmp_path: Path, out: Path) -> None:
+    names = [picture(tmp_path / f"{i}.png", i).name for i in range(30)]
+
+    def ask(text: str, **choices: Any) -> ImportSummary:
+        rows = [talk(f"<image>\n{text}", "x", image=name) for name in names]
+        return import_prompts([write(tmp_path / "mix.json", rows)], out, choices=Choices(**choices))
+
+    ask("What?", eval_share=0.4)
+    held = {path for path, side in sides_of_images(out).items() if side == {"eval"}}
+    assert ask("Where?", eval_share=0).added == 30
+    summary = ask("Who?", split="eval")
+    assert (summary.added, summary.skipped["images of the other split"]) == (len(held), 30 - len(held))
+    assert ask("What?", split="eval").present == 30
+    left = next(name for name in names if str(tmp_path / name) not in held)
+    right = Path(next(iter(held))).name
+    both = write(tmp_path / "both.json", [talk("Compare.", "x", images=[left, right]), talk("Fine", "yes")])
+    assert import_prompts([both], out).skipped == {"images of the other split": 1}
+    sides = sides_of_images(out)
+    assert {path for path, side in sides.items() if side == {"eval"}} == held
+    assert {len(side) for side in sides.values()} == {1}
+
+
+def test_two_imports_at_once_are_refused(tmp_path: Path, out: Path) -> None:
+    one, two = (write(tmp_path / f"{name}.json", [talk(name, "x")]) for name in ("one", "two"))
+
+    def meanwhile(rows: int) -> None:
+        with pytest.raises(DataError, match="another run"):
+            import_prompts([two], out)
+
+    import_prompts([one], out, progress=meanwhile)
+    import_prompts([two], out)
+    assert [prompt.messages[0]["content"][0]["text"] for prompt in read(out)] == ["one", "two"]
+
+
 def test_augmentations_are_added_and_recorded(tmp_path: Path, out: Path) -> None:
     picture(tmp_path / "1.png")
     rows = [talk("<image>\nWhat?", "x", image="1.png"), talk("Hello", "x")]
@@ -369,6 +426,12 @@ def test_the_limit_counts_prompts(tmp_path: Path, out: Path) -> None:
     assert [prompt.row for prompt in read(out)] == list(range(1, 8))
 
 
+def test_nothing_is_read_beyond_the_limit(tmp_path: Path, out: Path) -> None:
+    one = write(tmp_path / "one.json", [talk("a", "x"), talk("b", "x"), talk("", "x")])
+    two = write(tmp_path / "two.jsonl", [talk("", "x"), talk("c", "x")])
+    assert import_prompts([one, two], out, choices=Choices(limit=2)).skipped == {}
+
+
 def test_the_side_file_forgets_what_was_repaired(tmp_path: Path, out: Path) -> None:
     other = write(tmp_path / "other.json", [talk("a", "b"), talk("", "b")])
     repaired = tmp_path / "repaired.json"
@@ -384,3 +447,22 @@ def test_another_file_is_refused_as_prompts(tmp_path: Path) -> None:
     path.write_bytes(b"PAR1 but not really")
     with pytest.raises(DataError, match=str(path)):
         read(path)
+
+
+def test_a_full_disk_is_not_taken_for_a_broken_file(tmp_path: Path, out: Path) -> None:
+    import_prompts([write(tmp_path / "share.json", [talk("a", "b")])], out)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(DataError, match="copied to"):
+            load(out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_file_that_has_changed_is_named(tmp_path: Path, out: Path) -> None:
+    picture(tmp_path / "1.png", 1)
+    import_prompts([write(tmp_path / "mix.json", [talk("<image>\nWhat?", "x", image="1.png")])], out)
+    assert read(out)[0].changed == []
+    picture(tmp_path / "1.png", 2)
+    assert read(out)[0].changed == [str(tmp_path / "1.png")]

@@ -7,6 +7,7 @@ import io
 import json
 import lzma
 import math
+import mimetypes
 import os
 import random
 import re
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -31,6 +33,7 @@ from vlmdistill.pipelines.prompts.prompt_table import Prompt, read
 from vlmdistill.pipelines.prompts.sources import BadRowError, Row
 from vlmdistill.stores.errors import DataError
 
+MANY = "".join(f"\n{letter.upper()}. {letter}" for letter in "abcdefghijkl")
 PAGE = Path(__file__).parents[3] / "docs" / "inputs.md"
 TALK = {"conversations": [{"from": "human", "value": "What is this?"}, {"from": "gpt", "value": "A wall."}]}
 ALPACA = {"instruction": "Summarise the text.", "input": "Once upon a time.", "output": "A tale."}
@@ -362,11 +365,11 @@ def test_a_folder_of_images_and_videos_needs_only_a_question(out: Path, media: P
     summary = import_prompts([str(photos)], out, choices=Choices(ask="Describe the image.", frames=4))
     assert (summary.added, summary.skipped) == (2, {"neither image nor video": 1})
     video, image = (prompt.messages[0]["content"] for prompt in read(out))
-    assert image == [
+    assert [{name: part[name] for name in part if name != "digest"} for part in image] == [
         {"type": "image", "path": str(photos / "sub" / "a.JPG")},
         {"type": "text", "text": "Describe the image."},
     ]
-    assert video[0] == {"type": "video", "path": str(photos / "b.mp4"), "frames": 4}
+    assert (video[0]["type"], video[0]["path"], video[0]["frames"]) == ("video", str(photos / "b.mp4"), 4)
     assert {prompt.dataset for prompt in read(out)} == {"photos"}
 
 
@@ -486,6 +489,138 @@ def test_a_large_image_is_taken_without_a_word(out: Path, monkeypatch: pytest.Mo
     one(out, said("<image>\nWhat?", "A wall.", image="1.jpg"))
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 30 * 20 // 2 - 1)  # above twice which it refuses
     assert refused(out, said("<image>\nWho?", "A wall.", image="1.jpg"))[0] == "unreadable image"
+
+
+def test_all_of_what_one_file_holds_is_read_or_refused(tmp_path: Path, out: Path, media: Path) -> None:
+    image = (media / "1.jpg").read_bytes()
+    two = tmp_path / "two.json"
+    two.write_text(json.dumps([TALK]) + "\n" + json.dumps([ALPACA]))
+    with pytest.raises(DataError, match=r"two\.json .* line 2"):
+        import_prompts([str(two)], out)
+    first = tar(tmp_path / "1.tar", ("0.json", TALK))
+    second = tar(tmp_path / "2.tar", ("1.jpg", image), ("1.json", said("<image>\nWhat?", "x")))
+    (tmp_path / "two.tar").write_bytes(Path(first).read_bytes() + Path(second).read_bytes())
+    assert import_prompts([str(tmp_path / "two.tar")], out).added == 2
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [{"role": "user", "content": "What is this?", "images": ["1.jpg"]}]},
+        {"messages": [{"role": "user", "content": [{"image": "1.jpg"}, {"text": "What is this?"}]}]},
+        {"texts": [{"user": "What is this?", "assistant": "A wall.", "images": ["1.jpg"]}]},
+        {"question": "What is this?", "image": "file:///DIR/a%20b.jpg"},
+    ],
+)  # fmt: skip
+def test_an_image_is_found_in_every_usual_form(out: Path, row: dict[str, Any]) -> None:
+    folder = out.parents[1]
+    shutil.copy(folder / "1.jpg", folder / "a b.jpg")
+    asked = one(out, json.loads(json.dumps(row).replace("/DIR", str(folder)))).messages[0]["content"]
+    assert [part["type"] for part in asked] == ["image", "text"]
+
+
+def test_content_that_is_in_no_prompt_is_counted(tmp_path: Path, out: Path) -> None:
+    part = {"type": "text", "text": "What?", "image": "1.jpg"}
+    turn = {"role": "user", "content": [part], "audio": "1.wav", "name": ""}
+    assert imported(out, {"messages": [turn]}).unread_columns == {"turn.audio": 1, "text.image": 1}
+    rows = [{"question": "Who?", "jpg": b"\xff\xd8"}]
+    summary = import_prompts([str(packed(tmp_path, "a.parquet", rows))], out)
+    assert summary.unread_columns == {"jpg": 1}
+
+
+@pytest.mark.parametrize(
+    ("row", "asked"),
+    [
+        ({"question": "Is it in or on the box?", "choices": ["in", "on", "box"]}, "\nA. in\nB. on\nC. box"),
+        ({"question": "Are there 1 or 2?", "choices": ["1", "2"]}, "\nA. 1\nB. 2"),
+        ({"question": "Is A cat larger?", "choices": ["cat"]}, "\nA. cat"),
+        ({"question": "Which?\nA. one\nB. two", "choices": ["A. one", "B. two"]}, ""),
+        ({"question": "Which?", "choices": list("abcdefghijkl")}, MANY),
+        ({"question": "Which is red?", "hint": "red"}, "\nred"),
+        ({"question": "Hint: red\nWhich?", "hint": "red"}, ""),
+        ({"question": "Which?", "X": "a coordinate"}, ""),
+    ],
+)  # fmt: skip
+def test_choices_and_hints_are_left_out_only_if_the_question_has_them(
+    out: Path, row: dict[str, Any], asked: str
+) -> None:
+    imported(out, row)
+    assert texts(read(out)[0])[0][1] == row["question"] + asked
+    assert refused(out, {"question": "Who?", "choices": ["x"] * 27})[0] == "too many choices"
+
+
+def test_a_value_that_cannot_be_read_costs_its_row_alone(tmp_path: Path, out: Path) -> None:
+    texts = pa.array([b"Who?", b"\xff", b"Where?"]).cast(pa.binary())
+    table = pa.table(
+        {
+            "question": pa.Array.from_buffers(pa.string(), 3, texts.buffers()),
+            "when": pa.array([2**62] * 3, pa.timestamp("us")),
+        }
+    )
+    pq.write_table(table, tmp_path / "a.parquet")
+    summary = import_prompts([str(tmp_path / "a.parquet")], out)
+    assert (summary.added, summary.skipped) == (2, {"unreadable value": 1})
+
+
+def test_damage_ends_in_one_line(tmp_path: Path, out: Path, media: Path) -> None:
+    broken = bytearray(bz2.compress(json.dumps([TALK]).encode()))
+    broken[20:24] = b"????"
+    (tmp_path / "a.json.bz2").write_bytes(broken)
+    with pytest.raises(DataError, match=r"a\.json\.bz2 .*decompress"):
+        import_prompts([str(tmp_path / "a.json.bz2")], out)
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "a.parquet").write_bytes(b"PAR1 no more")
+    with pytest.raises(DataError, match="saved"):
+        import_prompts([str(tmp_path / "saved")], out)
+    with Image.open(media / "1.jpg") as image:
+        image.save(tmp_path / "whole.avif")
+    whole = (tmp_path / "whole.avif").read_bytes()
+    (tmp_path / "1.avif").write_bytes(whole[:-40])
+    assert refused(out, said("<image>\nWhat?", "x", image="1.avif"))[0] == "unreadable image"
+    os.symlink(os.fsencode(tmp_path) + b"/\xff.jpg", tmp_path / "clean.jpg")
+    os.rename(shutil.copy(media / "1.jpg", tmp_path / "2.jpg"), os.fsencode(tmp_path) + b"/\xff.jpg")
+    assert refused(out, said("<image>\nWhat?", "x", image="clean.jpg"))[0] == "name not UTF-8"
+
+
+def test_linked_folders_of_images_are_read_once(out: Path, media: Path) -> None:
+    photos = out.parents[1] / "photos"
+    photos.mkdir()
+    (photos / "linked").symlink_to(media)
+    (photos / "loop").symlink_to(photos)
+    (photos / "gone.jpg").symlink_to(photos / "nowhere.jpg")
+    summary = import_prompts([str(photos)], out, choices=Choices(ask="Describe it.", frames=4))
+    assert (summary.added, summary.skipped) == (2, {"missing image": 1})
+
+
+def test_a_split_of_a_saved_dataset_is_chosen_by_its_name(tmp_path: Path, out: Path) -> None:
+    splits = {
+        name: datasets.Dataset.from_list([{"question": f"{name}?"}]) for name in ("train", "validation")
+    }
+    datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "coco@2017"))
+    import_prompts([f"{tmp_path}/coco@2017@validation"], out)
+    import_prompts([f"{tmp_path}/coco@2017"], out)
+    assert [texts(prompt)[0][1] for prompt in read(out)] == ["validation?", "train?"]
+    with pytest.raises(DataError, match="train, validation"):
+        import_prompts([f"{tmp_path}/coco@2017@test"], out)
+
+
+def test_what_is_an_image_does_not_depend_on_the_machine(
+    tmp_path: Path, out: Path, media: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mimetypes, "guess_type", lambda *_, **__: (None, None))
+    with Image.open(media / "1.jpg") as image:
+        image.save(tmp_path / "1.webp")
+    webp = (tmp_path / "1.webp").read_bytes()
+    source = tar(
+        tmp_path / "a.tar", ("0.webp", webp), ("0.json", TALK), ("1.json", TALK), ("1.query", b"Who?")
+    )
+    summary = import_prompts([source], out)
+    assert [len(prompt.files) for prompt in read(out)] == [1, 0]
+    assert summary.unread_columns == {"query": 1}
+    (tmp_path / "frames").mkdir()
+    shutil.copy(tmp_path / "1.webp", tmp_path / "frames")
+    row = said("<video>\nWhat moves?", "x", video="frames")
+    assert imported(out, row).added == 1
 
 
 KEYS = [

@@ -42,6 +42,12 @@ def test_this_machine_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     out, err = capsys.readouterr()
     assert (len(out.splitlines()), err) == (2, "")
     assert not (tmp_path / "runs").exists()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "b.png").symlink_to("nowhere")
+    (tmp_path / "media").mkdir()
+    (tmp_path / "media" / "linked").symlink_to(tmp_path / "elsewhere")
+    assert main(["doctor", "--media", str(tmp_path / "media"), *where[2:]]) == 1
+    assert "b.png" in capsys.readouterr().err
     assert main(["doctor", "--runs", "s3://bucket/runs"]) == 1  # no folder of that name is made
     assert "s3://bucket/runs" in capsys.readouterr().err
     (tmp_path / "runs").write_text("a file")
