@@ -105,7 +105,7 @@ class Synthesizer(Responder):
         assert self.engine is not None
         self.engine.respond(
             [encoded for _, encoded in batch],
-            self._settings.dtype,
+            self._capturer.dtype,
             list(by_key),
             keep,
             max_new_tokens=self.sampling.max_new_tokens,
