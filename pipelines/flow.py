@@ -167,11 +167,11 @@ def capture_features(
         capturer.check_origin(checkpoint(model), responses, store)
         with marked(os.path.expanduser(store)):
             pass  # it can be written: known before hours of generation, not after
-    announce = partial(capturer.announce, store, len(there | missing))
+    whole = len(there | missing)
     respond = (
-        partial(synthesizer.synthesize, store, settings)
+        partial(synthesizer.synthesize, store, settings, whole)
         if one_pass
-        else partial(responder.respond, on_start=announce)
+        else partial(responder.respond, on_start=partial(capturer.announce, store, whole))
     )
     with cluster.session() if missing else nullcontext():
         if missing:

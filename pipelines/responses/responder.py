@@ -179,15 +179,16 @@ class Responder:
         self, prompt: Prompt, encoded: "EncodedPrompt", response: "EncodedResponse", seed: int
     ) -> ResponseRow:
         ids = [int(i) for i in response.ids]
+        words, repeated, length = len(response.text.split()), repetition(ids), encoded.length + len(ids)
         return self._row(
             prompt,
             ids=ids,
             text=response.text,
             finish=response.finish,
             **_tokens(encoded),
-            words=len(response.text.split()),
-            repetition=repetition(ids),
-            reason=self.filters.reason(response.text, ids, encoded.length, self.limit),
+            words=words,
+            repetition=repeated,
+            reason=self.filters.reason(words, repeated, length, self.limit),
             seed=seed,
         )
 

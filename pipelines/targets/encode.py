@@ -116,9 +116,8 @@ def encode(
             processor_kwargs={"video_metadata": metadata, "do_sample_frames": False} if metadata else {},
         )
     except Exception as error:  # templates and processors raise anything
-        passing = isinstance(error, OSError) or out_of_memory(error)
-        kind = MediaError if passing else DataError
-        raise kind(f"the target's processor refuses this prompt: {first_line(error)}") from error
+        refusal = MediaError if isinstance(error, OSError) or out_of_memory(error) else DataError
+        raise refusal(f"the target's processor refuses this prompt: {first_line(error)}") from error
     ids_L = batch["input_ids"][0]
     if len(ids_L) > max_length:
         raise DataError(f"the prompt has {len(ids_L)} tokens and the target reads at most {max_length}")

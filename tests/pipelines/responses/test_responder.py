@@ -24,7 +24,7 @@ from vlmdistill.pipelines.prompts.importing import import_prompts
 from vlmdistill.pipelines.prompts.prompt_table import Prompt, read
 from vlmdistill.pipelines.responses import dataset
 from vlmdistill.pipelines.responses.dataset import SamplingSettings
-from vlmdistill.pipelines.responses.quality import Filters
+from vlmdistill.pipelines.responses.quality import Filters, repetition
 from vlmdistill.pipelines.responses.responder import Responder, ResponseTask, plan
 from vlmdistill.pipelines.responses.responder import respond as respond_by_any
 from vlmdistill.pipelines.runtime.workers import WorkerOptions, weight_bytes
@@ -76,7 +76,7 @@ def keys(out: Path) -> Counter[str]:
 )
 def test_filters_say_why(text: str, ids: Any, reason: str) -> None:
     limit = 130 if reason != "over length" else 99
-    assert Filters().reason(text, list(ids), 5, limit) == reason
+    assert Filters().reason(len(text.split()), repetition(list(ids)), 5 + len(ids), limit) == reason
 
 
 @pytest.mark.parametrize(
