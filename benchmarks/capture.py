@@ -1,13 +1,15 @@
 """The whole path of a capturing worker against the bare forward pass of its target on the same batches.
 
     python -m benchmarks.capture [--model demo] [--samples 512] [--rounds 5] [--batch-tokens 8192]
+    python -m benchmarks.capture --encode 2
 
 One worker, in one process, without Ray. Each round runs every shard three times: bare (prompts are encoded
 already, the states of all captured layers are taken, nothing is kept), serial (the whole path, one stage
 after the other: media are read and encoded, forward pass, transfer, cut, write, commit) and overlapped, as a
 worker does it. A ratio is the time of the first by that of another: medians and quartiles over shards and
 rounds. A table has the time of each stage of the serial path. The floor is the ratio if all were hidden but
-what no batch runs beside: the first encoding and the last commit of each shard.
+what no batch runs beside: the first encoding and the last commit of each shard. With --encode N, only the
+encoding of pictures of a megapixel is timed, with one thread and with N.
 """
 
 import argparse
@@ -19,12 +21,14 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
+from PIL import Image
 
 from vlmdistill.drafters.decoding.clock import wait
 from vlmdistill.pipelines.demo.prompts import DemoSize, import_demo
@@ -36,15 +40,19 @@ from vlmdistill.pipelines.features.capturer import (
     CaptureTask,
     stored_head,
 )
+from vlmdistill.pipelines.media.images import large_images
 from vlmdistill.pipelines.prompts import prompt_table
 from vlmdistill.pipelines.responses.dataset import ResponseRow
 from vlmdistill.pipelines.targets import batching
+from vlmdistill.pipelines.targets import encode as target_encode
 from vlmdistill.pipelines.targets.batching import packed
 from vlmdistill.pipelines.targets.capture import Leaving, Transcript
+from vlmdistill.pipelines.targets.checkpoints.loading import load_for_capture
 from vlmdistill.pipelines.targets.target_model import TargetModel
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.writer import Writer
 
+RELEASED = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 16384}  # of the released Qwen2.5-VL
 STAGES: dict[str, tuple[Any, str]] = {
     "read and encode media": (TargetModel, "encode"),
     "forward pass": (TargetModel, "_states"),
@@ -154,6 +162,48 @@ def measure(model: str, samples: int, rounds: int, batch_tokens: int, shard_samp
         print(f"floor {forward / (forward + encode * len(tasks) / batches + commit):.3f}, by processor time")
 
 
+def encoding(model: str, images: int, threads: int) -> None:
+    """Print how many pictures of a megapixel one thread and `threads` read and encode in a second."""
+    target, noise = load_for_capture(model), np.random.default_rng(0)
+    target.processor.image_processor.size = RELEASED
+    with tempfile.TemporaryDirectory() as folder, large_images():
+        paths = [f"{folder}/{number}.jpg" for number in range(8)]
+        for path in paths:
+            small = Image.fromarray(noise.integers(0, 256, (64, 64, 3), np.uint8))
+            small.resize((1024, 1024)).save(path)
+
+        def encode(number: int) -> int:
+            image = {"type": "image", "path": paths[number % len(paths)]}
+            prompt = target_encode.encode(
+                [{"role": "user", "content": [image]}],
+                family=target.family,
+                model=target.model,
+                processor=target.processor,
+                max_length=2**20,
+            )
+            return sum(span.length for span in prompt.spans)
+
+        tokens, rates = encode(0), dict[int, list[float]]()
+        for _ in range(5):
+            for number in (1, threads):
+                start = time.perf_counter()
+                with closing(batching.one_ahead([range(images)], encode, number)) as ahead:
+                    next(ahead)
+                rates.setdefault(number, []).append(images / (time.perf_counter() - start))
+    print(f"an image of 1 MP has {tokens} visual tokens")
+    for number, rate in rates.items():
+        low, median, high = statistics.quantiles(rate, n=4)
+        print(f"{number} threads: {median:.1f} images/s ({low:.1f} to {high:.1f})")
+    ratios = [many / one for one, many in zip(rates[1], rates[threads], strict=True)]
+    print(f"ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+
+
+def in_turn(batches: Any, make: Any, threads: int) -> Iterator[Any]:
+    """Each batch with what is made of it, nothing ahead."""
+    del threads
+    return ((batch, [make(item) for item in batch]) for batch in batches)
+
+
 @contextmanager
 def serial() -> Iterator[None]:
     """One stage after the other, while it is open."""
@@ -165,7 +215,7 @@ def serial() -> Iterator[None]:
             return done
 
     with (
-        mock.patch.object(batching, "one_ahead", lambda items: (item for item in items)),
+        mock.patch.object(batching, "one_ahead", in_turn),
         mock.patch.object(capturer, "ThreadPoolExecutor", return_value=Inline()),
     ):
         yield
@@ -179,8 +229,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batch-tokens", type=int, default=8192)
     parser.add_argument("--shard-samples", type=int, default=128)
+    parser.add_argument(
+        "--encode", type=int, default=0, metavar="N", help="encode alone, with 1 and N threads"
+    )
     given = parser.parse_args()
     torch.set_num_threads(1)
+    if given.encode:
+        encoding(given.model, 16, given.encode)
+        return
     measure(given.model, given.samples, given.rounds, given.batch_tokens, given.shard_samples)
 
 

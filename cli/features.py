@@ -31,7 +31,9 @@ def features(
     ] = None,
     split: console.SplitName = "train",
     limit: console.Limit = None,
-    dtype: Annotated[console.Dtype, typer.Option(help="Dtype of the stored features.")] = "bfloat16",
+    dtype: Annotated[
+        console.Dtype | None, typer.Option(help="Dtype of features in a new store; default: bfloat16.")
+    ] = None,
     encoding: Annotated[
         list[str] | None,
         typer.Option(
@@ -89,5 +91,5 @@ def features(
         generate=responses is None,
         bar=console.progress,
     )
-    console.result(vars(done.features), as_json)
+    console.result({**vars(done.features), "failed": len(done.failed)}, as_json)
     check_failed(done.failed, len(chosen), allow_failed)

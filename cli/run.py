@@ -29,8 +29,13 @@ def run(
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Evaluate on at most N held-out prompts.")] = 100,
     max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Maximum length of a response to train on, in tokens.")
-    ] = 1024,
+        int | None,
+        typer.Option(
+            min=1,
+            help="Maximum length of a response to train on, in tokens; default: that of the responses that "
+            "exist, or 1024.",
+        ),
+    ] = None,
     batch_size: console.BatchSize = 32,
     workers: console.Workers = None,
     wait: console.Wait = None,

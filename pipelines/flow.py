@@ -6,7 +6,7 @@ Each stage does only what is missing.
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -55,7 +55,7 @@ class Plan:
     recipe: str = "paper"
     settings: Sequence[str] = ()
     temperatures: tuple[float, ...] = (0.0, 1.0)
-    max_new_tokens: int = 1024  # of a response to train on
+    max_new_tokens: int | None = None  # of a response to train on; None: as in those that exist, or 1024
     eval_limit: int = 100  # prompts
     eval_tokens: int = 512  # of a response in the evaluation
     batch: int = 32  # prompts of one batch of responses
@@ -102,7 +102,7 @@ def prepare(workspace: Workspace, plan: Plan, log: Callable[[str], None], bar: P
             str(workspace.features),
             CaptureSettings(drafters=trained),
             plan.workers,
-            sampling=SamplingSettings(max_new_tokens=plan.max_new_tokens, seed=plan.seed),
+            sampling=_sampling(workspace.responses, plan),
             batch=plan.batch,
             bar=bar,
         )
@@ -114,6 +114,14 @@ def prepare(workspace: Workspace, plan: Plan, log: Callable[[str], None], bar: P
             names = ", ".join(done.features.features)
             log(f"features   {done.features.samples} samples, in {done.features.store}: {names}")
         check_failed(done.failed, len(prompts), plan.allow_failed)
+
+
+def _sampling(responses: Path, plan: Plan) -> SamplingSettings:
+    """How responses are sampled: as those that exist, which may be of another seed than the training."""
+    known = dataset.read_settings(responses)[0]
+    if not (responses / dataset.SETTINGS).is_file():
+        known = replace(known, seed=plan.seed)
+    return replace(known, max_new_tokens=plan.max_new_tokens or known.max_new_tokens)
 
 
 @dataclass(frozen=True)
@@ -149,6 +157,8 @@ def capture_features(
     """
     generated = None
     missing = set[str]()
+    if sampling:  # also if nothing is missing
+        dataset.check_settings(responses, {"sampling": asdict(sampling)})
     if generate:
         missing = set(prompt_table.facts_of(dataset.without_response(prompts, responses))["key"])
     there = capturer.keys_in(store, settings, workers.engine) if missing else set()
@@ -157,11 +167,11 @@ def capture_features(
         capturer.check_origin(checkpoint(model), responses, store)
         with marked(os.path.expanduser(store)):
             pass  # it can be written: known before hours of generation, not after
-    announce = partial(capturer.announce, store, len(there | missing))
+    whole = len(there | missing)
     respond = (
-        partial(synthesizer.synthesize, store, settings)
+        partial(synthesizer.synthesize, store, settings, whole)
         if one_pass
-        else partial(responder.respond, on_start=announce)
+        else partial(responder.respond, on_start=partial(capturer.announce, store, whole))
     )
     with cluster.session() if missing else nullcontext():
         if missing:

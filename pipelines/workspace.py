@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from vlmdistill.pipelines.prompts.sources import lone_surrogate
 from vlmdistill.pipelines.targets.checkpoints.registry import hub_id
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.stores.backends.local import sync
@@ -42,10 +43,13 @@ class Workspace:
         if not model:
             raise DataError("--model is empty: give a name, a hub id or a checkpoint folder")
         base = (runs or Path(os.environ.get(RUNS_VARIABLE) or "runs")).expanduser()
-        if base.parts[0].endswith(":"):
+        if str(base).partition("/")[0].endswith(":"):
             url = str(base).replace(":/", "://", 1)
             raise DataError(f"--runs {url}: give a folder; only --store takes a URL")
         folder = checkpoint_folder(model)
+        for path in (str(base.absolute()), str(folder or model)):
+            if lone_surrogate(path):  # neither records nor messages take it
+                raise DataError(f"the name of {path!a} is not UTF-8: rename it")
         name = folder.name if folder else model.strip("/").replace("/", "--")
         if folder is None and model not in EMBEDDED and not (base / name).is_dir():
             hub_id(model, (path.name for path in base.glob("*/")))
@@ -79,7 +83,11 @@ class Workspace:
 
     def trained(self, drafter: str) -> Path:
         """The folder of a drafter, given by its name in this workspace or by a path."""
-        return Path(drafter) if Path(drafter).is_dir() else self.drafter(drafter)
+        path = Path(drafter).expanduser()
+        if "/" in drafter and not path.is_dir():
+            raise DataError(f"there is no folder {drafter}: give the name of a drafter, or its folder")
+        named = NAME.fullmatch(drafter) and self.drafter(drafter).is_dir()
+        return path if path.is_dir() and not named else self.drafter(drafter)
 
 
 @contextlib.contextmanager

@@ -24,6 +24,14 @@ class TargetError(VlmdistillError):
     """The target VLM cannot be found, loaded or used."""
 
 
+class PromptError(TargetError):
+    """One prompt of a batch, number `at`, cannot be run on this machine; the others can."""
+
+    def __init__(self, text: str, at: int = 0) -> None:
+        super().__init__(text)
+        self.at = at
+
+
 class TrainingError(VlmdistillError):
     """A drafter cannot be trained, resumed or loaded with what was given."""
 

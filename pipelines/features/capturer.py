@@ -21,7 +21,13 @@ import msgspec
 import polars as pl
 
 from vlmdistill.pipelines.engines.environment import EngineName, check_environment
-from vlmdistill.pipelines.features.selection import check_encoding, select_features, store_at
+from vlmdistill.pipelines.features.selection import (
+    check_dtype,
+    check_encoding,
+    check_engine,
+    select_features,
+    store_at,
+)
 from vlmdistill.pipelines.prompts.prompt_table import Prompt, facts_of
 from vlmdistill.pipelines.responses import dataset
 from vlmdistill.pipelines.responses.dataset import ResponseRow
@@ -32,7 +38,7 @@ from vlmdistill.pipelines.runtime.workers import ActorPool, WorkerOptions, weigh
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import Fingerprint, checkpoint
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
 from vlmdistill.pipelines.workspace import absolute_model, only_writer
-from vlmdistill.stores.errors import DataError, StoreError, TargetError, one_line
+from vlmdistill.stores.errors import DataError, PromptError, StoreError, TargetError, one_line
 from vlmdistill.stores.loader.tensors import as_numpy
 from vlmdistill.stores.schema import FrozenTables, Sample, content_hash
 from vlmdistill.stores.store import Store
@@ -47,7 +53,7 @@ class CaptureSettings:
     """What is captured, and in which shape."""
 
     drafters: Sequence[str] | None = None  # whose needs are captured; None: all drafters
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"  # of the stored features
+    dtype: Literal["bfloat16", "float16", "float32"] | None = None  # of a new store; None: bfloat16
     encoding: Mapping[str, str] = field(default_factory=dict)  # feature -> raw (default) or int8
     batch_tokens: int = 8192  # of one forward pass, padding included
     shard_bytes: int = 512 * MIB
@@ -169,9 +175,11 @@ class Capturer:
         check_dtype(there, self.target.dtype_name)
         check_engine(there, engine)
         self.features = select_features(there, settings.drafters, self.target.info)
+        self.target.encode([{"role": "user", "content": ""}])  # it sets up the tokenizer; threads must not
         self.settings = settings
+        self.dtype = settings.dtype or (there.provenance.dtype if there else "bfloat16")
         self.engine = None
-        provenance = self.target.provenance(self.features, settings.dtype, sampling)
+        provenance = self.target.provenance(self.features, self.dtype, sampling)
         if engine == "vllm":
             self.engine = EngineTarget(self.target, self.features, settings.batch_tokens)
             provenance = msgspec.structs.replace(provenance, engine=self.engine.name)
@@ -185,7 +193,7 @@ class Capturer:
         row_bytes = {"text": 0, "visual": 0, "span": 0}
         for feature in self.features:
             eight = self.store.layout.encoding.get(feature.name) == "int8"
-            number = 1 if eight else 4 if self.settings.dtype == "float32" else 2
+            number = 1 if eight else 4 if self.dtype == "float32" else 2
             row_bytes[feature.where] += number * self.target.info.hidden_size
         return CaptureFacts(
             str(self.target.fingerprint),
@@ -196,33 +204,46 @@ class Capturer:
 
     def work(self, task: CaptureTask) -> CaptureResult:
         """Capture a task and commit it as one shard, without the samples whose prompt has changed."""
-        try:
-            return self._capture(task)
-        except DataError:
-            failed = {item.prompt.key: why for item in task.items if (why := self._problem(item))}
-            if not failed:
-                raise
-        rest = task.only([key for key in task.keys if key not in failed])
-        result = self._capture(rest) if rest.items else CaptureResult()
-        return dataclasses.replace(result, failed=failed)
+        failed = dict[str, str]()
+        while task.items:
+            try:
+                return dataclasses.replace(self._capture(task), failed=failed)
+            except PromptError as error:  # among the longest, which are run first: little is run again
+                key = task.keys[error.at]
+                failed[key] = f"sample {key}: {one_line(error)}"
+            except DataError:
+                wrong = {item.prompt.key: why for item in task.items if (why := self._problem(item))}
+                if not wrong:
+                    raise
+                failed |= wrong
+            task = task.only([key for key in task.keys if key not in failed])
+        return CaptureResult(failed=failed)
 
     def _capture(self, task: CaptureTask) -> CaptureResult:
-        """Batch by batch: while one runs, a thread encodes the next, and another writes the one before.
+        """Batch by batch: while one runs, threads encode the next, and another writes the one before.
 
         In memory are the media of two batches at most, and the samples of two: a shard would not fit.
         """
+        import torch
+
+        from vlmdistill.pipelines.media.images import large_images
         from vlmdistill.pipelines.targets.batching import one_ahead, packed
 
         batches = packed(task.items, lambda item: item.tokens, self.settings.batch_tokens)
-        encoded = one_ahead((batch, [self._encode(item) for item in batch]) for batch in batches)
+        encoded = one_ahead(batches, self._encode, torch.get_num_threads())  # the worker's cores
         with (
+            large_images(),
             self.store.writer(task.name) as writer,
             ThreadPoolExecutor(1, "vlmdistill-store") as thread,
             closing(encoded),
         ):
             written: Future[list[Sample]] | None = None
             for batch, prompts in encoded:
-                captured = self._run(batch, prompts)
+                try:
+                    captured = self._run(batch, prompts)
+                except PromptError as error:
+                    at = task.keys.index(batch[error.at].prompt.key)
+                    raise PromptError(str(error), at) from None
                 if written:
                     written.result()
                 samplings = [prompt.samplings for prompt in prompts]  # the pixels are not kept for it
@@ -231,13 +252,13 @@ class Capturer:
             samples = written.result()
             if self.engine:  # before the shard is committed: one sample of its last batch
                 responses = [[int(i) for i in item.response.ids] for item in batch]
-                self.engine.check(prompts, responses, samples, self.settings.dtype)
+                self.engine.check(prompts, responses, samples, self.dtype)
         return CaptureResult(len(task.items), sum(item.tokens for item in task.items))
 
     def _run(self, batch: Sequence[CaptureItem], prompts: Sequence[Any]) -> Callable[[], list[Sample]]:
         """Run a batch through the target; the call waits for its samples."""
         responses = [[int(i) for i in item.response.ids] for item in batch]
-        keys, dtype = [item.prompt.key for item in batch], self.settings.dtype
+        keys, dtype = [item.prompt.key for item in batch], self.dtype
         if self.engine:
             captured = self.engine.capture(prompts, responses, dtype, keys)
             return lambda: captured
@@ -333,10 +354,13 @@ def capture(
     check_origin(fingerprint, responses, store)
     generated = dataset.Responses(responses)
     items = len(missing_of(prompts, generated, set()))
+    reasons = facts_of(prompts).select("key").join(dataset.facts(responses), on="key", how="inner")["reason"]
     if not items:
+        why = ", ".join(f"{reason} {count}" for reason, count in dataset.counted(reasons).items())
+        other = f" --min-words 0 --out DIR` and give --responses DIR; dropped were: {why}" if why else "`"
         raise DataError(
             f"{responses} holds no kept response to any of the {len(prompts)} prompts: generate some with "
-            f"`vlmdistill responses -m {model}`"
+            f"`vlmdistill responses -m {model}{other}"
         )
     with only_writer(Path(store)) if local else nullcontext():
         there = keys_in(store, settings, options.engine)
@@ -381,14 +405,12 @@ def capture(
             key, why = next(iter(failed.items()))
             raise TargetError(f"all {len(failed)} samples failed; {key}: {why}")
         captured = len(missing) - len(failed)
-        asked = facts_of(prompts).select("key")
-        reasons = asked.join(dataset.facts(responses), on="key", how="inner")["reason"]
         return CaptureSummary(
             store=store,
             features=final.provenance.features,
             samples=len(stored),
             captured=captured,
-            no_response=len(asked) - len(reasons),
+            no_response=len(prompts) - len(reasons),
             dropped=dataset.counted(reasons),
             failed=failed,
             samples_per_second=captured / seconds if captured else 0.0,
@@ -453,26 +475,10 @@ def keys_in(store: str, settings: CaptureSettings, engine: EngineName) -> set[st
     if (there := store_at(store)) is None:
         return set()
     check_engine(there, engine)
+    if settings.dtype and settings.dtype != (theirs := there.provenance.dtype):
+        raise StoreError(f"{store} keeps features in {theirs}, not {settings.dtype}: give another --store")
     check_encoding(there, select_features(there, settings.drafters, there.info), settings.encoding)
     return there.keys()
-
-
-def check_dtype(store: Store | None, dtype: str) -> None:
-    """StoreError if the features in the store come from a target that ran in another dtype."""
-    if store is not None and (theirs := store.record.head.dtype) != dtype:
-        raise StoreError(
-            f"the store {store.path} holds features of a target that ran in {theirs}, and this one runs in "
-            f"{dtype}: give --target-dtype {theirs}, or another --store"
-        )
-
-
-def check_engine(store: Store | None, engine: EngineName) -> None:
-    """StoreError if another engine computed the features in the store."""
-    if store is not None and (theirs := store.provenance.engine.partition(" ")[0]) != engine:
-        raise StoreError(
-            f"the store {store.path} holds features that {theirs} computed: give --engine {theirs}, or "
-            "another --store"
-        )
 
 
 def check_origin(fingerprint: Fingerprint, responses: Path, store: str) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 
 from vlmdistill.drafters.core import catalogue
+from vlmdistill.pipelines.engines.environment import EngineName
 from vlmdistill.stores.backends.backend import open_backend
 from vlmdistill.stores.errors import DataError, StoreError
 from vlmdistill.stores.layout import ENCODINGS
@@ -80,6 +81,24 @@ def check_encoding(store: Store | None, features: Collection[Feature], asked: Ma
                 f"the store {store.path} keeps {name} as {other}, not {encoding}: omit --encoding {name}, or "
                 "give another --store"
             )
+
+
+def check_dtype(store: Store | None, dtype: str) -> None:
+    """StoreError if the features in the store come from a target that ran in another dtype."""
+    if store is not None and (theirs := store.record.head.dtype) != dtype:
+        raise StoreError(
+            f"the store {store.path} holds features of a target that ran in {theirs}, and this one runs in "
+            f"{dtype}: give --target-dtype {theirs}, or another --store"
+        )
+
+
+def check_engine(store: Store | None, engine: EngineName) -> None:
+    """StoreError if another engine computed the features in the store."""
+    if store is not None and (theirs := store.provenance.engine.partition(" ")[0]) != engine:
+        raise StoreError(
+            f"the store {store.path} holds features that {theirs} computed: give --engine {theirs}, or "
+            "another --store"
+        )
 
 
 def store_at(path: str) -> Store | None:

@@ -20,19 +20,16 @@ from vlmdistill.pipelines.features.capturer import (
     Capturer,
     CaptureSettings,
     announce,
-    check_origin,
-    keys_in,
     media_columns,
 )
 from vlmdistill.pipelines.prompts.prompt_table import Prompt
-from vlmdistill.pipelines.responses import dataset, responder
+from vlmdistill.pipelines.responses import responder
 from vlmdistill.pipelines.responses.dataset import SamplingSettings
 from vlmdistill.pipelines.responses.quality import Filters
 from vlmdistill.pipelines.responses.responder import Responder, ResponseResult, ResponseSummary, ResponseTask
 from vlmdistill.pipelines.runtime.reporting import OnProgress, silent
 from vlmdistill.pipelines.runtime.shared import Shared, marked
 from vlmdistill.pipelines.runtime.workers import WorkerOptions
-from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
 from vlmdistill.pipelines.workspace import only_writer
 from vlmdistill.stores.manifest import Commit
@@ -105,7 +102,7 @@ class Synthesizer(Responder):
         assert self.engine is not None
         self.engine.respond(
             [encoded for _, encoded in batch],
-            self._settings.dtype,
+            self._capturer.dtype,
             list(by_key),
             keep,
             max_new_tokens=self.sampling.max_new_tokens,
@@ -118,6 +115,7 @@ class Synthesizer(Responder):
 def synthesize(
     store: str,
     settings: CaptureSettings,
+    whole: int,
     prompts: Sequence[Prompt],
     responses: Path,
     model: str,
@@ -130,12 +128,11 @@ def synthesize(
 ) -> ResponseSummary:
     """Generate the responses to `prompts` that are missing and capture them, as `respond` and `capture` do.
 
-    The store must not hold samples of these prompts. Stopped at any time, it keeps what is done.
+    The store must be of this target, without samples of these prompts, and will hold `whole` samples. Stopped
+    at any time, it keeps what is done.
     """
     store = os.path.expanduser(store)
     local = "://" not in store
-    check_origin(checkpoint(model), responses, store)
-    whole = len(keys_in(store, settings, options.engine)) + len(dataset.without_response(prompts, responses))
     announced = False
     url = str(Path(store).absolute()) if local else store
 

@@ -6,7 +6,7 @@ Shapes: F frames, H height, W width, C colors (red, green, blue).
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,19 +119,25 @@ def _chosen(footage: Footage, choose: Choose, what: str) -> tuple[int, ...]:
     return tuple(int(index) for index in choose(footage))
 
 
-def _stacked(frames: Sequence[Array], what: str) -> Array:
-    for number, frame in enumerate(frames):
-        if frame.shape != frames[0].shape:
-            (height, width), (h, w) = frames[0].shape[:2], frame.shape[:2]
-            raise MediaError(f"{what}: frame {number} is {w}x{h}, the first {width}x{height}")
-    return np.stack(frames)
+def _stacked(frames: Iterable[Array], most: int, what: str) -> Array:
+    """The frames, at most so many, as one array, filled as they come: a list would take as much again."""
+    frames_FHWC, count = np.empty((0, 0, 0, 3), np.uint8), 0
+    for count, frame in enumerate(frames, 1):
+        if count == 1:
+            frames_FHWC = np.empty((most, *frame.shape), np.uint8)
+        if frame.shape != frames_FHWC.shape[1:]:
+            (height, width), (h, w) = frames_FHWC.shape[1:3], frame.shape[:2]
+            raise MediaError(f"{what}: frame {count - 1} is {w}x{h}, the first {width}x{height}")
+        frames_FHWC[count - 1] = frame
+    return frames_FHWC[:count]
 
 
 def _images(images: Sequence[Any], what: str, choose: Choose) -> SampledFrames:
     """Images as frames, without a frame rate."""
     footage = Footage(len(images), None)
     indices = _chosen(footage, choose, what)
-    return SampledFrames(_stacked([_image(images[index], what) for index in indices], what), indices, footage)
+    frames = (_image(images[index], what) for index in indices)
+    return SampledFrames(_stacked(frames, len(indices), what), indices, footage)
 
 
 def _image(source: Any, what: str) -> Array:
@@ -157,11 +163,14 @@ def _animation(image: Image.Image, path: Path, choose: Choose) -> SampledFrames:
         image.load()  # a WebP has the duration only after this
         milliseconds += image.info.get("duration") or GIF_MILLISECONDS
     footage = Footage(total, 1000 * total / milliseconds if total > 1 else None)
-    frames, indices = [], _chosen(footage, choose, f"video {path}")
-    for index in indices:
-        image.seek(index)
-        frames.append(_pixels(image))
-    return SampledFrames(_stacked(frames, f"video {path}"), indices, footage)
+    indices = _chosen(footage, choose, f"video {path}")
+
+    def frames() -> Iterator[Array]:
+        for index in indices:
+            image.seek(index)
+            yield _pixels(image)
+
+    return SampledFrames(_stacked(frames(), len(indices), f"video {path}"), indices, footage)
 
 
 def _film(path: Path, choose: Choose) -> SampledFrames:
@@ -175,14 +184,16 @@ def _film(path: Path, choose: Choose) -> SampledFrames:
     try:
         footage = _count(av, path)
         indices = _chosen(footage, choose, f"video {path}")
-        frames, seen = _decode(av, path, indices)
-        if len(frames) < len(set(indices)):  # the header promised more frames than can be decoded
+        frames_FHWC, seen = _decode(av, path, indices)
+        if len(frames_FHWC) < len(set(indices)):  # the header promised more frames than can be decoded
             footage = Footage(seen, footage.fps)
             indices = _chosen(footage, choose, f"video {path}")
-            frames, seen = _decode(av, path, indices)
+            frames_FHWC, seen = _decode(av, path, indices)
     except (av.error.FFmpegError, *BROKEN) as error:
         raise MediaError(f"video {path} cannot be read: {error}") from None
-    return SampledFrames(_stacked([frames[index] for index in indices], f"video {path}"), indices, footage)
+    if (distinct := sorted(set(indices))) != list(indices):
+        frames_FHWC = frames_FHWC[np.searchsorted(distinct, indices)]
+    return SampledFrames(frames_FHWC, indices, footage)
 
 
 def _count(av: Any, path: Path) -> Footage:
@@ -215,17 +226,21 @@ def _rate(packets: Sequence[tuple[int | None, ...]], tick: Any, header: float | 
     return len(packets) / seconds
 
 
-def _decode(av: Any, path: Path, indices: Sequence[int]) -> tuple[dict[int, Array], int]:
-    """The frames at these indices, upright, and the number of frames decoded."""
-    wanted, frames, seen = set(indices), dict[int, Array](), 0
-    with av.open(str(path)) as container:
-        stream = container.streams.video[0]
-        stream.thread_type = "AUTO"
-        for frame in container.decode(stream):
-            if seen in wanted:
-                # Both angles are counterclockwise.
-                frames[seen] = np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))
-            seen += 1
-            if len(frames) == len(wanted):
-                break
-    return frames, seen
+def _decode(av: Any, path: Path, indices: Sequence[int]) -> tuple[Array, int]:
+    """The frames at these indices, each once, in order and upright, and the number of frames decoded."""
+    wanted, seen = set(indices), 0
+
+    def frames() -> Iterator[Array]:
+        nonlocal seen
+        with av.open(str(path)) as container:
+            stream = container.streams.video[0]
+            stream.thread_type = "AUTO"
+            for frame in container.decode(stream):
+                seen += 1
+                if seen - 1 in wanted:
+                    # Both angles are counterclockwise.
+                    yield np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))
+                if seen > max(wanted, default=0):
+                    break
+
+    return _stacked(frames(), len(wanted), f"video {path}"), seen

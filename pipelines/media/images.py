@@ -46,7 +46,7 @@ TURNS = {
 
 
 class MediaError(DataError):
-    """An image or a video is missing or unreadable on this machine; a retry may succeed."""
+    """An image or a video cannot be read or processed on this machine; a retry may succeed."""
 
 
 def kind_of(name: str) -> str:

@@ -103,7 +103,7 @@ def check_settings(out: Path, settings: Mapping[str, Any]) -> None:
         if name in there and there[name] != value:
             raise DataError(
                 f"{out} was made with {name} {there[name]}, not {value}: use {there[name]}, or another "
-                "folder with --out"
+                "folder (--out; in `vlmdistill run`: --runs)"
             )
 
 

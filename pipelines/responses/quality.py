@@ -25,16 +25,15 @@ class Filters:
         if self.max_length is not None and self.max_length < 1:
             raise DataError(f"--max-length {self.max_length}: give a number of tokens above 0")
 
-    def reason(self, text: str, ids: Sequence[int], prompt_tokens: int, limit: int) -> str:
-        """Why the response is dropped; empty if it is kept. `limit` is the longest sequence, in tokens."""
-        words = len(text.split())
+    def reason(self, words: int, repeated: float, length: int, limit: int) -> str:
+        """Why a response is dropped; empty if it is kept. `length` is in tokens, at most `limit`."""
         if words == 0:
             return "empty"
         if words < self.min_words:
             return "short"
-        if prompt_tokens + len(ids) > limit:
+        if length > limit:
             return "over length"
-        if repetition(ids) > self.max_repetition:
+        if repeated > self.max_repetition:
             return "repetition"
         return ""
 

@@ -26,7 +26,7 @@ from vlmdistill.pipelines.runtime.workers import ActorPool, WorkerOptions, weigh
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
 from vlmdistill.pipelines.workspace import absolute_model, only_writer
-from vlmdistill.stores.errors import DataError, TargetError, one_line
+from vlmdistill.stores.errors import DataError, PromptError, TargetError, one_line
 from vlmdistill.stores.manifest import Commit
 from vlmdistill.stores.schema import content_hash
 
@@ -132,7 +132,11 @@ class Responder:
         encoded: list[tuple[Prompt, Any]] = []
         for prompt in task.prompts:
             try:
-                encoded.append((prompt, self.target.encode(prompt.messages)))
+                one = self.target.encode(prompt.messages)
+                if one.length >= self.limit:
+                    result.rows.append(self._row(prompt, reason="over length", **_tokens(one)))
+                else:
+                    encoded.append((prompt, one))
             except MediaError as error:  # the file may be readable later, or on another machine
                 result.failed[prompt.key] = one_line(error)
             except DataError as error:
@@ -149,7 +153,14 @@ class Responder:
 
         most = None if self.engine else self.batch  # an engine makes its own batches
         for batch in packed(encoded, lambda item: item[1].length, BATCH_TOKENS, most):
-            self._generate(batch, seed, result)
+            left = list(batch)
+            while left:
+                try:
+                    self._generate(left, seed, result)
+                    break
+                except PromptError as error:  # without it, the others are generated
+                    key = left.pop(error.at)[0].key
+                    result.failed[key] = f"prompt {key}: {one_line(error)}"
             seed += len(batch)
         return seed
 
@@ -168,22 +179,27 @@ class Responder:
         self, prompt: Prompt, encoded: "EncodedPrompt", response: "EncodedResponse", seed: int
     ) -> ResponseRow:
         ids = [int(i) for i in response.ids]
+        words, repeated, length = len(response.text.split()), repetition(ids), encoded.length + len(ids)
         return self._row(
             prompt,
             ids=ids,
             text=response.text,
             finish=response.finish,
-            prompt_tokens=encoded.length,
-            visual_tokens=sum(span.length for span in encoded.spans),
-            words=len(response.text.split()),
-            repetition=repetition(ids),
-            reason=self.filters.reason(response.text, ids, encoded.length, self.limit),
+            **_tokens(encoded),
+            words=words,
+            repetition=repeated,
+            reason=self.filters.reason(words, repeated, length, self.limit),
             seed=seed,
         )
 
     def _row(self, prompt: Prompt, *, reason: str, **values: Any) -> ResponseRow:
         settings = {**dataclasses.asdict(self.sampling), "target": str(self.target.fingerprint), "seed": 0}
         return ResponseRow(key=prompt.key, keep=not reason, reason=reason, **{**settings, **values})
+
+
+def _tokens(encoded: "EncodedPrompt") -> dict[str, int]:
+    visual = sum(span.length for span in encoded.spans)
+    return {"prompt_tokens": encoded.length, "visual_tokens": visual}
 
 
 def respond(

@@ -49,7 +49,7 @@ def session(address: str = "") -> Iterator[None]:
         return
     before = signal.getsignal(signal.SIGTERM)
     quiet = {"logging_level": "ERROR", "log_to_driver": logger.isEnabledFor(logging.DEBUG)}
-    address = address or os.environ.get("RAY_ADDRESS", "local")
+    address = address or os.environ.get("RAY_ADDRESS") or "local"
     try:
         if address == "local":
             _start(quiet)
@@ -117,7 +117,7 @@ def _connect(address: str, quiet: dict[str, Any]) -> None:
         try:
             with _stderr_into(log.fileno()):
                 ray.init(address=address, **quiet)
-        except (ConnectionError, RuntimeError) as error:
+        except (ConnectionError, RuntimeError, ValueError) as error:
             log.seek(0)
             if b"InvalidAuthToken" in log.read() or "AuthToken" in str(error):
                 raise DataError(
@@ -126,8 +126,8 @@ def _connect(address: str, quiet: dict[str, Any]) -> None:
                     "network that you trust, start all of them with RAY_AUTH_MODE=disabled"
                 ) from None
             raise DataError(
-                f"cannot use the Ray cluster at RAY_ADDRESS={address} ({cause_of(error)}): check that it "
-                f"runs the same Python and Ray {ray.__version__}"
+                f"cannot use the Ray cluster at RAY_ADDRESS={address} ({cause_of(error)}): give it as "
+                f"host:port, and check that it runs the same Python and Ray {ray.__version__}"
             ) from None
 
 

@@ -1,7 +1,9 @@
 """The queue of tasks: which worker gets which task, and how often a task is retried.
 
 Samples that fail on one machine are retried on another, and so is a task whose worker dies or raises an
-error. A machine on which at least half of a task failed gets no new task until the retry elsewhere has ended,
+error; the second time, its halves are.
+
+A machine on which at least half of a task failed gets no new task until the retry elsewhere has ended,
 and it is excluded if most of its samples failed but succeed elsewhere: one that fails fast would otherwise
 draw most of the tasks.
 """
@@ -205,7 +207,13 @@ class Queue(Generic[T, R]):
         self._end_trial(running)
         running.attempts, running.refused = running.attempts + 1, refused
         running.tried.append(name)
-        running.why = dict.fromkeys(running.task.keys, cause)
+        keys = running.task.keys
+        running.why = dict.fromkeys(keys, cause)
+        if len(keys) > 1 and running.attempts > 1 and not refused:  # only the guilty sample is given up
+            logger.warning("%s: a task failed and is halved: %s", name, cause)
+            for half in (keys[: len(keys) // 2], keys[len(keys) // 2 :]):
+                self._again.append(RunningTask(running.task.only(half), attempts=ATTEMPTS - 1))
+            return
         if running.attempts >= ATTEMPTS:
             self._give_up(running)
             return

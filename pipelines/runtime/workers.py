@@ -145,9 +145,9 @@ class ActorPool(Generic[T, R]):
     def run(self, tasks: Iterable[T]) -> Iterator[TaskDone[T, R]]:
         """Give every task to a worker; yield each as it ends.
 
-        A task whose worker dies or raises goes to another; after `ATTEMPTS` attempts its samples have failed.
-        An error meant for the user ends the run, unless another machine succeeds. VlmdistillError if no task
-        succeeds, or if no worker is left.
+        A task whose worker dies or raises goes to another, then its halves do; a single sample has failed
+        after `ATTEMPTS` attempts. An error meant for the user ends the run, unless another machine succeeds.
+        VlmdistillError if no task succeeds, or if no worker is left.
         """
         self.facts()
         self._begun = True
@@ -289,6 +289,8 @@ class ActorPool(Generic[T, R]):
         own, machine = member.names
         if not isinstance(cause, (VlmdistillError, OSError)):
             self._queue.failed(member, own, text_of(cause))
+            self._drop(member)  # its CUDA context may be broken
+            self._start()
             return
         elsewhere = any(one.alive and machine not in one.names for one in self._members)
         if not elsewhere or (member.running and member.running.refused):

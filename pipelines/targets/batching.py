@@ -5,13 +5,13 @@ Shapes: B samples, L positions of the longest.
 
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from vlmdistill.stores.errors import TargetError
+from vlmdistill.stores.errors import PromptError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -31,7 +31,7 @@ class HalveOnOom:
     ) -> list[Result]:
         """`run(items)`, or the concatenated results of its halves; `tokens` is the length of an item.
 
-        Raises TargetError, which names the item, if a single one does not fit.
+        Raises PromptError, with its number, if a single one does not fit.
         """
         if not items:
             return []
@@ -40,31 +40,35 @@ class HalveOnOom:
             try:
                 return run(items)
             except RuntimeError as error:
-                if not _out_of_memory(error):
+                if not out_of_memory(error):
                     raise
                 if len(items) == 1:
-                    raise TargetError(
-                        f"{_describe_item(items[0])} exceeds the memory of the device: leave it out "
-                        "(`vlmdistill responses --max-length N` drops longer prompts), or use a larger GPU"
+                    raise PromptError(
+                        f"{_describe_item(items[0])} exceeds the memory of the device: use a larger GPU"
                     ) from None
             self._too_large = size
             torch.cuda.empty_cache()  # outside of `except`: the failed pass is held until there
         middle = len(items) // 2
-        return self(items[:middle], tokens, run) + self(items[middle:], tokens, run)
+        first = self(items[:middle], tokens, run)
+        try:
+            return first + self(items[middle:], tokens, run)
+        except PromptError as error:
+            error.at += middle
+            raise
 
 
-def _out_of_memory(error: RuntimeError) -> bool:
-    """PyTorch's own error, or that of a library such as cuBLAS."""
-    return isinstance(error, torch.OutOfMemoryError) or "ALLOC_FAILED" in str(error)
+def out_of_memory(error: Exception) -> bool:
+    """Python's error, PyTorch's own, that of its CPU allocator, or that of a library such as cuBLAS."""
+    known = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return known or any(text in str(error) for text in ("ALLOC_FAILED", "DefaultCPUAllocator"))
 
 
 def _describe_item(item: object) -> str:
-    """An item in words: a prompt, or a prompt with its response and the key of its sample."""
-    prompt, response, key = item if isinstance(item, tuple) and len(item) == 3 else (item, (), "")
+    """An item in words: a prompt, or a prompt with its response."""
+    prompt, response = item[:2] if isinstance(item, tuple) else (item, ())
     length = getattr(prompt, "length", 0) + len(response)
     visual = sum(span.length for span in getattr(prompt, "spans", ()))
-    tokens = f" of {length} tokens ({visual} visual)" if length else ""
-    return f"{'sample ' + key if key else 'one prompt'}{tokens}"
+    return f"a prompt of {length} tokens ({visual} visual)" if length else "one prompt"
 
 
 def packed(
@@ -84,14 +88,28 @@ def packed(
         yield batch
 
 
-def one_ahead(items: Iterable[Item]) -> Generator[Item, None, None]:
-    """The items; while one is used, a thread makes the next, whose error is raised when it is asked for."""
-    left = iter(items)
-    with ThreadPoolExecutor(1, "vlmdistill-ahead") as thread:
-        coming = thread.submit(next, left, None)
-        while (item := coming.result()) is not None:
-            coming = thread.submit(next, left, None)
-            yield item
+def one_ahead(
+    batches: Iterable[Sequence[Item]], make: Callable[[Item], Result], threads: int = 1
+) -> Generator[tuple[Sequence[Item], list[Result]], None, None]:
+    """Each batch with what `make` makes of its items; while one is used, `threads` make the next.
+
+    An error is raised in its batch's turn. What was not begun then, or when this is closed, never is.
+    """
+    left = iter(batches)
+    with ThreadPoolExecutor(threads, "vlmdistill-ahead") as pool:
+
+        def begin() -> tuple[Sequence[Item], list[Future[Result]]]:
+            batch = next(left, ())
+            return batch, [pool.submit(make, item) for item in batch]
+
+        try:
+            batch, coming = begin()
+            while batch:
+                made = [one.result() for one in coming]  # before more is begun: two batches take memory
+                ready, (batch, coming) = batch, begin()
+                yield ready, made
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def pad(rows: Sequence[Tensor], value: int, *, left: bool = False) -> Tensor:

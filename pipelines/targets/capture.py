@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vlmdistill.drafters.core.batch import Batch
 from vlmdistill.pipelines.targets.encode import EncodedPrompt
+from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.loader.tensors import as_numpy
 from vlmdistill.stores.schema import Array, Feature, Sample, Span, Where
 
@@ -75,7 +76,13 @@ class Transcript:
         return batch.having(rows)
 
     def sample(self, key: str, features: Mapping[Feature, Array]) -> Sample:
-        """The sequence with its features as a sample for the store."""
+        """The sequence with its features as a sample for the store; DataError if float16 cannot hold one."""
+        for feature, rows_ND in features.items():
+            if rows_ND.dtype == np.float16 and not np.isfinite(rows_ND).all():
+                raise DataError(
+                    f"sample {key}: {feature.name} is beyond the range of float16: use --dtype bfloat16, "
+                    "and another --store"
+                )
         text_T = self.positions("text")
         return Sample(
             key=key,

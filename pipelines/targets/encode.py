@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vlmdistill.pipelines.media.images import BROKEN, MediaError, large_images, upright
 from vlmdistill.pipelines.prompts.sources import lone_surrogate
+from vlmdistill.pipelines.targets.batching import out_of_memory
 from vlmdistill.pipelines.targets.checkpoints.folder import first_line
 from vlmdistill.pipelines.targets.families.family import IMAGE, VIDEO, Family, Inputs
 from vlmdistill.pipelines.targets.video import FrameProcessor, FrameSampling
@@ -91,7 +92,10 @@ def encode(
     that cannot be used; it is a MediaError if a file cannot be read.
     """
     videos = VideoSampler(family.name, getattr(processor, "video_processor", None))
-    conversation = [_turn(message, videos) for message in messages]
+    try:
+        conversation = [_turn(message, videos) for message in messages]
+    except MemoryError as error:
+        raise MediaError(f"this machine's memory is too small for this prompt: {first_line(error)}") from None
     if not conversation:
         raise DataError("a prompt needs at least one message")
     for text in (part.get("text", "") for turn in conversation for part in turn["content"]):
@@ -112,7 +116,8 @@ def encode(
             processor_kwargs={"video_metadata": metadata, "do_sample_frames": False} if metadata else {},
         )
     except Exception as error:  # templates and processors raise anything
-        raise DataError(f"the target's processor refuses this prompt: {first_line(error)}") from error
+        refusal = MediaError if isinstance(error, OSError) or out_of_memory(error) else DataError
+        raise refusal(f"the target's processor refuses this prompt: {first_line(error)}") from error
     ids_L = batch["input_ids"][0]
     if len(ids_L) > max_length:
         raise DataError(f"the prompt has {len(ids_L)} tokens and the target reads at most {max_length}")

@@ -12,7 +12,7 @@ import torch
 from vlmdistill.pipelines.targets.encode import EncodedPrompt
 from vlmdistill.pipelines.targets.generation import Sampler
 from vlmdistill.pipelines.targets.target_model import UNREADABLE, TargetModel
-from vlmdistill.stores.errors import DataError, TargetError
+from vlmdistill.stores.errors import PromptError, TargetError
 
 LAYERS = "model.language_model.layers"
 ROOM = 2 << 30  # bytes of each device kept free of weights: for states, keys and values
@@ -26,9 +26,10 @@ class MultiDeviceTarget(TargetModel):
         self, prompts: Sequence[EncodedPrompt], max_new_tokens: int, sampler: Sampler
     ) -> list[list[int]]:
         inputs = self._stock_inputs(prompts)
-        if inputs is None and len(prompts) == 1:
-            raise DataError(UNREADABLE)
         if inputs is None:
+            for at, prompt in enumerate(prompts):
+                if self.family.stock_inputs(prompt.inputs) is None:
+                    raise PromptError(UNREADABLE, at)
             half = len(prompts) // 2
             return [
                 ids

@@ -118,6 +118,29 @@ def test_an_existing_workspace_needs_no_target() -> None:
         Workspace.of("puled")
 
 
+def test_a_workspace_is_any_folder_whose_name_is_text(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["prompts", dialogues(1), "--runs", "."]) == 0
+    assert Path("demo/prompts.parquet").exists()
+    odd = os.fsdecode(b"caf\xe9")
+    assert r"caf\udce9" in failing(capsys, "report", "--runs", odd)
+    Path(odd).mkdir()
+    assert "UTF-8" in failing(capsys, "report", "--model", f"./{odd}")
+    monkeypatch.setenv("VLMDISTILL_RUNS", odd)
+    assert "UTF-8" in failing(capsys, "report")
+
+
+def test_a_drafters_name_is_not_a_folder_here(capsys: pytest.CaptureFixture[str]) -> None:
+    workspace = Workspace.of("demo")
+    for folder in ("runs/demo/drafters/sparrow", "sparrow", "exported"):
+        Path(folder).mkdir(parents=True)
+    assert workspace.trained("sparrow") == workspace.drafter("sparrow")
+    assert workspace.trained("./sparrow") == Path("sparrow")
+    assert workspace.trained("exported") == Path("exported")
+    assert "no folder served/sparow" in failing(capsys, "generate", "--drafter", "served/sparow", "What?")
+
+
 def test_a_small_eval_split_is_warned_about_at_import(capsys: pytest.CaptureFixture[str]) -> None:
     def warned(*options: str) -> bool:
         shutil.rmtree("runs", ignore_errors=True)

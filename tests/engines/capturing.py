@@ -211,7 +211,7 @@ def test_what_differs_from_transformers_is_refused(
     with pytest.raises(TargetError, match=r"sample k: .*\.visual differs .* --engine transformers"):
         engine.check([prompt], [response], [dataclasses.replace(sample, features=wrong)], "bfloat16")
     endless = [11] * target.info.max_position
-    with pytest.raises(TargetError, match=r"sample long has \d+ tokens, and vLLM takes \d+ at most"):
+    with pytest.raises(TargetError, match=r"a sequence has \d+ tokens, and vLLM takes \d+ at most"):
         engine.capture([prompt, prompt], [response, endless], "bfloat16", ["k", "long"])
     (again,) = engine.capture([prompt], [response], "bfloat16", ["k"])
     assert all(np.array_equal(again.features[name], rows) for name, rows in sample.features.items())

@@ -3,7 +3,7 @@
 Shapes: B samples, L positions, D hidden width, V vocabulary.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from vlmdistill.pipelines.targets.encode import EncodedPrompt, EncodedResponse
 from vlmdistill.pipelines.targets.families.family import IMAGE, VIDEO
 from vlmdistill.pipelines.targets.target_model import TargetModel
 from vlmdistill.pipelines.targets.text_layers import tapped
-from vlmdistill.stores.errors import TargetError
+from vlmdistill.stores.errors import PromptError, TargetError
 from vlmdistill.stores.loader.tensors import as_numpy, as_torch
 from vlmdistill.stores.schema import Array, Feature, Sample, Span
 
@@ -68,8 +68,7 @@ class EngineTarget:
             key: Transcript.of(prompt, response)
             for key, prompt, response in zip(keys, prompts, responses, strict=True)
         }
-        for key, transcript in transcripts.items():
-            self._check_length(key, transcript)
+        self._check_lengths(transcripts.values())
         for (key, transcript), prompt in zip(transcripts.items(), prompts, strict=True):
             self._submit(key, transcript, prompt, Draw(max_tokens=0))
         samples = dict[str, Sample]()
@@ -99,8 +98,7 @@ class EngineTarget:
         is not what `target` captures: what was kept in this call is then not to be used.
         """
         by_key, checked = dict(zip(keys, prompts, strict=True)), keys[_telling(prompts)]
-        for key, prompt in by_key.items():
-            self._check_length(key, Transcript.of(prompt), 2)
+        self._check_lengths(map(Transcript.of, prompts), 2)
         for at, (key, prompt) in enumerate(by_key.items()):
             draw = Draw(
                 max_tokens=max_new_tokens,
@@ -156,8 +154,7 @@ class EngineTarget:
         """
         checked = _telling(prompts)
         transcripts = [Transcript.of(prompt) for prompt in prompts]
-        for at, transcript in enumerate(transcripts):
-            self._check_length(str(at), transcript)
+        self._check_lengths(transcripts)
         for at, (prompt, transcript) in enumerate(zip(prompts, transcripts, strict=True)):
             draw = Draw(
                 max_tokens=max_new_tokens,
@@ -200,14 +197,14 @@ class EngineTarget:
         """End the engine."""
         self._engine.close()
 
-    def _check_length(self, key: str, transcript: Transcript, drawn: int = 1) -> None:
-        """TargetError if a sequence does not fit with the tokens that are drawn at least."""
-        length, most = len(transcript.ids_L), self._engine.max_length - drawn
-        if length > most:
-            raise TargetError(
-                f"sample {key} has {length} tokens, and vLLM takes {most} at most: "
-                "drop it with `vlmdistill responses --max-length N`, or use a larger GPU"
-            )
+    def _check_lengths(self, transcripts: Iterable[Transcript], drawn: int = 1) -> None:
+        """PromptError if a sequence does not fit with the tokens that are drawn at least."""
+        most = self._engine.max_length - drawn
+        for at, transcript in enumerate(transcripts):
+            if (length := len(transcript.ids_L)) > most:
+                raise PromptError(
+                    f"a sequence has {length} tokens, and vLLM takes {most} at most: use a larger GPU", at
+                )
 
     def _submit(
         self, key: str, transcript: Transcript, prompt: EncodedPrompt, draw: Draw, grown: bool = False

@@ -120,7 +120,7 @@ def _chunks(pixels_PE: Tensor, grid_G3: Tensor) -> Iterator[tuple[Tensor, Tensor
     for time, height, width in grid_G3.tolist():
         while time:
             fitting = (PATCHES - size) // (height * width)
-            if not fitting and taken:
+            if fitting <= 0 and taken:
                 yield pixels_PE[start : start + size], grid_G3.new_tensor(taken)
                 taken, start, size = [], start + size, 0
                 continue

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests import tiny
 from vlmdistill.cli.main import main
@@ -306,10 +307,50 @@ def test_a_response_whose_prompt_has_changed_fails_and_is_not_stored(given: Give
     assert Store.open(tmp_path / "store").keys() == {second.prompt.key}
 
 
+def test_a_sample_too_large_for_the_device_fails_alone(
+    given: Given, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_key = {prompt.key: prompt for prompt in given.prompts}
+    items = [CaptureItem(by_key[row.key], row) for row in dataset.read(given.responses)]
+    largest = max(items, key=lambda item: item.tokens)
+    worker = Capturer(given.model, str(tmp_path / "store"), "", CaptureSettings(drafters=["sparrow"]))
+    run = worker.target._states
+
+    def tight(prompts: Any, *more: Any) -> Any:
+        if any(prompt.length == largest.response.prompt_tokens for prompt in prompts):
+            raise torch.OutOfMemoryError
+        return run(prompts, *more)
+
+    monkeypatch.setattr(worker.target, "_states", tight)
+    failed = {i.prompt.key for i in items if i.response.prompt_tokens == largest.response.prompt_tokens}
+    result = worker.work(CaptureTask.of(items))
+    assert result.failed.keys() == failed
+    assert all(key in why for key, why in result.failed.items())
+    assert Store.open(tmp_path / "store").keys() == {item.prompt.key for item in items} - failed
+    assert worker.work(CaptureTask.of([largest])).failed.keys() == {largest.prompt.key}
+
+
 def test_without_responses_the_error_names_the_folder(given: Given, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=f"{tmp_path / 'nothing'}.* 12 prompts"):
         capture(given.prompts, tmp_path / "nothing", str(tmp_path / "store"), given.model)
     assert not (tmp_path / "store").exists()
+
+
+def test_without_kept_responses_the_error_says_why_they_were_dropped(given: Given, tmp_path: Path) -> None:
+    out = tmp_path / "responses"
+    rows = list(dataset.read(given.responses))
+    dataset.write_part(out, "0", [dataclasses.replace(row, keep=False, reason="short") for row in rows])
+    with pytest.raises(DataError, match=rf"--min-words.*short {len(rows)}\b"):
+        capture(given.prompts, out, str(tmp_path / "store"), given.model)
+
+
+def test_settings_that_are_stated_are_checked_though_nothing_is_missing(given: Given, stored: Path) -> None:
+    with pytest.raises(StoreError, match="float32, not bfloat16"):
+        run(given, stored, ["sparrow"], dtype="bfloat16")
+    assert run(given, stored, ["sparrow"]).captured == 0
+    other, need = SamplingSettings(max_new_tokens=11), CaptureSettings(drafters=["sparrow"])
+    with pytest.raises(DataError, match="max_new_tokens 10, not 11"):
+        capture_features(given.model, given.prompts, given.responses, str(stored), need, ONE, sampling=other)
 
 
 @pytest.mark.parametrize(("names", "value"), [("sparrow,foo", "'foo'"), (" , ", "--for ' , '")])

@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests import tiny
 from vlmdistill.pipelines.prompts.importing import import_prompts
 from vlmdistill.pipelines.prompts.prompt_table import Prompt, read
 from vlmdistill.pipelines.responses import dataset
 from vlmdistill.pipelines.responses.dataset import SamplingSettings
-from vlmdistill.pipelines.responses.quality import Filters
+from vlmdistill.pipelines.responses.quality import Filters, repetition
 from vlmdistill.pipelines.responses.responder import Responder, ResponseTask, plan
 from vlmdistill.pipelines.responses.responder import respond as respond_by_any
 from vlmdistill.pipelines.runtime.workers import WorkerOptions, weight_bytes
@@ -75,7 +76,7 @@ def keys(out: Path) -> Counter[str]:
 )
 def test_filters_say_why(text: str, ids: Any, reason: str) -> None:
     limit = 130 if reason != "over length" else 99
-    assert Filters().reason(text, list(ids), 5, limit) == reason
+    assert Filters().reason(len(text.split()), repetition(list(ids)), 5 + len(ids), limit) == reason
 
 
 @pytest.mark.parametrize(
@@ -178,6 +179,31 @@ def test_a_prompt_too_long_for_the_target_is_dropped_with_its_reason(
     (row,) = Responder(model, BRIEF, ANY, batch=2).work(ResponseTask.of([endless], 0)).rows
     assert (row.keep, row.reason) == (False, "refused")
     assert "1024" in row.detail
+
+
+def test_a_prompt_over_the_length_is_not_generated_and_one_too_large_fails_alone(
+    model: str, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say = [{"role": "user", "content": [{"type": "text", "text": "word " * number}]} for number in (90, 60)]
+    long, large = (dataclasses.replace(prompts[0], key=str(at), messages=[one]) for at, one in enumerate(say))
+    worker = Responder(model, BRIEF, ANY, batch=8)
+    size = worker.target.encode(large.messages).length
+    worker.limit = size + 1
+    run, asked = worker.target._generate, list[int]()
+
+    def tight(part: Any, *more: Any) -> Any:
+        asked.extend(prompt.length for prompt in part)
+        if any(prompt.length == size for prompt in part):
+            raise torch.OutOfMemoryError
+        return run(part, *more)
+
+    monkeypatch.setattr(worker.target, "_generate", tight)
+    result = worker.work(ResponseTask.of([prompts[0], long, large, prompts[1]], 0))
+    assert list(result.failed) == [large.key]
+    rows = {row.key: row for row in result.rows}
+    assert rows.keys() == {prompts[0].key, prompts[1].key, long.key}
+    assert (rows[long.key].reason, rows[long.key].prompt_tokens > size) == ("over length", True)
+    assert max(asked) == size
 
 
 def test_a_prompt_whose_image_is_missing_is_listed_and_retried(tmp_path: Path, ray: None, model: str) -> None:

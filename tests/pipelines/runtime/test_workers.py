@@ -104,6 +104,23 @@ def test_a_task_that_always_fails_is_given_up_and_the_others_are_done(tmp_path: 
     assert len((tmp_path / "log").read_text()) == ATTEMPTS
 
 
+@pytest.mark.parametrize("deadly", [False, True])
+def test_of_a_task_that_fails_only_the_guilty_sample_is_given_up(tmp_path: Path, deadly: bool) -> None:
+    def fail(number: int, broken: str) -> None:
+        if number == 2:
+            open(f"{broken}-{os.getpid()}", "w").close()
+        if os.path.exists(f"{broken}-{os.getpid()}"):  # as a CUDA context: nothing works in this process
+            if deadly:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError("device-side assert triggered")
+
+    make = worker(partial(fail, broken=str(tmp_path / "broken")))
+    with ActorPool[Numbers, Squares](make, options=WorkerOptions(workers=1)) as pool:
+        squares, failed = run(pool, [Numbers(("1", "2", "3", "4")), *tasks(5)])
+    assert list(failed) == ["2"]
+    assert squares == {str(number): number**2 for number in (1, 3, 4, 5)}
+
+
 def test_a_run_in_which_every_task_fails_ends_early(tmp_path: Path) -> None:
     def fail(number: int) -> None:
         raise RuntimeError("out of luck")

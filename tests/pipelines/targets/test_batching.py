@@ -1,6 +1,7 @@
 """Batches that exceed the device's memory are halved until they fit; one batch is made ahead of its use."""
 
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from tests import tiny
 from vlmdistill.pipelines.targets.batching import HalveOnOom, one_ahead
 from vlmdistill.pipelines.targets.checkpoints.loading import load
-from vlmdistill.stores.errors import DataError, TargetError
+from vlmdistill.stores.errors import DataError, PromptError
 
 Checkpoint = Callable[..., Path]
 
@@ -60,13 +61,22 @@ def test_the_error_names_a_sample_that_does_not_fit(checkpoint: Checkpoint) -> N
     target = load(str(checkpoint("qwen2_vl")))
     prompt = target.encode(tiny.message("what is it?", tiny.picture(90, 64)))
     visual = sum(span.length for span in prompt.spans)
-    with pytest.raises(
-        TargetError, match=rf"abc of {prompt.length + 3} tokens \({visual} visual\)"
-    ) as caught:
+    with pytest.raises(PromptError, match=rf"{prompt.length + 3} tokens \({visual} visual\)"):
         HalveOnOom()([(prompt, [1, 2, 3], "abc")] * 3, one, too_much)
-    assert "--max-length" in str(caught.value)
-    with pytest.raises(TargetError, match=f"{prompt.length} tokens"):
+    with pytest.raises(PromptError, match=f"{prompt.length} tokens"):
         HalveOnOom()([prompt], one, too_much)
+
+
+@pytest.mark.parametrize("wrong", [0, 3, 6])
+def test_the_error_has_the_number_of_the_item_in_the_batch(wrong: int) -> None:
+    def run(items: Sequence[int]) -> list[int]:
+        if len(items) > 2 or wrong in items:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return list(items)
+
+    with pytest.raises(PromptError) as caught:
+        HalveOnOom()(range(7), one, run)
+    assert caught.value.at == wrong
 
 
 def test_out_of_memory_errors_of_libraries_are_recognized() -> None:
@@ -86,19 +96,37 @@ def test_other_errors_are_raised() -> None:
         HalveOnOom()([1, 2], one, run)
 
 
-def test_one_item_is_made_ahead_and_its_error_comes_in_its_turn() -> None:
-    made = list[int]()
+def test_one_batch_is_made_ahead_and_its_error_comes_in_its_turn() -> None:
+    begun = list[int]()
 
-    def items() -> Iterator[int]:
-        for number in range(1, 4):
-            made.append(number)
-            yield number
-        raise DataError("the fourth")
+    def make(number: int) -> int:
+        begun.append(number)
+        if number == 6:
+            raise DataError("the sixth")
+        return -number
 
-    ahead = one_ahead(items())
-    for number in range(1, 4):
-        assert next(ahead) == number
-        assert len(made) <= number + 1
-    with pytest.raises(DataError, match="the fourth"):
+    ahead = one_ahead(([at, at + 1] for at in (1, 3, 5, 7)), make)
+    for first in (1, 3):
+        assert next(ahead) == ([first, first + 1], [-first, -first - 1])
+        assert len(begun) <= first + 3
+    with pytest.raises(DataError, match="the sixth"):
         next(ahead)
-    assert made == [1, 2, 3]
+    assert begun == [1, 2, 3, 4, 5, 6]
+
+
+def test_several_threads_make_a_batch_and_closing_leaves_the_rest() -> None:
+    together, go, begun = threading.Barrier(2), threading.Event(), list[int]()
+
+    def make(number: int) -> int:
+        begun.append(number)
+        if number < 2:
+            together.wait(timeout=60)  # for the other thread
+        else:
+            go.wait(timeout=60)
+        return number
+
+    ahead = one_ahead([[0, 1], list(range(2, 50))], make, threads=2)
+    assert next(ahead) == ([0, 1], [0, 1])
+    threading.Timer(0.1, go.set).start()
+    ahead.close()
+    assert len(begun) < 50

@@ -12,9 +12,11 @@ from torch.utils._pytree import tree_leaves
 
 from tests import tiny
 from tests.pipelines.targets.stock import Messages, Stock
+from vlmdistill.pipelines.media.images import large_images
+from vlmdistill.pipelines.targets.batching import one_ahead
 from vlmdistill.pipelines.targets.checkpoints.loading import load
 from vlmdistill.pipelines.targets.families import llava, qwen_vl
-from vlmdistill.stores.errors import TargetError
+from vlmdistill.stores.errors import DataError, TargetError
 from vlmdistill.stores.schema import Feature, Sample
 
 Checkpoint = Callable[..., Path]
@@ -178,9 +180,9 @@ def test_a_placeholder_in_the_response_is_an_ordinary_token(checkpoint: Checkpoi
     np.testing.assert_allclose(sample.features[Feature("hidden", "text")][-3:], hidden, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", tiny.VIDEO)
+@pytest.mark.parametrize(("family", "patches"), [*((one, 30) for one in tiny.VIDEO), ("qwen2_vl", 1)])
 def test_long_videos_are_encoded_in_parts(
-    checkpoint: Checkpoint, family: str, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Checkpoint, family: str, patches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cut between frames, and between images, the vision tower says the same."""
     target = load(str(checkpoint(family)))
@@ -188,13 +190,16 @@ def test_long_videos_are_encoded_in_parts(
     responses = [(40, 41)] * len(prompts)
     whole = target.capture(prompts, responses, ALL, "float32")
     calls = list[int]()
-    monkeypatch.setattr(qwen_vl, "PATCHES", 30)
+    monkeypatch.setattr(qwen_vl, "PATCHES", patches)
     monkeypatch.setattr(llava, "FRAMES", 3)
     tower = target.model.model.vision_tower if family == "llava_onevision" else target.model.model.visual
     handle = tower.register_forward_pre_hook(lambda module, args: calls.append(len(args[0])))
     parts = target.capture(prompts, responses, ALL, "float32")
     handle.remove()
     assert len(calls) > 6
+    if patches == 1:  # each frame has more, and none shares a pass
+        grids = [g for p in prompts for name, g in p.inputs.items() if name.endswith("grid_thw")]
+        assert sorted(calls) == sorted(h * w for g in grids for t, h, w in g.tolist() for _ in range(t))
     for one, other in zip(whole, parts, strict=True):
         for feature in ALL:
             np.testing.assert_allclose(one.features[feature], other.features[feature], atol=2e-5)
@@ -235,6 +240,28 @@ def test_only_the_given_features_in_the_given_dtype(checkpoint: Checkpoint) -> N
         assert small.features[feature].dtype == np.uint16
         back = torch.from_numpy(small.features[feature].view(np.int16)).view(torch.bfloat16)
         assert torch.equal(back, torch.from_numpy(wide.features[feature]).to(torch.bfloat16))
+
+
+def test_what_float16_cannot_hold_is_refused(checkpoint: Checkpoint) -> None:
+    target = load(str(checkpoint("llava")))
+    target._text.embed_tokens.weight.data *= 1e7
+    with pytest.raises(DataError, match=r"sample one: embed.*--dtype bfloat16"):
+        target.capture([target.encode(CASES["one"])], [(40,)], ALL, "float16", ["one"])
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_threads_encode_as_one_does(checkpoint: Checkpoint, family: str) -> None:
+    target = load(str(checkpoint(family)))
+    target.encode([{"role": "user", "content": ""}])
+    names = [name for _ in range(20) for name in CASES]
+    batches = [names[at : at + 12] for at in range(0, len(names), 12)]
+    with large_images():
+        made = list(one_ahead(batches, lambda name: target.encode(CASES[name]), threads=4))
+    once = {name: target.encode(CASES[name]) for name in set(names)}
+    for batch, prompts in made:
+        for name, prompt in zip(batch, prompts, strict=True):
+            assert torch.equal(prompt.ids_L, once[name].ids_L)
+            assert all(torch.equal(value, once[name].inputs[key]) for key, value in prompt.inputs.items())
 
 
 def test_a_missing_layer_is_refused(checkpoint: Checkpoint) -> None:

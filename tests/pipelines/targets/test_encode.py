@@ -10,6 +10,7 @@ from PIL import Image
 
 from tests import tiny
 from vlmdistill.pipelines.media import frames
+from vlmdistill.pipelines.media.images import MediaError
 from vlmdistill.pipelines.targets.checkpoints.loading import load
 from vlmdistill.pipelines.targets.encode import EncodedPrompt
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
@@ -36,6 +37,32 @@ def test_strings_paths_and_images_in_all_their_forms(target: VisionLanguageTarge
         other = target.encode([{"role": "user", "content": [part, {"type": "text", "text": "hello"}]}])
         assert torch.equal(seen.ids_L, other.ids_L)
         assert torch.equal(seen.inputs["pixel_values"], other.inputs["pixel_values"])
+
+
+@pytest.mark.parametrize(
+    ("raised", "passes"),
+    [
+        (MemoryError("no memory"), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), True),
+        (OSError("too many open files"), True),
+        (ValueError("the size must be at least 28"), False),
+    ],
+)
+def test_what_may_pass_is_no_refusal(
+    target: VisionLanguageTarget, raised: Exception, passes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*given: Any, **named: Any) -> Any:
+        raise raised
+
+    monkeypatch.setattr(target.processor, "apply_chat_template", fail)
+    with pytest.raises(DataError, match=str(raised).partition("(")[0]) as caught:
+        target.encode(tiny.message("hello"))
+    assert isinstance(caught.value, MediaError) == passes
+    if isinstance(raised, MemoryError):
+        message = tiny.message("hello", tiny.picture(60, 90))
+        monkeypatch.setattr(Image.Image, "convert", fail)
+        with pytest.raises(MediaError, match="this machine"):
+            target.encode(message)
 
 
 def test_other_modes_and_orientations_are_read(target: VisionLanguageTarget, tmp_path: Path) -> None:

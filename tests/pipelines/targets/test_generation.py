@@ -15,7 +15,7 @@ from tests import tiny
 from tests.pipelines.targets.stock import Stock
 from vlmdistill.pipelines.targets.checkpoints.loading import load
 from vlmdistill.pipelines.targets.generation import nucleus
-from vlmdistill.stores.errors import DataError, TargetError
+from vlmdistill.stores.errors import DataError, PromptError
 
 Checkpoint = Callable[..., Path]
 PROMPTS = [
@@ -153,7 +153,7 @@ def test_no_memory_halves_the_batch(checkpoint: Checkpoint, monkeypatch: pytest.
     monkeypatch.setattr(target, "_generate", tight(1))
     assert target.generate(prompts, max_new_tokens=6, temperature=0) == expected
     monkeypatch.setattr(target, "_generate", tight(0))
-    with pytest.raises(TargetError, match="--max-length"):
+    with pytest.raises(PromptError, match="memory"):
         target.generate(prompts, max_new_tokens=6, temperature=0)
 
 
