@@ -100,7 +100,7 @@ def generate(
     section 2.3).
 
     Args:
-        target: See `load_target`. It decodes one response at a time.
+        target: See `load_target`. It decodes one response at a time: beginning another ends this one.
         prompt: The text of a question, or a list of messages in the format of OpenAI.
         images: Image files or PIL images; they precede the text.
         videos: Video files or folders of frames; they follow the images.
@@ -115,8 +115,8 @@ def generate(
         The response piece by piece, as it is decoded.
 
     Raises:
-        DataError: The prompt is empty or too long, an image or video cannot be read, or a setting is out of
-            range.
+        DataError: The prompt is empty or too long, an image or video cannot be read, a setting is out of
+            range, or another response was begun on the target.
 
     Example:
         >>> for chunk in vlmdistill.generate(target, "Describe it.", images=["a.png"], drafter=drafter):

@@ -36,6 +36,7 @@ class VisionLanguageTarget(TargetModel):
         super().__init__(**loaded)
         self._compiled = compiled
         self._prompt: EncodedPrompt | None = None  # of the last prefill
+        self.sequence = 0  # prefills so far
 
     @cached_property
     def _decoder(self) -> Decoder:
@@ -71,7 +72,7 @@ class VisionLanguageTarget(TargetModel):
     ) -> Batch:
         """Start a new sequence: run a prompt and return its tokens with `features` and hidden.text."""
         decoder, transcript = self._decoder, Transcript.of(prompt)
-        self._prompt = prompt
+        self._prompt, self.sequence = prompt, self.sequence + 1
         wanted = {HIDDEN_TEXT, *features}
         with torch.inference_mode():
             cache = decoder.start(prompt.length, prompt.next_rope)
