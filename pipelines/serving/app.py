@@ -204,7 +204,7 @@ class _Completion:
                 yield self._chunk({"content": piece.text}, piece=timing)
                 piece = await anext(rest, None)
         yield self._chunk({}, self._response.finish, decoding=self._decoding())
-        if self._response.request.stream_options.get("include_usage"):
+        if self._response.request.stream_options.include_usage:
             yield self._event(choices=[], usage=self._usage())
         yield "data: [DONE]\n\n"
 

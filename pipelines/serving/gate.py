@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 OPEN = ("/", "/health")  # need no key: they show no data
 MAX_BODY = 32 * 1024**2  # bytes
+MAX_BODIES = 8 * MAX_BODY  # of all requests that are read, wait or are decoded
 
 
 class ApiError(HTTPException):
@@ -34,22 +35,29 @@ def error_response(error: HTTPException) -> Response:
 
 
 class Gate:
-    """ASGI middleware that refuses a request without the key, or with a body larger than MAX_BODY."""
+    """ASGI middleware that refuses a request without the key, or with a body that is too large.
+
+    That is one larger than MAX_BODY, or than what the other requests leave of MAX_BODIES.
+    """
 
     def __init__(self, app: ASGIApp, key: str | None) -> None:
         self.app, self.key = app, key
+        self._held = 0  # bytes of bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse the request, or pass it on with a `receive` that counts the bytes of its body."""
-        headers, left = Headers(scope=scope), MAX_BODY
+        headers, held = Headers(scope=scope), 0
         too_large = ApiError(413, f"the body is larger than {MAX_BODY} bytes: send smaller images")
 
         async def limited() -> Message:
-            nonlocal left
+            nonlocal held
             message = await receive()
-            left -= len(message.get("body", b""))
-            if left < 0:
+            size = len(message.get("body", b""))
+            held, self._held = held + size, self._held + size
+            if held > MAX_BODY:
                 raise too_large
+            if self._held > MAX_BODIES:
+                raise ApiError(429, "the requests here are too large together: try again later", code="busy")
             return message
 
         length = headers.get("content-length", "")
@@ -61,4 +69,7 @@ class Gate:
         elif length.isdecimal() and int(length) > MAX_BODY:
             await error_response(too_large)(scope, receive, send)
         else:
-            await self.app(scope, limited, send)
+            try:
+                await self.app(scope, limited, send)
+            finally:
+                self._held -= held
