@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.core.drafter import Proposer
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.decoding.decoders import decode
@@ -69,7 +68,7 @@ def load_drafter(path: str | Path, target: VisionLanguageTarget) -> Proposer:
     """
     given = Path(path).expanduser()
     folder = given if len(given.parts) > 1 else Workspace.of(target.name).trained(str(given))
-    return checkpoint.load(folder, target.head, target.info, provenance=target.provenance((), "float32"))
+    return target.drafter(folder)
 
 
 @dataclass(frozen=True)

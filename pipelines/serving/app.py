@@ -118,7 +118,7 @@ def build_app(
     async def measured(response: ServedResponse) -> AsyncGenerator[Piece]:
         start, outcome = time.perf_counter(), "disconnected"
         try:
-            async with aclosing(queue.stream(response.pieces())) as pieces:
+            async with aclosing(queue.stream(response.pieces(), response.abandoned)) as pieces:
                 async for piece in pieces:
                     if start:
                         metrics.first_text.observe(time.perf_counter() - start)

@@ -6,12 +6,15 @@ width, S committed positions, U visual tokens.
 
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.core.batch import Batch
+from vlmdistill.drafters.core.drafter import Proposer
 from vlmdistill.pipelines.targets.capture import Transcript
 from vlmdistill.pipelines.targets.encode import EncodedPrompt
 from vlmdistill.pipelines.targets.families.family import Visual
@@ -63,6 +66,10 @@ class VisionLanguageTarget(TargetModel):
             self.info.eos_ids,
             max_new_tokens,
         )
+
+    def drafter(self, folder: Path) -> Proposer:
+        """The drafter in a folder, for this target; see `checkpoint.load`."""
+        return checkpoint.load(folder, self.head, self.info, provenance=self.provenance((), "float32"))
 
     def prefill(
         self,

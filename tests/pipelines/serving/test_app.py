@@ -28,7 +28,12 @@ from vlmdistill.pipelines.responses.generate import generate
 from vlmdistill.pipelines.serving import chat, gate
 from vlmdistill.pipelines.serving.chat import ChatRequest
 from vlmdistill.pipelines.serving.decoder_queue import DecoderQueue
-from vlmdistill.pipelines.serving.served_decoder import ServedDecoder, open_decoder, until_stop
+from vlmdistill.pipelines.serving.served_decoder import (
+    ServedDecoder,
+    ServedResponse,
+    open_decoder,
+    until_stop,
+)
 from vlmdistill.pipelines.targets.checkpoints.loading import load
 from vlmdistill.pipelines.workspace import Workspace
 
@@ -427,6 +432,15 @@ def test_a_client_that_disconnects_stops_its_response(braked: Braked) -> None:
         assert braked.begun[0] <= 3
         braked.permits.release(100)
         assert ask(served.client(), max_tokens=5).usage.completion_tokens == 5
+
+
+def test_an_abandoned_response_is_not_decoded_on_for_its_next_text(decoder: ServedDecoder) -> None:
+    turn = {"role": "user", "content": QUESTION}
+    request = ChatRequest.model_validate({"model": "demo", "messages": [turn], "speculate": False})
+    response = ServedResponse(decoder, request)
+    response.abandoned.set()
+    list(response.pieces())
+    assert len(response.cycles) == 1
 
 
 def test_a_client_that_disconnects_before_its_response_frees_its_position(braked: Braked) -> None:
