@@ -26,7 +26,9 @@ def export(
     check: Annotated[
         bool, typer.Option("--check", help="Serve it with vLLM and compare with our own decoder.")
     ] = False,
-    limit: Annotated[int, typer.Option(min=1, help="Check on at most N held-out prompts.")] = 49,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="With --check: on at most N held-out prompts; default: 49.")
+    ] = None,
     runs: console.Runs = None,
     as_json: console.Json = False,
 ) -> None:
@@ -40,10 +42,12 @@ def export(
     from vlmdistill.pipelines.engines.environment import check_environment
     from vlmdistill.pipelines.evaluation.evaluate import held_out
 
+    if limit and not check:
+        raise typer.BadParameter(f"--limit {limit}: it needs --check")
     workspace = console.workspace(model, runs)
     if check:  # before anything is written
         check_environment("vllm")
-        prompts = held_out(workspace.prompts, limit, workspace.model)
+        prompts = held_out(workspace.prompts, limit or 49, workspace.model)
     written = write(workspace.trained(drafter), out, dtype)
     parity = compare(workspace, drafter, written, prompts) if check else None
     facts = asdict(written)
