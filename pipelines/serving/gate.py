@@ -2,6 +2,8 @@
 
 import hmac
 import json
+import re
+from collections.abc import Collection
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -10,6 +12,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 OPEN = ("/", "/health")  # need no key: they show no data
+HOST = re.compile(r"(\[[^\]]*\]|[^:]*)(:\d*)?")  # a name or an address, and a port
 MAX_BODY = 32 * 1024**2  # bytes
 MAX_BODIES = 8 * MAX_BODY  # of all requests that are read, wait or are decoded
 
@@ -35,13 +38,13 @@ def error_response(error: HTTPException) -> Response:
 
 
 class Gate:
-    """ASGI middleware that refuses a request without the key, or with a body that is too large.
+    """ASGI middleware that refuses a request to another host, without the key, or with too large a body.
 
     That is one larger than MAX_BODY, or than what the other requests leave of MAX_BODIES.
     """
 
-    def __init__(self, app: ASGIApp, key: str | None) -> None:
-        self.app, self.key = app, key
+    def __init__(self, app: ASGIApp, key: str | None, hosts: Collection[str]) -> None:
+        self.app, self.key, self.hosts = app, key, hosts
         self._held = 0  # bytes of bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -63,7 +66,11 @@ class Gate:
         length = headers.get("content-length", "")
         scheme, _, given = headers.get("authorization", "").partition(" ")
         known = scheme.lower() == "bearer" and hmac.compare_digest(given.encode(), (self.key or "").encode())
-        if self.key is not None and scope["path"] not in OPEN and not known:
+        host = HOST.fullmatch(headers.get("host", "").lower())
+        if "*" not in self.hosts and not (host and host[1] in self.hosts):
+            message = f"the Host header must name one of {', '.join(self.hosts)}"
+            await error_response(ApiError(400, message, code="invalid_host"))(scope, receive, send)
+        elif self.key is not None and scope["path"] not in OPEN and not known:
             message = "the key is missing or wrong: send the header 'Authorization: Bearer KEY'"
             await error_response(ApiError(401, message, code="invalid_api_key"))(scope, receive, send)
         elif length.isdecimal() and int(length) > MAX_BODY:

@@ -368,9 +368,12 @@ def test_a_key_is_needed_for_all_but_the_page_and_health(decoder: ServedDecoder)
 
 
 def test_another_host_name_is_refused(decoder: ServedDecoder) -> None:
-    with serving(decoder, hosts=["127.0.0.1"]) as served:
-        assert served.request("GET", "/health")[0] == 200
-        assert served.request("GET", "/health", Host="rebound.example")[0] == 400
+    with serving(decoder, hosts=["127.0.0.1", "[::1]"]) as served:
+        for host in ("127.0.0.1", "127.0.0.1:80", "[::1]", "[::1]:8000"):
+            assert served.request("GET", "/health", Host=host)[0] == 200
+        for host in ("rebound.example", "127.0.0.1.example", "x@127.0.0.1", "[::1", ""):
+            status, body = served.request("GET", "/health", Host=host)
+            assert (status, json.loads(body)["error"]["code"]) == (400, "invalid_host")
 
 
 def test_a_fault_of_the_server_shows_no_detail(
