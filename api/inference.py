@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.core.drafter import Proposer
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.decoding.decoders import decode
@@ -69,7 +68,7 @@ def load_drafter(path: str | Path, target: VisionLanguageTarget) -> Proposer:
     """
     given = Path(path).expanduser()
     folder = given if len(given.parts) > 1 else Workspace.of(target.name).trained(str(given))
-    return checkpoint.load(folder, target.head, target.info, provenance=target.provenance((), "float32"))
+    return target.drafter(folder)
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ def generate(
     section 2.3).
 
     Args:
-        target: See `load_target`. It decodes one response at a time.
+        target: See `load_target`. It decodes one response at a time: beginning another ends this one.
         prompt: The text of a question, or a list of messages in the format of OpenAI.
         images: Image files or PIL images; they precede the text.
         videos: Video files or folders of frames; they follow the images.
@@ -115,8 +114,8 @@ def generate(
         The response piece by piece, as it is decoded.
 
     Raises:
-        DataError: The prompt is empty or too long, an image or video cannot be read, or a setting is out of
-            range.
+        DataError: The prompt is empty or too long, an image or video cannot be read, a setting is out of
+            range, or another response was begun on the target.
 
     Example:
         >>> for chunk in vlmdistill.generate(target, "Describe it.", images=["a.png"], drafter=drafter):

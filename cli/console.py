@@ -61,8 +61,9 @@ TreeShape = Annotated[
     str | None,
     typer.Option(
         "--tree",
-        metavar="SHAPE",
-        help="Draft tree: total-depth-k, such as 30-3-8, or chain-5, or chain-8-0.3; default: its own.",
+        metavar="SHAPE|auto",
+        help="Draft tree: total-depth-k, such as 30-3-8, or chain-5, or chain-8-0.3; auto: the one that "
+        "`eval --tree auto` has kept; default: the drafter's own.",
     ),
 ]
 Recipe = Annotated[

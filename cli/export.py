@@ -1,6 +1,5 @@
 """`vlmdistill export`: write a trained drafter for serving engines."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,13 +18,17 @@ if TYPE_CHECKING:
 
 def export(
     drafter: Annotated[str, typer.Argument(help="Name or folder of a trained drafter.")],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write; it must not exist.")],
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Folder to write: a new one, or one with the same drafter.")
+    ],
     model: console.Model = "demo",
     dtype: Annotated[console.Dtype, typer.Option(help="Dtype of the weights.")] = "bfloat16",
     check: Annotated[
         bool, typer.Option("--check", help="Serve it with vLLM and compare with our own decoder.")
     ] = False,
-    limit: Annotated[int, typer.Option(min=1, help="Check on at most N held-out prompts.")] = 49,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="With --check: on at most N held-out prompts; default: 49.")
+    ] = None,
     runs: console.Runs = None,
     as_json: console.Json = False,
 ) -> None:
@@ -39,10 +42,12 @@ def export(
     from vlmdistill.pipelines.engines.environment import check_environment
     from vlmdistill.pipelines.evaluation.evaluate import held_out
 
+    if limit and not check:
+        raise typer.BadParameter(f"--limit {limit}: it needs --check")
     workspace = console.workspace(model, runs)
     if check:  # before anything is written
         check_environment("vllm")
-        prompts = held_out(workspace.prompts, limit, workspace.model)
+        prompts = held_out(workspace.prompts, limit or 49, workspace.model)
     written = write(workspace.trained(drafter), out, dtype)
     parity = compare(workspace, drafter, written, prompts) if check else None
     facts = asdict(written)
@@ -57,7 +62,7 @@ def export(
             "versions": parity.versions,
         }
     console.result(facts, as_json)
-    for line in commands(written):
+    for line in commands(workspace, written):
         console.note(line)
     if parity and not parity.holds:
         console.note("vLLM does not serve this drafter as it was trained: see the numbers above")
@@ -82,20 +87,37 @@ def compare(
         )
 
 
-def commands(written: "Exported") -> list[str]:
+def commands(workspace: "Workspace", written: "Exported") -> list[str]:
     """How each engine is started with what was written."""
-    from vlmdistill.pipelines.engines.serve import speculation
+    import shlex
+
+    import torch
+
+    from vlmdistill.pipelines.engines.environment import engine_python
+    from vlmdistill.pipelines.engines.serve import serve_command, vllm
     from vlmdistill.pipelines.targets.checkpoints.registry import HUB
     from vlmdistill.pipelines.targets.embedded import EMBEDDED
+    from vlmdistill.pipelines.workspace import absolute_model
+    from vlmdistill.stores.errors import TargetError
 
-    target = EMBEDDED.get(written.target) or HUB.get(written.target, written.target)
-    caching = " --no-enable-prefix-caching" if written.drops_visual else ""
-    chunking = " --disable-chunked-mm-input" if written.whole_images else ""
-    drafting = json.dumps(speculation(written))
-    lines = [f"vLLM:   vllm serve {target}{caching}{chunking} --speculative-config '{drafting}'"]
+    try:
+        program = vllm(engine_python())
+    except TargetError:
+        program = "vllm"
+    model = workspace.model
+    target = str(EMBEDDED.get(model) or HUB.get(model) or absolute_model(model))
+    caching, whole = not written.drops_visual, written.whole_images
+    serve = serve_command(
+        target, written.dtype, written, program=program, caching=caching, whole_images=whole
+    )
+    settings = "" if torch.cuda.is_available() else "VLLM_CPU_KVCACHE_SPACE=1 "  # GiB
+    lines = [f"vLLM:   {settings}{shlex.join(serve)}"]
     if "sglang" in written.engines:
-        lines.append(
-            f"SGLang: python -m sglang.launch_server --model-path {target} --speculative-algorithm "
-            f"{written.method.upper()} --speculative-draft-model-path {written.out}"
-        )
+        launch = ["python", "-m", "sglang.launch_server", "--model-path", target, "--speculative-algorithm"]
+        launch += [
+            written.method.upper(),
+            "--speculative-draft-model-path",
+            str(Path(written.out).absolute()),
+        ]
+        lines.append(f"SGLang: {shlex.join(launch)}")
     return lines

@@ -44,7 +44,6 @@ def generate(
     workspace = console.workspace(model, runs)
     sampling = {name: value for name, value in {"fps": fps, "frames": frames}.items() if value is not None}
     with console.waiting(f"loading {model}"):
-        from vlmdistill.drafters.core.tree import Tree
         from vlmdistill.pipelines.responses import generate as streaming
 
         stream = streaming.generate(
@@ -56,7 +55,7 @@ def generate(
             drafter=drafter,
             temperature=temperature,
             max_new_tokens=max_new_tokens,
-            tree=Tree.parse(tree) if tree else None,
+            tree=tree,
             seed=seed,
             load_options=console.loading(attention, target_dtype, compiled=compiled),
         )

@@ -24,11 +24,11 @@ def import_drafter(
     of its tensor or setting.
     """
     from vlmdistill.drafters.checkpoints import published
-    from vlmdistill.pipelines.targets.checkpoints.loading import load
+    from vlmdistill.pipelines.targets.checkpoints.loading import load_embedding
 
     workspace = console.workspace(model, runs)
     published.read(folder, drafter)  # fails before the target is loaded
-    target = load(workspace.model, device="cpu", dtype="float32")
+    target, head = load_embedding(workspace.model)
     origin = target.provenance((), "float32")
     out = workspace.drafter(name or drafter)
-    console.result(published.load(folder, drafter, target.head, target.info, out, origin), as_json)
+    console.result(published.load(folder, drafter, head, target.info, out, origin), as_json)

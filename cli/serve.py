@@ -14,9 +14,7 @@ def serve(
     drafter: Annotated[
         str | None, typer.Option(help="Name or folder of a trained drafter; plain decoding without.")
     ] = None,
-    tree: Annotated[
-        str | None, typer.Option(help="total-depth-k such as 30-3-8, or chain-5, or chain-8-0.3.")
-    ] = None,
+    tree: console.TreeShape = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on; another machine's needs a key.")
     ] = "127.0.0.1",
@@ -50,7 +48,6 @@ def serve(
         from vlmdistill.pipelines.serving import app as server
     except ModuleNotFoundError as error:
         raise DataError(f"serving needs the package {error.name}: pip install 'vlmdistill[serve]'") from None
-    from vlmdistill.drafters.core.tree import Tree
     from vlmdistill.pipelines.serving.served_decoder import open_decoder
 
     if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key and key):
@@ -66,7 +63,7 @@ def serve(
             decoder = open_decoder(
                 workspace,
                 drafter,
-                tree=Tree.parse(tree) if tree else None,
+                tree=tree,
                 max_new_tokens=max_new_tokens,
                 how=console.loading(attention, target_dtype, compiled=compiled),
             )

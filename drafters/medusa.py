@@ -35,7 +35,7 @@ class Medusa(Drafter):
         """Tokens that it guesses: the hops of every stage, and the most levels of a tree."""
 
         def __post_init__(self) -> None:
-            at_least(self, 1, "heads")
+            at_least(self, 1, "heads", most=1000)
 
         @property
         def max_hops(self) -> int:

@@ -6,8 +6,9 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -16,9 +17,11 @@ from torch import Tensor
 from vlmdistill.drafters.checkpoints.settings import from_dict, to_dict
 from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.batch import Head
-from vlmdistill.drafters.core.config import DrafterConfig, TrainConfig
+from vlmdistill.drafters.core.config import DrafterConfig, TrainConfig, at_least
 from vlmdistill.drafters.core.drafter import Drafter, Proposer
-from vlmdistill.stores.errors import DataError, TrainingError
+from vlmdistill.drafters.core.vocabulary import check_columns
+from vlmdistill.stores.backends.local import sync
+from vlmdistill.stores.errors import DataError, TrainingError, one_line
 from vlmdistill.stores.schema import Provenance, TargetInfo
 from vlmdistill.stores.suggestions import did_you_mean
 
@@ -32,6 +35,17 @@ class Origin:
     provenance: Provenance  # of the features
     settings: TrainConfig
     training: dict[str, Any]  # signature, steps, samples, view, seed, history
+
+
+class _DrafterFile(msgspec.Struct, frozen=True):
+    """The members of `config.json`."""
+
+    format: Literal[1, 2]
+    drafter: str
+    config: dict[str, Any]
+    target: dict[str, Any]
+    provenance: dict[str, Any]
+    training: dict[str, Any] = {}
 
 
 def save(drafter: Drafter, name: str, folder: Path, origin: Origin) -> None:
@@ -60,14 +74,17 @@ def put(folder: Path, description: Mapping[str, Any], weights: Mapping[str, Tens
         metadata = {"format": "pt"}  # one item only: their order in the file is random
         save_file(dict(weights), new / "model.safetensors", metadata=metadata)
         (new / "config.json").write_text(json.dumps(description, indent=2) + "\n")
+        for written in (*new.iterdir(), new):
+            sync(written)
         if folder.exists():
             folder.rename(old)
         new.rename(folder)
+        sync(folder.parent)
     except (OSError, SafetensorError) as error:
-        if old.exists():
-            old.rename(folder)
         raise TrainingError(f"the drafter cannot be written to {folder}: {error}") from None
-    finally:
+    finally:  # after Ctrl-C too
+        if old.exists() and not folder.exists():
+            old.rename(folder)
         shutil.rmtree(new, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
 
@@ -81,17 +98,18 @@ def describe(folder: Path) -> dict[str, Any]:
     if not folder.exists() and name in catalogue.NAMES and not catalogue.is_trained(name):
         return {"drafter": name, "config": to_dict(catalogue.config(name)), "training": {}}
     try:
-        description: dict[str, Any] = json.loads(file.read_text())
-        missing = {"format", "drafter", "config", "target", "provenance"} - set(description)
+        description = json.loads(file.read_text())
+        return msgspec.structs.asdict(msgspec.convert(description, _DrafterFile))
     except FileNotFoundError:
         raise TrainingError(f"no drafter in {folder}{_instead(folder)}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
-        raise TrainingError(f"{file} is not readable JSON ({error}); train the drafter again") from None
-    if missing or description["format"] not in (1, FORMAT):
+    except OSError as error:
+        raise TrainingError(f"{file} cannot be read: {error.strerror}") from None
+    except msgspec.ValidationError as error:
+        raise TrainingError(f"{file} is not that of a drafter of format 1 or {FORMAT}: {error}") from None
+    except (ValueError, RecursionError) as error:
         raise TrainingError(
-            f"{file} is not a drafter of format {FORMAT}: it lacks {sorted(missing) or 'nothing'}"
-        )
-    return description
+            f"{file} is not readable JSON ({one_line(error)}); train the drafter again"
+        ) from None
 
 
 def _instead(folder: Path) -> str:
@@ -121,23 +139,39 @@ def load(folder: Path, head: Head, info: TargetInfo, *, provenance: Provenance |
                 f"the drafter in {folder} was trained for another target ({trained.target}): "
                 f"{field} {mine}, not {theirs}"
             )
-    try:
-        config = from_dict(catalogue.config(description["drafter"]), description["config"])
-        info = TargetInfo.from_dict(description["target"])  # as it was then: the shapes of the weights
-        drafter = build(description["drafter"], config, info, head)
-    except DataError as error:
-        raise TrainingError(f"{folder / 'config.json'}: {error}") from None
     file = folder / "model.safetensors"
     try:
-        weights = load_file(file, device=str(head.embed_VD.device))
-        if description["format"] == 1:
-            weights = {_since_2(key, drafter): value for key, value in weights.items()}
-        drafter.load_state_dict(weights)
-    except (OSError, SafetensorError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
+        weights = load_file(file)  # on the CPU: what is copied to a GPU has the dtype of the target
+    except (FileNotFoundError, SafetensorError) as error:
+        reason = one_line(error)[:300]
         raise TrainingError(f"{file} is missing or corrupt ({reason}); train the drafter again") from None
+    except OSError as error:
+        raise TrainingError(f"{file} cannot be read: {error.strerror}") from None
+    try:
+        config = from_dict(catalogue.config(description["drafter"]), description["config"])
+        described = TargetInfo.from_dict(description["target"])  # as it was then: the shapes of the weights
+        at_least(described, 1, "num_heads", "num_kv_heads", "head_dim", "max_position", "rope_theta")
+        at_least(described, 0, "rms_norm_eps")
+        for size in ("hidden_size", "num_layers", "vocab_size"):
+            if getattr(described, size) != getattr(info, size):
+                raise DataError(f"{size} is {getattr(described, size)}, and {getattr(info, size)} here")
+        with torch.device("meta"):  # allocates nothing
+            expected = catalogue.load(description["drafter"])(config.model, described, head)
+    except (DataError, RuntimeError) as error:
+        raise TrainingError(f"{folder / 'config.json'}: {one_line(error)}") from None
+    if description["format"] == 1:
+        weights = {_since_2(key, expected): value for key, value in weights.items()}
+    there, asked = ({k: [*v.shape] for k, v in one.items()} for one in (weights, expected.state_dict()))
+    if odd := next((key for key in {**asked, **there} if there.get(key) != asked.get(key)), None):
+        raise TrainingError(
+            f"{file}: {odd} is {there.get(odd, 'missing')}, and by its config.json "
+            f"{asked.get(odd, 'there is none')}; train the drafter again"
+        )
     if not all(torch.isfinite(value).all() for value in weights.values()):
         raise TrainingError(f"{file} holds values that are not finite; train the drafter again")
+    drafter = build(description["drafter"], config, described, head)
+    drafter.load_state_dict(weights)
+    check_columns(file, drafter, described.vocab_size)
     return drafter
 
 

@@ -1,10 +1,16 @@
 """Export: a trained drafter in the form that serving engines load, `config.json` and `model.safetensors`."""
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
 
 from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.checkpoints.serving import KEY, Exportable
@@ -51,7 +57,7 @@ def export(folder: Path, out: Path, dtype: str = "bfloat16") -> Exported:
     """Write the drafter in `folder` to the folder `out` as serving engines load it.
 
     Embeddings stay with the target, which shares them. TrainingError when the drafter cannot be read, when
-    no engine has its method or would feed it as it was trained, and when `out` exists.
+    no engine has its method or would feed it as it was trained, and when `out` holds anything else.
     """
     description = checkpoint.describe(folder)
     name = description["drafter"]
@@ -60,8 +66,6 @@ def export(folder: Path, out: Path, dtype: str = "bfloat16") -> Exported:
         raise TrainingError(
             f"{name} cannot be exported: for targets with images, serving engines load {served}"
         )
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise TrainingError(f"{out} exists: name a new folder")
     info = TargetInfo.from_dict(description["target"])
     nothing = torch.empty(0, info.hidden_size)
     drafter = checkpoint.load(folder, Head(nothing, nothing), info)
@@ -73,7 +77,10 @@ def export(folder: Path, out: Path, dtype: str = "bfloat16") -> Exported:
         for key, value in served_as.weights.items()
     }
     settings = {**served_as.settings, "torch_dtype": dtype, KEY: msgspec.to_builtins(served_as.feeding)}
-    checkpoint.put(out, settings, held)
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        checkpoint.put(out, settings, held)
+    elif not _holds(out, settings, held):
+        raise TrainingError(f"{out} exists: name a new folder")
     return Exported(
         drafter=name,
         target=description["provenance"]["target"],
@@ -89,3 +96,14 @@ def export(folder: Path, out: Path, dtype: str = "bfloat16") -> Exported:
         whole_images=served_as.feeding.whole_images,
         draft_tokens=min(DRAFT_TOKENS, served_as.feeding.draft_tokens or DRAFT_TOKENS),
     )
+
+
+def _holds(folder: Path, settings: Mapping[str, Any], weights: Mapping[str, Tensor]) -> bool:
+    """Whether a folder has exactly these settings and weights."""
+    try:
+        there = load_file(folder / "model.safetensors")
+        same = json.loads((folder / "config.json").read_text()) == json.loads(json.dumps(settings))
+    except (OSError, ValueError, SafetensorError):
+        return False
+    fits = there.keys() == weights.keys() and all(there[k].dtype == one.dtype for k, one in weights.items())
+    return same and fits and all(torch.equal(there[key], one) for key, one in weights.items())

@@ -18,6 +18,7 @@ from vlmdistill.drafters.checkpoints.settings import from_dict
 from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.config import ModelConfig
 from vlmdistill.drafters.core.drafter import Drafter
+from vlmdistill.drafters.core.vocabulary import check_columns
 from vlmdistill.stores.errors import DataError, TrainingError, one_line
 from vlmdistill.stores.schema import TargetInfo
 
@@ -113,7 +114,7 @@ class Initial:
                 state[key].copy_(self.weights[key])
             for key in zero:
                 state[key].zero_()
-        published.check_columns(self.source, drafter)
+        check_columns(self.source, drafter, drafter.info.vocab_size)
         if found := self.theirs:
             chosen = any(buffer in taken for buffer, _ in drafter.named_buffers())
             copies = published.check_copies(self.source, drafter, found, chosen=chosen)

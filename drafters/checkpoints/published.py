@@ -24,7 +24,7 @@ from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.batch import Head
 from vlmdistill.drafters.core.config import DrafterConfig
 from vlmdistill.drafters.core.drafter import Drafter
-from vlmdistill.drafters.core.vocabulary import columns_of
+from vlmdistill.drafters.core.vocabulary import check_columns, columns_of
 from vlmdistill.stores.errors import DataError, TrainingError, one_line
 from vlmdistill.stores.schema import Provenance, TargetInfo
 
@@ -157,7 +157,7 @@ def load(
     drafter = checkpoint.build(catalogue.base(name), config, found.info(target), head)
     assert isinstance(drafter, Drafter)
     zeros = _fill(folder, drafter, found)
-    check_columns(folder, drafter)
+    check_columns(folder, drafter, target.vocab_size)
     checked = check_copies(folder, drafter, found)
     if odd := sorted({*found.others} - {*checked}):
         raise TrainingError(f"{folder}: {odd[0]} has no counterpart in this method")
@@ -279,15 +279,6 @@ def _fill(folder: Path, drafter: Drafter, found: Published) -> list[str]:
 
 def _is(ours: str, key: str) -> bool:
     return key == ours or key.rpartition(".")[0] == ours.partition("/")[0]
-
-
-def check_columns(source: object, drafter: Drafter) -> None:
-    """TrainingError if the tokens that a drafter has columns for are none of the target's."""
-    columns_K, vocabulary = columns_of(drafter), drafter.info.vocab_size
-    if columns_K is not None and not (
-        bool((columns_K.diff() > 0).all()) and int(columns_K[0]) >= 0 and int(columns_K[-1]) < vocabulary
-    ):
-        raise TrainingError(f"{source}: d2t is not an ascending choice of the target's {vocabulary} tokens")
 
 
 def check_copies(source: object, drafter: Drafter, found: Published, *, chosen: bool = True) -> list[str]:

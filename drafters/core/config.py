@@ -25,11 +25,12 @@ def depths(layers: int) -> tuple[str, str, str]:
     return f"layer{low}", f"layer{middle}", f"layer{high}"
 
 
-def at_least(settings: object, least: int, *names: str) -> None:
-    """DataError names the first of the settings that is smaller, or not finite."""
+def at_least(settings: object, least: int, *names: str, most: float = inf) -> None:
+    """DataError names the first of the settings that is smaller, larger than `most`, or not finite."""
     for name in names:
-        if not least <= (value := getattr(settings, name)) < inf:
-            raise DataError(f"{name}={value}: give a number of at least {least}")
+        if not (least <= (value := getattr(settings, name)) <= most and value < inf):
+            limit = "" if most == inf else f", at most {most:g}"
+            raise DataError(f"{name}={value}: give a number of at least {least}{limit}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,6 +44,11 @@ class Target(Reader, Protocol):
         """The frozen tables, on the target's device."""
         ...
 
+    @property
+    def sequence(self) -> int:
+        """The number of the current sequence: each `prefill` counts one more."""
+        ...
+
     def prefill(
         self, prompt: Any, features: Collection[Feature], on_encoded: Callable[[], None] = lambda: None
     ) -> Batch:

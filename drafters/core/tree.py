@@ -31,10 +31,10 @@ class Tree:
     def parse(cls, text: str) -> "Tree":
         """Read `30-3-8`, `chain-5` or `chain-8-0.3`; DataError on other text."""
         parts = text.split("-")
-        if found := re.fullmatch(r"chain-([1-9]\d*)(?:-(0\.(?!0+$)\d{1,4}))?", text):
+        if found := re.fullmatch(r"chain-([1-9]\d{0,3})(?:-(0\.(?!0+$)\d{1,4}))?", text):
             length = int(found[1])
             return cls(length + 1, length - 1, 1, float(found[2] or 0))
-        if len(parts) == 3 and all(part.isdecimal() for part in parts):
+        if len(parts) == 3 and all(re.fullmatch(r"\d{1,4}", part) for part in parts):
             tree = cls(*map(int, parts))
             if tree.total >= 2 and tree.k >= 1:
                 return tree

@@ -11,13 +11,18 @@ from torch import Tensor
 from vlmdistill.drafters.core.tree import DraftTree
 
 
+def is_greedy(temperature: float) -> bool:
+    """Whether a temperature is taken as 0: logits over a smaller one are not finite (vLLM has this limit)."""
+    return temperature < 1e-5
+
+
 def choose(logits_NV: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
     """The target's next token after each row: the best one at temperature 0, else a sample. [N].
 
     Probabilities are in float64: in half precision, a uniform is exactly zero often enough to accept tokens
     of probability zero.
     """
-    if temperature == 0:
+    if is_greedy(temperature):
         return logits_NV.argmax(-1)
     probability_NV = (logits_NV.double() / temperature).softmax(-1)
     # As torch.multinomial, without its checks, which wait for the GPU.
@@ -46,7 +51,7 @@ def verify(
     the path are not used.
     """
     choice_N = choose(logits_NV, temperature, generator)
-    if temperature > 0:  # one draw per text: two draws would be two chances
+    if not is_greedy(temperature):  # one draw per text: two draws would be two chances
         choice_N = choice_N[_first(tree)]
     chosen_N = tree.ids_N == choice_N[tree.parent_N]
     chosen_N[0] = True

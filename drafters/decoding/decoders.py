@@ -18,6 +18,7 @@ from vlmdistill.drafters.core.target import Target
 from vlmdistill.drafters.core.tree import Observer, Tree
 from vlmdistill.drafters.decoding.acceptance import choose, verify
 from vlmdistill.drafters.decoding.clock import Laps
+from vlmdistill.stores.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Cycle:
     laps: Laps  # their phases
 
 
+@torch.inference_mode()  # while a cycle runs, not while its caller does
 def speculate(
     target: Target,
     drafter: Proposer,
@@ -44,53 +46,56 @@ def speculate(
 ) -> Iterator[Cycle]:
     """Decode with draft trees. The tokens are the target's own, for any drafter.
 
-    Ends after any EOS of the target, or at `max_new_tokens`; nothing follows an EOS.
+    Ends after any EOS of the target, or at `max_new_tokens`; nothing follows an EOS. DataError when another
+    sequence is begun on the target before the end.
     """
     laps = Laps(target.head.embed_VD.device)
     needs = drafter.config.needs(target.info, decoding=True)
     limit = _Limit(target, max_new_tokens)
-    with torch.inference_mode():
-        prefix = target.prefill(prompt, needs, lambda: laps.end("vision"))
-        last_1D = {source: prefix.feature(source, "text")[-1:] for source in {"hidden", *drafter.sources}}
-        bonus_1 = choose(target.logits(last_1D["hidden"]), temperature, generator)
-        laps.end("prefill")
-        draft = drafter.draft(prefix, target)
-        observer = draft if isinstance(draft, Observer) else None
-        draft.commit(bonus_1, torch.cat([last_1D[source] for source in drafter.sources], dim=-1))
-        gained = limit.cut(bonus_1.tolist())
-        laps.end("draft_prefill")
-        yield Cycle(gained, 0, (0, 0), [], laps.stop(), laps)
-        while not limit.reached:
-            laps = Laps(bonus_1.device)
-            nodes = draft.grow(tree)
-            laps.end("draft")
-            states = target.extend(nodes.ids_N, nodes.depth_N, nodes.visible_NN, last_1D.keys())
-            logits_NV = target.logits(states["hidden"])
-            laps.end("verify")
-            accepted = verify(nodes, logits_NV, temperature, generator)
-            if observer is not None:
-                observer.observe(logits_NV)
-            fetched = [
-                accepted.length_1,
-                accepted.bonus_1,
-                nodes.ids_N[accepted.path_N],
-                nodes.greedy_N[accepted.path_N],
-            ]
-            length, bonus, *rest = torch.cat(fetched).tolist()  # the only wait for the GPU
-            ids, greedy = rest[: len(rest) // 2], rest[len(rest) // 2 :]
-            path_K = accepted.path_N[:length]
-            target.commit(path_K)
-            kept = limit.cut([*ids[1:length], bonus])
-            laps.end("accept")
-            if not limit.reached:
-                before_KD = torch.cat([states[source][path_K] for source in drafter.sources], dim=-1)
-                draft.commit(torch.cat([nodes.ids_N[path_K[1:]], accepted.bonus_1]), before_KD)
-            laps.end("draft")
-            guesses = [token for token, best in zip(ids, greedy, strict=True) if best][1:]
-            chain = (sum(greedy[:length]) - 1, len(guesses))
-            yield Cycle(kept, min(length - 1, len(kept)), chain, guesses, laps.stop(), laps)
+    prefix = target.prefill(prompt, needs, lambda: laps.end("vision"))
+    sequence = target.sequence
+    last_1D = {source: prefix.feature(source, "text")[-1:] for source in {"hidden", *drafter.sources}}
+    bonus_1 = choose(target.logits(last_1D["hidden"]), temperature, generator)
+    laps.end("prefill")
+    draft = drafter.draft(prefix, target)
+    observer = draft if isinstance(draft, Observer) else None
+    draft.commit(bonus_1, torch.cat([last_1D[source] for source in drafter.sources], dim=-1))
+    gained = limit.cut(bonus_1.tolist())
+    laps.end("draft_prefill")
+    yield Cycle(gained, 0, (0, 0), [], laps.stop(), laps)
+    while not limit.reached:
+        laps = Laps(bonus_1.device)
+        _check_current(target, sequence)
+        nodes = draft.grow(tree)
+        laps.end("draft")
+        states = target.extend(nodes.ids_N, nodes.depth_N, nodes.visible_NN, last_1D.keys())
+        logits_NV = target.logits(states["hidden"])
+        laps.end("verify")
+        accepted = verify(nodes, logits_NV, temperature, generator)
+        if observer is not None:
+            observer.observe(logits_NV)
+        fetched = [
+            accepted.length_1,
+            accepted.bonus_1,
+            nodes.ids_N[accepted.path_N],
+            nodes.greedy_N[accepted.path_N],
+        ]
+        length, bonus, *rest = torch.cat(fetched).tolist()  # the only wait for the GPU
+        ids, greedy = rest[: len(rest) // 2], rest[len(rest) // 2 :]
+        path_K = accepted.path_N[:length]
+        target.commit(path_K)
+        kept = limit.cut([*ids[1:length], bonus])
+        laps.end("accept")
+        if not limit.reached:
+            before_KD = torch.cat([states[source][path_K] for source in drafter.sources], dim=-1)
+            draft.commit(torch.cat([nodes.ids_N[path_K[1:]], accepted.bonus_1]), before_KD)
+        laps.end("draft")
+        guesses = [token for token, best in zip(ids, greedy, strict=True) if best][1:]
+        chain = (sum(greedy[:length]) - 1, len(guesses))
+        yield Cycle(kept, min(length - 1, len(kept)), chain, guesses, laps.stop(), laps)
 
 
+@torch.inference_mode()
 def plain(
     target: Target,
     prompt: Any,
@@ -102,24 +107,25 @@ def plain(
     """Decode one token at a time with a KV cache: the baseline of every speedup."""
     laps = Laps(target.head.embed_VD.device)
     limit = _Limit(target, max_new_tokens)
-    with torch.inference_mode():
-        prefix: Batch = target.prefill(prompt, (), lambda: laps.end("vision"))
-        token_1 = choose(target.logits(prefix.feature("hidden", "text")[-1:]), temperature, generator)
-        one = torch.ones(1, dtype=torch.long, device=token_1.device)
-        row = torch.zeros_like(one)
+    prefix: Batch = target.prefill(prompt, (), lambda: laps.end("vision"))
+    sequence = target.sequence
+    token_1 = choose(target.logits(prefix.feature("hidden", "text")[-1:]), temperature, generator)
+    one = torch.ones(1, dtype=torch.long, device=token_1.device)
+    row = torch.zeros_like(one)
+    gained = limit.cut(token_1.tolist())
+    laps.end("prefill")
+    yield Cycle(gained, 0, (0, 0), [], laps.stop(), laps)
+    while not limit.reached:
+        laps = Laps(token_1.device)
+        _check_current(target, sequence)
+        hidden_1D = target.extend(token_1, one, None, ("hidden",))["hidden"]
+        logits_1V = target.logits(hidden_1D)
+        laps.end("verify")
+        token_1 = choose(logits_1V, temperature, generator)
+        target.commit(row)
         gained = limit.cut(token_1.tolist())
-        laps.end("prefill")
+        laps.end("accept")
         yield Cycle(gained, 0, (0, 0), [], laps.stop(), laps)
-        while not limit.reached:
-            laps = Laps(token_1.device)
-            hidden_1D = target.extend(token_1, one, None, ("hidden",))["hidden"]
-            logits_1V = target.logits(hidden_1D)
-            laps.end("verify")
-            token_1 = choose(logits_1V, temperature, generator)
-            target.commit(row)
-            gained = limit.cut(token_1.tolist())
-            laps.end("accept")
-            yield Cycle(gained, 0, (0, 0), [], laps.stop(), laps)
 
 
 def decode(
@@ -132,6 +138,12 @@ def decode(
     if drafter is None:
         return plain(target, prompt, **options)
     return speculate(target, drafter, prompt, tree=tree or drafter.tree, **options)
+
+
+def _check_current(target: Target, sequence: int) -> None:
+    """DataError when another sequence was begun: it replaced the prefix of this one."""
+    if target.sequence != sequence:
+        raise DataError("another response was begun on this target: finish one response before the next")
 
 
 class _Limit:

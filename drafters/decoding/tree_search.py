@@ -45,11 +45,11 @@ class BestTree(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     measured: str
 
 
-def conditions(target: Target, compiled: bool = False) -> str:
+def conditions(target: Target, compiled: bool = False, temperature: float = 0.0) -> str:
     """What the speed of a tree depends on, besides the drafter and its target."""
     embed_VD = target.head.embed_VD
     threads = "" if embed_VD.is_cuda else f", threads: {torch.get_num_threads()}"
-    how = ", compiled" if compiled else ""
+    how = (", compiled" if compiled else "") + (f", temperature {temperature:g}" if temperature else "")
     return f"{hardware(embed_VD.device)}, {str(embed_VD.dtype).removeprefix('torch.')}{threads}{how}"
 
 
@@ -118,7 +118,7 @@ def search(
         left = sorted(left, key=pace, reverse=True)[: (len(left) + 1) // 2]
         count *= 2
     return BestTree(
-        conditions(target, compiled),
+        conditions(target, compiled, temperature),
         str(left[0]),
         {str(tree): round(pace(tree), 2) for tree in seconds},
         time.strftime("%Y-%m-%d %H:%M:%S"),

@@ -9,7 +9,7 @@ from vlmdistill.stores.errors import TargetError
 
 EngineName = Literal["transformers", "vllm"]
 
-SUPPORTED = "0.32"  # of vLLM
+SUPPORTED = "0.32"  # of vLLM: the one version whose hooks the plugin knows
 VARIABLE = "VLMDISTILL_ENGINE"  # names the Python of the engine environment
 DEFAULT = Path(".venv-engine/bin/python")
 ADVICE = f"run `make engine`, or set {VARIABLE} to the Python of an environment with vllm=={SUPPORTED}.*"

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.checkpoints.export import Exported
 from vlmdistill.drafters.core.drafter import Proposer
 from vlmdistill.drafters.core.tree import Tree
@@ -148,7 +147,7 @@ def check(
         whole_images=exported.whole_images,
     )
     found = process.run(served)
-    loaded = checkpoint.load(folder, target.head, target.info, provenance=target.provenance((), "float32"))
+    loaded = target.drafter(folder)
     chain = Tree.parse(f"chain-{served.draft_tokens}")
     pairs = zip(plain.responses, found.responses, strict=True)
     return Parity(

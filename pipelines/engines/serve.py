@@ -40,16 +40,12 @@ def vllm_server(
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     python = engine_python()
-    command = [str(python), "-c", CHILD, str(python.with_name("vllm")), "serve", str(target.absolute())]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", name, "--dtype", dtype]
-    command += ["--no-enable-prefix-caching", "--mm-processor-cache-gb", "0", "--generation-config", "vllm"]
+    serve = serve_command(
+        str(target.absolute()), dtype, drafter, program=vllm(python), whole_images=whole_images
+    )
+    command = [str(python), "-c", CHILD, *serve, "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--served-model-name", name, "--generation-config", "vllm", "--mm-processor-cache-gb", "0"]
     command += ["--gpu-memory-utilization", str(SHARE)]
-    if not torch.cuda.is_available():
-        command.append("--enforce-eager")
-    if whole_images:
-        command.append("--disable-chunked-mm-input")
-    if drafter:
-        command += ["--speculative-config", json.dumps(speculation(drafter))]
     settings = {key: value for key, value in process.SETTINGS.items() if "MULTIPROCESSING" not in key}
     before = signal.getsignal(signal.SIGTERM)
     on_terminate(before if callable(before) else leave)
@@ -74,10 +70,36 @@ def vllm_server(
         on_terminate(before)
 
 
-def speculation(drafter: Exported) -> dict[str, str | int]:
-    """vLLM's `--speculative-config` for an exported drafter."""
-    folder = str(Path(drafter.out).absolute())
-    return {"method": drafter.method, "model": folder, "num_speculative_tokens": drafter.draft_tokens}
+def vllm(python: Path) -> str:
+    """The command `vllm` of an engine environment."""
+    return str(python.with_name("vllm"))
+
+
+def serve_command(
+    target: str,
+    dtype: str,
+    drafter: Exported | None = None,
+    *,
+    program: str = "vllm",
+    caching: bool = False,
+    whole_images: bool = False,
+) -> list[str]:
+    """`vllm serve` for this machine; `caching`: of prompts."""
+    command = [program, "serve", target, "--dtype", dtype]
+    if not caching:
+        command.append("--no-enable-prefix-caching")
+    if not torch.cuda.is_available():
+        command.append("--enforce-eager")
+    if whole_images:
+        command.append("--disable-chunked-mm-input")
+    if drafter:
+        drafting = {
+            "method": drafter.method,
+            "model": str(Path(drafter.out).absolute()),
+            "num_speculative_tokens": drafter.draft_tokens,
+        }
+        command += ["--speculative-config", json.dumps(drafting)]
+    return command
 
 
 def _wait(run: "subprocess.Popen[bytes]", port: int, log: Path) -> None:

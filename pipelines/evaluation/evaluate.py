@@ -275,7 +275,7 @@ def _trees(
     if not drafter.shaped:  # once is enough
         wanted = tuple(tree for tree in wanted[:1] if tree != "auto") or (drafter.tree,)
     auto = "auto" in wanted
-    under = tree_search.conditions(target, settings.compiled)
+    under = tree_search.conditions(target, settings.compiled, settings.temperatures[0])
     best = tree_search.kept(folder, under) if auto else None
     if auto and best is None:
         found = tree_search.search(

@@ -1,34 +1,53 @@
 """Stream one response, in pieces that know whether the drafter drafted them."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from vlmdistill.drafters.checkpoints import checkpoint
+from vlmdistill.drafters.core.drafter import Proposer
 from vlmdistill.drafters.core.tree import Tree
+from vlmdistill.drafters.decoding import tree_search
 from vlmdistill.drafters.decoding.decoders import Cycle, decode
 from vlmdistill.pipelines.evaluation.records import Piece
 from vlmdistill.pipelines.responses.dataset import SamplingSettings
 from vlmdistill.pipelines.targets.checkpoints.loading import load
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
+from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 from vlmdistill.pipelines.workspace import Workspace
 from vlmdistill.stores.errors import DataError
+
+logger = logging.getLogger(__name__)
 
 
 def pieces(cycles: Iterable[Cycle], tokenizer: Any) -> Iterator[Piece]:
     """The text of each cycle; a character of several tokens is held back until its last token."""
-    ids: list[int] = []
-    shown, seconds = "", 0.0
+    shown: list[int] = []  # the tokens of the last piece: some tokenizers drop the space before a first word
+    held: list[int] = []  # those after them
+    before, seconds = "", 0.0
     for cycle in cycles:
         seconds += cycle.seconds
         for index, token in enumerate(cycle.ids):
-            ids.append(token)
-            text: str = tokenizer.decode(ids, skip_special_tokens=True)
-            if len(text) > len(shown) and not text.endswith("\ufffd"):
-                yield Piece(text[len(shown) :], index < cycle.accepted, seconds)
-                shown = text
+            held.append(token)
+            text: str = tokenizer.decode(shown + held, skip_special_tokens=True)
+            if len(text) > len(before) and not text.endswith("\ufffd"):
+                yield Piece(text[len(before) :], index < cycle.accepted, seconds)
+                shown, held = held, []
+                before = tokenizer.decode(shown, skip_special_tokens=True)
+
+
+def recorded(
+    cycles: Iterable[Cycle], done: list[Cycle], ended: Callable[[], bool] = lambda: False
+) -> Iterator[Cycle]:
+    """The cycles, which are added to `done`, until `ended`."""
+    for cycle in cycles:
+        done.append(cycle)
+        yield cycle
+        if ended():
+            return
 
 
 class StreamedResponse:
@@ -40,12 +59,7 @@ class StreamedResponse:
 
     def pieces(self) -> Iterator[Piece]:
         """Decode, and yield the text piece by piece."""
-        return pieces(self._record(), self._tokenizer)
-
-    def _record(self) -> Iterator[Cycle]:
-        for cycle in self._cycles:
-            self._done.append(cycle)
-            yield cycle
+        return pieces(recorded(self._cycles, self._done), self._tokenizer)
 
     def summary(self) -> str:
         """Tokens, speed, and the number of drafted tokens, in one line."""
@@ -60,6 +74,36 @@ class StreamedResponse:
         return line
 
 
+def open_pair(
+    workspace: Workspace,
+    drafter: str | None,
+    tree: str | None = None,
+    how: Options | None = None,
+    temperature: float = 0.0,
+) -> tuple[VisionLanguageTarget, Proposer | None, Tree | None]:
+    """Load a target, and a drafter by its name in the workspace or by its folder; the tree to draft.
+
+    That is None for the drafter's own. `auto` is the tree that `eval` found for it under these conditions; if
+    there is none, its own, and a line of the log says so. DataError, TargetError and TrainingError say what
+    cannot be used.
+    """
+    shape = Tree.parse(tree) if tree not in (None, "auto") else None
+    if drafter is None:
+        if tree is not None:
+            raise DataError(f"--tree {tree}: it needs a --drafter")
+        return load(workspace.model, **(how or Options())), None, None
+    folder = workspace.trained(drafter)
+    checkpoint.describe(folder)  # fails before the target is loaded
+    target = load(workspace.model, **(how or Options()))
+    loaded = target.drafter(folder)
+    if tree == "auto":
+        under = tree_search.conditions(target, (how or Options()).get("compiled", False), temperature)
+        shape = tree_search.kept(folder, under)
+        why = "" if shape else f", since `eval --tree auto` has kept none for {under}"
+        logger.info("%s drafts %s%s", folder.name, shape or f"its own tree {loaded.tree}", why)
+    return target, loaded, shape
+
+
 def generate(
     workspace: Workspace,
     text: str,
@@ -70,11 +114,11 @@ def generate(
     drafter: str | None = None,
     temperature: float = 0.0,
     max_new_tokens: int = 512,
-    tree: Tree | None = None,
+    tree: str | None = None,
     seed: int = 0,
     load_options: Options | None = None,
 ) -> StreamedResponse:
-    """Start to generate one response. `drafter` is a name in the workspace or a folder; None: plain decoding.
+    """Start to generate one response. `drafter` and `tree` are as in `open_pair`.
 
     `sampling` holds "fps" or "frames" for all videos; without it the target's own sampling applies. DataError
     if an image or video cannot be read, TrainingError if the drafter cannot be used.
@@ -85,24 +129,17 @@ def generate(
     for name, value in (sampling or {}).items():
         if not videos:
             raise DataError(f"--{name} {value}: it needs a --video")
-    folder = None
-    if drafter is not None:
-        folder = workspace.trained(drafter)
-        checkpoint.describe(folder)
-    target = load(workspace.model, **(load_options or Options()))
+    target, guess, shape = open_pair(workspace, drafter, tree, load_options, temperature)
     content: list[dict[str, Any]] = [{"type": "image", "path": str(image)} for image in images]
     content += [{"type": "video", "path": str(video), **(sampling or {})} for video in videos]
     content.append({"type": "text", "text": text})
     prompt = target.encode([{"role": "user", "content": content}])
     generator = torch.Generator(target.device).manual_seed(seed)
-    guess = None
-    if folder is not None:
-        guess = checkpoint.load(folder, target.head, target.info, provenance=target.provenance((), "float32"))
     cycles = decode(
         target,
         guess,
         prompt,
-        tree=tree,
+        tree=shape,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         generator=generator,

@@ -18,7 +18,6 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from vlmdistill.pipelines.evaluation.records import Piece
 from vlmdistill.pipelines.serving.chat import NEUTRAL, ChatRequest
@@ -66,8 +65,7 @@ def build_app(
     `media` is the folder that file:// images may come from; `queue_limit` requests may wait.
     """
     app = FastAPI(title="vlmdistill", docs_url=None, redoc_url=None)  # pages that load scripts from a CDN
-    app.add_middleware(Gate, key=key)
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)
+    app.add_middleware(Gate, key=key, hosts=tuple(host.lower() for host in hosts))
     queue = DecoderQueue(queue_limit)
     metrics = ServingMetrics(queue)
     started = int(time.time())
@@ -118,7 +116,7 @@ def build_app(
     async def measured(response: ServedResponse) -> AsyncGenerator[Piece]:
         start, outcome = time.perf_counter(), "disconnected"
         try:
-            async with aclosing(queue.stream(response.pieces())) as pieces:
+            async with aclosing(queue.stream(response.pieces(), response.abandoned)) as pieces:
                 async for piece in pieces:
                     if start:
                         metrics.first_text.observe(time.perf_counter() - start)
@@ -204,7 +202,7 @@ class _Completion:
                 yield self._chunk({"content": piece.text}, piece=timing)
                 piece = await anext(rest, None)
         yield self._chunk({}, self._response.finish, decoding=self._decoding())
-        if self._response.request.stream_options.get("include_usage"):
+        if self._response.request.stream_options.include_usage:
             yield self._event(choices=[], usage=self._usage())
         yield "data: [DONE]\n\n"
 

@@ -8,13 +8,15 @@ from typing import Annotated, Any, Literal
 from urllib.parse import unquote, urlsplit
 
 from PIL import Image
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 
 from vlmdistill.pipelines.media.images import BROKEN, large_images, upright
 from vlmdistill.pipelines.serving.gate import ApiError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # not all that Pillow reads: for EPS it starts Ghostscript
 MAX_PIXELS = 64 * 1024**2  # all images of a request together; 200 MB once decoded
+MIN_PIXELS = 512**2  # that an image counts as: processors enlarge a smaller one
+MAX_FIELDS = 64  # of an object: each unknown one is an error to report
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "top_p": (1,),
@@ -36,7 +38,11 @@ class StrictModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, data: Any) -> Any:
-        return {k: v for k, v in data.items() if v is not None} if isinstance(data, Mapping) else data
+        if not isinstance(data, Mapping):
+            return data
+        if len(data) > MAX_FIELDS:
+            raise ValueError(f"an object of a request has at most {MAX_FIELDS} fields, not {len(data)}")
+        return {k: v for k, v in data.items() if v is not None}
 
 
 class ImageUrl(StrictModel):
@@ -60,11 +66,17 @@ class ContentPart(StrictModel):
         return self
 
 
+class StreamOptions(StrictModel):
+    """What a stream ends with."""
+
+    include_usage: bool = False
+
+
 class ChatMessage(StrictModel):
     """One turn of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[ContentPart], Field(min_length=1)]
+    content: Annotated[list[ContentPart], Field(min_length=1), FailFast()]
 
     @model_validator(mode="before")
     @classmethod
@@ -78,14 +90,14 @@ class ChatRequest(StrictModel):
     """The body of POST /v1/chat/completions."""
 
     model: str
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1), FailFast()]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None  # its older name
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=4)] = []
     stream: bool = False
-    stream_options: dict[Literal["include_usage"], bool] = {}
+    stream_options: StreamOptions = StreamOptions()
     user: str = ""  # the client's own id of its user; not used
     speculate: bool = True  # not in the OpenAI API: false decodes without the drafter
 
@@ -116,7 +128,7 @@ class ChatRequest(StrictModel):
                 except (ValueError, *BROKEN) as error:
                     param = f"messages.{i}.content.{j}.image_url.url"
                     raise ApiError(400, f"{param}: {error}", param=param, code="invalid_image") from None
-                pixels -= image.width * image.height
+                pixels -= max(image.width * image.height, MIN_PIXELS)
                 parts.append({"type": "image", "image": image})
             turns.append(
                 {"role": "system" if message.role == "developer" else message.role, "content": parts}
@@ -146,9 +158,9 @@ def _source(url: str, media: Path | None) -> Path | io.BytesIO:
 def _image(source: Path | io.BytesIO, pixels: int) -> Image.Image:
     """An image upright and in RGB; one of BROKEN when it cannot be read or is too large."""
     with large_images(), Image.open(source, formats=FORMATS) as image:
-        if image.width * image.height > pixels:
+        if max(image.width * image.height, MIN_PIXELS) > pixels:
             raise ValueError(
                 f"{image.width} x {image.height} pixels are too many: the images of a request may have "
-                f"{MAX_PIXELS} pixels together"
+                f"{MAX_PIXELS} pixels together, each counted as at least {MIN_PIXELS}"
             )
         return upright(image)

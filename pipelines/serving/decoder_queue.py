@@ -21,11 +21,14 @@ class DecoderQueue:
         self.turn = asyncio.Lock()  # held while a generator runs; asyncio's lock is fair
         self._thread = ThreadPoolExecutor(1, "decoder")
 
-    async def stream(self, items: Generator[Item]) -> AsyncGenerator[Item]:
+    async def stream(
+        self, items: Generator[Item], abandoned: threading.Event | None = None
+    ) -> AsyncGenerator[Item]:
         """The items of a generator that runs in the decoder's thread; QueueFullError when too many wait.
 
         The generator does not wait for a slow reader. It is closed after its current step when the reader
-        closes this stream or is cancelled; a reader that still waits for its turn gives it up.
+        closes this stream or is cancelled; a reader that still waits for its turn gives it up. `abandoned` is
+        set then, for a generator that works for long without an item.
         """
         if self.turn.locked() and self.waiting >= self.limit:
             raise QueueFullError
@@ -34,7 +37,7 @@ class DecoderQueue:
             await self.turn.acquire()
         finally:
             self.waiting -= 1
-        loop, abandoned = asyncio.get_running_loop(), threading.Event()
+        loop, abandoned = asyncio.get_running_loop(), abandoned or threading.Event()
         arrived: asyncio.Queue[Item | None] = asyncio.Queue()
 
         def work() -> None:

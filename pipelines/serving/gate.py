@@ -2,6 +2,8 @@
 
 import hmac
 import json
+import re
+from collections.abc import Collection
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -10,7 +12,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 OPEN = ("/", "/health")  # need no key: they show no data
+HOST = re.compile(r"(\[[^\]]*\]|[^:]*)(:\d*)?")  # a name or an address, and a port
 MAX_BODY = 32 * 1024**2  # bytes
+MAX_BODIES = 8 * MAX_BODY  # of all requests that are read, wait or are decoded
 
 
 class ApiError(HTTPException):
@@ -34,31 +38,45 @@ def error_response(error: HTTPException) -> Response:
 
 
 class Gate:
-    """ASGI middleware that refuses a request without the key, or with a body larger than MAX_BODY."""
+    """ASGI middleware that refuses a request to another host, without the key, or with too large a body.
 
-    def __init__(self, app: ASGIApp, key: str | None) -> None:
-        self.app, self.key = app, key
+    That is one larger than MAX_BODY, or than what the other requests leave of MAX_BODIES.
+    """
+
+    def __init__(self, app: ASGIApp, key: str | None, hosts: Collection[str]) -> None:
+        self.app, self.key, self.hosts = app, key, hosts
+        self._held = 0  # bytes of bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse the request, or pass it on with a `receive` that counts the bytes of its body."""
-        headers, left = Headers(scope=scope), MAX_BODY
+        headers, held = Headers(scope=scope), 0
         too_large = ApiError(413, f"the body is larger than {MAX_BODY} bytes: send smaller images")
 
         async def limited() -> Message:
-            nonlocal left
+            nonlocal held
             message = await receive()
-            left -= len(message.get("body", b""))
-            if left < 0:
+            size = len(message.get("body", b""))
+            held, self._held = held + size, self._held + size
+            if held > MAX_BODY:
                 raise too_large
+            if self._held > MAX_BODIES:
+                raise ApiError(429, "the requests here are too large together: try again later", code="busy")
             return message
 
         length = headers.get("content-length", "")
         scheme, _, given = headers.get("authorization", "").partition(" ")
         known = scheme.lower() == "bearer" and hmac.compare_digest(given.encode(), (self.key or "").encode())
-        if self.key is not None and scope["path"] not in OPEN and not known:
+        host = HOST.fullmatch(headers.get("host", "").lower())
+        if "*" not in self.hosts and not (host and host[1] in self.hosts):
+            message = f"the Host header must name one of {', '.join(self.hosts)}"
+            await error_response(ApiError(400, message, code="invalid_host"))(scope, receive, send)
+        elif self.key is not None and scope["path"] not in OPEN and not known:
             message = "the key is missing or wrong: send the header 'Authorization: Bearer KEY'"
             await error_response(ApiError(401, message, code="invalid_api_key"))(scope, receive, send)
         elif length.isdecimal() and int(length) > MAX_BODY:
             await error_response(too_large)(scope, receive, send)
         else:
-            await self.app(scope, limited, send)
+            try:
+                await self.app(scope, limited, send)
+            finally:
+                self._held -= held

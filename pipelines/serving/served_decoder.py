@@ -4,17 +4,16 @@ import secrets
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Event
 
 import torch
 
-from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.core.drafter import Proposer
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.decoding.decoders import Cycle, decode
 from vlmdistill.pipelines.evaluation.records import Decoding, Piece, chain_counts
-from vlmdistill.pipelines.responses.generate import pieces
+from vlmdistill.pipelines.responses.generate import open_pair, pieces, recorded
 from vlmdistill.pipelines.serving.chat import ChatRequest
-from vlmdistill.pipelines.targets.checkpoints.loading import load
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 from vlmdistill.pipelines.workspace import Workspace, checkpoint_folder
@@ -62,6 +61,7 @@ class ServedResponse:
     media: Path | None = None
     prompt_tokens: int = 0
     cycles: list[Cycle] = field(default_factory=list)
+    abandoned: Event = field(default_factory=Event)  # set: decode no further
     finish: str = "length"  # or "stop": the target ended the response, or a stop string occurred
 
     @property
@@ -90,15 +90,10 @@ class ServedResponse:
         """Decode; DataError or ApiError when the prompt cannot be used."""
         self.prompt_tokens, cycles = self.decoder.decode(self.request, self.media)
         target = self.decoder.target
-        text = pieces(self._recorded(cycles), target.tokenizer)
+        text = pieces(recorded(cycles, self.cycles, self.abandoned.is_set), target.tokenizer)
         stopped = yield from until_stop(text, self.request.stop)
         if stopped or self.cycles[-1].ids[-1] in target.info.eos_ids:
             self.finish = "stop"
-
-    def _recorded(self, cycles: Iterator[Cycle]) -> Iterator[Cycle]:
-        for cycle in cycles:
-            self.cycles.append(cycle)
-            yield cycle
 
 
 def until_stop(pieces: Iterable[Piece], stop: Sequence[str]) -> Generator[Piece, None, bool]:
@@ -128,29 +123,26 @@ def open_decoder(
     workspace: Workspace,
     drafter: str | None = None,
     *,
-    tree: Tree | None = None,
+    tree: str | None = None,
     max_new_tokens: int = 512,
     how: Options | None = None,
 ) -> ServedDecoder:
-    """Load a target, and a drafter by its name in the workspace or by its folder; decode a few tokens.
+    """Load a target and a drafter, see `open_pair`, and decode a few tokens.
 
-    The few tokens compile and allocate what the first request would wait for. TargetError and TrainingError
-    say what cannot be loaded.
+    They compile and allocate what the first request would wait for.
     """
-    folder = None if drafter is None else workspace.trained(drafter)
-    if folder is not None:
-        checkpoint.describe(folder)  # fails before the target is loaded
+    target, proposer, shape = open_pair(workspace, drafter, tree, how)
     local = checkpoint_folder(workspace.model)
-    target = load(workspace.model, **(how or Options()))
     decoder = ServedDecoder(
-        local.name if local else workspace.model, target, tree=tree, max_new_tokens=max_new_tokens
+        local.name if local else workspace.model,
+        target,
+        proposer,
+        workspace.trained(drafter).name if drafter else None,
+        shape,
+        max_new_tokens,
     )
-    if folder is not None:
-        provenance = target.provenance((), "float32")
-        proposer = checkpoint.load(folder, target.head, target.info, provenance=provenance)
-        decoder = replace(decoder, drafter=proposer, drafter_name=folder.name)
     hello = {"model": decoder.model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
-    for speculative in (False, True):
+    for speculative in (False, True) if drafter else (False,):
         request = ChatRequest.model_validate({**hello, "speculate": speculative})
         for _ in ServedResponse(decoder, request).pieces():
             pass

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlmdistill.drafters.decoding.acceptance import choose
+from vlmdistill.drafters.decoding.acceptance import choose, is_greedy
 from vlmdistill.pipelines.targets.fused_layers import FusedLayers
 from vlmdistill.pipelines.targets.target_kv_cache import BatchKVCache
 
@@ -27,7 +27,7 @@ class Sampler:
         generator = torch.Generator(device).manual_seed(self.seed)
 
         def draw(logits_BV: Tensor) -> Tensor:
-            if self.temperature and self.top_p < 1:
+            if not is_greedy(self.temperature) and self.top_p < 1:
                 logits_BV = nucleus(logits_BV, self.temperature, self.top_p)
             return choose(logits_BV, self.temperature, generator)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from vlmdistill.drafters.decoding.acceptance import is_greedy
 from vlmdistill.pipelines.targets.encode import EncodedPrompt
 from vlmdistill.pipelines.targets.generation import Sampler
 from vlmdistill.pipelines.targets.target_model import UNREADABLE, TargetModel
@@ -37,7 +38,7 @@ class MultiDeviceTarget(TargetModel):
                 for ids in self._generate(part, max_new_tokens, sampler)
             ]
         sampling: dict[str, Any] = {"do_sample": False}
-        if sampler.temperature > 0:
+        if not is_greedy(sampler.temperature):
             sampling = {
                 "do_sample": True,
                 "temperature": sampler.temperature,

@@ -6,12 +6,15 @@ width, S committed positions, U visual tokens.
 
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.core.batch import Batch
+from vlmdistill.drafters.core.drafter import Proposer
 from vlmdistill.pipelines.targets.capture import Transcript
 from vlmdistill.pipelines.targets.encode import EncodedPrompt
 from vlmdistill.pipelines.targets.families.family import Visual
@@ -36,6 +39,7 @@ class VisionLanguageTarget(TargetModel):
         super().__init__(**loaded)
         self._compiled = compiled
         self._prompt: EncodedPrompt | None = None  # of the last prefill
+        self.sequence = 0  # prefills so far
 
     @cached_property
     def _decoder(self) -> Decoder:
@@ -63,6 +67,10 @@ class VisionLanguageTarget(TargetModel):
             max_new_tokens,
         )
 
+    def drafter(self, folder: Path) -> Proposer:
+        """The drafter in a folder, for this target; see `checkpoint.load`."""
+        return checkpoint.load(folder, self.head, self.info, provenance=self.provenance((), "float32"))
+
     def prefill(
         self,
         prompt: EncodedPrompt,
@@ -71,7 +79,7 @@ class VisionLanguageTarget(TargetModel):
     ) -> Batch:
         """Start a new sequence: run a prompt and return its tokens with `features` and hidden.text."""
         decoder, transcript = self._decoder, Transcript.of(prompt)
-        self._prompt = prompt
+        self._prompt, self.sequence = prompt, self.sequence + 1
         wanted = {HIDDEN_TEXT, *features}
         with torch.inference_mode():
             cache = decoder.start(prompt.length, prompt.next_rope)

@@ -70,6 +70,20 @@ def test_a_drafter_marks_what_it_had_right_and_changes_nothing(demo_folder: Path
     assert first == again != plain
 
 
+def test_a_target_decodes_one_response_and_leaves_the_caller_its_gradients() -> None:
+    target = vlmdistill.load_target("demo")
+    lookahead = vlmdistill.load_drafter("lookahead", target)
+    for drafter, other in ((None, lookahead), (lookahead, None)):
+        first = vlmdistill.generate(target, "Describe the scene.", drafter=drafter)
+        second = vlmdistill.generate(target, "What is this?", drafter=other)
+        assert next(first).text
+        assert not torch.is_inference_mode_enabled()
+        assert next(second).text
+        with pytest.raises(vlmdistill.VlmdistillError, match="another response was begun"):
+            list(first)
+        assert list(second)
+
+
 def test_ranks_share_an_epoch_and_epochs_differ(demo_folder: Path) -> None:
     store = vlmdistill.open_store(demo_folder / "runs/demo/features")
 

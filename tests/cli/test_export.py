@@ -1,6 +1,7 @@
 """`vlmdistill export --check`: nothing is written when it cannot run, and a difference is not exit 0."""
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from vlmdistill.drafters.core import catalogue
 from vlmdistill.pipelines.engines import parity
 from vlmdistill.pipelines.engines.environment import VARIABLE
 from vlmdistill.pipelines.engines.parity import DraftCounts, Parity
+from vlmdistill.pipelines.targets.embedded import EMBEDDED
 
 
 @pytest.fixture(autouse=True)
@@ -87,4 +89,9 @@ def test_the_exit_status_says_whether_parity_holds(
     assert (facts["tree"], facts["accepted_per_draft_by_tree"]) == ("30-3-8", 2.5)
     assert facts["draft_vocabulary"] == facts["target_vocabulary"]
     (command,) = [text for text in shown.err.splitlines() if text.startswith("vLLM: ")]
-    assert "--no-enable-prefix-caching" in command
+    words = [word for word in shlex.split(command.removeprefix("vLLM: ")) if "=" not in word]
+    assert words[:3] == [str(Path("vllm").absolute()), "serve", str(EMBEDDED["demo"])]
+    assert "--no-enable-prefix-caching" in words
+    drafting = json.loads(words[words.index("--speculative-config") + 1])
+    assert drafting["model"] == str(Path("served").absolute())
+    assert main(line) == status  # again, into the same folder

@@ -30,6 +30,7 @@ def _no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--key", "clé"], "ASCII"),
         (["--media", "nowhere"], "--media nowhere"),
         (["--tree", "oak"], "'oak'"),
+        (["--tree", "chain-4"], "--tree chain-4"),
         (["--drafter", "absent"], "absent"),
         (["--model", "no-such-model"], "'no-such-model'"),
     ],

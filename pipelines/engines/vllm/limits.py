@@ -5,9 +5,7 @@ from typing import Any
 import msgspec
 
 from vlmdistill.drafters.checkpoints.serving import KEY, Feeding
-
-SUPPORTED = "0.32"
-"""The one version of vLLM whose hooks the plugin knows."""
+from vlmdistill.pipelines.engines.environment import SUPPORTED
 
 
 def check_version(version: str) -> None:

@@ -9,7 +9,9 @@ from typing import Any, Unpack
 
 import torch
 import transformers
+from safetensors import safe_open
 
+from vlmdistill.drafters.core.batch import Head
 from vlmdistill.pipelines.targets.capture import DTYPES
 from vlmdistill.pipelines.targets.checkpoints.folder import (
     family_of,
@@ -17,6 +19,7 @@ from vlmdistill.pipelines.targets.checkpoints.folder import (
     parameters_in,
     read_json,
     resolve,
+    weight_files,
 )
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
 from vlmdistill.pipelines.targets.families.family import Family, disagreement, placeholders
@@ -62,6 +65,20 @@ def load_for_capture(name: str, **options: Unpack[LoadOptions]) -> TargetModel:
     return VisionLanguageTarget(compiled=source.compiled, **source.load())
 
 
+def load_embedding(name: str) -> tuple[TargetModel, Head]:
+    """A target without weights, which has its facts and hashes, and its embedding table in float32.
+
+    The table is also in the position of the LM head.
+    """
+    source = _Source(name, device="cpu", dtype="float32")
+    for file in weight_files(source.folder):
+        with safe_open(file, framework="pt") as tensors:
+            if found := [key for key in tensors.keys() if key.endswith("embed_tokens.weight")]:  # noqa: SIM118
+                embed_VD = tensors.get_tensor(found[0]).float()
+                return VisionLanguageTarget(**source.load(weights=False)), Head(embed_VD, embed_VD)
+    raise TargetError(f"{source.folder}: no weights are named embed_tokens.weight: wrong files?")
+
+
 class _Source:
     """A checkpoint with all that is checked before its weights load."""
 
@@ -97,9 +114,12 @@ class _Source:
     def several_devices(self) -> bool:
         return len(set((self.layers or {}).values())) > 1
 
-    def load(self) -> dict[str, Any]:
+    def load(self, *, weights: bool = True) -> dict[str, Any]:
         """Load the weights: the arguments of a `TargetModel`."""
-        model = _model(self.folder, self.dtype, self.attention, self.device, self.layers)
+        if weights:
+            model = _model(self.folder, self.dtype, self.attention, self.device, self.layers)
+        else:
+            model = skeleton(self.folder / "config.json")
         # Not the one that transformers makes of class defaults.
         model.generation_config = self.generation or transformers.GenerationConfig()
         _check_together(self.folder, self.family, model, self.processor)

@@ -1,8 +1,12 @@
 """Drafters that earlier versions wrote are read as they were."""
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -11,6 +15,7 @@ from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.checkpoints.settings import from_dict, override, to_dict, with_file
 from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.sparrow import Sparrow
+from vlmdistill.stores.errors import TrainingError
 
 WRITTEN = """{
   "kv_heads": "target", "positions": "compact", "tree": "chain-4", "batch_tokens": 2048, "max_length": 4096,
@@ -78,3 +83,73 @@ def test_folders_of_formats_1_and_2_are_read(tmp_path: Path) -> None:
         again = checkpoint.load(folder, synthetic.head(), synthetic.INFO)
         assert (again.config, again.tree) == (config.model, config.tree)
         assert all(torch.equal(value, weights[key]) for key, value in again.state_dict().items())
+
+
+def written(folder: Path, name: str, **settings: Any) -> dict[str, Any]:
+    """Write a fresh drafter; returns its `config.json`."""
+    config = override(catalogue.config(name), [f"{key}={value}" for key, value in settings.items()])
+    drafter = checkpoint.build(name, config, synthetic.INFO, synthetic.head())
+    checkpoint.save(drafter, name, folder, checkpoint.Origin(synthetic.provenance(), config.training, {}))  # type: ignore[arg-type]
+    found: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return found
+
+
+ODD: dict[str, Callable[[dict[str, Any]], object]] = {
+    "format 1 or 2": lambda one: one.update(format=3),
+    "object": lambda one: one.update(config=None),
+    "str": lambda one: one.update(drafter=5),
+    "num_heads": lambda one: one["target"].update(num_heads=0),
+    "head_dim": lambda one: one["target"].update(head_dim=0),
+    "rms_norm_eps": lambda one: one["target"].update(rms_norm_eps=float("nan")),
+    "heads": lambda one: one["config"].update(heads=10**9),
+    "heads.5.weight is missing": lambda one: one["config"].update(heads=6),
+    "there is none": lambda one: one["config"].update(heads=4),
+    "vocab_size": lambda one: one["target"].update(vocab_size=2**30),
+    "is not a tree": lambda one: one["config"].update(tree="9999999999-1-1"),
+}
+
+
+@pytest.mark.parametrize("words", ODD)
+def test_a_description_that_does_not_fit_is_refused_in_one_line(tmp_path: Path, words: str) -> None:
+    description = written(tmp_path / "odd", "medusa")
+    ODD[words](description)
+    (tmp_path / "odd" / "config.json").write_text(json.dumps(description))
+    with pytest.raises(TrainingError, match=words):
+        checkpoint.load(tmp_path / "odd", synthetic.head(), synthetic.INFO)
+
+
+def test_sizes_are_compared_with_the_weights_before_anything_is_allocated(tmp_path: Path) -> None:
+    description = written(tmp_path / "odd", "sparrow")
+    description["target"]["intermediate_size"] = 2**31
+    (tmp_path / "odd" / "config.json").write_text(json.dumps(description))
+    with pytest.raises(TrainingError, match=r"up_proj.weight is \["):
+        checkpoint.load(tmp_path / "odd", synthetic.head(), synthetic.INFO)
+    (tmp_path / "odd" / "config.json").write_text("[" * 100_000)
+    with pytest.raises(TrainingError, match="not readable JSON"):
+        checkpoint.describe(tmp_path / "odd")
+
+
+def test_a_draft_vocabulary_outside_the_targets_is_refused(tmp_path: Path) -> None:
+    written(tmp_path / "odd", "eagle3", draft_vocab=8)
+    file = tmp_path / "odd" / "model.safetensors"
+    save_file({**load_file(file), "d2t": torch.full((8,), synthetic.INFO.vocab_size)}, file)
+    with pytest.raises(TrainingError, match="d2t"):
+        checkpoint.load(tmp_path / "odd", synthetic.head(), synthetic.INFO)
+
+
+def test_a_drafter_survives_ctrl_c_while_it_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, rename = tmp_path / "mine", Path.rename
+    before = written(folder, "medusa")
+
+    def interrupted(path: Path, to: Path) -> Path:
+        if to == folder and path.name.endswith(str(os.getpid())):
+            raise KeyboardInterrupt
+        return rename(path, to)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        written(folder, "medusa", heads=3)
+    assert json.loads((folder / "config.json").read_text()) == before
+    assert [file.name for file in tmp_path.iterdir()] == ["mine"]

@@ -103,6 +103,12 @@ class VisionLanguageTargetWithEos:
 # Sampling
 
 
+def test_a_temperature_too_small_to_divide_by_is_greedy() -> None:
+    logits_NV = torch.randn(9, 14, generator=torch.Generator().manual_seed(0))
+    for temperature in (1e-310, 1e-6, 1e-5):
+        assert torch.equal(choose(logits_NV, temperature, None), logits_NV.argmax(-1))
+
+
 def test_a_choice_has_the_distribution_of_the_target() -> None:
     logits_V, draws = torch.randn(14, generator=torch.Generator().manual_seed(0)) * 2, 50_000
     for temperature in (0.6, 1.0, 1.4):

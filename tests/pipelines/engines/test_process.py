@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tests import tiny
-from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.checkpoints.export import Exported
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.pipelines.engines import parity, process
@@ -89,11 +88,8 @@ def test_the_engine_is_compared_with_itself_and_with_our_decoder(monkeypatch: py
 
     monkeypatch.setattr(process, "run", run)
     monkeypatch.setattr(parity, "speculate", speculate)
-    monkeypatch.setattr(checkpoint, "load", lambda *_, **__: SimpleNamespace(tree=Tree(30, 3, 8)))
     target: Any = SimpleNamespace(
-        head=None,
-        info=None,
-        provenance=lambda *_: None,
+        drafter=lambda folder: SimpleNamespace(tree=Tree(30, 3, 8)),
         encode=lambda messages: SimpleNamespace(ids_L=torch.tensor([5, 6])),
     )
     asked = [prompt({"type": "text", "text": "What?"})] * 2

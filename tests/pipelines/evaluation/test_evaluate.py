@@ -25,6 +25,7 @@ from vlmdistill.pipelines.evaluation.evaluate import Settings, evaluate, kept
 from vlmdistill.pipelines.evaluation.records import Evaluation, read, write
 from vlmdistill.pipelines.evaluation.statistics import figures
 from vlmdistill.pipelines.evaluation.unfinished import Decoded
+from vlmdistill.pipelines.responses.generate import open_pair
 from vlmdistill.pipelines.targets.checkpoints.loading import load
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 from vlmdistill.pipelines.workspace import Workspace
@@ -199,6 +200,8 @@ def test_the_fastest_tree_is_kept_with_the_drafter(workspace: Workspace, tuned: 
     )
     assert again.tree == first.tree
     assert len([one for one in rounds if "trees" in one]) == 4  # not searched for again
+    assert str(open_pair(workspace, "tuned", "auto")[2]) == best.tree
+    assert open_pair(workspace, "tuned", "auto", temperature=1.0)[2] is None  # its own
     (tuned / FILE).write_text("[{}]")
     with pytest.raises(DataError, match=FILE):
         evaluate(workspace, ["tuned"], settings)

@@ -17,7 +17,6 @@ import pytest
 from tests import tiny
 from tests.served_app import Served, serving
 from vlmdistill.cli.main import main
-from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.decoding.decoders import Cycle
 from vlmdistill.pipelines.evaluation import server_client
 from vlmdistill.pipelines.evaluation.served import Load, evaluate_server
@@ -60,7 +59,7 @@ def workspace(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="module")
 def decoder(workspace: Workspace) -> ServedDecoder:
-    return open_decoder(workspace, "lookahead", tree=Tree.parse(TREE))
+    return open_decoder(workspace, "lookahead", tree=TREE)
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from typing import Any
 import openai
 import pytest
 from PIL import Image
+from pydantic import ValidationError
 
 from tests.drafters import synthetic
 from tests.served_app import Served, serving
@@ -27,7 +28,12 @@ from vlmdistill.pipelines.responses.generate import generate
 from vlmdistill.pipelines.serving import chat, gate
 from vlmdistill.pipelines.serving.chat import ChatRequest
 from vlmdistill.pipelines.serving.decoder_queue import DecoderQueue
-from vlmdistill.pipelines.serving.served_decoder import ServedDecoder, open_decoder, until_stop
+from vlmdistill.pipelines.serving.served_decoder import (
+    ServedDecoder,
+    ServedResponse,
+    open_decoder,
+    until_stop,
+)
 from vlmdistill.pipelines.targets.checkpoints.loading import load
 from vlmdistill.pipelines.workspace import Workspace
 
@@ -225,7 +231,7 @@ def test_the_page_loads_nothing_from_elsewhere(server: Served) -> None:
         ({"seed": 2**64}, "seed"),
         ({"stop": [""]}, "stop.0"),
         ({"stop": list("abcde")}, "stop"),
-        ({"stream": True, "stream_options": {"other": True}}, "stream_options.other.[key]"),
+        ({"stream": True, "stream_options": {"other": True}}, "stream_options.other"),
         ({"model": None}, "model"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
@@ -302,10 +308,30 @@ def test_an_image_that_cannot_be_used_is_named(
 def test_many_images_share_one_limit_of_pixels(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     part = {"type": "image_url", "image_url": {"url": data_url(Image.new("RGB", (84, 84)))}}
     monkeypatch.setattr(chat, "MAX_PIXELS", 2 * 84 * 84)
+    monkeypatch.setattr(chat, "MIN_PIXELS", 84 * 84)
     assert ask(server.client(), [part, part], max_tokens=1).usage.completion_tokens == 1
     with pytest.raises(openai.BadRequestError, match="84 x 84 pixels are too many") as bad:
         ask(server.client(), [part, part, part])
     assert bad.value.param == "messages.0.content.2.image_url.url"
+    part["image_url"] = {"url": data_url(Image.new("RGB", (1, 1)))}  # which a processor enlarges
+    with pytest.raises(openai.BadRequestError, match="1 x 1 pixels are too many"):
+        ask(server.client(), [part, part, part])
+
+
+@pytest.mark.parametrize("field", ["messages", "content", "stream_options", "unknown"])
+def test_a_body_of_many_faults_is_refused_for_the_first(server: Served, field: str) -> None:
+    """An error for each would take a thousand times the memory of the body."""
+    turn = {"role": "user", "content": [0] * 2000 if field == "content" else QUESTION}
+    body: dict[str, Any] = {"model": "demo", "messages": [0] * 2000 if field == "messages" else [turn]}
+    many = {f"field{number}": 0 for number in range(2000)}
+    body |= many if field == "unknown" else {"stream_options": many} if field == "stream_options" else {}
+    with pytest.raises(ValidationError) as found:
+        ChatRequest.model_validate(body)
+    assert len(found.value.errors()) == 1
+    status, _ = server.request(
+        "POST", "/v1/chat/completions", json.dumps(body).encode(), Content_Type="application/json"
+    )
+    assert status == 400
 
 
 def test_without_a_media_folder_no_file_is_read(decoder: ServedDecoder, media: Path) -> None:
@@ -342,9 +368,12 @@ def test_a_key_is_needed_for_all_but_the_page_and_health(decoder: ServedDecoder)
 
 
 def test_another_host_name_is_refused(decoder: ServedDecoder) -> None:
-    with serving(decoder, hosts=["127.0.0.1"]) as served:
-        assert served.request("GET", "/health")[0] == 200
-        assert served.request("GET", "/health", Host="rebound.example")[0] == 400
+    with serving(decoder, hosts=["127.0.0.1", "[::1]"]) as served:
+        for host in ("127.0.0.1", "127.0.0.1:80", "[::1]", "[::1]:8000"):
+            assert served.request("GET", "/health", Host=host)[0] == 200
+        for host in ("rebound.example", "127.0.0.1.example", "x@127.0.0.1", "[::1", ""):
+            status, body = served.request("GET", "/health", Host=host)
+            assert (status, json.loads(body)["error"]["code"]) == (400, "invalid_host")
 
 
 def test_a_fault_of_the_server_shows_no_detail(
@@ -408,6 +437,15 @@ def test_a_client_that_disconnects_stops_its_response(braked: Braked) -> None:
         assert ask(served.client(), max_tokens=5).usage.completion_tokens == 5
 
 
+def test_an_abandoned_response_is_not_decoded_on_for_its_next_text(decoder: ServedDecoder) -> None:
+    turn = {"role": "user", "content": QUESTION}
+    request = ChatRequest.model_validate({"model": "demo", "messages": [turn], "speculate": False})
+    response = ServedResponse(decoder, request)
+    response.abandoned.set()
+    list(response.pieces())
+    assert len(response.cycles) == 1
+
+
 def test_a_client_that_disconnects_before_its_response_frees_its_position(braked: Braked) -> None:
     with serving(braked) as served, ThreadPoolExecutor(1) as pool:
         first = pool.submit(ask, served.client(), max_tokens=3)
@@ -437,6 +475,18 @@ def test_clients_wait_for_their_turn_and_more_than_the_limit_are_refused(
         assert [one.result(60).choices[0].message.content for one in (first, second)] == [expected] * 2
         assert braked.begun == [48, 48]
         assert served.metric('vlmdistill_requests_total{outcome="refused"}') == 1
+
+
+def test_requests_share_one_limit_of_bytes(braked: Braked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "MAX_BODIES", 5000)
+    with serving(braked) as served, ThreadPoolExecutor(1) as pool:
+        first = pool.submit(ask, served.client(), "x" * 400, max_tokens=1)
+        served.wait_for("requests_running", 1)
+        with pytest.raises(openai.RateLimitError):
+            ask(served.client(), "x" * 4800)
+        braked.permits.release(100)
+        assert first.result(60).usage.completion_tokens == 1
+        assert ask(served.client(), "x" * 400, max_tokens=1).usage.completion_tokens == 1
 
 
 def test_a_slow_reader_blocks_no_one() -> None:
