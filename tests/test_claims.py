@@ -104,7 +104,7 @@ def test_a_verdict_needs_the_whole_interval(claim: Claim, low: float, high: floa
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.name)
 def test_both_sides_of_a_claim_have_one_budget_and_differ(claim: Claim) -> None:
     shared = ("steps=90", "batch_tokens=512", "stages.*.learning_rate=1e-3", "tree=chain-4")
-    sides = []
+    sides = list[object]()
     for setting in (claim.one, claim.other):
         config = flat(train.resolve(setting.drafter, "paper", (*shared, *setting.settings)))
         rates = {value for key, value in config.items() if key.endswith("learning_rate")}
