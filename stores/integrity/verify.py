@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 
 from vlmdistill.stores.backends.backend import STAGING, STREAMS, Backend, in_flight, open_backend
 from vlmdistill.stores.errors import NewerError, StoreError
-from vlmdistill.stores.index.arrow import read_arrow
+from vlmdistill.stores.index.tables import table_of
 from vlmdistill.stores.integrity.checks import Finding, StoreChecks, failed
 from vlmdistill.stores.integrity.ledger import KEPT, LEDGER, find_copy
 from vlmdistill.stores.layout import Layout
@@ -78,7 +78,7 @@ def verify(
             return size, *checks.shard(record)
         if isinstance(record, StoreRecord):
             return size, checks.head(record), None
-        return size, [one for file in files for one in checks.file(*file)], None
+        return size, checks.table(record) if isinstance(record, TableRecord) else [], None
 
     findings, keys, done = found.findings, list[pa.Array | None](), 0
     most = threads or (min(4, os.cpu_count() or 1) if backend.is_local else STREAMS)
@@ -194,10 +194,10 @@ def _strays(backend: Backend, found: _Records, keys: Iterable[pa.Array]) -> Iter
         if not isinstance(record, ViewRecord) or record.file in bad:
             continue
         try:
-            table = read_arrow(backend, record.file, record.entry)
+            table = table_of(backend, record)
             kept = table["key"].filter(pc.is_null(table["reason"])).cast(pa.large_string())
             stray = kept.filter(pc.invert(pc.is_in(kept, held)))
-        except (StoreError, OSError, KeyError, pa.ArrowException) as error:
+        except (StoreError, OSError) as error:
             yield failed(record.file, error)
             continue
         if len(stray):
