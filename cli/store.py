@@ -239,7 +239,7 @@ def push(
     features: FeaturesOption = None,
     as_json: console.Json = False,
 ) -> None:
-    """Copy missing samples to URL and check them on arrival. Run again to continue."""
+    """Copy missing samples to URL; shards copied whole are checked on arrival. Run again to continue."""
     _send(store, url, view, features, as_json)
 
 
