@@ -88,7 +88,7 @@ def _unnamed(backend: Backend, head: str, records: Iterable[Commit | TableRecord
     named = {head.rpartition("/")[0], *(record.named for record in records)}
     shards = {record.shard for record in records if isinstance(record, Commit)}
     kept: tuple[str, ...] = ()
-    with contextlib.suppress(StoreError):
+    with contextlib.suppress(StoreError, OSError):
         cache = find_record(backend, f"{CACHE}/index.json", CacheRecord)
         if cache and shards.issuperset(cache.shards.values()):
             kept = "index.json", cache.file.rpartition("/")[2]
