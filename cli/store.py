@@ -18,7 +18,7 @@ app = typer.Typer(help="Inspect, check, filter and share feature stores.", no_ar
 
 BARS = " ▁▂▃▄▅▆▇█"
 LISTED = 20  # names to print; the rest is counted
-RESTORE_RECORD = "Copy each lost or damaged record back from ledger/, such as {0} from ledger/{0}."
+RESTORE_RECORD = "Copy each such record back from ledger/, such as {0} from ledger/{0}."
 UNREADABLE = "Check the permissions, the disk and the connection, and run `store verify` again."
 RESTORE = "Copy store.json and heads/ from another copy of the store."
 REMEDIES = {  # folder -> how to repair damage in it
@@ -27,6 +27,7 @@ REMEDIES = {  # folder -> how to repair damage in it
     "views": "To replace a damaged view, remove its .json from ledger/views/, then from views/, and run "
     "`store filter` again.",
     "stats": "To drop the statistics of a run, remove its .json from ledger/stats/, then from stats/.",
+    "capture.json": "Remove capture.json: only training that follows a capture reads it.",
     "cache": "Remove cache/; it is rebuilt when needed.",
     "ledger": "Remove the damaged files in ledger/, and run `store gc` to write them again.",
 }
@@ -149,12 +150,13 @@ def _advice(found: "Verification") -> str:
     """How to repair all damage, each step once."""
     advice = dict[str, str]()
     for finding in found.damage:
-        folder, _, leaf = finding.name.partition("/")
+        folder = finding.name.split("/")[0]
         if finding.kind == "unreadable":
             advice["unreadable"] = UNREADABLE
-        elif folder in ("commits", "views", "stats") and leaf.endswith(".json"):
+        elif finding.name in found.copies:
             advice.setdefault("record", RESTORE_RECORD.format(finding.name))
         else:
+            folder = "shards" if folder == "commits" else folder  # or its record, which has no copy
             advice[folder] = REMEDIES.get(folder, RESTORE)
     return " ".join(dict.fromkeys(advice.values()))
 
@@ -237,7 +239,7 @@ def push(
     features: FeaturesOption = None,
     as_json: console.Json = False,
 ) -> None:
-    """Copy missing samples to URL and check them on arrival. Run again to continue."""
+    """Copy missing samples to URL; shards copied whole are checked on arrival. Run again to continue."""
     _send(store, url, view, features, as_json)
 
 

@@ -1,5 +1,6 @@
 """Garbage collection: remove what no record names, no live process has locked, and is a day old."""
 
+import contextlib
 import logging
 import re
 from collections.abc import Iterable, Iterator
@@ -15,6 +16,7 @@ from vlmdistill.stores.manifest import (
     SHARDS,
     STATS,
     VIEWS,
+    CacheRecord,
     Commit,
     TableRecord,
     find_record,
@@ -82,7 +84,14 @@ def collect(store: Store, *, grace: float = GRACE, dry_run: bool = False) -> lis
 
 def _unnamed(backend: Backend, head: str, records: Iterable[Commit | TableRecord]) -> Iterator[str]:
     """What no record names."""
+    records = list(records)
     named = {head.rpartition("/")[0], *(record.named for record in records)}
+    shards = {record.shard for record in records if isinstance(record, Commit)}
+    kept: tuple[str, ...] = ()
+    with contextlib.suppress(StoreError, OSError):
+        cache = find_record(backend, f"{CACHE}/index.json", CacheRecord)
+        if cache and shards.issuperset(cache.shards.values()):
+            kept = "index.json", cache.file.rpartition("/")[2]
     for folder in (SHARDS, HEADS, VIEWS, STATS, STAGING):
         there = [f"{folder}/{leaf}" for leaf in backend.list_names(folder)]
         missing = sorted(name for name in named.difference(there) if name.startswith(f"{SHARDS}/"))
@@ -90,5 +99,5 @@ def _unnamed(backend: Backend, head: str, records: Iterable[Commit | TableRecord
             log.warning("%s is missing: no shard is removed, since one may be it, renamed", missing[0])
         else:
             yield from (name for name in there if name not in named)
-    # The cache may name units that are gone, and can be rebuilt. Its record goes before what that names.
-    yield from (f"{CACHE}/{leaf}" for leaf in reversed(backend.list_names(CACHE)))
+    # A cache that names units that are gone is not used. Its record goes before what that names.
+    yield from (f"{CACHE}/{leaf}" for leaf in reversed(backend.list_names(CACHE)) if leaf not in kept)

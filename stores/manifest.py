@@ -282,13 +282,16 @@ def _require_known(content: bytes) -> None:
         raise NewerError(f"has schema {version}")
 
 
-def read_record(backend: Backend, name: str, kind: type[R]) -> R:
-    """Read and check a record: StoreError if damaged, NewerError if too new, FileNotFoundError if missing."""
-    where = f"{backend.url}/{name}"
+def read_record(backend: Backend, name: str, kind: type[R], below: str = "") -> R:
+    """Read and check a record: StoreError if damaged, NewerError if too new, FileNotFoundError if missing.
+
+    Its copy is `below` another folder.
+    """
+    where = f"{backend.url}/{below}{name}"
     if not RECORD.fullmatch(name):
         raise damaged(where, "no record can have that name")
     try:
-        return unseal(backend.read(name, kind.MOST + 1), kind, name)
+        return unseal(backend.read(below + name, kind.MOST + 1), kind, name)
     except (ValueError, IsADirectoryError) as error:
         raise damaged(where, one_line(error)) from error
     except NewerError as error:
@@ -296,10 +299,10 @@ def read_record(backend: Backend, name: str, kind: type[R]) -> R:
         raise NewerError(what) from None
 
 
-def find_record(backend: Backend, name: str, kind: type[R]) -> R | None:
+def find_record(backend: Backend, name: str, kind: type[R], below: str = "") -> R | None:
     """Read and check a record, None when it is missing; StoreError when damaged or too new."""
     try:
-        return read_record(backend, name, kind)
+        return read_record(backend, name, kind, below)
     except FileNotFoundError:
         return None
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from vlmdistill.stores.backends.backend import STAGING, Backend
 from vlmdistill.stores.backends.open_files import open_files
+from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.schema import Array
 
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
@@ -96,8 +97,18 @@ class Local(Backend):
         """Rename a finished file into place."""
         self._write(name, data, lambda ready, path: bool(ready.rename(path)))
 
+    def _own(self, name: str) -> Path:
+        """A path to write to; StoreError when a folder on the way is a link, which may lead elsewhere."""
+        *folders, leaf = name.split("/")
+        path = self.root
+        for folder in folders:
+            path /= folder
+            if path.is_symlink():
+                raise StoreError(f"{path} is a symbolic link, which is not written through: use a folder")
+        return path / leaf
+
     def _write(self, name: str, data: bytes | Path, into: Callable[[Path, Path], bool]) -> bool:
-        path = self.root / name
+        path = self._own(name)
         ensure(path.parent)
         folder = self.workspace()
         ready = folder / "record"
@@ -115,7 +126,7 @@ class Local(Backend):
 
     def publish(self, folder: Path, name: str) -> None:
         """Rename the folder. One that is there already under this name is locked, compared and repaired."""
-        path = self.root / name
+        path = self._own(name)
         ensure(path.parent)
         for parent, _, _ in os.walk(folder):
             sync(Path(parent))
@@ -127,7 +138,7 @@ class Local(Backend):
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
             if self._locks.adopt(folder, path):
-                self._repair(folder, path)
+                self._repair(folder, name)
                 break
         os.utime(path)
         sync(path.parent)
@@ -160,12 +171,12 @@ class Local(Backend):
 
     def remove(self, name: str) -> None:
         """Remove a file, link or folder; a folder vanishes at once, by a rename, before it is emptied."""
-        path = self.root / name
+        path = self._own(name)
         if path.is_symlink() or not path.is_dir():
             path.unlink(missing_ok=True)
             return
-        ensure(self.root / STAGING)
-        removed = self.root / STAGING / f"removed-{secrets.token_hex(8)}"
+        removed = self._own(f"{STAGING}/removed-{secrets.token_hex(8)}")
+        ensure(removed.parent)
         with contextlib.suppress(FileNotFoundError):  # another process was faster
             os.rename(path, removed)
         while removed.exists():
@@ -192,21 +203,24 @@ class Local(Backend):
 
     def workspace(self, name: str | None = None) -> Path:
         """A locked folder in staging: the kernel drops the lock when the process ends, however it ends."""
-        ensure(self.root / STAGING)
         while True:
-            folder = self.root / STAGING / (name or secrets.token_hex(8))
+            folder = self._own(f"{STAGING}/{name or secrets.token_hex(8)}")
+            ensure(folder.parent)
+            if name and self.links(f"{STAGING}/{name}"):
+                name = None  # no writer makes links
+                continue
             folder.mkdir(exist_ok=name is not None)
-            if not self._locks.take(folder):
-                name = None  # another process has it: take another; or `store gc` was faster
+            if not self._locks.take(folder, must=name is not None):
+                name = None  # another process may have it: take another; or `store gc` was faster
                 continue
             if folder.exists():
                 return folder
             self.release(folder)
 
-    def _repair(self, folder: Path, path: Path) -> None:
+    def _repair(self, folder: Path, name: str) -> None:
         """Replace, one whole file after the other, what differs from the files in `folder`."""
         for file in [file for file in folder.rglob("*") if file.is_file()]:
-            there = path / file.relative_to(folder)
+            there = self._own(f"{name}/{file.relative_to(folder).as_posix()}")
             if _equal(file, there):
                 continue
             work = self.workspace()
@@ -249,14 +263,14 @@ class Locks:
     def __init__(self) -> None:
         self._handles: dict[Path, list[int]] = {}
 
-    def take(self, folder: Path) -> bool:
-        """Lock a folder, where locks are supported; false when another process has it, or it is gone."""
+    def take(self, folder: Path, must: bool = False) -> bool:
+        """Lock a folder; false when another process has it, it is gone, or it `must` be locked and cannot."""
         try:
             handle = lock(folder)
         except (FileNotFoundError, BlockingIOError):
             return False
         self._add(folder, handle)
-        return True
+        return handle is not None or not must
 
     def adopt(self, folder: Path, path: Path) -> bool:
         """Lock `path` until `folder` is released, after its present owner; false when it is gone by then."""

@@ -15,9 +15,12 @@ from urllib.parse import unquote
 import fsspec
 import numpy as np
 
-from vlmdistill.stores.backends.backend import REQUESTS, Backend, T, U, check_wanted, truncated
+from vlmdistill.stores.backends.backend import BLOCK, REQUESTS, Backend, T, U, check_wanted, truncated
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.schema import Array
+
+STORE = "store.json"  # what shows that there is a store
+TRIES = 3  # of a PUT that meets another
 
 
 class Remote(Backend):
@@ -78,10 +81,13 @@ class Remote(Backend):
         try:
             data = self._get(name, start=start, end=start + length)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # the range is not satisfiable
+            # The range is not satisfiable, unless it is: S3 has the same number for a bad request.
+            if error.errno != errno.EINVAL or (self.size(name) or 0) >= start + length:
                 raise
             data = b""
         if len(data) > length:  # plain web servers ignore the range and send the whole file
+            if len(data) > BLOCK:  # of which each block would fetch all of it
+                raise OSError(errno.ENOTSUP, "this server ignores ranges, and sends all of a large file")
             data = data[start : start + length]
         if len(data) != length:
             raise truncated(f"{self.url}/{name}")
@@ -95,14 +101,22 @@ class Remote(Backend):
         """A conditional PUT where the store has one; elsewhere racing writers may both win, each whole."""
         path = self._path(name)
         with self._request(name, write=True):
-            try:
-                self._fs.pipe_file(path, data, mode="create")
-            except FileExistsError:
-                return False
-            except (NotImplementedError, ValueError, TypeError):
-                if self._fs.exists(path):
+            for left in reversed(range(TRIES)):
+                try:
+                    self._fs.pipe_file(path, data, mode="create")
+                    return True
+                except FileExistsError:
                     return False
-                self._fs.pipe_file(path, data)
+                except (OSError, NotImplementedError, ValueError, TypeError) as error:
+                    number = error.errno if isinstance(error, OSError) else errno.ENOSYS
+                    unknown = number == errno.ENOSYS
+                    if self._fs.exists(path):  # some stores only say that the request is not valid
+                        return not unknown and bool(self._fs.cat_file(path) == data)  # its reply was lost
+                    if unknown:  # a PUT without a condition
+                        break
+                    if number != errno.EIO or not left:  # else a conflict with another PUT, perhaps
+                        raise
+            self._fs.pipe_file(path, data)
         return True
 
     def replace(self, name: str, data: bytes | Path) -> None:
@@ -111,7 +125,7 @@ class Remote(Backend):
             if isinstance(data, bytes):
                 self._fs.pipe_file(self._path(name), data)
             else:
-                self._fs.put_file(str(data), self._path(name))
+                self._put(data, name)
 
     def publish(self, folder: Path, name: str) -> None:
         """PUT the files that are missing or differ; at least one, so that the shard is fresh for gc."""
@@ -122,7 +136,12 @@ class Remote(Backend):
             target = f"{name}/{file.relative_to(folder).as_posix()}"
             check_wanted()
             with self._request(target, write=True):
-                self._fs.put_file(str(file), self._path(target))
+                self._put(file, target)
+
+    def _put(self, file: Path, name: str) -> None:
+        """A PUT of a file; one of S3 in blocks, of which few are in memory at once."""
+        few = {"chunksize": BLOCK, "max_concurrency": 2} if "s3" in self._fs.protocol else {}
+        self._fs.put_file(str(file), self._path(name), **few)
 
     def _has(self, name: str, leaf: Path, file: Path, there: dict[str, int]) -> bool:
         """Whether the bytes of a local file are already there."""
@@ -160,10 +179,14 @@ class Remote(Backend):
                 # For a path that is itself a file, some implementations return no details.
                 found = {path: info or self._fs.info(path) for path, info in found.items()}
         except FileNotFoundError:
-            return {}
-        # The pages of web servers also hold links that sort the listing.
+            found = {}
         files = {path: info for path, info in found.items() if info["type"] == "file"}
-        return {path: info for path, info in files.items() if not (self._is_web and "?" in path)}
+        if self._is_web:  # whose pages also hold links that sort the listing, and may be no listing
+            base = self._path(folder)
+            files = {path: files[path] for path in files if "?" not in path and path.rstrip("/") != base}
+            if not files:
+                self._require_listings()
+        return files
 
     def size(self, name: str) -> int | None:
         """Bytes of one file, or None when it is missing."""
@@ -182,11 +205,25 @@ class Remote(Backend):
             with self._request(folder):
                 found = self._fs.ls(self._path(folder), detail=False)
         except (FileNotFoundError, NotADirectoryError):
-            return []
+            found = []
+        if not found and self._is_web:
+            self._require_listings()
         # Where an object has the name of the folder, some object stores list it among its content.
         base = self._path(folder).strip("/")
         paths = [path.rstrip("/") for path in found if path.strip("/") != base]
         return sorted(self._unquoted(path.rpartition("/")[2]) for path in paths)
+
+    def _require_listings(self) -> None:
+        """StoreError when a server has a store, and its folders look empty as it does not list them."""
+        with self._request():
+            try:
+                names = self._fs.ls(self._root, detail=False)
+            except FileNotFoundError:
+                names = []
+            hidden = not any(name.endswith(f"/{STORE}") for name in names)
+            hidden = hidden and self._fs.exists(self._path(STORE))
+        if hidden:
+            raise StoreError(f"{self.url}: this server does not list folders, so what it holds is unknown")
 
     def remove(self, name: str) -> None:
         """DELETE a file or everything below a folder."""

@@ -10,13 +10,23 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from vlmdistill.stores.backends.backend import Backend, writing
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.index.arrow import frame_of, read_arrow, write_arrow
 from vlmdistill.stores.integrity.commits import TRIES, is_complete
 from vlmdistill.stores.integrity.ledger import note
-from vlmdistill.stores.manifest import KINDS, Commit, TableRecord, damaged, read_record, seal
+from vlmdistill.stores.manifest import (
+    KINDS,
+    CacheRecord,
+    Commit,
+    TableRecord,
+    ViewRecord,
+    damaged,
+    read_record,
+    seal,
+)
 
 if TYPE_CHECKING:
     import polars as pl
@@ -101,7 +111,23 @@ def write_table(
 def read_table(backend: Backend, kind: type[T], name: str) -> tuple[T, pa.Table]:
     """The record and the table kept under a name; FileNotFoundError when it is missing."""
     record = read_record(backend, f"{kind.FOLDER}/{name}.json", kind)
-    return record, read_arrow(backend, record.file, record.entry)
+    return record, table_of(backend, record)
+
+
+def table_of(backend: Backend, record: TableRecord) -> pa.Table:
+    """The table that a record names; StoreError when it is damaged, or says two things of one sample."""
+    table = read_arrow(backend, record.file, record.entry)
+    if isinstance(record, CacheRecord):  # looked through by `merge_index`
+        return table
+    where, keys = f"{backend.url}/{record.file}", table["key"]
+    if keys.null_count or pc.count_distinct(keys).as_py() < len(keys):
+        raise damaged(where, "it lacks a key, or has one twice")
+    if isinstance(record, ViewRecord):
+        kinds = {field.name: _small(field.type) for field in table.schema}
+        reason = kinds.get("reason", pa.bool_())
+        if len(kinds) > 2 or not (reason in (pa.string(), pa.null()) or pa.types.is_dictionary(reason)):
+            raise damaged(where, "the columns of a view are key and, as text, reason")
+    return table
 
 
 @functools.lru_cache

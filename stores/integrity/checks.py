@@ -20,9 +20,9 @@ from vlmdistill.stores.backends.backend import Backend
 from vlmdistill.stores.errors import StoreError, one_line
 from vlmdistill.stores.heads import read_head
 from vlmdistill.stores.index.arrow import read_arrow
-from vlmdistill.stores.index.tables import CORE, LOSS, XXH3, check_columns
+from vlmdistill.stores.index.tables import CORE, LOSS, XXH3, check_columns, table_of
 from vlmdistill.stores.layout import TOKENS, Layout, untiled
-from vlmdistill.stores.manifest import GROUP, INDEX, Commit, Entry, StoreRecord, commit_name
+from vlmdistill.stores.manifest import GROUP, INDEX, Commit, Entry, StoreRecord, TableRecord, commit_name
 from vlmdistill.stores.schema import Array, Rows
 
 MOST = 1 << 16  # bytes of a description
@@ -105,6 +105,16 @@ class StoreChecks:
         if has != entry[0]:
             return Finding("damaged", name, f"it has {has} bytes, its record says {entry[0]}")
         return None
+
+    def table(self, record: TableRecord) -> list[Finding]:
+        """Compare a table with its record, and look whether it is one of its kind."""
+        found = self.file(record.file, record.entry)
+        try:
+            if not found:
+                table_of(self._backend, record)
+        except (OSError, StoreError) as error:
+            return [failed(record.file, error)]
+        return found
 
     def head(self, store: StoreRecord) -> list[Finding]:
         """Compare the frozen head with what the store's record says of it."""

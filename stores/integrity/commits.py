@@ -32,8 +32,14 @@ def commit(backend: Backend, record: Commit, publish: Callable[[], None]) -> Com
     StoreError when the files of that record are not all there.
     """
     name = commit_name(record.unit)
-    for _ in range(TRIES):
-        publish()
+    for attempt in range(TRIES):
+        try:
+            publish()
+        except FileNotFoundError as error:
+            if not attempt:
+                raise
+            what = f"unit {record.unit} was committed, and files of it are missing since"
+            raise StoreError(f"{what}: `vlmdistill store verify` says how to repair it") from error
         made = backend.create(name, seal(record))
         first = record if made else find_record(backend, name, Commit)
         if first is None:

@@ -7,8 +7,8 @@ the ledger first.
 """
 
 from vlmdistill.stores.backends.backend import Backend
-from vlmdistill.stores.errors import StoreError, one_line
-from vlmdistill.stores.manifest import COMMITS, STATS, VIEWS, R, Record, damaged, record_names, seal, unseal
+from vlmdistill.stores.errors import StoreError
+from vlmdistill.stores.manifest import COMMITS, STATS, VIEWS, R, Record, find_record, record_names, seal
 
 LEDGER = "ledger"
 KEPT = (COMMITS, VIEWS, STATS)  # whose records have copies
@@ -22,13 +22,7 @@ def note(backend: Backend, name: str, record: Record) -> None:
 
 def find_copy(backend: Backend, name: str, kind: type[R]) -> R | None:
     """The copy of the record `name`, None when it is missing; StoreError when it is damaged or too new."""
-    where = f"{LEDGER}/{name}"
-    try:
-        return unseal(backend.read(where, kind.MOST + 1), kind, name)
-    except FileNotFoundError:
-        return None
-    except (ValueError, IsADirectoryError) as error:
-        raise damaged(f"{backend.url}/{where}", one_line(error)) from error
+    return find_record(backend, name, kind, f"{LEDGER}/")
 
 
 def noted(backend: Backend) -> list[str]:

@@ -108,6 +108,8 @@ class Epoch(Iterator[PackedSamples]):
         self._store = store
         self._features = store.layout.choose(features)
         self._rows = select(store, view, keys)
+        for _ in store.backend.map(store.commit, self._rows["unit"].unique()):
+            pass  # of a URL many at once; each batch would fetch its own, one after the other
         tokens = self._cost()
         self._identity = content_hash([self._rows["key"].to_list(), tokens.tolist(), seed, epoch])
         self._history: list[tuple[int, int, int]] = []

@@ -67,7 +67,7 @@ def send(
 
     The frozen head travels along; so do views and statistics when all samples go, and what the
     source says of its samples counts then. StoreError when the target is of another origin or holds
-    other features, or when what arrives is not what was sent.
+    other features, or when a shard that is copied whole does not arrive as it was sent.
     """
     store = Store.open(source)
     names = tuple(feature.name for feature in store.layout.choose(features))

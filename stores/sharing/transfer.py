@@ -20,7 +20,7 @@ from vlmdistill.stores.backends.backend import BLOCK, Backend, check_wanted, wri
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.index.arrow import read_arrow, to_arrow
 from vlmdistill.stores.index.tables import CORE, LOSS, ROW, XXH3
-from vlmdistill.stores.integrity.commits import commit, find_commit
+from vlmdistill.stores.integrity.commits import commit, find_commit, is_complete
 from vlmdistill.stores.manifest import INDEX, Commit, Entry, Files, damaged, shard_name
 from vlmdistill.stores.schema import content_hash
 from vlmdistill.stores.store import Store
@@ -139,32 +139,39 @@ def _fetch(backend: Backend, name: str, path: Path, entry: Entry) -> None:
     for _ in range(2 if path.exists() else 1):  # what is there may be to blame: again, from the start
         if _fetch_rest(backend, name, path, size) == checksum:
             return
-        path.unlink()
+        path.unlink(missing_ok=True)
     raise damaged(f"{backend.url}/{name}")
 
 
 def _fetch_rest(backend: Backend, name: str, path: Path, size: int) -> str:
-    """Copy what is missing at the end of a file; the blake3 of all of it."""
+    """Copy what is missing at the end of a file; the blake3 of all of it.
+
+    Each byte goes where it belongs: two processes whose locks hold on one machine only write the same.
+    """
     state = blake3.blake3()
-    with path.open("ab") as file:
-        if file.tell() > size:
-            file.seek(file.truncate(0))
-        if file.tell():
-            state.update_mmap(path)
-        for start in range(file.tell(), size, BLOCK):
+    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b") as file:
+        there = file.seek(0, os.SEEK_END)
+        if there > size:
+            there = file.seek(file.truncate(0))
+        file.seek(0)
+        while data := file.read(min(BLOCK, there - file.tell())):
+            state.update(data)
+        for start in range(there, size, BLOCK):
             check_wanted()
             try:
-                data = backend.read_range(name, start, min(BLOCK, size - start)).data
+                part = backend.read_range(name, start, min(BLOCK, size - start)).data
             except FileNotFoundError as error:
                 raise damaged(f"{backend.url}/{name}", "it is missing") from error
             except OSError as error:
                 what = f"{backend.url}/{name} cannot be read: {error}"
                 raise StoreError(f"{what}. Run it again: it goes on from here") from error
-            file.write(data)
-            state.update(data)
+            file.write(part)
+            state.update(part)
         file.flush()
         os.fsync(file.fileno())
-    return state.hexdigest()
+        if not path.exists() or not os.path.samestat(path.stat(), os.fstat(file.fileno())):
+            raise OSError(f"{path} was replaced by another process while it was written")
+        return state.hexdigest() if path.stat().st_size == size else ""
 
 
 def _publish(backend: Backend, folder: Path, record: Commit) -> None:
@@ -174,6 +181,9 @@ def _publish(backend: Backend, folder: Path, record: Commit) -> None:
     """
     backend.publish(folder, record.named)
     if backend.is_local:  # the folder was renamed, or what was there was compared with it
+        if not is_complete(backend, record):
+            what = f"another process has removed files of {backend.url}/{record.named}"
+            raise StoreError(f"{what} before it was committed: run it again")
         return
     for file, (size, checksum) in record.files.items():
         name = f"{record.named}/{file}"

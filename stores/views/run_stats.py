@@ -44,8 +44,8 @@ def write_stats(
     frame = table if isinstance(table, pl.DataFrame) else pl.DataFrame(table)
     if "key" not in frame.columns or frame.schema["key"] != pl.String:
         raise StoreError("statistics need a text column 'key' that says which sample each row is of")
-    if frame["key"].is_duplicated().any():
-        raise StoreError("statistics have two rows for one key: merge them before writing")
+    if frame["key"].null_count() or frame["key"].is_duplicated().any():
+        raise StoreError("statistics have two rows for one key, or a row for none: merge them before writing")
     others, lost = _runs(backend)
     _check(RunStats(0, run, frame), [other for other in others if other.name != run], meta)
     order = 1 + max([other.order for other in others if other.name != run], default=0)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -216,17 +217,31 @@ def test_an_empty_list_of_features_is_refused_before_anything_is_copied(store: S
         ("ledger/stats/run.json", "store gc"),
         ("heads/*/head.safetensors", "heads/"),
         ("store.json", "heads/"),
+        ("capture.json", "Remove capture.json"),
     ],
 )
 def test_what_verify_advises_fits_what_is_damaged(store: Store, file: str, advice: str) -> None:
     filter_store(store, "long", expressions=["words > 5"])
     store.write_stats("run", {"key": ["k0001"], "kept": [0.5]})
+    store.announce(9, ended=True)
     (path,) = Path(store.path).glob(file)
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(StoreError, match=r"\b1\b") as raised:
         text("verify", store.path)
     assert advice in str(raised.value)
     assert ("commits/" in str(raised.value)) == ("commits/" in advice)
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"{}")])
+def test_verify_advises_no_copy_of_a_record_that_has_no_good_one(
+    store: Store, damage: Callable[[Path], Any]
+) -> None:
+    Path(store.path, "commits/u0.json").write_bytes(b"{}")
+    damage(Path(store.path, "ledger/commits/u0.json"))
+    with pytest.raises(StoreError, match="damaged") as raised:
+        text("verify", store.path)
+    assert "back from" not in str(raised.value)
+    assert "remove its record" in str(raised.value)
 
 
 def test_what_a_merge_found_to_differ_is_named(store: Store, tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Remote stores: one line for a store that cannot be reached or written, and no files left behind."""
 
+import errno
+import io
 import threading
 import time
 from collections.abc import Iterator
@@ -10,6 +12,7 @@ from typing import Any
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.stores.samples import make, same, sample, write
 from tests.stores.web import serving
@@ -19,6 +22,7 @@ from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.gc import collect
 from vlmdistill.stores.index import merged
 from vlmdistill.stores.integrity.verify import verify
+from vlmdistill.stores.sharing.merge import send
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.views.filters import filter_store
 
@@ -56,6 +60,46 @@ def test_a_store_of_many_units_behind_a_web_server_is_read_and_verified(
     name = f"shards/{store.commit('u0').shard}/hidden.text/c/0/0"
     (tmp_path / "web" / name).write_bytes(b"\0" * (tmp_path / "web" / name).stat().st_size)
     assert [(finding.kind, finding.name) for finding in verify(web).findings] == [("damaged", name)]
+
+
+@pytest.mark.parametrize("page", [None, b"<html>Welcome</html>"])
+def test_a_server_that_lists_no_folders_is_no_empty_store(
+    web: str, tmp_path: Path, page: bytes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def listed(self: Quiet, path: Any) -> Any:
+        if page is None:
+            self.send_error(404)
+            return None
+        self.send_response(200)
+        self.end_headers()
+        return io.BytesIO(page)
+
+    make(tmp_path / "web", [range(3)])
+    monkeypatch.setattr(Quiet, "list_directory", listed)
+    for act in (lambda: len(Store.open(web)), lambda: verify(web), lambda: send(web, tmp_path / "mine")):
+        with pytest.raises(StoreError, match="does not list folders"):
+            act()
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS, errno.EIO])
+def test_object_stores_may_refuse_a_conditional_put_by_other_errors(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make(f"memory://odd-{number}", [range(3)])
+    plain, times = MemoryFileSystem.pipe_file, [0]
+
+    def put(fs: Any, path: str, value: bytes, mode: str = "overwrite", **more: Any) -> None:
+        if mode == "create":
+            times[0] += 1
+            if fs.exists(path) or number == errno.ENOSYS or (number == errno.EIO and times[0] == 1):
+                raise OSError(number, "as this store says it")
+        plain(fs, path, value, **more)
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", put)
+    assert store.backend.create("commits/new.json", b"first")
+    assert store.backend.create("commits/new.json", b"first") == (number != errno.ENOSYS)
+    assert not store.backend.create("commits/new.json", b"second")
+    assert store.backend.read("commits/new.json") == b"first"
 
 
 def test_writing_to_a_web_server_is_refused_in_one_line(web: str, tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """What is missing is missed: a lost, renamed, copied or swapped record is damage, and gc spares its data."""
 
+import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,9 +11,11 @@ from typer.testing import CliRunner
 
 from tests.stores.samples import forget, make, same, sample, write
 from vlmdistill.cli.main import app
-from vlmdistill.stores.errors import StoreError
+from vlmdistill.stores.errors import NewerError, StoreError
 from vlmdistill.stores.gc import collect
+from vlmdistill.stores.index import merged
 from vlmdistill.stores.integrity.verify import verify
+from vlmdistill.stores.manifest import seal
 from vlmdistill.stores.sharing.merge import merge, send
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.views.filters import filter_store
@@ -164,3 +168,27 @@ def test_the_command_fails_on_a_lost_record_and_says_how_to_bring_it_back(root: 
     facts = CliRunner().invoke(app, ["store", "verify", str(root)])
     assert facts.exit_code != 0
     assert "ledger/commits/u0.json" in str(facts.exception)
+
+
+def test_gc_keeps_a_merged_index_until_a_shard_of_it_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(merged, "WORTH", 2)
+    store = make(tmp_path / "store", [range(2), range(2, 4)])
+    assert len(store) == 4
+    cache = sorted(os.listdir(tmp_path / "store/cache"))
+    write(store, "more", range(4, 6))
+    assert collect(Store.open(store.path), grace=0) == []
+    assert len(cache) == 2
+    forget(store, "commits/u0.json")
+    gone = {one.name for one in collect(Store.open(store.path), grace=0)}
+    assert gone >= {f"cache/{name}" for name in cache}
+
+
+def test_a_copy_of_a_later_version_is_named_with_what_to_do(tmp_path: Path) -> None:
+    store = make(tmp_path / "store", [range(2)])
+    record = json.loads(store.backend.read("commits/u0.json"))
+    del record["blake3"]
+    store.backend.replace("ledger/commits/u0.json", seal({**record, "schema": 2}))
+    with pytest.raises(NewerError, match=r"ledger/commits/u0\.json has schema 2.*update vlmdistill"):
+        verify(store.path)

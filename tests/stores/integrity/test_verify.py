@@ -1,7 +1,9 @@
 """A store that verifies can be read: what is sealed and yet wrong is named, and what cannot be looked at."""
 
+import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,9 +20,10 @@ from tests.stores.samples import forget, head, info, make, provenance, sample, w
 from vlmdistill.stores.backends.local import Local
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.gc import collect
+from vlmdistill.stores.index import merged
 from vlmdistill.stores.integrity.verify import verify
-from vlmdistill.stores.manifest import COMMITS, digest, seal, shard_name
-from vlmdistill.stores.schema import Array
+from vlmdistill.stores.manifest import COMMITS, Commit, digest, read_record, seal, shard_name
+from vlmdistill.stores.schema import Array, content_hash
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.views.filters import filter_store
 
@@ -307,3 +310,39 @@ def test_what_verifies_reads(store: Store) -> None:
         assert store.read(f"k{number:04}").key == sample(number).key
     with pytest.raises(StoreError, match="store/shards"):
         verify(Path(store.path, "shards"))
+
+
+@pytest.mark.parametrize("folder", ["cache", "shards", "staging", "ledger", "commits"])
+def test_nothing_is_written_or_removed_through_a_folder_that_is_a_link(
+    tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(merged, "WORTH", 1)
+    store = make(tmp_path / "store", [range(3)])
+    victim = tmp_path / "victim"
+    if Path(store.path, folder).exists():
+        shutil.move(Path(store.path, folder), victim)
+    (victim / "left-0123456789abcdef").mkdir(parents=True)
+    (victim / ("index.json" if folder == "cache" else "mine")).write_bytes(b"mine")
+    Path(store.path, folder).symlink_to("../victim")
+    before = tree(victim)
+    opened = Store.open(store.path)
+    assert len(opened.index) == 3
+    for act in (lambda: collect(opened, grace=0), lambda: write(opened, "u9", [9])):
+        with contextlib.suppress(StoreError):
+            act()
+    assert tree(victim) == before
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() if path.is_file() else b"" for path in sorted(folder.rglob("*"))}
+
+
+def test_a_store_that_was_written_before_engines_were_named_is_whole(tmp_path: Path) -> None:
+    store = make(tmp_path / "store", [range(3)])
+    facts = {name: fact for name, fact in store.provenance.to_dict().items() if name != "engine"}
+    record = read_record(store.backend, "commits/u0.json", Commit)
+    for name in ("commits/u0.json", "ledger/commits/u0.json"):
+        store.backend.replace(name, seal(msgspec.structs.replace(record, origin=content_hash(facts))))
+    assert not verify(store.path).findings
+    store.backend.replace("commits/u0.json", seal(msgspec.structs.replace(record, origin="0" * 16)))
+    assert [one.name for one in verify(store.path).damage] == ["commits/u0.json"]

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from tests.stores.samples import head, info, make, provenance, same, sample, write
 from vlmdistill.drafters.training.batches import as_batch
+from vlmdistill.stores.backends.remote import Remote
 from vlmdistill.stores.errors import StoreError
+from vlmdistill.stores.index import merged
 from vlmdistill.stores.loader.epoch import NEAR, Epoch, level, plan
 from vlmdistill.stores.loader.tensors import as_numpy
 from vlmdistill.stores.schema import Feature, PackedSamples, Sample, Span
@@ -237,3 +239,19 @@ def test_memory_stays_flat_with_the_size_of_the_store(tmp_path: Path) -> None:
     command = [sys.executable, "-c", READ_ALL, str(tmp_path)]
     grown = int(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
     assert grown < 30_000  # KiB
+
+
+def test_an_epoch_has_all_records_before_its_first_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = "memory://an-epoch"
+    make(path, [range(2), range(2, 4)])
+    monkeypatch.setattr(merged, "WORTH", 2)
+    len(Store.open(path))
+    store, read = Store.open(path), Remote.read
+    epoch = Epoch(store, TEXT, token_budget=64)  # the index came from the cache
+
+    def records(backend: Remote, name: str, most: int | None = None) -> bytes:
+        assert not name.startswith("commits/")
+        return read(backend, name, most)
+
+    monkeypatch.setattr(Remote, "read", records)
+    assert sum(len(samples.keys) for samples in epoch) == 4

@@ -1,8 +1,13 @@
 """Stores are merged, pushed and pulled without losing, doubling or mixing up a sample."""
 
+import contextlib
 import dataclasses
+import errno
+import fcntl
 import tempfile
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -261,3 +266,45 @@ def test_any_merge_is_the_union(stores: list[list[set[int]]]) -> None:
         assert numbers(merged) == union
         assert all(same(merged.read(f"k{number:04}"), sample(number)) for number in union)
         assert not verify(merged.path).findings
+
+
+def test_two_pulls_at_once_commit_whole_shards_where_folders_cannot_be_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(handle: int, how: int) -> None:
+        raise OSError(errno.ENOTSUP, "no locks here")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    pull_at_once(tmp_path, monkeypatch)
+
+
+def test_two_pulls_at_once_commit_whole_shards_where_locks_hold_on_one_machine_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", lambda handle, how: None)
+    pull_at_once(tmp_path, monkeypatch)
+
+
+def pull_at_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two pulls, each of whose reads waits for one of the other."""
+    source = make(path / "source", [range(9)])
+    make(path / "target")
+    monkeypatch.setattr(transfer, "BLOCK", 1 << 9)
+    both = threading.Barrier(2)
+
+    def read(backend: Local, name: str, start: int, length: int) -> Array:
+        if backend.url == source.path and "/c/0/0" in name:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both.wait(0.2)
+        return READ_RANGE(backend, name, start, length)
+
+    def pull(number: int) -> None:
+        with contextlib.suppress(StoreError):  # it may give way to the other, and say so
+            send(source.path, path / "target")
+
+    monkeypatch.setattr(Local, "read_range", read)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(pull, range(2)))
+    assert not verify(path / "target").damage
+    send(source.path, path / "target")
+    assert Store.open(path / "target").index.equals(source.index)

@@ -10,9 +10,12 @@ import pytest
 
 from tests.stores.samples import make, same, sample
 from vlmdistill.stores.errors import StoreError
-from vlmdistill.stores.manifest import STATS, RunRecord
+from vlmdistill.stores.index.tables import write_table
+from vlmdistill.stores.integrity.verify import verify
+from vlmdistill.stores.manifest import STATS, RunRecord, ViewRecord
+from vlmdistill.stores.sharing.merge import send
 from vlmdistill.stores.store import Store
-from vlmdistill.stores.summary import stats
+from vlmdistill.stores.summary import info, stats
 from vlmdistill.stores.views.filters import filter_store
 from vlmdistill.stores.views.run_stats import write_stats
 
@@ -86,9 +89,45 @@ def dotted(path: Path) -> Store:
 
 def foreign(store: Store, run: str, table: dict[str, Any]) -> None:
     """Statistics as another version wrote them, or as they came from another store."""
-    from vlmdistill.stores.index.tables import write_table
-
     write_table(store.backend, RunRecord(schema=1, name=run, order=9), pl.DataFrame(table))
+
+
+@pytest.mark.parametrize("keys", [["k0001", "k0001"], ["k0001", None]])
+def test_a_table_that_has_a_key_twice_or_none_is_damaged(
+    store: Store, tmp_path: Path, keys: list[str | None], caplog: pytest.LogCaptureFixture
+) -> None:
+    foreign(store, "twice", {"key": keys, "kept": [1.0, 2.0]})
+    with caplog.at_level(logging.WARNING, "vlmdistill.stores"):
+        assert len(Store.open(store.path).index) == 6
+    assert "'twice' are left out" in caplog.text
+    (found,) = verify(store.path).damage
+    assert re.fullmatch(r"stats/twice-\w+\.arrow", found.name)
+    with pytest.raises(StoreError, match=r"stats/twice-.*damaged"):
+        send(store.path, tmp_path / "copy")
+    assert not list(Path(tmp_path, "copy", STATS).glob("twice*"))
+    with pytest.raises(StoreError):
+        store.write_stats("own", {"key": keys, "kept": [1.0, 2.0]})
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"key": ["k0001", "k0002"]},
+        {"key": ["k0001", "k0002"], "reason": [1, 2]},
+        {"key": ["k0001", "k0001"], "reason": [None, "short"]},
+        {"key": ["k0001", "k0002"], "reason": [None, "short"], "more": [1, 2]},
+    ],
+)
+def test_a_view_that_is_no_view_is_damaged(
+    store: Store, tmp_path: Path, table: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    record = ViewRecord(schema=1, name="odd", base=None, filters=(), rows=2, kept=2, dropped={})
+    write_table(store.backend, record, pl.DataFrame(table))
+    with caplog.at_level(logging.WARNING, "vlmdistill.stores"):
+        assert info(store)["views"] == {"odd": None}
+    assert [re.sub(r"-\w+", "", one.name) for one in verify(store.path).damage] == ["views/odd.arrow"]
+    with pytest.raises(StoreError, match=r"views/odd-.*damaged"):
+        send(store.path, tmp_path / "copy")
 
 
 def test_statistics_from_elsewhere_that_meet_a_name_or_a_kind_stop_no_reader(
