@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 
 from vlmdistill.drafters.training import ranks
-from vlmdistill.stores.errors import TrainingError
+from vlmdistill.stores.errors import StoreError, TrainingError, one_line
 from vlmdistill.stores.store import Store
 
 LEAD = 0.5  # share of the steps that may be taken before the capture has ended
@@ -68,13 +68,20 @@ class Capture:
         return ranks.first(self._look)
 
     def _look(self) -> tuple[Growth, str]:
-        self._store = self._store or Store.find(self.path)
-        now = Growth.of(self._store)
+        trouble = ""
+        try:
+            self._store = self._store or Store.find(self.path)
+            now = Growth.of(self._store)
+        except OSError as error:  # the next look may succeed
+            now, trouble = self._last, f"; the last look failed: {one_line(error)}"
+        except StoreError as error:
+            return self._last, str(error)
         if now != self._last:
             self._last = now
             self._since = time.monotonic()
         waited = time.monotonic() - self._since
         state = f"{now.samples} of {now.expected} samples are captured" if now.expected else "none has begun"
+        state += trouble
         if waited > PATIENT and not self._said:
             self._said = True
             log.warning("waiting for the capture into %s: %s", self.path, state)

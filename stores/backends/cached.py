@@ -46,6 +46,7 @@ class Cache:
         self.folder, self.limit = folder, limit
         self.hits = self.misses = 0  # bytes
         self._failed = False
+        self._highest = "g"  # the name above which the last removal left nothing; "g" is above all
         folder.mkdir(parents=True, exist_ok=True)
         with self._locked() as counter:
             self._reserve(counter, 0)
@@ -75,8 +76,8 @@ class Cache:
         return data if len(data) == length else None
 
     def put(self, name: str, data: bytes) -> None:
-        """Keep bytes, if there is room on the disk."""
-        if _taken(len(data)) + GRAIN > self.limit:
+        """Keep bytes, if there is room on the disk, and if they would not be the next to go."""
+        if _taken(len(data)) + GRAIN > self.limit or name > self._highest:
             return
         unfinished = self.folder / f"{name}.{secrets.token_hex(4)}"
         try:
@@ -127,9 +128,12 @@ class Cache:
             found = self._listed()
             used = sum(size for *_, size in found)
             room = max(0, (1 - FREED) * limit - more) if used + more > limit else used
+            left = {name for idle, name, _ in found if not idle}
             for _, name, size in found:
                 if used > room and self.drop(name):
                     used -= size
+                    left.discard(name)
+                    self._highest = max(left, default="g")
         fits = used + more <= limit
         os.pwrite(counter, f"{used + more * fits:<31}\n".encode(), 0)
         return fits

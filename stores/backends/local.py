@@ -58,7 +58,7 @@ class Local(Backend):
     def read(self, name: str, most: int | None = None) -> bytes:
         """The whole file, or its first `most` bytes; FileNotFoundError when it is missing."""
         with open(f"{self.url}/{name}", "rb") as file:
-            return file.read(-1 if most is None else most)
+            return file.read(-1 if most is None else min(most, os.fstat(file.fileno()).st_size + 1))
 
     def read_range(self, name: str, start: int, length: int) -> Array:
         """Mapped, so that memory use follows what the caller keeps."""

@@ -20,6 +20,7 @@ from vlmdistill.drafters.training.progress import TrainingProgress
 from vlmdistill.drafters.training.run import Run
 from vlmdistill.drafters.training.trainer import train
 from vlmdistill.stores.errors import StoppedError, TrainingError
+from vlmdistill.stores.store import Store
 
 SHARD, SHARDS, STEPS = 5, 4, 40
 
@@ -129,3 +130,24 @@ def test_what_cannot_follow_is_refused_before_it_waits(settings: tuple[str, ...]
     run = plan(tmp_path / "store", tmp_path / "out", settings=settings, held_out=0.3)
     with pytest.raises(TrainingError, match="--follow"):
         train(replace(run, follow=True, wait=1e6))
+
+
+def test_a_store_that_does_not_answer_for_a_while_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a bucket does, or a network file system: only after `wait` seconds is the capture given up."""
+    capture(tmp_path / "store", 0)
+    growing = follow.Capture(str(tmp_path / "store"), wait=0.5)
+    before = growing.look()
+
+    def unreachable(store: Store) -> list[str]:
+        raise OSError("connection reset")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "units", unreachable)
+        assert growing.look() == before
+        time.sleep(0.6)
+        _, dead = growing.look()
+        assert "connection reset" in dead
+    capture(tmp_path / "store", 1)
+    assert growing.look()[0].samples > before[0].samples

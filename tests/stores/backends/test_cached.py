@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -190,3 +191,17 @@ def test_ranks_that_read_s3_through_a_tenth_of_the_store_train_the_same_weights(
     assert files[0] == files[1] == files[2]
     (first, *_) = (tmp_path / "elsewhere.training" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(first)["step"] == 21
+
+
+def test_a_full_cache_writes_nothing_that_it_would_remove_next(tmp_path: Path) -> None:
+    cache, names = Cache(tmp_path / "cache", 11 * 4096), [f"{number:032x}" for number in range(0, 4000, 100)]
+
+    def epoch(seed: int) -> set[int]:
+        for name in random.Random(seed).sample(names, len(names)):
+            if cache.get(name, 9) is None:
+                cache.put(name, b"nine byte")
+        return {file.stat().st_ino for file in cache.folder.iterdir()}
+
+    first = [epoch(seed) for seed in range(4)][-1]
+    assert len(first) > 8
+    assert epoch(5) == first
