@@ -91,5 +91,6 @@ def features(
         generate=responses is None,
         bar=console.progress,
     )
-    console.result({**vars(done.features), "failed": len(done.failed)}, as_json)
+    failed = done.failed if as_json else len(done.failed)  # a key may fail in either stage
+    console.result({**vars(done.features), "failed": failed}, as_json)
     check_failed(done.failed, len(chosen), allow_failed)

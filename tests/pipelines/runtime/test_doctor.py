@@ -22,7 +22,7 @@ on_machines = pytest.mark.skipif(not namespaces(), reason="mount and process nam
 
 def doctor(cluster: Cluster, world: Path, *more: str) -> tuple[int, dict[str, Any], list[str]]:
     """The exit status, the reports and the lines on stderr."""
-    command = ["doctor", "-m", str(world / "model"), "--media", str(world), "--json", *more]
+    command = ["doctor", "-m", str(world / "model"), "--media", str(world / "responses"), "--json", *more]
     ran = subprocess.run(
         [sys.executable, "-m", "vlmdistill", *command],
         env=cluster.drivers,
