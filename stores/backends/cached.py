@@ -128,12 +128,14 @@ class Cache:
             found = self._listed()
             used = sum(size for *_, size in found)
             room = max(0, (1 - FREED) * limit - more) if used + more > limit else used
-            left = {name for idle, name, _ in found if not idle}
+            dropped = set[str]()
             for _, name, size in found:
                 if used > room and self.drop(name):
                     used -= size
-                    left.discard(name)
-                    self._highest = max(left, default="g")
+                    dropped.add(name)
+            if dropped:
+                left = (name for idle, name, _ in found if not idle and name not in dropped)
+                self._highest = max(left, default="g")
         fits = used + more <= limit
         os.pwrite(counter, f"{used + more * fits:<31}\n".encode(), 0)
         return fits
