@@ -287,7 +287,7 @@ class Capturer:
                 "response was generated: check if its image or video has changed"
             )
         if changed := item.prompt.changed:
-            raise DataError(f"{changed[0]} has changed since it was imported: restore it, or import it again")
+            raise DataError(f"{changed[0]} has changed since it was imported: restore it")
         return prompt
 
     def _problem(self, item: CaptureItem) -> str:

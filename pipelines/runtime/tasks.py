@@ -211,8 +211,9 @@ class Queue(Generic[T, R]):
         running.why = dict.fromkeys(keys, cause)
         if len(keys) > 1 and running.attempts > 1 and not refused:  # only the guilty sample is given up
             logger.warning("%s: a task failed and is halved: %s", name, cause)
-            for half in (keys[: len(keys) // 2], keys[len(keys) // 2 :]):
-                self._again.append(RunningTask(running.task.only(half), attempts=ATTEMPTS - 1))
+            halves = keys[: len(keys) // 2], keys[len(keys) // 2 :]
+            # First of all: where every task fails, three single samples are soon given up, and the run ends.
+            self._again[:0] = [RunningTask(running.task.only(half), attempts=ATTEMPTS - 1) for half in halves]
             return
         if running.attempts >= ATTEMPTS:
             self._give_up(running)

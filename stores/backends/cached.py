@@ -133,7 +133,7 @@ class Cache:
                 if used > room and self.drop(name):
                     used -= size
                     dropped.add(name)
-            if dropped:
+            if any(name in dropped for idle, name, _ in found if not idle):
                 left = (name for idle, name, _ in found if not idle and name not in dropped)
                 self._highest = max(left, default="g")
         fits = used + more <= limit
