@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     names = trial.all_folders([*chosen.values()])
     sides = evaluate.evaluate(trial.at(0, "combined"), names, replace(trial.evaluation(), trees=("auto",)))
-    raced = {name: sides[at * options.seeds : (at + 1) * options.seeds] for at, name in enumerate(chosen)}
+    raced = dict(zip(chosen, trial.by_setting(sides, len(chosen)), strict=True))
     print("\n| setting | trees | tau | speedup | wren's is higher by | times | identical |")
     print("|---|---|---|---|---|---|---|")
     fastest = [side.temperatures[0] for side in raced["wren"]]

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -56,6 +57,7 @@ from vlmdistill.stores.views.filters import filter_store
 
 CLIPS = 3  # videos of each length
 LONGEST = 256  # tokens of a response
+T = TypeVar("T")
 TRAINED = tuple(name for name in catalogue.DRAFTERS if catalogue.is_trained(name))
 
 
@@ -218,8 +220,12 @@ class Trial:
     def raced(self, name: str, settings: Sequence[Setting]) -> list[list[Run]]:
         """What a race found, by setting and seed; empty lists if it has not been run."""
         found = self._decoded(self.at(0, name), settings) if self.at(0).prompts.exists() else []
-        parts = (found[at * self.seeds : (at + 1) * self.seeds] for at in range(len(settings)))
-        return [self._runs(setting, part) for setting, part in zip(settings, parts, strict=True)]
+        parts = zip(settings, self.by_setting(found, len(settings)), strict=True)
+        return [self._runs(setting, part) for setting, part in parts]
+
+    def by_setting(self, found: Sequence[T], count: int) -> list[Sequence[T]]:
+        """What was found of `all_folders` of so many settings, setting by setting."""
+        return [found[at * self.seeds : (at + 1) * self.seeds] for at in range(count)]
 
     def _decode(self, workspace: Workspace, settings: Sequence[Setting]) -> None:
         if not self._decoded(workspace, settings):

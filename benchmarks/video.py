@@ -29,7 +29,6 @@ from torch import Tensor
 
 from benchmarks import say
 from examples.demo_target.scoring import score_clip
-from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.core.drafter import Proposer
 from vlmdistill.drafters.core.tree import DraftSession
 from vlmdistill.drafters.decoding.clock import Timed, timed
@@ -77,13 +76,11 @@ def measure(
 ) -> dict[str, Any]:
     """A row for each length and drafter, and why others are missing."""
     target = load(workspace.model)
-    origin = target.provenance((), "float32")
     drafters: dict[str, Proposer] = {}
     missing: dict[str, str] = {}
     for name in names:
         try:
-            folder = workspace.drafter(name)
-            drafters[name] = checkpoint.load(folder, target.head, target.info, provenance=origin)
+            drafters[name] = target.drafter(workspace.drafter(name))
         except TrainingError as error:
             missing[name] = str(error)
     rng = random.Random("video benchmark")

@@ -7,7 +7,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -28,6 +28,11 @@ class Software:
     transformers: str
     commit: str | None = None  # of the package; None: it was installed without its repository
     command: str = ""  # as it was typed, without secrets
+
+    @property
+    def installed(self) -> "Software":
+        """The versions alone: another commit or command line makes no other numbers by itself."""
+        return replace(self, commit=None, command="")
 
     @property
     def facts(self) -> dict[str, str]:

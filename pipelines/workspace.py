@@ -16,11 +16,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from vlmdistill.pipelines.prompts.sources import lone_surrogate
 from vlmdistill.pipelines.targets.checkpoints.registry import hub_id
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.stores.backends.local import sync
-from vlmdistill.stores.errors import DataError
+from vlmdistill.stores.errors import DataError, lone_surrogate
 
 RUNS_VARIABLE = "VLMDISTILL_RUNS"
 NAME = re.compile(r"\w[\w.-]*")  # of a drafter or an evaluation: a file, never in another folder

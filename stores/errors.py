@@ -51,3 +51,12 @@ class StoppedError(VlmdistillError):
 def one_line(error: BaseException) -> str:
     """The message of an error without line breaks."""
     return " ".join(str(error).split())
+
+
+def lone_surrogate(text: str) -> int | None:
+    """The position of an unpaired surrogate, from 1. JSON can hold one, UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return error.start + 1
+    return None

@@ -7,7 +7,7 @@ speed drifts affects all alike (`side_by_side.py`).
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,7 +32,7 @@ from vlmdistill.pipelines.evaluation.records import (
 from vlmdistill.pipelines.evaluation.unfinished import Unfinished
 from vlmdistill.pipelines.prompts import prompt_table
 from vlmdistill.pipelines.prompts.prompt_table import Prompt, Prompts
-from vlmdistill.pipelines.software import PACKAGES, of_this_process, versions
+from vlmdistill.pipelines.software import PACKAGES, Software, of_this_process, versions
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
 from vlmdistill.pipelines.workspace import Workspace
 from vlmdistill.stores.errors import DataError, TrainingError
@@ -102,11 +102,7 @@ def evaluate(
     chosen = held_out(prompts_file or workspace.prompts, settings.limit, workspace.model)
     described = {name: _describe(workspace.drafter(name)) for name in names}  # fails before the target loads
     target = load(workspace.model, **settings.how)
-    origin = target.provenance((), "float32")
-    drafters = {
-        name: checkpoint.load(workspace.drafter(name), target.head, target.info, provenance=origin)
-        for name in described
-    }
+    drafters = {name: target.drafter(workspace.drafter(name)) for name in described}
     unfinished = Unfinished(
         workspace.reports,
         {
@@ -115,7 +111,7 @@ def evaluate(
             "prompts": [prompt.key for prompt in chosen],
             "target": [target.name, str(target.fingerprint), target.dtype_name, settings.how],
             "hardware": tree_search.hardware(target.device),
-            "software": replace(software, command="", commit=None),
+            "software": software.installed,
         },
     )
     decoded = unfinished.read()
@@ -193,7 +189,7 @@ def kept(workspace: Workspace, names: Sequence[str], settings: Settings) -> list
         return []
     keys = [prompt.key for prompt in held_out(workspace.prompts, settings.limit)]
     hardware = tree_search.hardware(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    dtype, software = settings.how.get("dtype", "auto"), versions(PACKAGES)
+    dtype, installed = settings.how.get("dtype", "auto"), Software(**versions(PACKAGES))
     found = []
     for name in names:
         try:
@@ -210,7 +206,7 @@ def kept(workspace: Workspace, names: Sequence[str], settings: Settings) -> list
             and settings.threads in (0, one.threads)
             and dtype in ("auto", one.dtype)
             and one.software is not None
-            and all(getattr(one.software, name) == version for name, version in software.items())
+            and one.software.installed == installed
             and one.attention in (None, settings.attention)
             and one.compiled in (None, settings.compiled)
             and {at.temperature for at in one.temperatures} >= set(settings.temperatures)

@@ -8,7 +8,6 @@ Evaluations that cannot be compared are in separate groups (`comparison.gather`)
 import base64
 import hashlib
 import io
-import mimetypes
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -270,9 +269,9 @@ def _embedded(path: Path) -> dict[str, str]:
     """Name and kind of a prompt's file, and for an image a small copy as a data URI."""
     from PIL import Image
 
-    from vlmdistill.pipelines.media.images import BROKEN, upright
+    from vlmdistill.pipelines.media.images import BROKEN, kind_of, upright
 
-    if path.is_dir() or (mimetypes.guess_type(path.name)[0] or "").startswith("video/"):
+    if path.is_dir() or kind_of(path.name) == "video":
         return {"name": path.name, "kind": "video"}
     try:
         with Image.open(path) as image:

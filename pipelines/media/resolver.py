@@ -10,9 +10,9 @@ from typing import Any
 from vlmdistill.pipelines.media import frames
 from vlmdistill.pipelines.media.images import BROKEN, upright
 from vlmdistill.pipelines.prompts.formats import Media
-from vlmdistill.pipelines.prompts.sources import BadRowError, lone_surrogate
+from vlmdistill.pipelines.prompts.sources import BadRowError
 from vlmdistill.pipelines.workspace import atomic_write
-from vlmdistill.stores.errors import DataError
+from vlmdistill.stores.errors import DataError, lone_surrogate
 
 THREADS = 8
 

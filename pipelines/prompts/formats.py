@@ -15,8 +15,8 @@ from urllib.parse import unquote
 
 from vlmdistill.pipelines.prompts import columns, sources
 from vlmdistill.pipelines.prompts.augment import Message
-from vlmdistill.pipelines.prompts.sources import BadRowError, Row, lone_surrogate
-from vlmdistill.stores.errors import DataError
+from vlmdistill.pipelines.prompts.sources import BadRowError, Row
+from vlmdistill.stores.errors import DataError, lone_surrogate
 
 Format = Literal["auto", "llava", "sharegpt", "chat", "hf"]
 Media = str | bytes  # a path from the row, or the content of the file

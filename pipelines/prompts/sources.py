@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 from vlmdistill.pipelines.media.images import kind_of
-from vlmdistill.stores.errors import DataError, one_line
+from vlmdistill.stores.errors import DataError, lone_surrogate, one_line
 
 COMPRESSED: dict[bytes, Callable[..., Any]] = {
     b"\x1f\x8b": gzip.open,
@@ -96,15 +96,6 @@ def _located(source: str) -> tuple[Path, str]:
     if folder and split and not path.exists() and Path(folder).expanduser().is_dir():
         return Path(folder).expanduser(), split
     return path, ""
-
-
-def lone_surrogate(text: str) -> int | None:
-    """The position of an unpaired surrogate, from 1. JSON can hold one, UTF-8 cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        return error.start + 1
-    return None
 
 
 def read(source: str, media: bool = False) -> Iterator[Row]:
@@ -236,11 +227,16 @@ def _values(batch: Any) -> Iterator[tuple[Any, BadRowError | None]]:
     import pyarrow as pa
 
     batch = batch.select([at for at, its in enumerate(batch.schema) if not pa.types.is_temporal(its.type)])
-    for at in range(batch.num_rows):
-        try:
-            yield batch.slice(at, 1).to_pylist()[0], None
-        except (ValueError, OverflowError) as error:  # text that is not UTF-8, a date in a list
+    try:
+        values = batch.to_pylist()
+    except (ValueError, OverflowError) as error:  # text that is not UTF-8, a date in a list
+        if batch.num_rows == 1:
             yield None, BadRowError("unreadable value", one_line(error))
+        else:  # which row it is
+            for at in range(batch.num_rows):
+                yield from _values(batch.slice(at, 1))
+    else:
+        yield from ((value, None) for value in values)
 
 
 def walk(folder: Path) -> Iterator[tuple[Path, OSError | None]]:

@@ -13,12 +13,11 @@ from PIL import Image
 from torch import Tensor
 
 from vlmdistill.pipelines.media.images import BROKEN, MediaError, large_images, upright
-from vlmdistill.pipelines.prompts.sources import lone_surrogate
 from vlmdistill.pipelines.targets.batching import out_of_memory
 from vlmdistill.pipelines.targets.checkpoints.folder import first_line
 from vlmdistill.pipelines.targets.families.family import IMAGE, VIDEO, Family, Inputs
 from vlmdistill.pipelines.targets.video import FrameProcessor, FrameSampling
-from vlmdistill.stores.errors import DataError
+from vlmdistill.stores.errors import DataError, lone_surrogate
 from vlmdistill.stores.schema import Span
 
 Messages = Sequence[Mapping[str, Any]]
