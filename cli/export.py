@@ -41,6 +41,7 @@ def export(
     from vlmdistill.drafters.checkpoints.export import export as write
     from vlmdistill.pipelines.engines.environment import check_environment
     from vlmdistill.pipelines.evaluation.evaluate import held_out
+    from vlmdistill.pipelines.workspace import checkpoint_folder
 
     if limit and not check:
         raise typer.BadParameter(f"--limit {limit}: it needs --check")
@@ -48,7 +49,8 @@ def export(
     if check:  # before anything is written
         check_environment("vllm")
         prompts = held_out(workspace.prompts, limit or 49, workspace.model)
-    written = write(workspace.trained(drafter), out, dtype)
+    folder = workspace.trained(drafter)
+    written = write(folder, out, dtype)
     parity = compare(workspace, drafter, written, prompts) if check else None
     facts = asdict(written)
     if parity:
@@ -62,7 +64,9 @@ def export(
             "versions": parity.versions,
         }
     console.result(facts, as_json)
-    for line in commands(workspace, written):
+    here = folder.resolve().is_relative_to(workspace.root.resolve())
+    # A drafter of elsewhere has a target of its own, unless --model is the folder of it.
+    for line in commands(model if here or checkpoint_folder(model) else written.target, written):
         console.note(line)
     if parity and not parity.holds:
         console.note("vLLM does not serve this drafter as it was trained: see the numbers above")
@@ -87,8 +91,8 @@ def compare(
         )
 
 
-def commands(workspace: "Workspace", written: "Exported") -> list[str]:
-    """How each engine is started with what was written."""
+def commands(model: str, written: "Exported") -> list[str]:
+    """How each engine is started with what was written for a target."""
     import shlex
 
     import torch
@@ -104,7 +108,6 @@ def commands(workspace: "Workspace", written: "Exported") -> list[str]:
         program = vllm(engine_python())
     except TargetError:
         program = "vllm"
-    model = workspace.model
     target = str(EMBEDDED.get(model) or HUB.get(model) or absolute_model(model))
     caching, whole = not written.drops_visual, written.whole_images
     serve = serve_command(

@@ -1,6 +1,7 @@
 """Fixtures for all tests."""
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # Ray gives its workers a niceness of 15, with which the other test process starves them.
 os.environ |= {"RAY_worker_niceness": "0", "RAY_worker_register_timeout_seconds": "300"}
 torch.set_num_threads(1)  # models this small only lose by more
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs behind it without one
 
 
 @pytest.fixture(scope="session", autouse=True)

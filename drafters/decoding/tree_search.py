@@ -8,6 +8,7 @@ faster half goes on to twice as many.
 import json
 import os
 import platform
+import re
 import time
 from collections.abc import Callable, Sequence
 from itertools import cycle, islice
@@ -26,6 +27,7 @@ from vlmdistill.stores.errors import DataError, TrainingError
 
 FILE = "trees.json"  # in the folder of a drafter
 FIRST_ROUND = 2  # prompts
+THREADS = re.compile(r", threads: \d+")  # in the conditions of a search
 CANDIDATES = tuple(
     Tree.parse(shape)
     for shape in (
@@ -125,10 +127,16 @@ def search(
     )
 
 
-def kept(folder: Path, under: str) -> Tree | None:
-    """The best tree of the drafter in `folder` under these conditions; None if none was searched for."""
-    found = [one for one in _read(folder) if one.conditions == under]
-    return Tree.parse(found[0].tree) if found else None
+def kept(folder: Path, under: str, *, any_threads: bool = False) -> BestTree | None:
+    """The best tree of the drafter in `folder` under these conditions; None if none was searched for.
+
+    With `any_threads`, one that was found with another number of threads will do.
+    """
+    searched = {one.conditions: one for one in _read(folder)}
+    if any_threads and under not in searched:
+        searched = {THREADS.sub("", conditions): one for conditions, one in searched.items()}
+        under = THREADS.sub("", under)
+    return searched.get(under)
 
 
 def keep(folder: Path, best: BestTree) -> None:

@@ -67,6 +67,7 @@ def import_demo(
         done[-1],
         added=sum(one.added for one in done),
         present=sum(one.present for one in done),
+        outdated=sum(one.outdated for one in done),
         skipped=sum((one.skipped for one in done), Counter()),
     )
 

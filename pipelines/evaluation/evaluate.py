@@ -274,7 +274,7 @@ def _trees(
     under = tree_search.conditions(target, settings.compiled, settings.temperatures[0])
     best = tree_search.kept(folder, under) if auto else None
     if auto and best is None:
-        found = tree_search.search(
+        best = tree_search.search(
             target,
             drafter,
             [target.encode(prompt.messages) for prompt in prompts()],
@@ -285,9 +285,8 @@ def _trees(
             on_round=lambda left, of: on_prompt(0, 1, f"{folder.name}: {left} trees on {of} prompts"),
         )
         if folder.is_dir():
-            tree_search.keep(folder, found)
-        best = Tree.parse(found.tree)
-    trees = (best if tree == "auto" else tree for tree in wanted)
+            tree_search.keep(folder, best)
+    trees = (Tree.parse(best.tree) if best and tree == "auto" else tree for tree in wanted)
     return list(dict.fromkeys(tree for tree in trees if isinstance(tree, Tree)))
 
 

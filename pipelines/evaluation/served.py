@@ -38,6 +38,7 @@ from vlmdistill.pipelines.evaluation.server_client import (
     ServerError,
     between,
 )
+from vlmdistill.pipelines.media.frames import check_unchanged
 from vlmdistill.pipelines.media.images import data_url
 from vlmdistill.pipelines.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.software import of_this_process
@@ -233,6 +234,8 @@ def chat_messages(prompt: Prompt) -> list[dict[str, Any]]:
                 "images: give other prompts with --prompts"
             )
         if one["type"] == "image":
+            if "digest" in one:
+                check_unchanged(one)
             return {"type": "image_url", "image_url": {"url": data_url(one["path"])}}
         return {"type": "text", "text": one["text"]}
 

@@ -31,6 +31,7 @@ from vlmdistill.pipelines.features.selection import (
 from vlmdistill.pipelines.prompts.prompt_table import Prompt, facts_of
 from vlmdistill.pipelines.responses import dataset
 from vlmdistill.pipelines.responses.dataset import ResponseRow
+from vlmdistill.pipelines.responses.quality import LENIENT
 from vlmdistill.pipelines.runtime.cluster import MIB, session
 from vlmdistill.pipelines.runtime.reporting import OnProgress, silent
 from vlmdistill.pipelines.runtime.shared import LOOKED_AT, Shared, marked, some_media
@@ -286,8 +287,6 @@ class Capturer:
                 f"the prompt has {prompt.length} tokens, but had {item.response.prompt_tokens} when the "
                 "response was generated: check if its image or video has changed"
             )
-        if changed := item.prompt.changed:
-            raise DataError(f"{changed[0]} has changed since it was imported: restore it")
         return prompt
 
     def _problem(self, item: CaptureItem) -> str:
@@ -357,7 +356,8 @@ def capture(
     reasons = facts_of(prompts).select("key").join(dataset.facts(responses), on="key", how="inner")["reason"]
     if not items:
         why = ", ".join(f"{reason} {count}" for reason, count in dataset.counted(reasons).items())
-        other = f" --min-words 0 --out DIR` and give --responses DIR; dropped were: {why}" if why else "`"
+        less = "".join(f" {option}" for reason, option in LENIENT.items() if reason in {*reasons})
+        other = f"{less} --out DIR` and give --responses DIR; dropped were: {why}" if why else "`"
         raise DataError(
             f"{responses} holds no kept response to any of the {len(prompts)} prompts: generate some with "
             f"`vlmdistill responses -m {model}{other}"

@@ -6,7 +6,7 @@ Shapes: F frames, H height, W width, C colors (red, green, blue).
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,12 @@ def digest(path: Path) -> str:
     for file in files(path):
         hasher.update_mmap(file)
     return str(hasher.hexdigest()[:32])
+
+
+def check_unchanged(part: Mapping[str, Any]) -> None:
+    """MediaError if the image or video of a prompt's part is no longer what was imported."""
+    if digest(Path(part["path"])) != part["digest"]:
+        raise MediaError(f"{part['path']} has changed since it was imported: restore it, or import it again")
 
 
 def _cut(path: Path) -> list[str]:

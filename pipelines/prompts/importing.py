@@ -2,6 +2,7 @@
 
 A prompt is a conversation up to an assistant turn. Its key is a hash of its roles, texts, image and video
 bytes, and video sampling. So a second import adds only new prompts, and moving the images changes nothing.
+Where an image has changed, its new prompts replace the old ones.
 
 The train/eval split is a hash of an image, or of the first question if there are none. Prompts that share an
 image are on one side, whatever imported them, and so are those that share one with any of these.
@@ -78,6 +79,7 @@ class ImportSummary:
     skipped_file: Path
     added: int
     present: int  # prompts of this import that the file already held
+    outdated: int  # prompts that were removed, since their images or videos have other content now
     trimmed: int  # conversations without the assistant turn before their first question
     skipped: Counter[str]  # by reason
     unread_columns: Counter[str]  # columns with text, and keys of media parts, that were not used
@@ -141,6 +143,14 @@ def _import_rows(
         more = f"; row by row in {skipped_file}" if job.skipped else ""
         raise DataError(f"nothing to import from {', '.join(name for name, *_ in named)}: {counts}{more}")
     present = len(prompts.keys() & job.made.keys())
+    now = {part["path"]: part["digest"] for made, _ in job.made.values() for part in made.media}
+    outdated = {
+        key
+        for key in prompts.keys() - job.made.keys()
+        for part in prompts[key].media
+        if part["path"] in now and part.get("digest") not in (None, now[part["path"]])  # None in older files
+    }
+    prompts = {key: prompt for key, prompt in prompts.items() if key not in outdated}
     for key, (prompt, tie) in job.made.items():
         # The split stays; the paths may have changed.
         split = prompts[key].split if key in prompts else job.sides.of(tie, choices.eval_share)
@@ -151,6 +161,7 @@ def _import_rows(
         out=out,
         skipped_file=skipped_file,
         added=len(job.made) - present,
+        outdated=len(outdated),
         present=present,
         trimmed=job.trimmed,
         skipped=reasons,

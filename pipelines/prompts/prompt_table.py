@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
-from vlmdistill.pipelines.media import frames
 from vlmdistill.pipelines.prompts.augment import Message
 from vlmdistill.pipelines.spool import Spool
 from vlmdistill.pipelines.workspace import atomic_write
@@ -43,16 +42,11 @@ class Prompt:
     @property
     def files(self) -> list[str]:
         """The paths of its images and videos."""
-        return [part["path"] for part in self._media]
+        return [part["path"] for part in self.media]
 
     @property
-    def changed(self) -> list[str]:
-        """Those whose content is another than when they were imported."""
-        known = [part for part in self._media if "digest" in part]  # not in older files
-        return [part["path"] for part in known if frames.digest(Path(part["path"])) != part["digest"]]
-
-    @property
-    def _media(self) -> list[dict[str, Any]]:
+    def media(self) -> list[dict[str, Any]]:
+        """The parts that are images or videos, in order."""
         return [part for message in self.messages for part in message["content"] if part["type"] != "text"]
 
 

@@ -98,9 +98,10 @@ def open_pair(
     loaded = target.drafter(folder)
     if tree == "auto":
         under = tree_search.conditions(target, (how or Options()).get("compiled", False), temperature)
-        shape = tree_search.kept(folder, under)
-        why = "" if shape else f", since `eval --tree auto` has kept none for {under}"
-        logger.info("%s drafts %s%s", folder.name, shape or f"its own tree {loaded.tree}", why)
+        best = tree_search.kept(folder, under, any_threads=True)
+        shape = Tree.parse(best.tree) if best else None
+        found = best.conditions if best else f"none, so its own, under {under}"
+        logger.info("%s drafts %s, found by `eval --tree auto`: %s", folder.name, shape or loaded.tree, found)
     return target, loaded, shape
 
 

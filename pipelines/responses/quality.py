@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from vlmdistill.stores.errors import DataError
 
+LENIENT = {"short": "--min-words 0", "repetition": "--max-repetition 1"}  # by the reason that they undo
 NGRAM = 8  # tokens: ordinary text repeats phrases, but hardly ever eight tokens in a row
 
 

@@ -141,8 +141,8 @@ class Queue(Generic[T, R]):
             yield self._ended.pop(0)
         if len(self._given_up) >= ATTEMPTS and not self._done:
             raise VlmdistillError(
-                f"{len(self._given_up)} tasks failed {ATTEMPTS} times each and no task succeeded; last "
-                f"error: {self._given_up[-1]}"
+                f"{len(self._given_up)} tasks failed on every attempt and no task succeeded; last error: "
+                f"{self._given_up[-1]}"
             )
 
     def assign(self) -> None:
@@ -213,7 +213,7 @@ class Queue(Generic[T, R]):
             logger.warning("%s: a task failed and is halved: %s", name, cause)
             halves = keys[: len(keys) // 2], keys[len(keys) // 2 :]
             # First of all: where every task fails, three single samples are soon given up, and the run ends.
-            self._again[:0] = [RunningTask(running.task.only(half), attempts=ATTEMPTS - 1) for half in halves]
+            self._again[:0] = [RunningTask(running.task.only(half), attempts=1) for half in halves]
             return
         if running.attempts >= ATTEMPTS:
             self._give_up(running)

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from vlmdistill.pipelines.media.frames import check_unchanged
 from vlmdistill.pipelines.media.images import BROKEN, MediaError, large_images, upright
 from vlmdistill.pipelines.targets.batching import out_of_memory
 from vlmdistill.pipelines.targets.checkpoints.folder import first_line
@@ -87,8 +88,9 @@ def encode(
 
     Content is a string or a list of parts: {"type": "text", "text"}, {"type": "image", "path" or "image": a
     path or a PIL image} or {"type": "video", "path" or "video": a file, a folder, an array or a list of
-    images}; a video may have the "fps" or the number of "frames" to sample it by. DataError names the part
-    that cannot be used; it is a MediaError if a file cannot be read.
+    images}; a video may have the "fps" or the number of "frames" to sample it by, and a part with a "path"
+    the "digest" of its file. DataError names the part that cannot be used; it is a MediaError if a file
+    cannot be read, or has another digest.
     """
     videos = VideoSampler(family.name, getattr(processor, "video_processor", None))
     try:
@@ -172,10 +174,15 @@ def _part(part: Mapping[str, Any], videos: VideoSampler) -> dict[str, Any]:
         case {"type": "text", "text": str(text)}:
             return {"type": "text", "text": text}
         case {"type": "image", "image": source} | {"type": "image", "path": source}:
-            return {"type": "image", "image": read_image(source)}
+            shown = {"type": "image", "image": read_image(source)}
         case {"type": "video", "video": source} | {"type": "video", "path": source}:
-            return videos.sample(source, part)
-    raise DataError(f"a message part is a text, an image or a video with its path, not {str(part)[:80]}")
+            shown = videos.sample(source, part)
+        case _:
+            what = str(part)[:80]
+            raise DataError(f"a message part is a text, an image or a video with its path, not {what}")
+    if "digest" in part:  # of an imported prompt
+        check_unchanged(part)
+    return shown
 
 
 def read_image(source: str | Path | Image.Image) -> Image.Image:

@@ -87,7 +87,7 @@ class Remote(Backend):
             data = b""
         if len(data) > length:  # plain web servers ignore the range and send the whole file
             if len(data) > BLOCK:  # of which each block would fetch all of it
-                raise OSError(errno.ENOTSUP, "this server ignores ranges, and sends all of a large file")
+                raise StoreError(f"{self.url}: this server ignores ranges, and sends all of a large file")
             data = data[start : start + length]
         if len(data) != length:
             raise truncated(f"{self.url}/{name}")

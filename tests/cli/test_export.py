@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,3 +96,21 @@ def test_the_exit_status_says_whether_parity_holds(
     drafting = json.loads(words[words.index("--speculative-config") + 1])
     assert drafting["model"] == str(Path("served").absolute())
     assert main(line) == status  # again, into the same folder
+
+
+@pytest.mark.parametrize(
+    ("drafter", "target"),
+    [
+        ("sparrow", str(EMBEDDED["demo"])),
+        ("runs/demo/drafters/sparrow", str(EMBEDDED["demo"])),
+        ("copy", "synthetic"),
+    ],
+)
+def test_the_command_serves_the_target_of_the_drafter(
+    drafter: str, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree("runs/demo/drafters/sparrow", "copy")
+    assert main(["export", drafter, "--out", "served"]) == 0
+    (command,) = [text for text in capsys.readouterr().err.splitlines() if text.startswith("vLLM: ")]
+    words = shlex.split(command)
+    assert words[words.index("serve") + 1] == target

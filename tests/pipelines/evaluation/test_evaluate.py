@@ -202,6 +202,8 @@ def test_the_fastest_tree_is_kept_with_the_drafter(workspace: Workspace, tuned: 
     assert len([one for one in rounds if "trees" in one]) == 4  # not searched for again
     assert str(open_pair(workspace, "tuned", "auto")[2]) == best.tree
     assert open_pair(workspace, "tuned", "auto", temperature=1.0)[2] is None  # its own
+    (tuned / FILE).write_text((tuned / FILE).read_text().replace("threads: 1", "threads: 7"))
+    assert str(open_pair(workspace, "tuned", "auto")[2]) == best.tree
     (tuned / FILE).write_text("[{}]")
     with pytest.raises(DataError, match=FILE):
         evaluate(workspace, ["tuned"], settings)

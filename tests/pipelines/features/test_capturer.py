@@ -336,12 +336,20 @@ def test_without_responses_the_error_names_the_folder(given: Given, tmp_path: Pa
     assert not (tmp_path / "store").exists()
 
 
-def test_without_kept_responses_the_error_says_why_they_were_dropped(given: Given, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("reason", "option"), [("short", "--min-words 0"), ("repetition", "--max-repetition 1"), ("empty", "")]
+)
+def test_without_kept_responses_the_error_says_why_they_were_dropped(
+    given: Given, tmp_path: Path, reason: str, option: str
+) -> None:
     out = tmp_path / "responses"
     rows = list(dataset.read(given.responses))
-    dataset.write_part(out, "0", [dataclasses.replace(row, keep=False, reason="short") for row in rows])
-    with pytest.raises(DataError, match=rf"--min-words.*short {len(rows)}\b"):
+    dataset.write_part(out, "0", [dataclasses.replace(row, keep=False, reason=reason) for row in rows])
+    with pytest.raises(DataError, match=rf"{reason} {len(rows)}\b") as error:
         capture(given.prompts, out, str(tmp_path / "store"), given.model)
+    assert [other in str(error.value) for other in ("--min-words 0", "--max-repetition 1")] == [
+        option == other for other in ("--min-words 0", "--max-repetition 1")
+    ]
 
 
 def test_settings_that_are_stated_are_checked_though_nothing_is_missing(given: Given, stored: Path) -> None:

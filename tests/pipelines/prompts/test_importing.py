@@ -460,9 +460,17 @@ def test_a_full_disk_is_not_taken_for_a_broken_file(tmp_path: Path, out: Path) -
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_file_that_has_changed_is_named(tmp_path: Path, out: Path) -> None:
-    picture(tmp_path / "1.png", 1)
-    import_prompts([write(tmp_path / "mix.json", [talk("<image>\nWhat?", "x", image="1.png")])], out)
-    assert read(out)[0].changed == []
-    picture(tmp_path / "1.png", 2)
-    assert read(out)[0].changed == [str(tmp_path / "1.png")]
+def test_the_prompts_of_a_changed_image_replace_the_old_ones(tmp_path: Path, out: Path) -> None:
+    first, moved = picture(tmp_path / "1.png", 1), picture(tmp_path / "2.png", 2)
+    rows = [talk(f"<image>\nWhat is {name}?", "x", image=name) for name in ("1.png", "2.png")]
+    asked = write(tmp_path / "mix.json", [*rows, talk("Hello", "x")])
+    import_prompts([asked], out)
+    _, same, text = read(out)
+    moved.rename(tmp_path / "3.png")
+    picture(first, 4)
+    only = write(tmp_path / "more.json", [rows[0], talk("<image>\nWhat is 2.png?", "x", image="3.png")])
+    summary = import_prompts([only], out)
+    assert (summary.added, summary.outdated, summary.present, summary.total) == (1, 1, 1, 3)
+    new = {prompt.key: prompt.files for prompt in read(out)}
+    assert [new.pop(same.key), new.pop(text.key)] == [[str(tmp_path / "3.png")], []]
+    assert [*new.values()] == [[str(first)]]

@@ -206,7 +206,7 @@ def test_a_prompt_over_the_length_is_not_generated_and_one_too_large_fails_alone
     assert max(asked) == size
 
 
-def test_a_prompt_whose_image_is_missing_is_listed_and_retried(tmp_path: Path, ray: None, model: str) -> None:
+def test_a_prompt_without_its_image_is_listed_and_retried(tmp_path: Path, ray: None, model: str) -> None:
     tiny.picture(28, 28).save(tmp_path / "1.png")
     row = {"image": "1.png", "conversations": [{"from": "human", "value": "<image>\nWhat?"}]}
     other = {"conversations": [{"from": "human", "value": "Hello"}]}
@@ -215,6 +215,8 @@ def test_a_prompt_whose_image_is_missing_is_listed_and_retried(tmp_path: Path, r
     asked, out = read(tmp_path / "prompts.parquet"), tmp_path / "responses"
     (tmp_path / "1.png").rename(tmp_path / "away.png")
     for generated in (1, 0):  # the other response is kept
+        if not generated:  # an image, but another one
+            tiny.picture(28, 28, 1).save(tmp_path / "1.png")
         summary = respond(asked, out, model, BRIEF, ANY)
         assert (summary.generated, list(summary.failed)) == (generated, [asked[0].key])
     (entry,) = map(json.loads, (out / dataset.FAILED).read_text().splitlines())

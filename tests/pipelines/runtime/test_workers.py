@@ -121,7 +121,8 @@ def test_of_a_task_that_fails_only_the_guilty_sample_is_given_up(tmp_path: Path,
     assert squares == {str(number): number**2 for number in (1, 3, 4, 5)}
 
 
-def test_a_run_in_which_every_task_fails_ends_early(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [1, 64])
+def test_a_run_in_which_every_task_fails_ends_early(tmp_path: Path, size: int) -> None:
     def fail(number: int) -> None:
         raise RuntimeError("out of luck")
 
@@ -130,7 +131,7 @@ def test_a_run_in_which_every_task_fails_ends_early(tmp_path: Path) -> None:
         ActorPool[Numbers, Squares](worker(fail), options=WorkerOptions(workers=1)) as pool,
         pytest.raises(VlmdistillError, match="out of luck"),
     ):
-        done.extend(pool.run(tasks(*range(20))))
+        done.extend(pool.run([Numbers(tuple(map(str, range(size))))] * (20 if size == 1 else 1)))
     assert len(done) == ATTEMPTS
 
 
