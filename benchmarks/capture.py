@@ -33,13 +33,8 @@ from PIL import Image
 from vlmdistill.drafters.decoding.clock import wait
 from vlmdistill.pipelines.demo.prompts import DemoSize, import_demo
 from vlmdistill.pipelines.features import capturer
-from vlmdistill.pipelines.features.capturer import (
-    CaptureItem,
-    Capturer,
-    CaptureSettings,
-    CaptureTask,
-    stored_head,
-)
+from vlmdistill.pipelines.features.capturer import Capturer, CaptureSettings, stored_head
+from vlmdistill.pipelines.features.shard_plan import CaptureItem, CaptureTask
 from vlmdistill.pipelines.media.images import large_images
 from vlmdistill.pipelines.prompts import prompt_table
 from vlmdistill.pipelines.responses.dataset import ResponseRow

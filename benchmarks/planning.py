@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.store import FEATURE, origin
-from vlmdistill.pipelines.features import capturer
+from vlmdistill.pipelines.features import capturer, shard_plan
 from vlmdistill.pipelines.prompts import prompt_table
 from vlmdistill.pipelines.responses import dataset, responder
 from vlmdistill.pipelines.runtime.cluster import Machine
@@ -83,9 +83,9 @@ def plan_features(path: str) -> None:
     prompts = prompt_table.load(folder / "prompts.parquet")
     dataset.without_response(prompts, folder / "responses")
     generated = dataset.Responses(folder / "responses")
-    items = capturer.missing_of(prompts, generated, set())
-    facts = capturer.CaptureFacts("", (), 28672, 14336)
-    next(capturer.tasks(prompts, generated, items, facts, capturer.CaptureSettings().shard_bytes))
+    items = shard_plan.missing_of(prompts, generated, set())
+    facts = shard_plan.CaptureFacts("", (), 28672, 14336)
+    next(shard_plan.tasks(prompts, generated, items, facts, capturer.CaptureSettings().shard_bytes))
 
 
 WORK: Mapping[str, Callable[[str], None]] = {
@@ -106,7 +106,7 @@ class Slot:
         """As an actor's method."""
         return self
 
-    def remote(self, task: capturer.CaptureTask) -> bool:
+    def remote(self, task: shard_plan.CaptureTask) -> bool:
         """Begin a task; its tokens take time."""
         self.ends = self.now() + sum(item.tokens for item in task.items) / TOKENS_PER_SECOND
         return True
@@ -130,9 +130,9 @@ class Simulation:
             names = (f"worker {slot} on {machine.name}", machine.name)
             self.members.append(Member(Slot(lambda: self.clock), None, Step.idle, machine, names))
 
-    def run(self, tasks: Iterator[capturer.CaptureTask], until: float) -> int:
+    def run(self, tasks: Iterator[shard_plan.CaptureTask], until: float) -> int:
         """Work until all tasks, or so many samples, are done; the samples of these tasks."""
-        queue = Queue[capturer.CaptureTask, capturer.CaptureResult](self.members, tasks)
+        queue = Queue[shard_plan.CaptureTask, capturer.CaptureResult](self.members, tasks)
         done = 0
         while queue and done < until:
             queue.assign()
@@ -161,7 +161,7 @@ class Simulation:
             queue.lost(member)
         self.join()
 
-    def capture(self, task: capturer.CaptureTask) -> None:
+    def capture(self, task: shard_plan.CaptureTask) -> None:
         """The shard of a task, with a token for each sample."""
         at, rows = np.arange(1, dtype=np.int32), np.zeros((1, WIDTH), np.uint16)
         with self.store.writer(task.name) as writer:
@@ -176,14 +176,14 @@ def simulate(folder: Path, samples: int, workers: int) -> None:
         make_prompts(path, samples)
     shutil.rmtree(path / "store", ignore_errors=True)
     store = Store.create(path / "store", *origin(WIDTH))
-    facts = capturer.CaptureFacts("", (), 1, 1)
+    facts = shard_plan.CaptureFacts("", (), 1, 1)
     start = time.perf_counter()
     for run, until in enumerate((samples / 2, float("inf"))):
         prompts = prompt_table.load(path / "prompts.parquet")
         generated = dataset.Responses(path / "responses")
-        items = capturer.missing_of(prompts, generated, store.keys())
+        items = shard_plan.missing_of(prompts, generated, store.keys())
         began, simulation = time.process_time(), Simulation(store, workers, run)
-        tasks = capturer.tasks(prompts, generated, items, facts, PER_SHARD * 600)
+        tasks = shard_plan.tasks(prompts, generated, items, facts, PER_SHARD * 600)
         done = simulation.run(tasks, until)
         print(
             f"run {run + 1} of {workers} workers: {len(items)} samples were missing, {done} are done; "

@@ -9,7 +9,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
@@ -28,9 +28,9 @@ from vlmdistill.pipelines.features.selection import (
     select_features,
     store_at,
 )
+from vlmdistill.pipelines.features.shard_plan import CaptureFacts, CaptureItem, CaptureTask, missing_of, tasks
 from vlmdistill.pipelines.prompts.prompt_table import Prompt, facts_of
 from vlmdistill.pipelines.responses import dataset
-from vlmdistill.pipelines.responses.dataset import ResponseRow
 from vlmdistill.pipelines.responses.quality import LENIENT
 from vlmdistill.pipelines.runtime.cluster import MIB, session
 from vlmdistill.pipelines.runtime.reporting import OnProgress, silent
@@ -41,12 +41,9 @@ from vlmdistill.pipelines.targets.checkpoints.registry import Options
 from vlmdistill.pipelines.workspace import absolute_model, only_writer
 from vlmdistill.stores.errors import DataError, PromptError, StoreError, TargetError, one_line
 from vlmdistill.stores.loader.tensors import as_numpy
-from vlmdistill.stores.schema import FrozenTables, Sample, content_hash
+from vlmdistill.stores.schema import FrozenTables, Sample
 from vlmdistill.stores.store import Store
-from vlmdistill.stores.views.text_stats import text_stats
 from vlmdistill.stores.writer import Writer
-
-SHARD_SAMPLES = 256  # at most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,53 +57,6 @@ class CaptureSettings:
     shard_bytes: int = 512 * MIB
 
 
-@dataclass(frozen=True)
-class CaptureItem:
-    """One sample to capture."""
-
-    prompt: Prompt
-    response: ResponseRow
-
-    @property
-    def tokens(self) -> int:
-        """The length of prompt and response, visual tokens included."""
-        return self.response.prompt_tokens + len(self.response.ids)
-
-    @property
-    def meta(self) -> dict[str, str | int | float]:
-        """Columns of the store's index, to filter by."""
-        return {
-            "dataset": self.prompt.dataset,
-            "split": self.prompt.split,
-            "augmentation": self.prompt.augmentation,
-            "finish": self.response.finish,
-            **text_stats(self.response.text),  # the named filters of views read these
-        }
-
-
-@dataclass(frozen=True)
-class CaptureTask:
-    """Samples of similar length that become one shard."""
-
-    items: tuple[CaptureItem, ...]
-    name: str  # follows from the samples: a shard that is captured twice counts once
-
-    @classmethod
-    def of(cls, items: Iterable[CaptureItem]) -> "CaptureTask":
-        """The task of these samples."""
-        items = tuple(items)
-        return cls(items, content_hash(sorted(item.prompt.key for item in items)))
-
-    @property
-    def keys(self) -> list[str]:
-        """The keys of the samples."""
-        return [item.prompt.key for item in self.items]
-
-    def only(self, keys: Collection[str]) -> "CaptureTask":
-        """The task of these samples only."""
-        return CaptureTask.of(item for item in self.items if item.prompt.key in keys)
-
-
 @dataclass
 class CaptureResult:
     """What a worker returns for one task: counts, never tensors."""
@@ -114,20 +64,6 @@ class CaptureResult:
     samples: int = 0
     tokens: int = 0  # text and visual
     failed: dict[str, str] = field(default_factory=dict)  # key -> error on this machine
-
-
-@dataclass(frozen=True)
-class CaptureFacts:
-    """What the driver plans shards with; equal for all workers."""
-
-    target: str  # fingerprint
-    features: tuple[str, ...]
-    text_bytes: int  # of one text token
-    visual_bytes: int  # of one visual token
-
-    def sample_bytes(self, tokens: int, visual: int) -> int:
-        """The size of a sample of so many tokens, `visual` of them visual."""
-        return (tokens - visual) * self.text_bytes + visual * self.visual_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,9 +236,8 @@ class Capturer:
 
 def media_columns(prompt: Prompt, samplings: Sequence[Any]) -> dict[str, str | int]:
     """Columns of the index: the number of images, videos and frames; and each of them, with frame times."""
-    parts = [part for message in prompt.messages for part in message["content"] if part["type"] != "text"]
     videos, media = iter(samplings), list[dict[str, Any]]()
-    for part in parts:
+    for part in prompt.media:
         fact: dict[str, Any] = {part["type"]: part["path"]}
         if part["type"] == "video":
             sampling = next(videos)
@@ -310,7 +245,7 @@ def media_columns(prompt: Prompt, samplings: Sequence[Any]) -> dict[str, str | i
             fact["seconds"] = [round(second, 3) for second in sampling.seconds]
         media.append(fact)
     return {
-        "images": sum(part["type"] == "image" for part in parts),
+        "images": sum(part["type"] == "image" for part in prompt.media),
         "videos": len(samplings),
         "frames": sum(len(sampling.indices) for sampling in samplings),
         "media": json.dumps(media),
@@ -423,51 +358,6 @@ def announce(store: str, samples: int) -> None:
     """Say in the store, if there is one, that it will hold so many samples: who follows it waits."""
     if there := store_at(store):
         there.announce(samples, ended=False)
-
-
-def missing_of(
-    prompts: Sequence[Prompt], generated: dataset.Responses, there: Collection[str]
-) -> pl.DataFrame:
-    """The facts of the responses to `prompts` whose keys are not `there`, and the number of the `prompt`."""
-    asked = facts_of(prompts).select("key").with_row_index("prompt")
-    found = asked.join(generated.facts, on="key", how="inner")
-    if not there:
-        return found
-    return found.filter(~pl.col("key").is_in(pl.Series(list(there), dtype=pl.String).implode()))
-
-
-def tasks(
-    prompts: Sequence[Prompt],
-    generated: dataset.Responses,
-    items: pl.DataFrame,
-    facts: CaptureFacts,
-    shard_bytes: int,
-) -> Iterator[CaptureTask]:
-    """The tasks of a plan, each made when it is asked for: all together take much memory."""
-    for shard in plan(items, facts, shard_bytes):
-        made = [CaptureItem(prompts[prompt], generated.row(row)) for prompt, row in shard]
-        assert all(item.prompt.key == item.response.key for item in made)
-        yield CaptureTask.of(made)
-
-
-def plan(items: pl.DataFrame, facts: CaptureFacts, shard_bytes: int) -> Iterator[list[tuple[int, int]]]:
-    """Shards of about `shard_bytes` with samples of similar length, the longest first.
-
-    `items` are facts of responses and the number of the `prompt` of each; of a shard, (`prompt`, `row`).
-    """
-    visual = pl.col("visual_tokens").cast(pl.Int64)
-    tokens = (pl.col("prompt_tokens") + pl.col("tokens")).alias("all")
-    weight = (tokens - visual) * facts.text_bytes + visual * facts.visual_bytes
-    ordered = items.select("key", "prompt", "row", tokens, weight.alias("weight"))
-    ordered = ordered.sort("all", "key", descending=[True, False])
-    chunk, size = list[tuple[int, int]](), 0
-    for prompt, row, weight in ordered.select("prompt", "row", "weight").iter_rows():
-        if chunk and (size + weight > shard_bytes or len(chunk) >= SHARD_SAMPLES):
-            yield chunk
-            chunk, size = [], 0
-        chunk.append((prompt, row))
-        size += weight
-    yield chunk
 
 
 def keys_in(store: str, settings: CaptureSettings, engine: EngineName) -> set[str]:

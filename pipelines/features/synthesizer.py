@@ -14,14 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vlmdistill.pipelines.engines.environment import EngineName
-from vlmdistill.pipelines.features.capturer import (
-    SHARD_SAMPLES,
-    CaptureItem,
-    Capturer,
-    CaptureSettings,
-    announce,
-    media_columns,
-)
+from vlmdistill.pipelines.features.capturer import Capturer, CaptureSettings, announce, media_columns
+from vlmdistill.pipelines.features.shard_plan import SHARD_SAMPLES, CaptureItem
 from vlmdistill.pipelines.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.responses import responder
 from vlmdistill.pipelines.responses.dataset import SamplingSettings

@@ -23,14 +23,8 @@ from tests import tiny
 from vlmdistill.cli.main import main
 from vlmdistill.pipelines.engines.environment import VARIABLE
 from vlmdistill.pipelines.features import selection
-from vlmdistill.pipelines.features.capturer import (
-    CaptureItem,
-    Capturer,
-    CaptureSettings,
-    CaptureSummary,
-    CaptureTask,
-    capture,
-)
+from vlmdistill.pipelines.features.capturer import Capturer, CaptureSettings, CaptureSummary, capture
+from vlmdistill.pipelines.features.shard_plan import CaptureItem, CaptureTask
 from vlmdistill.pipelines.flow import capture_features
 from vlmdistill.pipelines.prompts.prompt_table import Prompt, read
 from vlmdistill.pipelines.responses import dataset
