@@ -1,6 +1,7 @@
 """The whole path of a capturing worker against the bare forward pass of its target on the same batches.
 
     python -m benchmarks.capture [--model demo] [--samples 512] [--rounds 5] [--batch-tokens 8192]
+    python -m benchmarks.capture --width 1024 [--samples 64]
     python -m benchmarks.capture --encode 2
 
 One worker, in one process, without Ray. Each round runs every shard three times: bare (prompts are encoded
@@ -8,12 +9,14 @@ already, the states of all captured layers are taken, nothing is kept), serial (
 after the other: media are read and encoded, forward pass, transfer, cut, write, commit) and overlapped, as a
 worker does it. A ratio is the time of the first by that of another: medians and quartiles over shards and
 rounds. A table has the time of each stage of the serial path. The floor is the ratio if all were hidden but
-what no batch runs beside: the first encoding and the last commit of each shard. With --encode N, only the
-encoding of pictures of a megapixel is timed, with one thread and with N.
+what no batch runs beside: the first encoding and the last commit of each shard. With --width, the target is
+the demo's with another width and random weights: its operations take as long as those of a target of use.
+With --encode N, only the encoding of pictures of a megapixel is timed, with one thread and with N.
 """
 
 import argparse
 import functools
+import shutil
 import statistics
 import tempfile
 import threading
@@ -28,6 +31,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+import transformers
 from PIL import Image
 
 from vlmdistill.drafters.decoding.clock import wait
@@ -43,6 +47,7 @@ from vlmdistill.pipelines.targets import encode as target_encode
 from vlmdistill.pipelines.targets.batching import packed
 from vlmdistill.pipelines.targets.capture import Leaving, Transcript
 from vlmdistill.pipelines.targets.checkpoints.loading import load_for_capture
+from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.pipelines.targets.target_model import TargetModel
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.writer import Writer
@@ -55,6 +60,20 @@ STAGES: dict[str, tuple[Any, str]] = {
     "write": (Writer, "add"),
     "commit": (Writer, "_commit"),
 }
+
+
+def widened(folder: Path, width: int) -> str:
+    """A checkpoint of the demo's architecture, heads and processor, of another width, with random weights."""
+    model = EMBEDDED["demo"]
+    config = transformers.AutoConfig.from_pretrained(model)
+    text, heads = config.text_config, config.text_config.num_attention_heads * width
+    text.num_attention_heads = heads // text.hidden_size
+    text.num_key_value_heads = text.num_attention_heads // 2
+    text.intermediate_size = 2 * width
+    text.hidden_size = config.vision_config.out_hidden_size = width
+    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    transformers.AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    return str(folder)
 
 
 def items_of(folder: Path, target: TargetModel, count: int) -> list[CaptureItem]:
@@ -113,10 +132,13 @@ def watched(spent: dict[tuple[str, str], float]) -> Iterator[None]:
         yield
 
 
-def measure(model: str, samples: int, rounds: int, batch_tokens: int, shard_samples: int) -> None:
+def measure(
+    model: str, samples: int, rounds: int, batch_tokens: int, shard_samples: int, width: int | None
+) -> None:
     """Print the ratio and where the time goes."""
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
+        model = widened(folder / "wide", width) if width else model
         worker = Capturer(model, str(folder / "store-0"), "", CaptureSettings(batch_tokens=batch_tokens))
         items = items_of(folder / "data", worker.target, samples)
         tasks = [CaptureTask.of(items[at : at + shard_samples]) for at in range(0, len(items), shard_samples)]
@@ -220,6 +242,7 @@ def main() -> None:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.capture", description=__doc__)
     parser.add_argument("--model", default="demo")
+    parser.add_argument("--width", type=int, help="of random weights, instead of the model")
     parser.add_argument("--samples", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batch-tokens", type=int, default=8192)
@@ -232,7 +255,7 @@ def main() -> None:
     if given.encode:
         encoding(given.model, 16, given.encode)
         return
-    measure(given.model, given.samples, given.rounds, given.batch_tokens, given.shard_samples)
+    measure(given.model, given.samples, given.rounds, given.batch_tokens, given.shard_samples, given.width)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from vlmdistill.stores.backends.backend import Backend, writing
 from vlmdistill.stores.errors import StoreError
-from vlmdistill.stores.index.arrow import frame_of, read_arrow, write_arrow
+from vlmdistill.stores.index.arrow import BATCH_ROWS, frame_of, read_arrow, write_arrow
 from vlmdistill.stores.integrity.commits import TRIES, is_complete
 from vlmdistill.stores.integrity.ledger import note
 from vlmdistill.stores.manifest import (
@@ -190,24 +190,20 @@ def check_values(index: "pl.DataFrame", arrays: Sequence[str], commits: Iterable
         "span": pl.col("spans").list.len().cast(pl.Int64),
         "sample": pl.lit(1),
     }
-    odd = (
-        index.select("unit", *names)
-        .join(totals, on="unit", how="left", maintain_order="left")
-        .filter(
-            pl.any_horizontal(
-                *(pl.col(name).is_null() for name in names),
-                *(pl.col(name) < 0 for name, kind in CORE.items() if pa.types.is_integer(kind)),
-                *(pl.col(kind + ROW) > pl.col(f"{kind}_rows") - count for kind, count in counts.items()),
-                lengths.list.sum() != pl.col("visual_tokens"),
-                lengths.list.min() < 1,
-            )
-        )
+    wrong = pl.any_horizontal(
+        *(pl.col(name).is_null() for name in names),
+        *(pl.col(name) < 0 for name, kind in CORE.items() if pa.types.is_integer(kind)),
+        *(pl.col(kind + ROW) > pl.col(f"{kind}_rows") - count for kind, count in counts.items()),
+        lengths.list.sum() != pl.col("visual_tokens"),
+        lengths.list.min() < 1,
     )
-    spans = index["spans"].rechunk().to_arrow().flatten()
-    if len(odd) or spans.null_count or any(spans.field(part).null_count for part in range(2)):
-        row = odd.row(0, named=True) if len(odd) else {"unit": "some unit", "key": "some key"}
-        what = f"of sample {row['key']} in {row['unit']} a value is missing, or cannot be"
-        raise damaged("an index", f"{what}: it names rows or tokens that are not there")
+    for part in index.iter_slices(BATCH_ROWS):  # a large one has not the memory for all at once
+        rows = part.select("unit", *names).join(totals, on="unit", how="left", maintain_order="left")
+        odd, spans = rows.filter(wrong), part["spans"].rechunk().to_arrow().flatten()
+        if len(odd) or spans.null_count or any(spans.field(side).null_count for side in range(2)):
+            row = odd.row(0, named=True) if len(odd) else {"unit": "some unit", "key": "some key"}
+            what = f"of sample {row['key']} in {row['unit']} a value is missing, or cannot be"
+            raise damaged("an index", f"{what}: it names rows or tokens that are not there")
 
 
 def merge_index(frames: "list[pl.DataFrame]", arrays: Sequence[str]) -> "pl.DataFrame":
