@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from vlmdistill.drafters.checkpoints.serving import ServedDrafter, served_block, unserved
+from vlmdistill.drafters.checkpoints.serving import ServedDrafter, served_block
 from vlmdistill.drafters.core.batch import Entries, Head
 from vlmdistill.drafters.core.config import (
     ModelConfig,
@@ -114,10 +114,16 @@ class Wren(Drafter):
         return self.block(embed_ND, self.hidden_norm(last_ND), entries, cache, offset_ND)
 
     def published(self) -> ServedDrafter:
-        """As HiViS is served, without what no engine has: TrainingError for depths and normed entries."""
-        for name in ("depths", "normed"):
-            if getattr(self.config, name):
-                raise unserved(name, True, False)
+        """As HiViS is served, with the norms and the depths."""
+        parts = ["embed_norm", "hidden_norm"] if self.config.normed else []
+        parts += ["depth_norm", "depth_fc"] if self.config.depths else []
         return served_block(
-            self, self.block, visual="dropped", after_image="text", guesses_GD=self.sequence.weight
+            self,
+            self.block,
+            visual="dropped",
+            after_image="text",
+            guesses_GD=self.sequence.weight,
+            normed=self.config.normed,
+            layers=tuple(int(name.removeprefix("layer")) for name in self.config.more(self.info)),
+            more={f"{part}.weight": self.get_parameter(f"{part}.weight") for part in parts},
         )

@@ -57,6 +57,10 @@ class Feeding(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Rows of a table that is added to an entry by the number of guesses before it (HiViS); 0: no table."""
     placeholder: bool = False
     """A guess enters as a learned vector instead of its embedding and the state before it."""
+    normed: bool = False
+    """The embedding and the state of an entry are normed."""
+    depths: int = 0
+    """States of other layers that join the target's last one where it has read; guesses have none."""
     input_norm: bool = False
     """The decoder layer norms its input."""
     draft_tokens: int = 0
@@ -81,7 +85,7 @@ class ServedDrafter:
     draft_vocabulary: int
     engines: tuple[str, ...] = ("vllm",)
     layers: tuple[int, ...] = field(default=())
-    """The layers of the target whose inputs it reads; none: the last state."""
+    """The layers of the target whose inputs it reads; none: the last state alone."""
 
 
 @runtime_checkable
@@ -102,14 +106,17 @@ def served_block(
     compression: Compression | None = None,
     guesses_GD: Tensor | None = None,
     placeholder_D: Tensor | None = None,
+    normed: bool = False,
+    layers: tuple[int, ...] = (),
     draft_tokens: int = 0,
     more: Mapping[str, Tensor] | None = None,
 ) -> ServedDrafter:
     """A drafter that is one `EagleBlock` on the target's last state, for the plugin of vLLM.
 
     `guesses_GD` is added to entries by the number of guesses before them, the last row to all later ones;
-    `placeholder_D` is what all guesses enter as. `more` are the weights that `compression` needs.
-    TrainingError when the plugin does not have its rotary positions.
+    `placeholder_D` is what all guesses enter as. The inputs of `layers` join the last state. `more` are the
+    weights that `compression`, `normed` and `layers` need. TrainingError when the plugin does not have its
+    rotary positions.
     """
     positions = drafter.config.positions
     if positions == "target" or (compression is not None and positions != "expanded"):
@@ -123,9 +130,10 @@ def served_block(
         weights["placeholder"] = placeholder_D
     return ServedDrafter(
         settings={
-            "architectures": ["EagleVlmdistill"],  # vLLM requires the prefix
+            "architectures": ["Eagle3BlockVlmdistill" if layers else "EagleVlmdistill"],  # prefixes of vLLM
             "qkv_bias": layer.qkv_proj.bias is not None,
             **layer_settings(drafter, layer),
+            **({"eagle_aux_hidden_state_layer_ids": [*layers]} if layers else {}),
         },
         weights={"fc.weight": block.fc.weight, "fc.bias": block.fc.bias, **weights, **(more or {})},
         feeding=Feeding(
@@ -136,11 +144,14 @@ def served_block(
             positions=positions,
             guesses=0 if guesses_GD is None else len(guesses_GD),
             placeholder=placeholder_D is not None,
+            normed=normed,
+            depths=len(layers),
             input_norm=layer.input_norm is not None,
             draft_tokens=draft_tokens,
         ),
-        method="eagle",
+        method="eagle3" if layers else "eagle",  # which has vLLM keep the states of several layers
         draft_vocabulary=drafter.info.vocab_size,
+        layers=layers,
     )
 
 

@@ -46,6 +46,7 @@ class Choices:
     augment_text: Sequence[str] = ("none",)  # the same for text-only rows
     eval_share: float = 0.05
     split: Split | None = None  # of all prompts, instead of `eval_share`
+    by_dataset: bool = False  # the same prompt in two datasets is two prompts
 
     @property
     def sampling(self) -> dict[str, float | int]:
@@ -279,8 +280,9 @@ class _Import:
             for name in names:
                 augmentation = augment.find(name)
                 messages = augmentation.apply(asked)
+                content = _content(messages)
                 prompt = Prompt(
-                    key=content_hash(_content(messages)),
+                    key=content_hash([row.dataset, content] if self.choices.by_dataset else content),
                     dataset=row.dataset,
                     split="train",  # decided when all rows are read
                     messages=[_bare(message) for message in messages],

@@ -48,16 +48,12 @@ def import_benchmark(
     samples = None if paper.name in benchmark.whole else paper.samples
     wanted = sorted(order[: min(limit or len(order), samples or len(order))])
     rows = _rows(benchmark, paper, folder, [places[i] for i in wanted], label)
-    summary = import_rows([(label, rows, "chat")], out, Choices(split="eval"), progress)
+    summary = import_rows([(label, rows, "chat")], out, Choices(split="eval", by_dataset=True), progress)
     if lost := {reason: count for reason, count in summary.skipped.items() if reason != "duplicate"}:
         reasons = ", ".join(f"{reason} ({count})" for reason, count in lost.items())
         raise DataError(
             f"{benchmark.name}: {sum(lost.values())} of {len(wanted)} samples cannot be used, {reasons}: see "
             f"{summary.skipped_file}"
-        )
-    if summary.present:
-        raise DataError(
-            f"{label} asks {summary.present} prompts of another set that was given: measure them one by one"
         )
     return summary.added
 

@@ -27,7 +27,7 @@ from vlmdistill.pipelines.targets.checkpoints.loading import load
 from vlmdistill.pipelines.workspace import Workspace
 
 MODEL = "demo-video"
-NAMES = ("eagle2", "eagle3", "msd", "msd_vata", "sparrow", "hivis", "vispec", "specflash", "medusa")
+NAMES = ("eagle2", "eagle3", "msd", "msd_vata", "sparrow", "hivis", "vispec", "specflash", "medusa", "wren")
 MORE = {"eagle3": ["--set", "draft_vocab=300"]}  # of 768 tokens
 SAMPLES, PROMPTS = 120, 20
 SIZE = ["--set", "steps=60", "--set", "batch_tokens=1500"]
@@ -123,7 +123,7 @@ def test_the_engine_accepts_exactly_what_our_decoder_accepts(name: str, served: 
 
 
 @pytest.mark.parametrize(
-    ("name", "tokens"), [("hivis", 16), ("vispec", 16), ("medusa", 16), ("specflash", 80)]
+    ("name", "tokens"), [("hivis", 16), ("vispec", 16), ("medusa", 16), ("specflash", 80), ("wren", 16)]
 )
 def test_a_prompt_read_in_several_steps_drafts_the_same(name: str, tokens: int, served: Served) -> None:
     """Steps of 16 tokens: some have only visual tokens or end within an image.
@@ -135,7 +135,7 @@ def test_a_prompt_read_in_several_steps_drafts_the_same(name: str, tokens: int, 
     assert found.engine == found.ours
 
 
-@pytest.mark.parametrize(("name", "tokens"), [("hivis", 16), ("vispec", 0)])
+@pytest.mark.parametrize(("name", "tokens"), [("hivis", 16), ("vispec", 0), ("wren", 16)])
 def test_the_v2_runner_accepts_the_same(
     name: str, tokens: int, served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ def register() -> None:
     check_version(vllm.__version__)
     models = "vlmdistill.pipelines.engines.vllm.served_model"
     ModelRegistry.register_model("EagleVlmdistill", f"{models}:EagleVlmdistill")
+    ModelRegistry.register_model("Eagle3BlockVlmdistill", f"{models}:Eagle3BlockVlmdistill")
     ModelRegistry.register_model("MedusaVlmdistill", f"{models}:MedusaVlmdistill")
     ModelRegistry.register_model("LlamaForCausalLMEagle3", f"{models}:Eagle3Vlmdistill")
 

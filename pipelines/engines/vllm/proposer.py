@@ -17,6 +17,7 @@ from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from vlmdistill.pipelines.engines.vllm.feeder import Feed, Feeder, Reading
 from vlmdistill.pipelines.engines.vllm.limits import feeding_of
+from vlmdistill.pipelines.engines.vllm.served_model import with_last_state
 
 
 class ChosenProposer(EagleProposer):
@@ -55,6 +56,12 @@ class ServedProposer(ChosenProposer):
         self.feeding, self.runner = feeding, runner
         self._feeder = Feeder(feeding, self.device)
         self._joined_BD: Tensor | None = None
+
+    def load_model(self, target_model: Any) -> None:
+        """Load the drafter."""
+        super().load_model(target_model)
+        if self.feeding.depths:
+            target_model.register_forward_hook(with_last_state)
 
     def set_inputs_first_pass(self, *args: Any, **kwargs: Any) -> tuple[int, Tensor, CommonAttentionMetadata]:
         """Shift tokens as vLLM does, correct the positions, and drop entries where the drafter has none."""
@@ -134,7 +141,7 @@ class ServedProposer(ChosenProposer):
     @property
     def _counts(self) -> bool:
         """The model reads the number of guesses."""
-        return self.feeding.guesses > 0 or self.feeding.placeholder
+        return self.feeding.guesses > 0 or self.feeding.placeholder or self.feeding.depths > 0
 
     def _requests(self) -> dict[str, Any]:
         """The requests of the batch, in the order of their rows."""

@@ -5,8 +5,10 @@ table, D hidden, V vocabulary.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.linear import ReplicatedLinear
@@ -39,8 +41,16 @@ class ServedEagleBlock(nn.Module):
         self.embed_tokens = VocabParallelEmbedding(
             config.vocab_size, width, prefix=maybe_prefix(prefix, "embed_tokens")
         )
-        self.fc = ReplicatedLinear(
-            2 * width, width, bias=True, return_bias=False, prefix=maybe_prefix(prefix, "fc")
+        self.depth_fc: nn.Linear | None = None
+        if feeding.depths:
+            self.depth_norm = nn.RMSNorm(width, config.rms_norm_eps)
+            self.depth_fc = nn.Linear(feeding.depths * width, width, bias=False)
+        self.fc = (
+            nn.Linear(2 * width, width)  # used by halves, which vLLM's may not have: it packs weights
+            if feeding.depths
+            else ReplicatedLinear(
+                2 * width, width, bias=True, return_bias=False, prefix=maybe_prefix(prefix, "fc")
+            )
         )
         # Numbered after the target's layers: vLLM distinguishes KV caches by this number.
         number = vllm_config.model_config.get_num_layers(vllm_config.parallel_config)
@@ -65,6 +75,11 @@ class ServedEagleBlock(nn.Module):
         if feeding.placeholder:
             self.placeholder_D = nn.Parameter(torch.zeros(width), requires_grad=False)
         self.compressor: Compressor | None = None
+        self.embed_norm: nn.Module = nn.Identity()
+        self.hidden_norm: nn.Module = nn.Identity()
+        if feeding.normed:
+            self.embed_norm = nn.RMSNorm(width, config.rms_norm_eps)
+            self.hidden_norm = nn.RMSNorm(width, config.rms_norm_eps)
         self.join: nn.Linear | None = None
         if (compression := feeding.compression) is not None:
             self.compressor = Compressor(compression, width, config.head_dim, bias=config.qkv_bias)
@@ -79,7 +94,12 @@ class ServedEagleBlock(nn.Module):
             positions_N = (positions_N[: len(self.ahead_N)] + self.ahead_N).clamp(max=self.longest - 1)
         if self.join is not None:
             hidden_ND = self.join(torch.cat([hidden_ND, self.joined_ND[: len(hidden_ND)]], dim=-1))
-        x_ND = self.fc(torch.cat([embed_ND, hidden_ND], dim=-1))
+        if self.depth_fc is None:
+            x_ND = self.fc(torch.cat([self.embed_norm(embed_ND), self.hidden_norm(hidden_ND)], dim=-1))
+        else:  # the states of committed tokens come from `combine`
+            hidden_ND = torch.where(self.guess_1 > 0, self._of_state(hidden_ND), hidden_ND)
+            of_embed_DD = self.fc.weight[:, : embed_ND.shape[-1]]
+            x_ND = F.linear(self.embed_norm(embed_ND), of_embed_DD, self.fc.bias) + hidden_ND
         if self.guesses_GD is not None:
             x_ND = x_ND + self.guesses_GD[self.guess_1.clamp(max=len(self.guesses_GD) - 1)]
         if self.placeholder_D is not None:
@@ -96,6 +116,18 @@ class ServedEagleBlock(nn.Module):
         sum_ND: Tensor = state_ND + residual_ND
         return sum_ND
 
+    def combine(self, states_NX: Tensor) -> Tensor:
+        """What the target's last state and its depths, side by side, add to the entry of a token, [N, D]."""
+        assert self.depth_fc is not None
+        width = self.depth_fc.out_features
+        depths_NED = states_NX[:, width:].reshape(len(states_NX), -1, width)
+        of_depths_ND: Tensor = self.depth_fc(self.depth_norm(depths_NED).flatten(1))
+        return self._of_state(states_NX[:, :width]) + of_depths_ND
+
+    def _of_state(self, hidden_ND: Tensor) -> Tensor:
+        """The part of `fc` that a state has."""
+        return F.linear(self.hidden_norm(hidden_ND), self.fc.weight[:, -hidden_ND.shape[-1] :])
+
 
 class EagleVlmdistill(nn.Module):
     """A drafter that is one `EagleBlock` on the target's last state, with the target's tables.
@@ -107,7 +139,7 @@ class EagleVlmdistill(nn.Module):
     has_own_lm_head = False
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.config = vllm_config.speculative_config.draft_model_config.hf_config
         feeding = feeding_of(vllm_config)
         assert feeding is not None, "vLLM builds this class only for exported drafters"
@@ -157,6 +189,22 @@ class EagleVlmdistill(nn.Module):
             },
         )
         load_all(self.model, weights, mapper)
+
+
+class Eagle3BlockVlmdistill(EagleVlmdistill, Eagle3LlamaForCausalLM):
+    """The same on states of several layers, which vLLM keeps for classes of EAGLE-3 alone."""
+
+    def combine_hidden_states(self, hidden_states: Tensor) -> Tensor:
+        """What entries get of the states from `with_last_state`, [N, D]."""
+        return self.model.combine(hidden_states)
+
+
+def with_last_state(
+    target: nn.Module, given: Any, output: tuple[Tensor, list[Tensor]]
+) -> tuple[Tensor, list[Tensor]]:
+    """A forward hook of a target that returns its last state and those of some layers: the last is first."""
+    last_ND, more = output
+    return last_ND, [last_ND, *more]
 
 
 class Eagle3Vlmdistill(Eagle3LlamaForCausalLM):

@@ -19,6 +19,7 @@ from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
 from vlmdistill.pipelines.engines.vllm.feeder import Feed, Feeder, Reading
 from vlmdistill.pipelines.engines.vllm.limits import feeding_of
+from vlmdistill.pipelines.engines.vllm.served_model import with_last_state
 
 
 class ChosenSpeculator(EagleSpeculator):
@@ -26,7 +27,8 @@ class ChosenSpeculator(EagleSpeculator):
 
     def __new__(cls, vllm_config: VllmConfig, *_: object) -> "ChosenSpeculator":
         """Choose by the drafter's folder; EAGLE-3 needs only its class."""
-        ours = feeding_of(vllm_config) is not None and vllm_config.speculative_config.method == "eagle"
+        feeding, method = feeding_of(vllm_config), vllm_config.speculative_config.method
+        ours = feeding is not None and (method == "eagle" or feeding.depths > 0)
         return object.__new__(ServedSpeculator if ours else cls)
 
 
@@ -49,6 +51,8 @@ class ServedSpeculator(ChosenSpeculator):
         """Load the drafter, which reads the number of guesses where vLLM counts it."""
         super().load_model(target_model)
         self.model.model.guess_1 = self.current_draft_step.view(1)
+        if self.feeding.depths:
+            target_model.register_forward_hook(with_last_state)
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """No graphs."""
@@ -75,6 +79,9 @@ class ServedSpeculator(ChosenSpeculator):
         block.ahead_N, self._ahead_B = None, None
         if self.feeding.visual == "raw" and mm_inputs is not None:
             block.raw_N = mm_inputs[1].to(self.device)
+        if aux_hidden_states:
+            joined_NX = torch.cat(aux_hidden_states, dim=-1)
+            last_hidden_states, aux_hidden_states = self.model.combine_hidden_states(joined_NX), None
         if self.feeding.visual == "dropped" and self.model_state.supports_mm_inputs and not dummy_run:
             batch, hidden_ND = input_batch, last_hidden_states[: input_batch.num_tokens].clone()
             starts = batch.query_start_loc_np[: batch.num_reqs + 1].tolist()

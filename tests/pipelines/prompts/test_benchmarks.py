@@ -313,11 +313,13 @@ def test_mmspec_keeps_its_topics_apart(tmp_path: Path) -> None:
     assert imported("mmspec", tmp_path, tmp_path / "prompts.parquet")[0].dataset == "mmspec/general vqa"
 
 
-def test_sets_that_ask_alike_are_not_mixed(tmp_path: Path) -> None:
+def test_sets_that_ask_alike_are_both_measured(tmp_path: Path) -> None:
     mm_vet(tmp_path / "mm-vet")
-    assert len(imported("mm-vet@hivis", tmp_path, tmp_path / "prompts.parquet")) == 1
-    with pytest.raises(DataError, match="mm-vet@sparrow"):
-        imported("mm-vet@sparrow", tmp_path, tmp_path / "prompts.parquet")
+    (one,) = imported("mm-vet@hivis", tmp_path, tmp_path / "prompts.parquet")
+    both = imported("mm-vet@sparrow", tmp_path, tmp_path / "prompts.parquet")
+    assert [prompt.dataset for prompt in both] == ["mm-vet@hivis", "mm-vet@sparrow"]
+    assert both[0] == one
+    assert both[0].messages == both[1].messages
 
 
 def many(to: Path, count: int = 130) -> None:
