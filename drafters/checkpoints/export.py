@@ -35,7 +35,7 @@ class Exported:
     target_vocabulary: int
     """vLLM pads the logits of each drafted token to this many."""
     layers: tuple[int, ...]
-    """The layers of the target whose inputs it reads; none: the last state."""
+    """The layers of the target whose inputs it reads; none: the last state alone."""
     engines: tuple[str, ...]
     method: str
     """What vLLM calls it in `--speculative-config`."""

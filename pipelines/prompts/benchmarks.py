@@ -272,7 +272,15 @@ BENCHMARKS = {
             kind="video",
             media="{folder}/{video}",
             folders=_MVBENCH,
-            asked={"sparrow": _plainly(_mvbench)},
+            asked={"sparrow": _plainly(_mvbench), "vispec": _explained()},
+        ),
+        Benchmark(
+            name="msvd-qa",
+            repository="https://github.com/KangJialiang/ViSpec",  # has the layout, not the files
+            files="annotation_test.json",
+            kind="video",
+            media="videos/data/{video_name}.*",
+            asked={"vispec": _explained()},
         ),
         Benchmark(
             name="longvideobench",

@@ -233,6 +233,13 @@ def mvbench(to: Path) -> None:
     film(to / "clevrer/video_validation/1.mp4")
 
 
+def msvd_qa(to: Path) -> None:
+    to.mkdir(parents=True)
+    row = {"video_name": "-4wsuPCjDBc_5_15", "question": "what runs?", "answer": "squirrel"}
+    (to / "annotation_test.json").write_text(json.dumps([row]))
+    film(to / "videos/data/-4wsuPCjDBc_5_15.avi")
+
+
 def longvideobench(to: Path) -> None:
     row: dict[str, Any] = {
         "video_id": "a",
@@ -276,7 +283,11 @@ ASKED: dict[
     mmbench: {"msd": ["Look. Which? There are several options:\nA. one\nB. two\n\n" + REASON]},
     mmspec: {"mmspec": ["Who is it?"]},
     video_detail_caption: {"sparrow": ["Describe it."]},
-    mvbench: {"sparrow": ["Question:What moved?\nOption:\n(A) it\n(B) that\nOnly give the best option."]},
+    mvbench: {
+        "sparrow": ["Question:What moved?\nOption:\n(A) it\n(B) that\nOnly give the best option."],
+        "vispec": ["What moved?", EXPLAIN],
+    },
+    msvd_qa: {"vispec": ["what runs?", EXPLAIN]},
     longvideobench: {"sparrow": ["What is it?\nA. one\nB. two"]},
     video_mme: {"sparrow": ["When?\nA. Then.\nB. Now."]},
 }
@@ -297,7 +308,7 @@ def test_a_set_is_read_from_its_published_layout(copy: Callable[[Path], None], t
         assert [part["text"] for part in user if part["type"] == "text"] == texts
         (shown,) = (part for part in user if part["type"] != "text")
         assert shown["type"] == BENCHMARKS[name].kind
-        assert (shown is user[-1]) == (paper == "vispec")
+        assert (shown is user[-1]) == (paper == "vispec" and shown["type"] == "image")
         assert [message["role"] for message in prompt.messages[:-1]] == ["system"] * (
             paper in ("vispec", "mmspec")
         )
