@@ -8,6 +8,7 @@ import polars as pl
 from vlmdistill.pipelines.prompts.prompt_table import Prompt, facts_of
 from vlmdistill.pipelines.responses import dataset
 from vlmdistill.pipelines.responses.dataset import ResponseRow
+from vlmdistill.pipelines.runtime.tasks import scattered
 from vlmdistill.stores.schema import content_hash
 from vlmdistill.stores.views.text_stats import text_stats
 
@@ -104,8 +105,8 @@ def plan(items: pl.DataFrame, facts: CaptureFacts, shard_bytes: int) -> Iterator
     """Shards of about `shard_bytes` with samples of similar length.
 
     `items` are facts of responses and the number of the `prompt` of each; of a shard, (`prompt`, `row`). The
-    longest come first, which need most memory. After it, what is captured so far is always of all lengths:
-    for who trains on it meanwhile, and for a run that is stopped.
+    longest come first, which need most memory, and then `scattered` ones: what is captured so far is of all
+    lengths, for who trains on it meanwhile, and where a run is stopped.
     """
     visual = pl.col("visual_tokens").cast(pl.Int64)
     tokens = (pl.col("prompt_tokens") + pl.col("tokens")).alias("all")
@@ -119,12 +120,6 @@ def plan(items: pl.DataFrame, facts: CaptureFacts, shard_bytes: int) -> Iterator
             size = 0
         size += weight
     ends = [*starts[1:], len(ordered)]
-    for shard in _scattered(len(starts)):
+    for shard in scattered(len(starts)):
         start = starts[shard]
         yield ordered[start : ends[shard]].select("prompt", "row").rows()
-
-
-def _scattered(count: int) -> list[int]:
-    """The numbers below `count`, any first ones far apart: in the order of their reversed bits."""
-    bits = (count - 1).bit_length()
-    return sorted(range(count), key=lambda number: f"{number:0{bits}b}"[::-1])

@@ -184,7 +184,7 @@ class _Sides:
         self._above: dict[str, str] = {}
         for prompt in prompts:
             first = next(message for message in prompt.messages if message["role"] == "user")
-            digests = [part["digest"] for part in _media_parts(prompt.messages) if "digest" in part]
+            digests = [part["digest"] for part in prompt.media if "digest" in part]
             if digests or not prompt.files:
                 self.join(digests or [content_hash(_content([first]))], prompt.split)
 

@@ -22,6 +22,7 @@ from vlmdistill.pipelines.responses.quality import Filters, repetition
 from vlmdistill.pipelines.runtime.cluster import session
 from vlmdistill.pipelines.runtime.reporting import OnProgress, silent
 from vlmdistill.pipelines.runtime.shared import Shared, some_media
+from vlmdistill.pipelines.runtime.tasks import scattered
 from vlmdistill.pipelines.runtime.workers import ActorPool, WorkerOptions, weight_bytes
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
@@ -278,10 +279,10 @@ def respond(
 
 
 def plan(prompts: Sequence[Prompt], size: int, seed: int) -> Iterator[ResponseTask]:
-    """Tasks of `size` prompts of similar length, the longest first, so that the last tasks are short."""
+    """Tasks of `size` prompts of similar length, `scattered`: a run that is stopped has all lengths."""
     facts = facts_of(prompts).select("key", "chars").with_row_index("at")
     order = facts.sort("chars", "key", descending=[True, False])["at"].to_numpy()
-    for start in range(0, len(order), size):
+    for start in (size * number for number in scattered(-(-len(order) // size))):
         yield ResponseTask.of([prompts[int(at)] for at in order[start : start + size]], seed)
 
 

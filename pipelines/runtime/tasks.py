@@ -277,6 +277,12 @@ class Queue(Generic[T, R]):
         return {key: f"{why} (on {names})" for key, why in running.why.items()}
 
 
+def scattered(count: int) -> list[int]:
+    """The numbers below `count`, any first ones of which are far apart: by their reversed bits."""
+    bits = (count - 1).bit_length()
+    return sorted(range(count), key=lambda number: f"{number:0{bits}b}"[::-1])
+
+
 def text_of(cause: BaseException) -> str:
     """An error in one line, with its type if it is not one of this project."""
     if isinstance(cause, VlmdistillError):
