@@ -9,18 +9,17 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import typer
 from PIL import Image
 from typer.testing import CliRunner
 
-from tests.pipelines.evaluation.made_up import PLAIN, RESPONSE, TIMED, evaluation, measured, shown
+from tests.pipelines.evaluation.conftest import Save
+from tests.pipelines.evaluation.made_up import PLAIN, RESPONSE, TIMED, measured, shown
 from vlmdistill.cli.report import report as verb
 from vlmdistill.cli.tables import csv, latex, markdown
 from vlmdistill.pipelines.evaluation import served_records
@@ -33,8 +32,6 @@ from vlmdistill.pipelines.evaluation.records import (
     TrainedSettings,
     TrainedStage,
     Training,
-    read,
-    write,
 )
 from vlmdistill.pipelines.evaluation.report import make
 from vlmdistill.pipelines.evaluation.served_records import (
@@ -49,25 +46,6 @@ from vlmdistill.pipelines.workspace import Workspace
 from vlmdistill.stores.errors import DataError
 
 VOID = {"meta", "link", "img", "br", "input"}
-
-Save = Callable[..., Path]
-
-
-@pytest.fixture
-def workspace(tmp_path: Path) -> Workspace:
-    return Workspace.of("demo", tmp_path / "runs")
-
-
-@pytest.fixture
-def save(workspace: Workspace) -> Save:
-    """Writes an evaluation into the workspace."""
-
-    def made(name: str = "sparrow", /, *temperatures: Measurement, stem: str = "", **changes: Any) -> Path:
-        file = workspace.reports / f"{stem or name}.json"
-        write(evaluation(name, *temperatures, **changes), file)
-        return file
-
-    return made
 
 
 class Page(HTMLParser):
@@ -125,11 +103,6 @@ def run(*arguments: str) -> str:
     result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
     assert result.exit_code == 0
     return result.stdout
-
-
-def test_an_evaluation_is_read_as_it_was_written(save: Save) -> None:
-    made = evaluation("hivis", measured(noise=0.1), measured(0.7, noise=0.2))
-    assert read(save("hivis", *made.temperatures)) == made
 
 
 def test_page_shows_what_was_measured(workspace: Workspace, save: Save) -> None:
@@ -320,18 +293,6 @@ def test_a_response_without_times_has_no_replay(
     assert "board" in page.text
 
 
-def test_an_older_evaluation_is_read(save: Save) -> None:
-    file = save("sparrow")
-    content = json.loads(file.read_text())
-    del content["attention"], content["compiled"]
-    for one in (one for at in content["temperatures"] for one in at["shown"]):
-        del one["plain"]
-        for piece in one["pieces"]:
-            del piece["seconds"]
-    file.write_text(json.dumps(content))
-    assert read(file) == evaluation("sparrow")
-
-
 @pytest.mark.parametrize("label", ["kind", "dataset"])
 def test_rows_of_each_kind_and_dataset_add_up(label: str, workspace: Workspace, save: Save) -> None:
     groups: list[dict[str, Any]] = [{label: ["image", "text", "video"][(at + 6) // 10]} for at in range(24)]
@@ -514,66 +475,6 @@ def test_extreme_numbers(workspace: Workspace, save: Save) -> None:
     page = Page(make(workspace).page)
     assert "nan" not in page.source
     assert "inf" not in re.sub("inform|infer", "", page.source)
-
-
-def first(expected: Any) -> Any:
-    """The first prompt of an evaluation's JSON."""
-    return expected["temperatures"][0]["prompts"][0]
-
-
-def damaged(change: Callable[[Any], object]) -> bytes:
-    """The file of an evaluation after a change of its JSON."""
-    expected = json.loads(msgspec.json.encode(evaluation()))
-    change(expected)
-    return json.dumps(expected).encode()
-
-
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        (b"", ""),
-        (b'{"format": 2, "name": "spa', ""),
-        (b'{"format": 2, "name": "\xff"}', ""),
-        (b"\xff\xfe", ""),
-        (b"[" * 100_000, ""),
-        (b'{"format": 2, "name": ' + b"[" * 100_000, ""),
-        (b'{"a": ' * 100_000, ""),
-        (b"[1, 2]", ""),
-        (b'{"name": "a tokenizer"}', "format"),
-        (b'{"format": 1, "name": "sparrow", "temperatures": [{"tau": 3.2}]}', "format 1, not 2"),
-        (b'{"format": 2}', "name"),
-        (damaged(lambda expected: expected.update(format=3)), "format 3"),
-        (damaged(lambda expected: expected.update(threads="one")), "threads"),
-        (damaged(lambda expected: expected["target"].pop("family")), "family"),
-        (damaged(lambda expected: expected.update(name=None)), "name"),
-        (damaged(lambda expected: expected.update(training=[])), "training"),
-        (damaged(lambda expected: expected.update(temperatures={})), "temperatures"),
-        (damaged(lambda expected: expected.update(temperatures=[])), "temperatures"),
-        (damaged(lambda expected: expected["temperatures"][1].update(prompts=[])), "temperatures[1].prompts"),
-        (damaged(lambda expected: expected["temperatures"][1]["prompts"].pop()), "different prompts"),
-        (damaged(lambda expected: first(expected)["plain"].update(seconds=float("nan"))), ""),
-        (damaged(lambda expected: first(expected)["plain"].update(seconds=-1)), "plain.seconds"),
-        (damaged(lambda expected: first(expected)["drafted"].update(tokens=1.5)), "drafted.tokens"),
-        (damaged(lambda expected: first(expected)["drafted"].update(check="fine")), "drafted.check"),
-        (damaged(lambda expected: first(expected)["drafted"].update(chain_tried=[1])), "chain_tried"),
-    ],
-    ids=lambda value: "" if isinstance(value, bytes) else value.replace(" ", "-") or "unreadable",
-)
-def test_a_file_that_is_not_an_evaluation_is_one_line(
-    workspace: Workspace, save: Save, content: bytes, expected: str
-) -> None:
-    save("good")
-    before = make(workspace).page.read_bytes()
-    bad = workspace.reports / "bad.json"
-    bad.write_bytes(content)
-    with pytest.raises(DataError) as caught:
-        make(workspace)
-    line = str(caught.value)
-    assert expected in line
-    assert str(bad) in line
-    assert "vlmdistill eval" in line
-    assert "\n" not in line
-    assert (workspace.reports / "index.html").read_bytes() == before
 
 
 def test_a_report_without_evaluations_names_the_command_to_run(workspace: Workspace) -> None:
