@@ -75,8 +75,9 @@ def prompts(
 ) -> None:
     """Import prompts from files and datasets into the workspace.
 
-    Importing again adds new prompts; a prompt that exists is not added twice. Rows that cannot be used are
-    listed with the reason in prompts.skipped.jsonl. One example row of each format (docs/inputs.md has more):
+    Importing again adds new prompts; a prompt that exists is not added twice, and one whose image or video
+    has changed is replaced. Rows that cannot be used are listed with the reason in prompts.skipped.jsonl. One
+    example row of each format (docs/inputs.md has more):
 
     \b
     LLaVA, with images or videos
