@@ -1,7 +1,7 @@
 """Drafters as models of vLLM 0.32: EAGLE's block, vLLM's own EAGLE-3 with image embeddings, Medusa's heads.
 
 Shapes: N rows of a step, U visual tokens among them, X that carry compressed images, G rows of the guess
-table, D hidden, V vocabulary.
+table, D hidden, E depths, S the last state and the depths side by side, V vocabulary.
 """
 
 from collections.abc import Iterable, Sequence
@@ -41,6 +41,11 @@ class ServedEagleBlock(nn.Module):
         self.embed_tokens = VocabParallelEmbedding(
             config.vocab_size, width, prefix=maybe_prefix(prefix, "embed_tokens")
         )
+        self.embed_norm: nn.Module = nn.Identity()
+        self.hidden_norm: nn.Module = nn.Identity()
+        if feeding.normed:
+            self.embed_norm = nn.RMSNorm(width, config.rms_norm_eps)
+            self.hidden_norm = nn.RMSNorm(width, config.rms_norm_eps)
         self.depth_fc: nn.Linear | None = None
         if feeding.depths:
             self.depth_norm = nn.RMSNorm(width, config.rms_norm_eps)
@@ -75,11 +80,6 @@ class ServedEagleBlock(nn.Module):
         if feeding.placeholder:
             self.placeholder_D = nn.Parameter(torch.zeros(width), requires_grad=False)
         self.compressor: Compressor | None = None
-        self.embed_norm: nn.Module = nn.Identity()
-        self.hidden_norm: nn.Module = nn.Identity()
-        if feeding.normed:
-            self.embed_norm = nn.RMSNorm(width, config.rms_norm_eps)
-            self.hidden_norm = nn.RMSNorm(width, config.rms_norm_eps)
         self.join: nn.Linear | None = None
         if (compression := feeding.compression) is not None:
             self.compressor = Compressor(compression, width, config.head_dim, bias=config.qkv_bias)
@@ -116,13 +116,13 @@ class ServedEagleBlock(nn.Module):
         sum_ND: Tensor = state_ND + residual_ND
         return sum_ND
 
-    def combine(self, states_NX: Tensor) -> Tensor:
+    def combine(self, states_NS: Tensor) -> Tensor:
         """What the target's last state and its depths, side by side, add to the entry of a token, [N, D]."""
         assert self.depth_fc is not None
         width = self.depth_fc.out_features
-        depths_NED = states_NX[:, width:].reshape(len(states_NX), -1, width)
+        depths_NED = states_NS[:, width:].reshape(len(states_NS), -1, width)
         of_depths_ND: Tensor = self.depth_fc(self.depth_norm(depths_NED).flatten(1))
-        return self._of_state(states_NX[:, :width]) + of_depths_ND
+        return self._of_state(states_NS[:, :width]) + of_depths_ND
 
     def _of_state(self, hidden_ND: Tensor) -> Tensor:
         """The part of `fc` that a state has."""
@@ -195,7 +195,7 @@ class Eagle3BlockVlmdistill(EagleVlmdistill, Eagle3LlamaForCausalLM):
     """The same on states of several layers, which vLLM keeps for classes of EAGLE-3 alone."""
 
     def combine_hidden_states(self, hidden_states: Tensor) -> Tensor:
-        """What entries get of the states from `with_last_state`, [N, D]."""
+        """What the states from `with_last_state`, [N, S], add to the entries, [N, D]."""
         return self.model.combine(hidden_states)
 
 

@@ -1,7 +1,7 @@
 """The speculator that feeds exported drafters as they were trained, on the V2 runner of vLLM 0.32.
 
 V2 gives a drafter true positions and the next token of an unfinished prompt, so here only entries change.
-Shapes: B requests of a batch, N rows of a step, K rows that are kept, D hidden.
+Shapes: B requests of a batch, N rows of a step, K rows that are kept, D hidden, S as in `served_model`.
 """
 
 from dataclasses import replace
@@ -80,8 +80,8 @@ class ServedSpeculator(ChosenSpeculator):
         if self.feeding.visual == "raw" and mm_inputs is not None:
             block.raw_N = mm_inputs[1].to(self.device)
         if aux_hidden_states:
-            joined_NX = torch.cat(aux_hidden_states, dim=-1)
-            last_hidden_states, aux_hidden_states = self.model.combine_hidden_states(joined_NX), None
+            states_NS = torch.cat(aux_hidden_states, dim=-1)
+            last_hidden_states, aux_hidden_states = self.model.combine_hidden_states(states_NS), None
         if self.feeding.visual == "dropped" and self.model_state.supports_mm_inputs and not dummy_run:
             batch, hidden_ND = input_batch, last_hidden_states[: input_batch.num_tokens].clone()
             starts = batch.query_start_loc_np[: batch.num_reqs + 1].tolist()
