@@ -44,7 +44,7 @@ class Workspace:
         base = (runs or Path(os.environ.get(RUNS_VARIABLE) or "runs")).expanduser()
         if str(base).partition("/")[0].endswith(":"):
             url = str(base).replace(":/", "://", 1)
-            raise DataError(f"--runs {url}: give a folder; only --store takes a URL")
+            raise DataError(f"--runs {url}: give a folder; --store and --checkpoints take URLs")
         folder = checkpoint_folder(model)
         for path in (str(base.absolute()), str(folder or model)):
             if lone_surrogate(path):  # neither records nor messages take it
