@@ -170,7 +170,7 @@ class Eagle3(Drafter):
         for name, served in {"visual": "all", "positions": "expanded"}.items():
             if (trained := getattr(self.config, name)) != served:
                 raise unserved(name, trained, served)
-        info, layer, taps = self.info, self.layer, [int(name.removeprefix("layer")) for name in self.sources]
+        info, layer, taps = self.info, self.layer, self.taps
         weights: dict[str, Tensor] = {
             "fc.weight": self.fc.weight,
             "midlayer.input_layernorm.weight": self.embed_norm.weight,
@@ -190,7 +190,7 @@ class Eagle3(Drafter):
             "draft_vocab_size": len(self.d2t),
             "norm_before_residual": False,
             "num_aux_hidden_states": len(taps),
-            "eagle_aux_hidden_state_layer_ids": taps,  # vLLM: the layers that a state enters
+            "eagle_aux_hidden_state_layer_ids": [*taps],  # vLLM: the layers that a state enters
             "eagle_config": {  # SGLang: those that it leaves, one less
                 "use_aux_hidden_state": True,
                 "eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in taps],
@@ -203,5 +203,5 @@ class Eagle3(Drafter):
             "eagle3",
             draft_vocabulary=len(self.d2t),
             engines=("sglang", "vllm"),
-            layers=tuple(taps),
+            layers=taps,
         )

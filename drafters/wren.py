@@ -124,6 +124,6 @@ class Wren(Drafter):
             after_image="text",
             guesses_GD=self.sequence.weight,
             normed=self.config.normed,
-            layers=tuple(int(name.removeprefix("layer")) for name in self.config.more(self.info)),
+            layers=self.taps,
             more={f"{part}.weight": self.get_parameter(f"{part}.weight") for part in parts},
         )

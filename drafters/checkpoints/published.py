@@ -286,8 +286,7 @@ def check_copies(source: object, drafter: Drafter, found: Published, *, chosen: 
 
     Not `chosen`: the drafter has not taken the checkpoint's choice of tokens.
     """
-    columns_K = columns_of(drafter)
-    taps = tuple(int(name.removeprefix("layer")) for name in drafter.sources if name.startswith("layer"))
+    columns_K, taps = columns_of(drafter), drafter.taps
     theirs = found.layer.eagle_aux_hidden_state_layer_ids
     if theirs is not None and theirs != taps:
         raise TrainingError(f"{source}: it reads the inputs of layers {theirs}; drafters here read {taps}")

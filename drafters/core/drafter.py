@@ -54,6 +54,11 @@ class Proposer(nn.Module, ABC):
         """The target states concatenated into an entry's `hidden` at hop 0."""
         return ("hidden",)
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The layers among them, whose inputs they are."""
+        return tuple(int(name.removeprefix("layer")) for name in self.sources if name.startswith("layer"))
+
     @abstractmethod
     def draft(self, prompt: Batch, target: Target) -> DraftSession:
         """Begin to draft after a prompt that `target` has just read: one sequence, ending in text."""

@@ -234,8 +234,7 @@ def chat_messages(prompt: Prompt) -> list[dict[str, Any]]:
                 "images: give other prompts with --prompts"
             )
         if one["type"] == "image":
-            if "digest" in one:
-                check_unchanged(one)
+            check_unchanged(one)
             return {"type": "image_url", "image_url": {"url": data_url(one["path"])}}
         return {"type": "text", "text": one["text"]}
 

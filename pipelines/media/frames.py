@@ -93,8 +93,8 @@ def digest(path: Path) -> str:
 
 
 def check_unchanged(part: Mapping[str, Any]) -> None:
-    """MediaError if the image or video of a prompt's part is no longer what was imported."""
-    if digest(Path(part["path"])) != part["digest"]:
+    """MediaError if an image or a video was imported with a prompt, and is no longer the same."""
+    if "digest" in part and digest(Path(part["path"])) != part["digest"]:
         raise MediaError(f"{part['path']} has changed since it was imported: restore it, or import it again")
 
 

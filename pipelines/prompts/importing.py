@@ -21,7 +21,7 @@ from vlmdistill.pipelines.media.resolver import MediaResolver
 from vlmdistill.pipelines.prompts import augment, formats
 from vlmdistill.pipelines.prompts.augment import Message
 from vlmdistill.pipelines.prompts.formats import MOST, Conversation, Format
-from vlmdistill.pipelines.prompts.prompt_table import Prompt, Split, read, write
+from vlmdistill.pipelines.prompts.prompt_table import Prompt, Split, media_parts, read, write
 from vlmdistill.pipelines.prompts.sources import BadRowError, Row
 from vlmdistill.pipelines.prompts.sources import read as read_rows
 from vlmdistill.pipelines.workspace import atomic_write, only_writer
@@ -239,7 +239,7 @@ class _Import:
         """Take the rows of one source, until the limit."""
         for chunk in self._chunks((row, self._conversation(row, kind)) for row in rows):
             self.resolver.check_all(
-                (part, row.folder) for row, talk in chunk if talk for part in _media_parts(talk.messages)
+                (part, row.folder) for row, talk in chunk if talk for part in media_parts(talk.messages)
             )
             for row, talk in chunk:
                 self.sources.add(row.source)
@@ -264,7 +264,7 @@ class _Import:
     def _take(self, row: Row, talk: Conversation) -> None:
         """Make the prompts of one conversation."""
         try:
-            digests = [self.resolver.resolve(part, row.folder) for part in _media_parts(talk.messages)]
+            digests = [self.resolver.resolve(part, row.folder) for part in media_parts(talk.messages)]
         except BadRowError as error:
             self._skip(row, error)
             return
@@ -312,19 +312,13 @@ class _Import:
         size = 0
         for row, talk in rows:
             chunk.append((row, talk))
-            media = [part["media"] for part in _media_parts(talk.messages)] if talk else []
+            media = [part["media"] for part in media_parts(talk.messages)] if talk else []
             size += sum(len(one) for one in media if isinstance(one, bytes))
             if len(chunk) >= self.left or size > CHUNK_BYTES:
                 yield chunk
                 chunk, size = [], 0
         if chunk:
             yield chunk
-
-
-def _media_parts(messages: Iterable[Message]) -> Iterator[dict[str, Any]]:
-    """The parts that are images or videos, in order."""
-    for message in messages:
-        yield from (part for part in message["content"] if part["type"] != "text")
 
 
 def _content(messages: Iterable[Message]) -> list[Any]:

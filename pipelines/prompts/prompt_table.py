@@ -46,8 +46,14 @@ class Prompt:
 
     @property
     def media(self) -> list[dict[str, Any]]:
-        """The parts that are images or videos, in order."""
-        return [part for message in self.messages for part in message["content"] if part["type"] != "text"]
+        """Their parts."""
+        return [*media_parts(self.messages)]
+
+
+def media_parts(messages: Iterable[Message]) -> Iterator[dict[str, Any]]:
+    """The parts that are images or videos, in order."""
+    for message in messages:
+        yield from (part for part in message["content"] if part["type"] != "text")
 
 
 def schema() -> Any:

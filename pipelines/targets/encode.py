@@ -180,8 +180,7 @@ def _part(part: Mapping[str, Any], videos: VideoSampler) -> dict[str, Any]:
         case _:
             what = str(part)[:80]
             raise DataError(f"a message part is a text, an image or a video with its path, not {what}")
-    if "digest" in part:  # of an imported prompt
-        check_unchanged(part)
+    check_unchanged(part)
     return shown
 
 
