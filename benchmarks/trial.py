@@ -46,7 +46,8 @@ from vlmdistill.pipelines.responses.dataset import SamplingSettings
 from vlmdistill.pipelines.runtime.processes import FunctionDone
 from vlmdistill.pipelines.runtime.workers import WorkerOptions
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
-from vlmdistill.pipelines.workspace import Workspace, atomic_write
+from vlmdistill.pipelines.workspace import Workspace
+from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.loader.epoch import Epoch
 from vlmdistill.stores.loader.tensors import as_torch

@@ -31,7 +31,10 @@ Model = Annotated[
 Runs = Annotated[
     str | None,
     typer.Option(
-        "--runs", metavar="DIR", help="Folder of the workspaces; default: runs.", envvar="VLMDISTILL_RUNS"
+        "--runs",
+        metavar="DIR|URL",
+        help="Folder or URL of the workspaces; default: runs.",
+        envvar="VLMDISTILL_RUNS",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
@@ -135,11 +138,16 @@ def _known_trackers(names: Sequence[str]) -> list[str]:
     return list(names)
 
 
+opened: list["Workspace"] = []
+"""The workspaces of this command, closed at its end."""
+
+
 def workspace(model: str, runs: str | None) -> "Workspace":
     """The workspace of a target."""
     from vlmdistill.pipelines.workspace import Workspace
 
-    return Workspace.of(model, Path(runs) if runs else None)
+    opened.append(Workspace.of(model, runs))
+    return opened[-1]
 
 
 def loading(attention: str, dtype: str, *, compiled: bool = False) -> "Options":

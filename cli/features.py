@@ -70,7 +70,7 @@ def features(
 
     workspace = console.workspace(model, runs)
     checkpoint(model)  # report a wrong model first
-    path, file = store or str(workspace.features), prompts or workspace.prompts
+    path, file = store or workspace.features, prompts or workspace.prompts
     settings = CaptureSettings(
         drafters=selection.drafters(drafters),
         dtype=dtype,

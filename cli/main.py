@@ -6,6 +6,7 @@ The file of a command imports heavy packages inside its function, so that `vlmdi
 import os
 import sys
 import traceback
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import typer
@@ -96,8 +97,23 @@ def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     debug = "--debug" in given
     given = (["--debug"] if debug else []) + [argument for argument in given if argument != "--debug"]
+    status = _status(lambda: app(given, prog_name="vlmdistill"), given, debug)
+    while console.opened:
+        try:
+            sent = _status(console.opened.pop().close, given, debug)
+        except KeyboardInterrupt:
+            console.note(
+                "interrupted: not all was sent to the workspace; the next command with this --runs does"
+            )
+            sent = console.SIGINT_STATUS
+        status = status or sent
+    return status
+
+
+def _status(run: Callable[[], object], given: Sequence[str], debug: bool) -> int:
+    """The exit status of what is run, whose errors are printed."""
     try:
-        app(given, prog_name="vlmdistill")
+        run()
     except SystemExit as stop:
         if isinstance(stop, console.CommandStopped):
             console.note(stop.message)

@@ -99,6 +99,7 @@ def train(
     workspace = console.workspace(model, runs)
     config = pipeline.resolve(drafter, recipe or pipeline.default_recipe(model), settings or ())
     plan = pipeline.planned(workspace, drafter, config, name=name, seed=seed)
+    copies = f"{checkpoints.rstrip('/')}/{workspace.root.name}/{name or drafter}" if checkpoints else None
     plan = dataclasses.replace(
         plan,
         store=store or plan.store,
@@ -112,7 +113,7 @@ def train(
         held_out=held_out,
         trackers=tuple(tracker or ()),
         init=workspace.trained(init).absolute() if init else None,
-        checkpoints=checkpoints and f"{checkpoints.rstrip('/')}/{workspace.root.name}/{name or drafter}",
+        checkpoints=copies or plan.checkpoints,
     )
     if find_lr:
         if ranks > 1 or "RANK" in os.environ:

@@ -99,7 +99,7 @@ def prepare(workspace: Workspace, plan: Plan, log: Callable[[str], None], bar: P
             workspace.model,
             prompts,
             workspace.responses,
-            str(workspace.features),
+            workspace.features,
             CaptureSettings(drafters=trained),
             plan.workers,
             sampling=_sampling(workspace.responses, plan),

@@ -63,8 +63,9 @@ def planned(
     return Run(
         drafter=catalogue.base(drafter),
         config=config,
-        store=str(workspace.features),
+        store=workspace.features,
         out=workspace.drafter(drafter if name is None else name),
+        checkpoints=workspace.checkpoints(drafter if name is None else name),
         seed=seed,
         **vars(watching or Watching()),
     )

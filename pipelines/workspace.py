@@ -6,19 +6,24 @@ runs/<model>/prompts.parquet    imported prompts (prompts.skipped.jsonl: rows th
              drafters/<name>/   trained drafters
              reports/           evaluations, those of servers in served/, and the report
              served/            what `eval --engine vllm` exports, and the logs of its servers
+
+`runs` may be a URL; see `mirror`.
 """
 
-import contextlib
 import fcntl
 import os
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+from vlmdistill.pipelines.media.urls import copy_of, is_url
+from vlmdistill.pipelines.mirror import Mirror, mirror, mirror_of
 from vlmdistill.pipelines.targets.checkpoints.registry import hub_id
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
-from vlmdistill.stores.backends.local import sync
+from vlmdistill.stores.backends.backend import open_backend
+from vlmdistill.stores.backends.local import Local
 from vlmdistill.stores.errors import DataError, lone_surrogate
 
 RUNS_VARIABLE = "VLMDISTILL_RUNS"
@@ -31,54 +36,76 @@ class Workspace:
 
     model: str
     root: Path
+    mirror: Mirror | None = None  # of a workspace at a URL, which `root` is a copy of
 
     @classmethod
-    def of(cls, model: str, runs: Path | None = None) -> "Workspace":
+    def of(cls, model: str, runs: str | Path | None = None) -> "Workspace":
         """The workspace of a target: a name, a hub id, or a checkpoint folder, whose name is used.
 
-        `runs` defaults to the variable VLMDISTILL_RUNS, then to `runs` in the current folder. TargetError if
-        there is neither a target nor a workspace of that name.
+        `runs` is a folder or a URL; it defaults to the variable VLMDISTILL_RUNS, then to `runs` here.
+        TargetError if there is neither a target nor a workspace of that name.
         """
         if not model:
             raise DataError("--model is empty: give a name, a hub id or a checkpoint folder")
-        base = (runs or Path(os.environ.get(RUNS_VARIABLE) or "runs")).expanduser()
-        if str(base).partition("/")[0].endswith(":"):
-            url = str(base).replace(":/", "://", 1)
-            raise DataError(f"--runs {url}: give a folder; --store and --checkpoints take URLs")
+        given = str(runs or os.environ.get(RUNS_VARIABLE) or "runs")
+        url = re.sub(r"^(\w+):/(?=[^/])", r"\1://", given)  # a Path has one slash
+        there = open_backend(url) if "://" in url else Local(Path(given).expanduser())
+        if not isinstance(there, Local) and not is_url(url):
+            raise DataError(
+                f"--runs {url}: nothing can be written there: give a folder, s3://, gs:// or az://"
+            )
+        base = there.root if isinstance(there, Local) else copy_of(url)
         folder = checkpoint_folder(model)
         for path in (str(base.absolute()), str(folder or model)):
             if lone_surrogate(path):  # neither records nor messages take it
                 raise DataError(f"the name of {path!a} is not UTF-8: rename it")
         name = folder.name if folder else model.strip("/").replace("/", "--")
-        if folder is None and model not in EMBEDDED and not (base / name).is_dir():
-            hub_id(model, (path.name for path in base.glob("*/")))
-        return cls(model, base / name)
+        if folder is None and model not in EMBEDDED and name not in (names := there.list_names("")):
+            hub_id(model, names)
+        return cls(
+            model, base / name, None if isinstance(there, Local) else mirror(f"{url.rstrip('/')}/{name}")
+        )
 
     @property
     def prompts(self) -> Path:
         """The imported prompts, one Parquet file."""
-        return self.root / "prompts.parquet"
+        self._part("prompts.skipped.jsonl")
+        return self._part("prompts.parquet")
 
     @property
     def responses(self) -> Path:
         """The target's responses, a folder of Parquet files."""
-        return self.root / "responses"
+        return self._part("responses")
 
     @property
-    def features(self) -> Path:
-        """The feature store."""
-        return self.root / "features"
+    def features(self) -> str:
+        """The folder or URL of the feature store."""
+        return f"{self.mirror.url}/features" if self.mirror else str(self.root / "features")
 
     @property
     def reports(self) -> Path:
         """The evaluations, and the report on them."""
-        return self.root / "reports"
+        return self._part("reports")
+
+    def checkpoints(self, name: str) -> str | None:
+        """The URL that gets the checkpoints of a drafter's training; None for a local workspace."""
+        return f"{self.mirror.url}/drafters/{name}.training" if self.mirror else None
+
+    def _part(self, name: str) -> Path:
+        """A file or folder, brought up to date when it is first asked for."""
+        return self.mirror.fetch(name) if self.mirror else self.root / name
+
+    def close(self) -> None:
+        """Send what is new to the URL of the workspace, if it has one; see `Mirror.close`."""
+        if self.mirror:
+            self.mirror.close()
 
     def drafter(self, name: str) -> Path:
         """The folder of one trained drafter; DataError if that cannot be its name."""
         if not NAME.fullmatch(name):
             raise DataError(f"'{name}' is no drafter's name: use letters, digits, '_', '.' and '-'")
-        return self.root / "drafters" / name
+        self._part(f"drafters/{name}.training")
+        return self._part(f"drafters/{name}")
 
     def trained(self, drafter: str) -> Path:
         """The folder of a drafter, given by its name in this workspace or by a path."""
@@ -87,20 +114,6 @@ class Workspace:
             raise DataError(f"there is no folder {drafter}: give the name of a drafter, or its folder")
         named = NAME.fullmatch(drafter) and self.drafter(drafter).is_dir()
         return path if path.is_dir() and not named else self.drafter(drafter)
-
-
-@contextlib.contextmanager
-def atomic_write(path: Path) -> Iterator[Path]:
-    """Write a file atomically: the yielded temporary path is synced and renamed to `path` at the end."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        yield aside
-        sync(aside)
-        aside.replace(path)
-        sync(path.parent)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def absolute_model(model: str) -> str:
@@ -116,11 +129,12 @@ def checkpoint_folder(model: str) -> Path | None:
     return path.resolve() if path.is_dir() and not named else None
 
 
-@contextlib.contextmanager
+@contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
     """Lock `folder` until this process ends; DataError if another run holds the lock.
 
-    It prevents that two runs pay for the same work. The lock file lies next to the folder.
+    It prevents that two runs pay for the same work. The lock file lies next to the folder. In a workspace
+    at a URL, other machines are locked out, too, and the folder is up to date.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (folder.parent / f".{folder.name}.lock").open("w") as file:
@@ -128,4 +142,6 @@ def only_writer(folder: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise DataError(f"another run is writing to {folder}: wait until it ends, or stop it") from None
-        yield
+        mirrored = mirror_of(folder)
+        with mirrored.locked(folder) if mirrored else nullcontext():
+            yield

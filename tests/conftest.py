@@ -1,7 +1,10 @@
 """Fixtures for all tests."""
 
+import atexit
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,9 @@ from tests import tiny
 
 # What is compared exactly runs in float32 on a CPU; a GPU would be taken by itself, in bfloat16.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
+# No workspace at a URL is copied into the user's cache.
+os.environ["VLMDISTILL_CACHE"] = tempfile.mkdtemp(prefix="vlmdistill-cache-")
+atexit.register(shutil.rmtree, os.environ["VLMDISTILL_CACHE"], ignore_errors=True)
 # Ray gives its workers a niceness of 15, with which the other test process starves them.
 os.environ |= {"RAY_worker_niceness": "0", "RAY_worker_register_timeout_seconds": "300"}
 torch.set_num_threads(1)  # models this small only lose by more

@@ -5,14 +5,14 @@
 HOSTS=(node1 node2 node3)             # this machine first
 MODEL=qwen2.5-vl-7b
 DRAFTER=sparrow
-RUNS=$PWD/runs                        # holds MODEL's prompts for this machine; all read its images/, if it has one
-STORE=s3://bucket/store               # or a folder that all machines share
+RUNS=s3://bucket/runs                 # holds MODEL's prompts; or a folder: all machines read its images/, if it has one
+STORE=                                # if it is not in RUNS: a URL, or a folder that all machines share
 VENV=$HOME/vlmdistill                 # a virtual environment under this path on all machines
 SECRETS=$HOME/.vlmdistill-secrets     # on all machines, mode 600: export AWS_ACCESS_KEY_ID=... and so on
 GPUS=8                                # of each machine
 PORT=6379
 
-common="--model $MODEL --runs $RUNS --store $STORE"
+common="--model $MODEL --runs $RUNS ${STORE:+--store $STORE}"
 token=$(head -c 32 /dev/urandom | sha256sum | cut -c 1-64)
 on() {  # run a command on a machine; the token goes through stdin, where `ps` does not show it
     ssh -o BatchMode=yes "$1" "read -r RAY_AUTH_TOKEN; export RAY_AUTH_TOKEN RAY_AUTH_MODE=token

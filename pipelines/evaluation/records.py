@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from vlmdistill.pipelines.software import Software
-from vlmdistill.pipelines.workspace import atomic_write
+from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import content_hash
 

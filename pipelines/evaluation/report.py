@@ -21,7 +21,8 @@ from vlmdistill.pipelines.evaluation.comparison import DrafterResult, Group, dif
 from vlmdistill.pipelines.evaluation.records import LABELS, Decoding, Evaluation, Piece, ShownResponse
 from vlmdistill.pipelines.evaluation.served_records import ServedEvaluation
 from vlmdistill.pipelines.evaluation.statistics import FEWEST
-from vlmdistill.pipelines.workspace import Workspace, atomic_write
+from vlmdistill.pipelines.workspace import Workspace
+from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError
 
 if TYPE_CHECKING:
@@ -137,9 +138,7 @@ class GroupView:
             measured = {prompt.key: prompt for prompt in one.measurement.prompts}
             for sample in one.measurement.shown:
                 if sample.key not in shown:
-                    shown[sample.key] = ShownPrompt(
-                        sample.prompt, [_embedded(Path(file)) for file in sample.files]
-                    )
+                    shown[sample.key] = ShownPrompt(sample.prompt, [_embedded(file) for file in sample.files])
                 prompt, counts = shown[sample.key], measured.get(sample.key)
                 prompt.responses.setdefault(one.temperature, []).append((one.name, sample))
                 if counts is not None and _timed(sample.pieces) and _timed(sample.plain):
@@ -265,19 +264,21 @@ def _found(maybe: Iterable[Chart | None]) -> list[Chart]:
     return [chart for chart in maybe if chart is not None]
 
 
-def _embedded(path: Path) -> dict[str, str]:
+def _embedded(file: str) -> dict[str, str]:
     """Name and kind of a prompt's file, and for an image a small copy as a data URI."""
     from PIL import Image
 
-    from vlmdistill.pipelines.media.images import BROKEN, kind_of, upright
+    from vlmdistill.pipelines.media.images import BROKEN, MediaError, kind_of, upright
+    from vlmdistill.pipelines.media.urls import at_hand
 
+    path = Path(file)
     if path.is_dir() or kind_of(path.name) == "video":
         return {"name": path.name, "kind": "video"}
     try:
-        with Image.open(path) as image:
+        with Image.open(at_hand(file)) as image:
             image.thumbnail((IMAGE_SIDE, IMAGE_SIDE))
             small = upright(image, "RGBA")
-    except BROKEN:
+    except (MediaError, *BROKEN):
         return {"name": path.name, "kind": "missing"}
     opaque = Image.new("RGB", small.size, "white")
     opaque.paste(small, mask=small.getchannel("A"))

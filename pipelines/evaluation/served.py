@@ -40,6 +40,7 @@ from vlmdistill.pipelines.evaluation.server_client import (
 )
 from vlmdistill.pipelines.media.frames import check_unchanged
 from vlmdistill.pipelines.media.images import data_url
+from vlmdistill.pipelines.media.urls import at_hand
 from vlmdistill.pipelines.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.software import of_this_process
 from vlmdistill.pipelines.targets.checkpoints.folder import resolve
@@ -235,7 +236,7 @@ def chat_messages(prompt: Prompt) -> list[dict[str, Any]]:
             )
         if one["type"] == "image":
             check_unchanged(one)
-            return {"type": "image_url", "image_url": {"url": data_url(one["path"])}}
+            return {"type": "image_url", "image_url": {"url": data_url(at_hand(one["path"]))}}
         return {"type": "text", "text": one["text"]}
 
     return [

@@ -22,7 +22,7 @@ from msgspec import Meta
 from vlmdistill.pipelines.evaluation.records import Amount, Count, Decoding, Measurement, PromptResult
 from vlmdistill.pipelines.evaluation.statistics import Interval, Rate, figures
 from vlmdistill.pipelines.software import Software
-from vlmdistill.pipelines.workspace import atomic_write
+from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError
 
 FORMAT: Final = 1

@@ -15,6 +15,7 @@ import numpy as np
 from PIL import Image
 
 from vlmdistill.pipelines.media.images import BROKEN, MediaError, kind_of, upright
+from vlmdistill.pipelines.media.urls import at_hand
 from vlmdistill.stores.schema import Array
 
 GIF_MILLISECONDS = 100  # of a frame without a duration, as in browsers
@@ -94,7 +95,7 @@ def digest(path: Path) -> str:
 
 def check_unchanged(part: Mapping[str, Any]) -> None:
     """MediaError if an image or a video was imported with a prompt, and is no longer the same."""
-    if "digest" in part and digest(Path(part["path"])) != part["digest"]:
+    if "digest" in part and digest(at_hand(part["path"])) != part["digest"]:
         raise MediaError(f"{part['path']} has changed since it was imported: restore it, or import it again")
 
 

@@ -99,7 +99,7 @@ def _turn(image: Image.Image) -> Image.Transpose | None:
         return None
 
 
-def data_url(file: str) -> str:
+def data_url(file: str | Path) -> str:
     """An image as a data URL that any reader shows as `upright` does; MediaError if it cannot be read.
 
     The file's own bytes if they need no rotation and no conversion, else a PNG.

@@ -9,9 +9,10 @@ from typing import Any
 
 from vlmdistill.pipelines.media import frames
 from vlmdistill.pipelines.media.images import BROKEN, upright
+from vlmdistill.pipelines.media.urls import address, at_hand, copy_of, is_url
 from vlmdistill.pipelines.prompts.formats import Media
 from vlmdistill.pipelines.prompts.sources import BadRowError
-from vlmdistill.pipelines.workspace import atomic_write
+from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError, lone_surrogate
 
 THREADS = 8
@@ -21,7 +22,8 @@ class MediaResolver:
     """Finds media files, checks that they can be read, and keeps those that come as bytes.
 
     A path is relative to `images`, else to the folder of the file that names it. Bytes (from datasets and
-    data URLs) are written into `keep`, named by their hash. A video is a file or a folder of images.
+    data URLs) are written into `keep`, named by their hash. A video is a file or a folder of images. What is
+    in an object store is named by its URL, and fetched.
     """
 
     def __init__(self, images: Path | None, keep: Path) -> None:
@@ -49,13 +51,18 @@ class MediaResolver:
         digest = self._checked[kind, found]
         if isinstance(digest, BadRowError):
             raise digest
-        part["path"], part["digest"] = str(found), digest
+        part["path"], part["digest"] = address(found), digest
         return digest
 
     def _find(self, kind: str, media: Media, folder: Path) -> Path | bytes | BadRowError:
         """The path of a media file, or its bytes if the row holds them, or the problem."""
         if isinstance(media, bytes):
             return media
+        if is_url(media):
+            try:
+                return copy_of(media)
+            except DataError as error:
+                return BadRowError(f"missing {kind}", str(error))
         if "://" in media:
             return BadRowError(f"{kind} is a URL", f"{media[:200]}: download it and give its path")
         paths = [one / media for one in (self.images, folder) if one]
@@ -97,6 +104,7 @@ def _image_format(data: bytes) -> str | None:
 def _digest(kind: str, path: Path) -> str | BadRowError:
     """The hash of a file, after decoding an image fully or the first frame of a video; or the problem."""
     try:
+        path = at_hand(address(path))
         if kind == "video":
             frames.probe(path)
         else:

@@ -24,7 +24,8 @@ from vlmdistill.pipelines.prompts.formats import MOST, Conversation, Format
 from vlmdistill.pipelines.prompts.prompt_table import Prompt, Split, media_parts, read, write
 from vlmdistill.pipelines.prompts.sources import BadRowError, Row
 from vlmdistill.pipelines.prompts.sources import read as read_rows
-from vlmdistill.pipelines.workspace import atomic_write, only_writer
+from vlmdistill.pipelines.workspace import only_writer
+from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import content_hash
 

@@ -1,6 +1,7 @@
 """The prompts of a workspace: the Parquet file, read whole or so that a million of them fit into memory."""
 
 import dataclasses
+import posixpath
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
+from vlmdistill.pipelines.media.urls import address, is_url
 from vlmdistill.pipelines.prompts.augment import Message
 from vlmdistill.pipelines.spool import Spool
-from vlmdistill.pipelines.workspace import atomic_write
+from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import Array
 
@@ -76,7 +78,7 @@ def read(path: Path, model: str = "M") -> list[Prompt]:
     """
     _require_there(path, model)
     with _reading(path):
-        return [_prompt(row) for row in _file(path).read(schema().names).to_pylist()]
+        return [_prompt(row, address(path.parent)) for row in _file(path).read(schema().names).to_pylist()]
 
 
 @contextmanager
@@ -109,17 +111,21 @@ def _file(path: Path) -> Any:
     return file
 
 
-def _prompt(row: dict[str, Any]) -> Prompt:
+def _prompt(row: dict[str, Any], base: str) -> Prompt:
+    """The prompt of a row; its paths may be relative to `base`, a folder or URL."""
     for message in row["messages"]:
         message["content"] = [{k: v for k, v in p.items() if v is not None} for p in message["content"]]
+    for part in media_parts(row["messages"]):
+        if not is_url(part["path"]):
+            part["path"] = posixpath.join(base, part["path"])  # which leaves absolute paths as they are
     return Prompt(**row)
 
 
 class Prompts(Sequence[Prompt]):
     """Prompts of a file. In memory are their `facts` (`key`, `chars`) alone: a million take 50 MB."""
 
-    def __init__(self, spool: Spool, facts: "pl.DataFrame") -> None:
-        self._spool = spool
+    def __init__(self, spool: Spool, base: str, facts: "pl.DataFrame") -> None:
+        self._spool, self._base = spool, base
         self.facts = facts  # `row` in the spool
 
     def __len__(self) -> int:
@@ -131,14 +137,14 @@ class Prompts(Sequence[Prompt]):
     def __getitem__(self, at: slice) -> "Prompts": ...
     def __getitem__(self, at: int | slice) -> "Prompt | Prompts":
         if isinstance(at, slice):
-            return Prompts(self._spool, self.facts[at])
-        return _prompt(self._spool.row(self.facts["row"][at]))
+            return Prompts(self._spool, self._base, self.facts[at])
+        return _prompt(self._spool.row(self.facts["row"][at]), self._base)
 
     def without(self, keys: "pl.Series") -> "Prompts":
         """Those of other keys."""
         import polars as pl
 
-        return Prompts(self._spool, self.facts.filter(~pl.col("key").is_in(keys.implode())))
+        return Prompts(self._spool, self._base, self.facts.filter(~pl.col("key").is_in(keys.implode())))
 
 
 def facts_of(prompts: Sequence[Prompt]) -> "pl.DataFrame":
@@ -216,14 +222,28 @@ def load(path: Path, model: str = "M", split: str = "all", limit: int | None = N
         raise DataError(
             f"the split '{split}' has none of the {total} prompts: import some with --split {split}"
         )
-    return Prompts(spool, found.with_row_index("row"))
+    return Prompts(spool, address(path.parent), found.with_row_index("row"))
 
 
 def write(out: Path, prompts: Iterable[Prompt]) -> None:
-    """Replace the file atomically."""
+    """Replace the file atomically.
+
+    The paths of media below its folder are written relative to it, so that it can be copied with them.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    table = pa.Table.from_pylist([vars(prompt) for prompt in prompts], schema())
+    bases = (f"{address(out.parent)}/", f"{out.parent.resolve()}/")
+    table = pa.Table.from_pylist([_row(prompt, bases) for prompt in prompts], schema())
     with atomic_write(out) as file:
         pq.write_table(table, file, compression="zstd")
+
+
+def _row(prompt: Prompt, bases: tuple[str, str]) -> dict[str, Any]:
+    def part(one: dict[str, Any]) -> dict[str, Any]:
+        if "path" not in one:
+            return one
+        return one | {"path": one["path"].removeprefix(bases[0]).removeprefix(bases[1])}
+
+    messages = [turn | {"content": [part(one) for one in turn["content"]]} for turn in prompt.messages]
+    return vars(prompt) | {"messages": messages}

@@ -23,7 +23,7 @@ import msgspec
 from vlmdistill.pipelines.prompts.prompt_table import Prompt, Prompts
 from vlmdistill.pipelines.responses.quality import Filters
 from vlmdistill.pipelines.spool import Spool
-from vlmdistill.pipelines.workspace import atomic_write
+from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import Array, content_hash
 

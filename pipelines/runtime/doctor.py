@@ -54,7 +54,7 @@ def examine(
     Waits up to `wait` seconds for `least` machines, and as long for their reports. The driver has a report of
     its own if something is wrong with it.
     """
-    store = os.path.expanduser(store or str(workspace.features))
+    store = os.path.expanduser(store or workspace.features)
     store = store if "://" in store else os.path.abspath(store)
     shared, failures = Shared(absolute_model(workspace.model), None), dict[str, str]()
     with _noting(failures, "model"):

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from vlmdistill.pipelines.media.images import MediaError
+from vlmdistill.pipelines.media.urls import at_hand
 from vlmdistill.pipelines.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import Fingerprint, checkpoint
 from vlmdistill.stores.backends.backend import STAGING, open_backend, writing
@@ -50,7 +52,7 @@ class Shared:
 
     def check_media(self) -> None:
         """DataError if files are missing."""
-        missing = [path for path in self.media if not os.access(path, os.R_OK)]
+        missing = [path for path in self.media if not _readable(path)]
         if missing:
             raise DataError(
                 f"{len(missing)} of {len(self.media)} checked images and videos cannot be read, such as "
@@ -78,7 +80,14 @@ class Shared:
 def some_media(prompts: Sequence[Prompt]) -> tuple[str, ...]:
     """Up to `MEDIA` files of the prompts that exist here; of many prompts, those of a few are looked at."""
     few = range(0, len(prompts), len(prompts) // LOOKED_AT or 1)
-    return tuple(filter(os.path.exists, spread(path for at in few for path in prompts[at].files)))
+    return tuple(filter(_readable, spread(path for at in few for path in prompts[at].files)))
+
+
+def _readable(path: str) -> bool:
+    try:
+        return os.access(at_hand(path), os.R_OK)
+    except MediaError:  # of a URL
+        return False
 
 
 def spread(paths: Iterable[str]) -> list[str]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vlmdistill.pipelines.media.frames import check_unchanged
 from vlmdistill.pipelines.media.images import BROKEN, MediaError, large_images, upright
+from vlmdistill.pipelines.media.urls import at_hand, is_url
 from vlmdistill.pipelines.targets.batching import out_of_memory
 from vlmdistill.pipelines.targets.checkpoints.folder import first_line
 from vlmdistill.pipelines.targets.families.family import IMAGE, VIDEO, Family, Inputs
@@ -174,14 +175,18 @@ def _part(part: Mapping[str, Any], videos: VideoSampler) -> dict[str, Any]:
         case {"type": "text", "text": str(text)}:
             return {"type": "text", "text": text}
         case {"type": "image", "image": source} | {"type": "image", "path": source}:
-            shown = {"type": "image", "image": read_image(source)}
+            shown = {"type": "image", "image": read_image(_fetched(source))}
         case {"type": "video", "video": source} | {"type": "video", "path": source}:
-            shown = videos.sample(source, part)
+            shown = videos.sample(_fetched(source), part)
         case _:
             what = str(part)[:80]
             raise DataError(f"a message part is a text, an image or a video with its path, not {what}")
     check_unchanged(part)
     return shown
+
+
+def _fetched(source: Any) -> Any:
+    return at_hand(source) if isinstance(source, str) and is_url(source) else source
 
 
 def read_image(source: str | Path | Image.Image) -> Image.Image:

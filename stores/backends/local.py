@@ -41,6 +41,20 @@ def ensure(folder: Path) -> None:
         sync(folder.parent)
 
 
+@contextmanager
+def atomic_write(path: Path) -> Iterator[Path]:
+    """Write a file atomically: the yielded temporary path is synced and renamed to `path` at the end."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        yield aside
+        sync(aside)
+        aside.replace(path)
+        sync(path.parent)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
 class Local(Backend):
     """A folder of a local or shared POSIX file system."""
 

@@ -192,12 +192,22 @@ class Remote(Backend):
         """Bytes of one file, or None when it is missing."""
         try:
             with self._request(name):
-                size = self._fs.info(self._path(name))["size"]
+                info = self._fs.info(self._path(name))
         except FileNotFoundError:
             return None
+        if info["type"] == "directory":
+            return None
+        size = info["size"]
         if size is None:
             raise OSError(f"{self.url}/{name}: the server does not report its size")
         return int(size)
+
+    def versions(self, name: str) -> dict[str, str]:
+        """What changes with the content of a file: of one, or of all below a folder, by full name."""
+        base = f"{self._root}/".lstrip("/")
+        return {
+            path.lstrip("/").removeprefix(base): _version(info) for path, info in self._find(name).items()
+        }
 
     def list_names(self, folder: str) -> list[str]:
         """The sorted names directly inside a folder."""
@@ -251,6 +261,10 @@ def _options(url: str) -> dict[str, Any]:
         return {}
     given = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
     return {"config_kwargs": {"max_pool_connections": REQUESTS, **given}}
+
+
+def _version(info: dict[str, Any]) -> str:
+    return str(info.get("ETag") or info.get("etag") or f"{info['size']} {_modified(info)}")
 
 
 def _modified(info: dict[str, Any]) -> float:

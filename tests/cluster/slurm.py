@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from s3fs import S3FileSystem
 
 from tests.cluster.scheduler import SECONDS, Slurm, missing, slurm
+from tests.s3 import s3_server
 from vlmdistill.pipelines.demo.prompts import DemoSize, import_demo
 from vlmdistill.pipelines.prompts.prompt_table import read
 from vlmdistill.pipelines.workspace import Workspace
@@ -23,6 +25,7 @@ from vlmdistill.stores.store import Store
 ROOT = Path(__file__).parents[2]
 TEMPLATES = ROOT / "examples" / "cluster"
 PROMPTS, STEPS, SAVED = 12, 300, 20
+AWS = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1"}
 LIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
 SMALL = ("--nodes=2", "--cpus-per-task=1", "--gpus-per-node=0", "--time=60")
 
@@ -56,7 +59,6 @@ def submit(scheduler: Slurm, workspace: Workspace, template: str, **variables: s
     given = {
         "MODEL": "demo",
         "RUNS": str(workspace.root.parent),
-        "STORE": str(workspace.features),
         "VENV": os.environ.get("VIRTUAL_ENV", str(ROOT / ".venv")),
         "PORT": port,
         "OMP_NUM_THREADS": "1",
@@ -105,6 +107,22 @@ def test_features_on_two_nodes(scheduler: Slurm, workspace: Workspace) -> None:
     assert "n1" in scheduler.log(job)
     assert "n2" in scheduler.log(job)
     assert 0 <= dropped < len(wanted) / 2  # by the filters of responses
+
+
+def test_features_of_a_workspace_at_a_url(scheduler: Slurm, tmp_path: Path) -> None:
+    with s3_server() as server, pytest.MonkeyPatch.context() as patch:
+        for name, value in {**AWS, "AWS_ENDPOINT_URL": server, "VLMDISTILL_CACHE": str(tmp_path)}.items():
+            patch.setenv(name, value)
+        S3FileSystem(key="x", secret="x", endpoint_url=server).mkdir("bucket")
+        shared = Workspace.of("demo", "s3://bucket/runs")
+        import_demo(shared.root / "demo-data", shared.prompts, DemoSize(4, 1, held_out=(1, 1, 0)))
+        shared.close()
+        options = "--for sparrow --workers 2 --limit 4"
+        job = submit(
+            scheduler, shared, "slurm-features.sbatch", OPTIONS=options, RUNS="s3://bucket/runs", **AWS
+        )
+        scheduler.wait_for(job, "COMPLETED")
+        assert 0 < len(Store.open(shared.features).index) <= 4
 
 
 def options(name: str) -> str:

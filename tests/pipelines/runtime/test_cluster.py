@@ -1,5 +1,6 @@
 """A cluster: a machine with a different disk is named; machines that fail, die or join disturb no other."""
 
+import base64
 import dataclasses
 import json
 import os
@@ -73,7 +74,10 @@ def bucket() -> Iterator[str]:
 def cluster(bucket: str) -> Iterator[Cluster]:
     with (
         tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder,
-        Cluster(Path(folder), {**AWS, "AWS_ENDPOINT_URL": bucket}) as machines,
+        Cluster(
+            Path(folder),  # of which each machine has one of its own
+            {**AWS, "AWS_ENDPOINT_URL": bucket, "VLMDISTILL_CACHE": f"{folder}/cache"},
+        ) as machines,
     ):
         yield machines
 
@@ -150,6 +154,28 @@ def test_without_a_shared_folder_all_samples_are_captured_although_a_machine_die
         monkeypatch.setenv(name, value)
     index = Store.open("s3://bucket/store").index
     assert sorted(index["key"]) == sorted(prompt.key for prompt in read(world / "prompts.parquet"))
+
+
+@on_machines
+def test_images_of_a_workspace_at_a_url_reach_machines_that_do_not_have_them(
+    cluster: Cluster, bucket: str, world: Path, tmp_path: Path
+) -> None:
+    rows = json.loads((world / "mix.json").read_text())
+    for row in rows:
+        if "image" in row:
+            image = base64.b64encode((world / row["image"]).read_bytes()).decode()
+            row["image"] = f"data:image/png;base64,{image}"
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    where = ["-m", str(world / "model"), "--runs", "s3://bucket/runs"]
+    cluster.on(B="true")
+    for words in (
+        ["prompts", str(tmp_path / "rows.json")],
+        ["features", "--responses", str(world / "responses"), "--for", "sparrow"],
+    ):
+        run = start(cluster, "-m", "vlmdistill", *words, *where, "--json")
+        out, err = run.communicate(timeout=SECONDS)
+        assert run.returncode == 0, err
+    assert json.loads(out)["captured"] == PROMPTS
 
 
 TOY = """

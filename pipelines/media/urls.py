@@ -1,0 +1,88 @@
+"""Files at URLs, and their copies on this machine: `s3://bucket/a/1.png` is `<cache>/s3/bucket/a/1.png`.
+
+The cache is the folder in VLMDISTILL_CACHE, else `vlmdistill` in XDG_CACHE_HOME or ~/.cache.
+"""
+
+import contextlib
+import os
+import secrets
+import shutil
+from pathlib import Path, PurePosixPath
+
+from vlmdistill.pipelines.media.images import MediaError
+from vlmdistill.stores.backends.backend import Backend, open_backend
+from vlmdistill.stores.backends.local import atomic_write
+from vlmdistill.stores.errors import DataError, StoreError, one_line
+
+PROTOCOLS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory")  # object stores, not the web
+VARIABLE = "VLMDISTILL_CACHE"
+
+
+def cache() -> Path:
+    """The folder of all copies."""
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.path.abspath(os.path.expanduser(os.environ.get(VARIABLE) or f"{home}/vlmdistill")))
+
+
+def is_url(name: str | Path) -> bool:
+    """Whether this names an object of an object store."""
+    return str(name).partition("://")[0] in PROTOCOLS and "://" in str(name)
+
+
+def copy_of(url: str) -> Path:
+    """Where the copy of a URL is, or would be; DataError if the URL leads elsewhere."""
+    protocol, _, rest = url.partition("://")
+    names = PurePosixPath(rest.strip("/")).parts
+    if not names or ".." in names or "\0" in rest:
+        raise DataError(f"{url} names no object: give s3://bucket/name")
+    return cache().joinpath(protocol, *names)
+
+
+def address(path: str | Path) -> str:
+    """The URL of a copy; the absolute path of any other file."""
+    full = os.path.abspath(path)
+    protocol, _, rest = full.removeprefix(f"{cache()}/").partition("/")
+    return f"{protocol}://{rest}" if full.startswith(f"{cache()}/") and protocol in PROTOCOLS else full
+
+
+def at_hand(name: str | Path) -> Path:
+    """The path of a file, or of a folder of images; the copy of a URL, which is fetched first.
+
+    MediaError when the URL cannot be read. A copy that exists is taken as it is: imported media are compared
+    with their hash.
+    """
+    if not is_url(name):
+        return Path(name)
+    url, path = str(name), copy_of(str(name))
+    if path.exists():
+        return path
+    try:
+        there = open_backend(url.rpartition("/")[0])
+        leaf = url.rpartition("/")[2]
+        if (size := there.size(leaf)) is not None:
+            _fetch(there, leaf, size, path)
+        elif frames := there.list_files(leaf):
+            _fetch_all(there, url, frames, path)
+        else:
+            raise MediaError(f"{url} does not exist")
+    except (OSError, StoreError) as error:
+        raise MediaError(f"{url} cannot be read: {one_line(error)}") from None
+    return path
+
+
+def _fetch_all(there: Backend, url: str, sizes: dict[str, int], folder: Path) -> None:
+    aside = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        for name, size in sizes.items():
+            inside = copy_of(f"{url}/{name}").relative_to(folder)
+            _fetch(there, f"{folder.name}/{name}", size, aside / inside)
+        with contextlib.suppress(OSError):  # another process was faster
+            aside.rename(folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _fetch(there: Backend, name: str, size: int, path: Path) -> None:
+    with atomic_write(path) as new, new.open("wb") as out:
+        for block in there.blocks(name, 0, size):
+            out.write(block)

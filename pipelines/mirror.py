@@ -1,0 +1,438 @@
+"""A workspace at a URL: a folder of this machine that is kept equal to it.
+
+    <cache>/s3/bucket/runs/<model>/   the folder, under the path of its URL
+        .mirror.json                  files that were equal at both ends: version there, size and time here
+
+A command fetches a part of the workspace when it first asks for it. What changes here is sent every minute,
+when a lock is released, and at the end of the command. A file that has changed at both ends is left as it is.
+The feature store and the checkpoints of a run are used at their URLs, and images are fetched one by one.
+"""
+
+import fcntl
+import functools
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePosixPath
+
+import msgspec
+
+from vlmdistill.pipelines.media.urls import VARIABLE, address, cache, copy_of
+from vlmdistill.stores.backends.local import atomic_write
+from vlmdistill.stores.backends.remote import Remote
+from vlmdistill.stores.errors import DataError, VlmdistillError, one_line
+
+PARTS = ("prompts.parquet", "prompts.skipped.jsonl", "responses", "drafters", "reports")
+MEDIA = {"prompts.parquet": ("images", "demo-data"), "reports": ("benchmarks/images", "benchmarks/demo")}
+TURN = {"settings.json": 0, "prompts.parquet": 2, "config.json": 2}  # of being sent; of all others 1
+RECORD, GUARD, FORMAT = ".mirror.json", ".mirror.lock", 1
+EVERY = 60.0  # seconds between two sendings
+POLL = 2.0  # seconds between two looks at the lock of another
+ABANDONED = 300.0  # seconds after which a lock that nobody touches is free
+log = logging.getLogger("vlmdistill.pipelines")
+
+Seen = tuple[int, int]  # bytes, and the time of the last change in ns
+
+
+class Equal(msgspec.Struct, frozen=True):
+    """A file that was equal at both ends."""
+
+    version: str  # at the URL
+    seen: Seen
+
+
+class Known(msgspec.Struct, frozen=True):
+    """The content of `.mirror.json`."""
+
+    format: int
+    files: dict[str, Equal]
+
+
+class Holder(msgspec.Struct, frozen=True):
+    """The content of a lock at the URL."""
+
+    host: str
+    process: int
+    token: str
+    touched: int = 0  # times
+
+    @property
+    def ended(self) -> bool:
+        """Whether it was a process of this machine, which has ended."""
+        if self.host != socket.gethostname():
+            return False
+        try:
+            os.kill(self.process, 0)
+        except OSError as error:
+            return isinstance(error, ProcessLookupError)
+        return self.process == os.getpid()  # an earlier one of that number, as in a container
+
+
+def mirror(url: str) -> "Mirror":
+    """The one mirror of a URL in this process."""
+    return _mirror(url.rstrip("/"), copy_of(url))
+
+
+@functools.cache
+def _mirror(url: str, folder: Path) -> "Mirror":
+    return Mirror(url, folder)
+
+
+def mirror_of(path: Path) -> "Mirror | None":
+    """The mirror that a path is in, also in a process that did not open it."""
+    full = Path(os.path.abspath(path))
+    if full.is_relative_to(cache()):
+        for folder in full.parents:
+            if (folder / RECORD).is_file():
+                return mirror(address(folder))
+    return None
+
+
+class Mirror:
+    """The folder of a workspace at a URL."""
+
+    def __init__(self, url: str, folder: Path) -> None:
+        self.url, self.folder, self.there = url, folder, Remote(url)
+        self._lock = threading.RLock()
+        self._fetched, self._present = set[str](), set[str]()
+        self._held: dict[str, Holder] = {}
+        self._beat: threading.Thread | None = None
+        self._end = threading.Event()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with self._files():
+                pass  # so that `mirror_of` finds it
+        except OSError as error:
+            raise DataError(
+                f"{folder}, the copy of {url}, cannot be written to ({error.strerror}): set {VARIABLE} to "
+                "another folder"
+            ) from None
+
+    def fetch(self, part: str, again: bool = False) -> Path:
+        """The path of a file or folder here, which this process has compared once with the URL, or `again`.
+
+        DataError when it has changed at both ends.
+        """
+        self.start()
+        if again or part not in self._fetched:
+            with self._reaching("read"), self._files() as files:
+                for _ in range(3):  # another machine may send meanwhile
+                    if not self._fetch(part, files):
+                        break
+                self._present |= {name for name in self._here() if _below(name, part)}
+            self._fetched.add(part)
+        return self.folder / part
+
+    def _fetch(self, part: str, files: dict[str, Equal]) -> int:
+        """Take over what has changed at the URL; how many files."""
+        there = {name: one for name, one in self.there.versions(part).items() if _kept(name)}
+        for name in [name for name in files if _below(name, part) and name not in there]:
+            gone = files.pop(name)
+            if _seen(self.folder / name) == gone.seen:
+                (self.folder / name).unlink()
+                with suppress(OSError):  # it holds others
+                    (self.folder / name).parent.rmdir()
+        wanted, odd = list[str](), list[str]()
+        for name, version in there.items():
+            equal, seen = files.get(name), _seen(self.folder / name)
+            if seen and (equal is None or equal.seen != seen):
+                if equal and equal.version == version:
+                    continue  # to be sent
+                if self._same(name):
+                    files[name] = Equal(version, seen)
+                else:
+                    odd.append(name)
+            elif not seen or not equal or equal.version != version:
+                wanted.append(name)
+        self._refuse(odd)
+        taken = self.there.map(lambda name: self._take(name, there[name]), wanted)
+        for name, one in zip(wanted, taken, strict=True):
+            files[name] = one
+        return len(wanted)
+
+    def _take(self, name: str, version: str) -> Equal:
+        path = copy_of(f"{self.url}/{name}")  # which refuses a name that leads elsewhere
+        with atomic_write(path) as new:
+            with new.open("wb") as out:
+                for block in self.there.blocks(name, 0, self.there.size(name) or 0):
+                    out.write(block)
+            seen = _seen(new)
+        return Equal(version, seen or (0, 0))
+
+    def send(self, last: bool = False) -> None:
+        """Copy what has changed here to the URL; with `last`, remove there what was removed here.
+
+        What a file needs is sent before it: the media of prompts, the weights of a drafter's description.
+        DataError when a file has changed at both ends; the others are sent.
+        """
+        with self._reaching("written to"), self._files() as files:
+            here = self._here()
+            changed = {name for name, seen in here.items() if name not in files or files[name].seen != seen}
+            for part, folders in MEDIA.items():
+                if any(_below(name, part) for name in changed):
+                    for folder in folders:
+                        self._send_media(folder)
+            there = {name: one for part in PARTS for name, one in self._there(part, changed).items()}
+            odd = self._odd(changed, files, there)
+            changed = {name for name in changed if name not in files or files[name].seen != here[name]} - odd
+            for name in _described(changed):  # sent again after the weights
+                if name in files and name in there:
+                    self.there.remove(name)
+                    del files[name]
+                    changed.add(name)
+            for turn in (0, 1, 2):
+                names = [name for name in changed if TURN.get(PurePosixPath(name).name, 1) == turn]
+                for name, one in zip(names, self.there.map(self._send, names), strict=True):
+                    if one:
+                        files[name] = one
+            gone = self._present - here.keys() if last else set[str]()
+            for name in gone & files.keys():
+                if self._version(name) == files.pop(name).version:
+                    self.there.remove(name)
+            self._present = self._present - gone | here.keys()
+            self._refuse(odd)
+
+    def _there(self, part: str, changed: set[str]) -> dict[str, str]:
+        """The versions at the URL, of a part in which something has changed here."""
+        return self.there.versions(part) if any(_below(name, part) for name in changed) else {}
+
+    def _odd(self, changed: set[str], files: dict[str, Equal], there: dict[str, str]) -> set[str]:
+        """What has changed at both ends, with all of its drafter; equal changes are taken over."""
+        odd = set[str]()
+        for name in changed & there.keys():
+            if name not in files or files[name].version != there[name]:
+                seen = _seen(self.folder / name)
+                if seen and self._same(name):
+                    files[name] = Equal(there[name], seen)
+                elif seen:
+                    odd.add(name)
+        folders = {PurePosixPath(name).parent for name in odd if name.startswith("drafters/")}
+        return odd | {name for name in changed if PurePosixPath(name).parent in folders}
+
+    def _send(self, name: str) -> Equal | None:
+        """Send one file; None if it is gone."""
+        seen = _seen(self.folder / name)
+        if seen is None:
+            return None
+        try:
+            self.there.replace(name, self.folder / name)
+        except FileNotFoundError:
+            return None
+        return Equal(self._version(name) or "", seen)
+
+    def _send_media(self, folder: str) -> None:
+        there = self.there.list_files(folder) if (self.folder / folder).is_dir() else {}
+        names = [
+            f"{folder}/{name}"
+            for name, seen in _walk(self.folder / folder)
+            if there.get(name) != seen[0] and not _hidden(name)
+        ]
+        for _ in self.there.map(lambda name: self.there.replace(name, self.folder / name), names):
+            pass
+
+    def _version(self, name: str) -> str | None:
+        return self.there.versions(name).get(name)
+
+    def _same(self, name: str) -> bool:
+        """Whether a file has the same bytes at both ends."""
+        path = self.folder / name
+        try:
+            if self.there.size(name) != path.stat().st_size:
+                return False
+            with path.open("rb") as mine:
+                blocks = self.there.blocks(name, 0, path.stat().st_size)
+                return all(mine.read(len(block)) == block for block in blocks)
+        except FileNotFoundError:
+            return False
+
+    def _refuse(self, names: Iterable[str]) -> None:
+        if odd := sorted(names):
+            more = f", as have {len(odd) - 1} others" if odd[1:] else ""
+            raise DataError(
+                f"{odd[0]} has changed both in {self.folder} and in {self.url} since they were equal{more}: "
+                "neither was overwritten; remove one of the two, and run again"
+            )
+
+    @contextmanager
+    def locked(self, path: Path) -> Iterator[None]:
+        """Lock a part against other machines; it is fetched then, and sent before the lock is released.
+
+        DataError if another machine has locked it and goes on to touch its lock, which takes a minute to see.
+        """
+        part = PurePosixPath(os.path.relpath(path, self.folder))
+        lock = str(part.with_name(f".{part.name}.lock"))
+        with self._reaching("locked"):
+            self._held[lock] = self._acquire(lock)
+        try:
+            self.fetch(str(part), again=True)
+            if part.parts[0] == "drafters":
+                self.fetch(f"{part}.training", again=True)
+            yield
+        finally:
+            try:
+                self.send(last=True)
+            finally:
+                with self._lock, suppress(OSError, VlmdistillError):
+                    if self._is_held(lock, self._held.pop(lock)):
+                        self.there.remove(lock)
+
+    def _acquire(self, path: str) -> Holder:
+        mine = Holder(socket.gethostname(), os.getpid(), secrets.token_hex(8))
+        first: Holder | None = None
+        while not self.there.create(path, msgspec.json.encode(mine)):
+            if (other := self._holder(path)) is None:
+                continue
+            if other.ended or self.there.seconds_idle(path) > ABANDONED:
+                self.there.replace(path, msgspec.json.encode(mine))
+                if self._is_held(path, mine):
+                    break
+            elif first is None:
+                first = other
+                log.info("%s is locked by %s: waiting for a sign of life", self.url, other.host)
+            elif other != first:
+                raise DataError(
+                    f"another run, process {other.process} on {other.host}, is writing to {self.url}: wait "
+                    "until it ends, or stop it"
+                )
+            time.sleep(POLL)
+        return mine
+
+    def _is_held(self, path: str, mine: Holder) -> bool:
+        other = self._holder(path)
+        return other is not None and other.token == mine.token
+
+    def _holder(self, path: str) -> Holder | None:
+        try:
+            return msgspec.json.decode(self.there.read(path, 1 << 12), type=Holder)
+        except FileNotFoundError:
+            return None
+        except msgspec.DecodeError:
+            return Holder("an unknown machine", 0, "")
+
+    def start(self) -> None:
+        """Send every minute from now on, until `close` or the end of the process."""
+        if self._beat is None:
+            self._end.clear()
+            self._beat = threading.Thread(target=self._beats, name="vlmdistill-mirror", daemon=True)
+            self._beat.start()
+
+    def stop(self) -> None:
+        """Send no more."""
+        self._end.set()
+        if self._beat:
+            self._beat.join()
+        self._beat = None
+
+    def _beats(self) -> None:
+        failed = False
+        while not self._end.wait(EVERY):
+            try:
+                self._touch()
+                self.send()
+                failed = False
+            except (VlmdistillError, OSError) as error:
+                if not failed:
+                    log.warning("%s; it is tried again every minute", one_line(error))
+                failed = True
+
+    def _touch(self) -> None:
+        with self._lock:
+            for path, mine in self._held.items():
+                if self._is_held(path, mine):
+                    self._held[path] = msgspec.structs.replace(mine, touched=mine.touched + 1)
+                    self.there.replace(path, msgspec.json.encode(self._held[path]))
+                else:
+                    log.warning("%s/%s was taken over by another machine: is a clock wrong?", self.url, path)
+
+    def close(self) -> None:
+        """Send the rest. DataError when that is not possible: the folder here has it."""
+        self.stop()
+        self._fetched.clear()
+        self.send(last=True)
+
+    @contextmanager
+    def _files(self) -> Iterator[dict[str, Equal]]:
+        """The files that were equal, for this process alone; what is changed in them is kept."""
+        with self._lock, (self.folder / GUARD).open("a") as guard:
+            fcntl.flock(guard, fcntl.LOCK_EX)
+            path = self.folder / RECORD
+            try:
+                before = msgspec.json.decode(path.read_bytes(), type=Known).files
+            except FileNotFoundError:
+                before = None
+            except msgspec.DecodeError:
+                before = {}  # then files are compared by their content
+            files = dict(before or {})
+            try:
+                yield files
+            finally:
+                if files != before:
+                    with atomic_write(path) as new:
+                        new.write_bytes(msgspec.json.encode(Known(FORMAT, files)))
+
+    @contextmanager
+    def _reaching(self, how: str) -> Iterator[None]:
+        """Say that the URL cannot be read, written to or locked, and what becomes of the work here."""
+        try:
+            yield
+        except OSError as error:
+            why = f"{error.strerror}: {error.filename}" if error.strerror else one_line(error)
+            unsent = f"; {self.folder} has what was done here, and the next command with this --runs sends it"
+            raise DataError(
+                f"the workspace {self.url} cannot be {how} ({why}){unsent if how == 'written to' else ''}"
+            ) from error
+
+    def _here(self) -> dict[str, Seen]:
+        found = dict[str, Seen]()
+        for part in PARTS:
+            path = self.folder / part
+            if path.is_dir():
+                found |= {f"{part}/{name}": seen for name, seen in _walk(path)}
+            elif seen := _seen(path):
+                found[part] = seen
+        return {name: seen for name, seen in found.items() if _kept(name)}
+
+
+def _kept(name: str) -> bool:
+    """Whether a file is kept equal: not if it is hidden, or a checkpoint, which a run copies itself."""
+    parts = PurePosixPath(name).parts
+    if parts[0] not in PARTS or (_hidden(name) and not name.endswith(".unfinished")):
+        return False
+    of_run = len(parts) > 2 and parts[1].endswith(".training")
+    return not (of_run and (parts[2] == "checkpoint.json" or parts[2].startswith("step")))
+
+
+def _described(changed: Iterable[str]) -> set[str]:
+    """The descriptions of the drafters of which something has changed."""
+    folders = {PurePosixPath(name).parent for name in changed if name.startswith("drafters/")}
+    return {str(folder / "config.json") for folder in folders}
+
+
+def _hidden(name: str) -> bool:
+    return any(part.startswith(".") for part in PurePosixPath(name).parts)
+
+
+def _below(name: str, part: str) -> bool:
+    return name == part or name.startswith(f"{part}/")
+
+
+def _walk(folder: Path) -> Iterator[tuple[str, Seen]]:
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            path = Path(parent, name)
+            if seen := _seen(path):
+                yield path.relative_to(folder).as_posix(), seen
+
+
+def _seen(path: Path) -> Seen | None:
+    """Size and time of a file; None if it is missing."""
+    try:
+        info = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return info.st_size, info.st_mtime_ns

@@ -1,0 +1,100 @@
+"""Machines without a shared disk work on one workspace in an object store, and are lost in between."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from s3fs import S3FileSystem
+
+from tests.s3 import s3_server
+
+pytestmark = pytest.mark.slow
+
+RUNS = "s3://bucket/runs"
+SECONDS = 400
+STEPS = 100
+SHORT = ("--set", f"steps={STEPS}", "--set", "batch_tokens=512", "--save-every", "20")
+
+
+class Machines:
+    """Each has a disk of its own."""
+
+    def __init__(self, server: str, disks: Path) -> None:
+        self.disks = disks
+        self.s3 = S3FileSystem(key="x", secret="x", endpoint_url=server, use_listings_cache=False)
+        self.s3.mkdir("bucket")
+        self.common = {
+            "AWS_ENDPOINT_URL": server,
+            "AWS_ACCESS_KEY_ID": "x",
+            "AWS_SECRET_ACCESS_KEY": "x",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "VLMDISTILL_RUNS": RUNS,
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def start(self, machine: str, *words: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "vlmdistill", *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, **self.common, "VLMDISTILL_CACHE": str(self.disks / machine)},
+        )
+
+    def run(self, machine: str, *words: str) -> Any:
+        ended = self.start(machine, *words, "--json")
+        out, err = ended.communicate(timeout=SECONDS)
+        assert ended.returncode == 0, err
+        return json.loads(out)
+
+    def lose(self, machine: str) -> None:
+        shutil.rmtree(self.disks / machine)
+
+    def files(self, folder: str) -> list[str]:
+        base = f"{RUNS.removeprefix('s3://')}/demo/"
+        return [name.removeprefix(base) for name in self.s3.find(f"{base}{folder}")]
+
+
+@pytest.fixture(scope="module")
+def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
+    with s3_server() as server:
+        found = Machines(server, tmp_path_factory.mktemp("disks"))
+        found.run("a", "prompts", "demo", "--limit", "8")
+        yield found
+
+
+def test_each_step_goes_on_with_what_lost_machines_have_done(machines: Machines) -> None:
+    made = machines.run("b", "responses", "--max-new-tokens", "24", "--min-words", "0")
+    assert (made["generated"], made["failed"]) == (8, 0)
+    machines.lose("b")
+    again = machines.run("a", "responses", "--max-new-tokens", "24", "--min-words", "0")
+    assert again["generated"] == 0
+    assert machines.run("b", "features", "--for", "hivis")["captured"] == 8
+
+    with machines.start("a", "train", "hivis", *SHORT) as lost:
+        while lost.poll() is None and not any(
+            name.endswith("checkpoint.json") for name in machines.files("drafters")
+        ):
+            time.sleep(0.05)
+        os.killpg(lost.pid, signal.SIGKILL)
+        lost.communicate()
+    assert lost.returncode == -signal.SIGKILL
+    machines.lose("a")
+    assert machines.run("b", "train", "hivis", *SHORT)["steps"] == STEPS
+    run = machines.disks / "b/s3/bucket/runs/demo/drafters/hivis.training"
+    first, *_ = (run / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(first)["step"] > 20  # it did not begin anew
+    machines.run("c", "eval", "hivis", "--limit", "1", "--max-new-tokens", "8")
+    machines.run("a", "report")
+    page = (machines.disks / "a/s3/bucket/runs/demo/reports/index.html").read_text()
+    assert "data:image/" in page  # the images of the prompts, fetched
+    assert not [name for name in machines.files("") if name.endswith(".lock")]
