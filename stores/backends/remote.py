@@ -16,11 +16,13 @@ import fsspec
 import numpy as np
 
 from vlmdistill.stores.backends.backend import BLOCK, REQUESTS, Backend, T, U, check_wanted, truncated
+from vlmdistill.stores.backends.local import Locks
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.schema import Array
 
 STORE = "store.json"  # what shows that there is a store
 TRIES = 3  # of a PUT that meets another
+UNSENT = "vlmdistill-unsent-"  # folders for shards that are built
 
 
 class Remote(Backend):
@@ -38,6 +40,7 @@ class Remote(Backend):
         except Exception as error:  # the package of the protocol is not installed
             raise StoreError(f"{url} cannot be opened: {error}") from error
         self._root = root.rstrip("/")
+        self._locks = Locks()
         self._is_web = "http" in self._fs.protocol
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -247,12 +250,23 @@ class Remote(Backend):
         return max(0.0, time.time() - max(times)) if times and all(times) else 0.0
 
     def workspace(self, name: str | None = None) -> Path:
-        """A temporary folder of this machine: shards are built here and sent."""
-        return Path(tempfile.mkdtemp(prefix="vlmdistill-write-"))
+        """A locked temporary folder of this machine: shards are built here and sent.
+
+        Those that killed processes have left are removed.
+        """
+        for left in Path(tempfile.gettempdir()).glob(f"{UNSENT}*"):
+            with contextlib.suppress(OSError):  # it is of another user
+                if self._locks.take(left, must=True):
+                    self.release(left)
+        while True:
+            folder = Path(tempfile.mkdtemp(prefix=UNSENT))
+            if self._locks.take(folder) and folder.exists():  # else another process has just removed it
+                return folder
 
     def release(self, folder: Path, keep: bool = False) -> None:
         """Remove the folder: what was sent already is not sent again."""
         shutil.rmtree(folder, ignore_errors=True)
+        self._locks.release(folder)
 
 
 def _options(url: str) -> dict[str, Any]:

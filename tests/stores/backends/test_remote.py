@@ -2,6 +2,10 @@
 
 import errno
 import io
+import os
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -223,3 +227,27 @@ def test_calls_in_flight_are_bounded_and_none_begins_after_an_error() -> None:
     with pytest.raises(StoreError):
         list(in_flight(call, range(41, 1000), 4))
     assert max(begun) <= 50 + 3 * 4
+
+
+def test_what_a_killed_process_has_built_is_removed_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    code = (
+        "import sys, time\n"
+        "from vlmdistill.stores.backends.remote import Remote\n"
+        "print(Remote('memory://x').workspace(), flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as other:
+        assert other.stdout
+        theirs = Path(other.stdout.readline().strip())
+        mine = Remote("memory://x").workspace()
+        assert theirs.exists()  # at work
+        other.kill()
+    third = Remote("memory://x").workspace()
+    assert not theirs.exists()
+    assert mine.exists()
+    assert third.exists()
