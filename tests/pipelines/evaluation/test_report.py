@@ -9,7 +9,6 @@ import json
 import re
 import shutil
 import subprocess
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from tests.pipelines.evaluation.conftest import Save
+from tests.pipelines.evaluation.html_page import Page
 from tests.pipelines.evaluation.made_up import PLAIN, RESPONSE, TIMED, measured, shown
 from vlmdistill.cli.report import report as verb
 from vlmdistill.cli.tables import csv, latex, markdown
@@ -44,57 +44,6 @@ from vlmdistill.pipelines.evaluation.served_records import (
 from vlmdistill.pipelines.evaluation.statistics import FEWEST
 from vlmdistill.pipelines.workspace import Workspace
 from vlmdistill.stores.errors import DataError
-
-VOID = {"meta", "link", "img", "br", "input"}
-
-
-class Page(HTMLParser):
-    """A parsed page: its elements, texts, and table rows by label; unbalanced tags fail."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.source = path.read_text(encoding="utf-8")
-        self.elements: list[tuple[str, dict[str, str]]] = []
-        self.texts: list[tuple[tuple[str, ...], str]] = []
-        self.rows: list[dict[str, str]] = []
-        self.open: list[str] = []
-        self.label = ""
-        self.feed(self.source)
-        self.close()
-        assert not self.open
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_startendtag(tag, attrs)
-        self.label = self.elements[-1][1].get("data-label", "" if tag in ("th", "td") else self.label)
-        if tag == "tr":
-            self.rows.append({})
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, {name: value or "" for name, value in attrs}))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.texts.append((tuple(self.open), data))
-        if "tr" in self.open:
-            self.rows[-1][self.label] = self.rows[-1].get(self.label, "") + data
-
-    @property
-    def scripts(self) -> list[str]:
-        """The text of each script."""
-        return [data for tags, data in self.texts if tags[-1:] == ("script",)]
-
-    @property
-    def text(self) -> str:
-        """All visible text, on one line."""
-        visible = (data for tags, data in self.texts if tags[-1:] not in (("style",), ("script",)))
-        return " ".join(" ".join(visible).split())
-
-    def attributes(self, name: str, tag: str | None = None) -> list[str]:
-        return [attrs[name] for kind, attrs in self.elements if name in attrs and tag in (None, kind)]
 
 
 def run(*arguments: str) -> str:
