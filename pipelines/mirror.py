@@ -12,17 +12,15 @@ import fcntl
 import functools
 import logging
 import os
-import secrets
-import socket
 import threading
-import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 import msgspec
 
 from vlmdistill.pipelines.media.urls import VARIABLE, address, cache, copy_of
+from vlmdistill.pipelines.remote_lock import locked
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.backends.remote import Remote
 from vlmdistill.stores.errors import DataError, VlmdistillError, one_line
@@ -32,8 +30,6 @@ MEDIA = {"prompts.parquet": ("images", "demo-data"), "reports": ("benchmarks/ima
 TURN = {"settings.json": 0, "prompts.parquet": 2, "config.json": 2}  # of being sent; of all others 1
 RECORD, GUARD, FORMAT = ".mirror.json", ".mirror.lock", 1
 EVERY = 60.0  # seconds between two sendings
-POLL = 2.0  # seconds between two looks at the lock of another
-ABANDONED = 300.0  # seconds after which a lock that nobody touches is free
 log = logging.getLogger("vlmdistill.pipelines")
 
 Seen = tuple[int, int]  # bytes, and the time of the last change in ns
@@ -51,26 +47,6 @@ class Known(msgspec.Struct, frozen=True):
 
     format: int
     files: dict[str, Equal]
-
-
-class Holder(msgspec.Struct, frozen=True):
-    """The content of a lock at the URL."""
-
-    host: str
-    process: int
-    token: str
-    touched: int = 0  # times
-
-    @property
-    def ended(self) -> bool:
-        """Whether it was a process of this machine, which has ended."""
-        if self.host != socket.gethostname():
-            return False
-        try:
-            os.kill(self.process, 0)
-        except OSError as error:
-            return isinstance(error, ProcessLookupError)
-        return self.process == os.getpid()  # an earlier one of that number, as in a container
 
 
 def mirror(url: str) -> "Mirror":
@@ -100,7 +76,6 @@ class Mirror:
         self.url, self.folder, self.there = url, folder, Remote(url)
         self._lock = threading.RLock()
         self._fetched, self._present = set[str](), set[str]()
-        self._held: dict[str, Holder] = {}
         self._beat: threading.Thread | None = None
         self._end = threading.Event()
         try:
@@ -259,60 +234,19 @@ class Mirror:
             )
 
     @contextmanager
-    def locked(self, path: Path) -> Iterator[None]:
-        """Lock a part against other machines; it is fetched then, and sent before the lock is released.
-
-        DataError if another machine has locked it and goes on to touch its lock, which takes a minute to see.
-        """
+    def writing(self, path: Path) -> Iterator[None]:
+        """Lock a part against other machines; it is fetched then, and sent before the lock is released."""
         part = PurePosixPath(os.path.relpath(path, self.folder))
-        lock = str(part.with_name(f".{part.name}.lock"))
-        with self._reaching("locked"):
-            self._held[lock] = self._acquire(lock)
-        try:
+        with ExitStack() as stack:
+            with self._reaching("locked"):
+                stack.enter_context(locked(self.there, str(part.with_name(f".{part.name}.lock"))))
             self.fetch(str(part), again=True)
             if part.parts[0] == "drafters":
                 self.fetch(f"{part}.training", again=True)
-            yield
-        finally:
             try:
-                self.send(last=True)
+                yield
             finally:
-                with self._lock, suppress(OSError, VlmdistillError):
-                    if self._is_held(lock, self._held.pop(lock)):
-                        self.there.remove(lock)
-
-    def _acquire(self, path: str) -> Holder:
-        mine = Holder(socket.gethostname(), os.getpid(), secrets.token_hex(8))
-        first: Holder | None = None
-        while not self.there.create(path, msgspec.json.encode(mine)):
-            if (other := self._holder(path)) is None:
-                continue
-            if other.ended or self.there.seconds_idle(path) > ABANDONED:
-                self.there.replace(path, msgspec.json.encode(mine))
-                if self._is_held(path, mine):
-                    break
-            elif first is None:
-                first = other
-                log.info("%s is locked by %s: waiting for a sign of life", self.url, other.host)
-            elif other != first:
-                raise DataError(
-                    f"another run, process {other.process} on {other.host}, is writing to {self.url}: wait "
-                    "until it ends, or stop it"
-                )
-            time.sleep(POLL)
-        return mine
-
-    def _is_held(self, path: str, mine: Holder) -> bool:
-        other = self._holder(path)
-        return other is not None and other.token == mine.token
-
-    def _holder(self, path: str) -> Holder | None:
-        try:
-            return msgspec.json.decode(self.there.read(path, 1 << 12), type=Holder)
-        except FileNotFoundError:
-            return None
-        except msgspec.DecodeError:
-            return Holder("an unknown machine", 0, "")
+                self.send(last=True)
 
     def start(self) -> None:
         """Send every minute from now on, until `close` or the end of the process."""
@@ -332,22 +266,12 @@ class Mirror:
         failed = False
         while not self._end.wait(EVERY):
             try:
-                self._touch()
                 self.send()
                 failed = False
             except (VlmdistillError, OSError) as error:
                 if not failed:
                     log.warning("%s; it is tried again every minute", one_line(error))
                 failed = True
-
-    def _touch(self) -> None:
-        with self._lock:
-            for path, mine in self._held.items():
-                if self._is_held(path, mine):
-                    self._held[path] = msgspec.structs.replace(mine, touched=mine.touched + 1)
-                    self.there.replace(path, msgspec.json.encode(self._held[path]))
-                else:
-                    log.warning("%s/%s was taken over by another machine: is a clock wrong?", self.url, path)
 
     def close(self) -> None:
         """Send the rest. DataError when that is not possible: the folder here has it."""

@@ -14,17 +14,19 @@ import fcntl
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from vlmdistill.pipelines.media.urls import copy_of, is_url
 from vlmdistill.pipelines.mirror import Mirror, mirror, mirror_of
+from vlmdistill.pipelines.remote_lock import locked
 from vlmdistill.pipelines.targets.checkpoints.registry import hub_id
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
-from vlmdistill.stores.backends.backend import open_backend
+from vlmdistill.stores.backends.backend import STAGING, open_backend, writing
 from vlmdistill.stores.backends.local import Local
 from vlmdistill.stores.errors import DataError, lone_surrogate
+from vlmdistill.stores.store import require_room
 
 RUNS_VARIABLE = "VLMDISTILL_RUNS"
 NAME = re.compile(r"\w[\w.-]*")  # of a drafter or an evaluation: a file, never in another folder
@@ -130,12 +132,22 @@ def checkpoint_folder(model: str) -> Path | None:
 
 
 @contextmanager
-def only_writer(folder: Path) -> Iterator[None]:
-    """Lock `folder` until this process ends; DataError if another run holds the lock.
+def only_writer(where: str | Path) -> Iterator[None]:
+    """Lock a folder, or a store at a URL, until this process ends; DataError if another run holds the lock.
 
     It prevents that two runs pay for the same work. The lock file lies next to the folder. In a workspace
     at a URL, other machines are locked out, too, and the folder is up to date.
     """
+    if is_url(where):
+        store = open_backend(str(where))
+        require_room(store)
+        with writing(store):
+            stack = ExitStack()
+            stack.enter_context(locked(store, f"{STAGING}/writer.lock"))
+        with stack:
+            yield
+        return
+    folder = Path(where)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (folder.parent / f".{folder.name}.lock").open("w") as file:
         try:
@@ -143,5 +155,5 @@ def only_writer(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             raise DataError(f"another run is writing to {folder}: wait until it ends, or stop it") from None
         mirrored = mirror_of(folder)
-        with mirrored.locked(folder) if mirrored else nullcontext():
+        with mirrored.writing(folder) if mirrored else nullcontext():
             yield

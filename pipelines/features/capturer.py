@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -297,7 +297,7 @@ def capture(
             f"{responses} holds no kept response to any of the {len(prompts)} prompts: generate some with "
             f"`vlmdistill responses -m {model}{other}"
         )
-    with only_writer(Path(store)) if local else nullcontext():
+    with only_writer(store):
         there = keys_in(store, settings, options.engine)
         missing = missing_of(prompts, generated, there)
         start, done, tokens, failed = time.monotonic(), items - len(missing), 0, dict[str, str]()

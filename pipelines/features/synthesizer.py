@@ -8,7 +8,7 @@ whose features `capture` adds.
 import dataclasses
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -139,7 +139,7 @@ def synthesize(
                 announced = True
             there.count(shard)
 
-    with only_writer(Path(store)) if local else nullcontext(), marked(store) as mark:
+    with only_writer(store), marked(store) as mark:
         return responder.respond(
             prompts,
             responses,

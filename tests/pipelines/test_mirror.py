@@ -17,7 +17,7 @@ import pytest
 
 from tests import tiny
 from vlmdistill.cli.main import main
-from vlmdistill.pipelines import mirror
+from vlmdistill.pipelines import mirror, remote_lock
 from vlmdistill.pipelines.media.urls import at_hand
 from vlmdistill.pipelines.prompts import prompt_table
 from vlmdistill.pipelines.prompts.importing import import_prompts
@@ -38,7 +38,7 @@ def runs() -> str:
 def on(runs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[On]:
     """The workspace as a machine sees it that has a name and a disk of its own."""
     monkeypatch.setattr(mirror, "EVERY", 3600.0)
-    monkeypatch.setattr(mirror, "POLL", 0.05)
+    monkeypatch.setattr(remote_lock, "POLL", 0.05)
     opened = list[Workspace]()
 
     def on(machine: str) -> Workspace:
@@ -299,12 +299,9 @@ def held(workspace: Workspace) -> Iterator[None]:
 def test_a_part_has_one_writer_on_all_machines(runs: str, on: On, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = on("a"), on("b")
     on("a")
+    monkeypatch.setattr(remote_lock, "TOUCHED", 0.02)
     with held(a):
-        assert a.mirror
         on("b")
-        monkeypatch.setattr(mirror, "EVERY", 0.02)
-        a.mirror.stop()
-        a.mirror.start()  # touches its lock
         with pytest.raises(DataError, match=r"on a, is writing to memory://"), held(b):
             pass
         with only_writer(b.drafter("hivis")):  # another part
@@ -319,7 +316,7 @@ def test_a_lock_that_nobody_touches_is_taken_over(runs: str, on: On, monkeypatch
     on("a")
     lost = held(a)
     lost.__enter__()
-    monkeypatch.setattr(mirror, "ABANDONED", 0.2)
+    monkeypatch.setattr(remote_lock, "ABANDONED", 0.2)
     on("b")
     with held(b):
         write(b.responses / "part-1", "of b")
@@ -349,6 +346,19 @@ def test_a_writer_begins_with_what_the_writer_before_has_left(runs: str, on: On)
     on("b")
     with held(b):
         assert (b.responses / "part-1").read_text() == "of a"
+
+
+def test_a_store_at_a_url_has_one_writer_on_all_machines(runs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_lock, "POLL", 0.05)
+    monkeypatch.setattr(remote_lock, "TOUCHED", 0.02)
+    store = f"{runs}/store"
+    with only_writer(store):
+        monkeypatch.setattr(socket, "gethostname", lambda: "another")
+        with pytest.raises(DataError, match=f"is writing to {store}"), only_writer(store):
+            pass
+    with only_writer(store):
+        pass
+    assert there(runs.removesuffix("runs") + "runs") == {}
 
 
 def rows(folder: Path, image: str) -> str:
