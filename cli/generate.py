@@ -1,6 +1,5 @@
 """`vlmdistill generate`: generate one response, streamed, with the drafted tokens marked."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,11 +11,11 @@ def generate(
     text: Annotated[str, typer.Argument(help="The question.")],
     model: console.Model = "demo",
     image: Annotated[
-        list[Path] | None, typer.Option(metavar="FILE", help="An image; may be repeated.")
+        list[str] | None, typer.Option(metavar="FILE|URL", help="An image; may be repeated.")
     ] = None,
     video: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE", help="A video file, or a folder of frames; may be repeated."),
+        list[str] | None,
+        typer.Option(metavar="FILE|URL", help="A video file, or a folder of frames; may be repeated."),
     ] = None,
     fps: Annotated[
         float | None,

@@ -3,11 +3,14 @@
 The file of a command imports heavy packages inside its function, so that `vlmdistill --help` is fast.
 """
 
+import functools
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -86,10 +89,24 @@ def vlmdistill(
     console.log_to_stderr(debug)
 
 
+def _with_local_paths(verb: Callable[..., None]) -> Callable[..., None]:
+    """The command, which refuses a URL where it takes a path: a Path makes another name of it."""
+
+    @functools.wraps(verb)
+    def run(**given: Any) -> None:
+        for name, value in given.items():
+            for path in value if isinstance(value, list) else [value]:
+                if isinstance(path, Path) and re.match(r"\w+:/", str(path)):
+                    raise typer.BadParameter(f"{path} is a URL: give a local path", param_hint=f"--{name}")
+        verb(**given)
+
+    return run
+
+
 for _name, _group in GROUPS.items():
     app.add_typer(_group, name=_name)
 for _name, _verb in VERBS.items():
-    app.command(_name)(_verb)
+    app.command(_name)(_with_local_paths(_verb))
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -7,7 +7,6 @@ It needs prompts (`vlmdistill prompts`). Other options are those of `vlmdistill 
 
 import argparse
 import sys
-from pathlib import Path
 
 from vlmdistill.cli.main import main
 from vlmdistill.pipelines.evaluation.records import read
@@ -24,7 +23,7 @@ def compare(words: list[str]) -> int:
     )
     parser.add_argument("methods", nargs=2, metavar="method")
     parser.add_argument("-m", "--model", default="demo", help="target model; default: demo")
-    parser.add_argument("--runs", type=Path, default="runs", help="folder of the workspaces; default: runs")
+    parser.add_argument("--runs", default="runs", help="folder or URL of the workspaces; default: runs")
     parser.add_argument(
         "--seeds", type=int, default=FEWEST_SEEDS, help="of each method; fewer give no interval"
     )
@@ -34,7 +33,7 @@ def compare(words: list[str]) -> int:
         parser.error(f"two different methods are compared, not {given.methods[0]} with itself")
     if odd := {"--name", "--seed"} & {word.partition("=")[0] for word in more}:
         parser.error(f"{odd.pop()} is set for each training: the number of seeds is --seeds")
-    where = ["--model", given.model, "--runs", str(given.runs)]
+    where = ["--model", given.model, "--runs", given.runs]
     names = {method: [f"{method}-{seed}" for seed in range(given.seeds)] for method in given.methods}
     jobs = [(method, name, seed) for method in names for seed, name in enumerate(names[method])]
     steps = [

@@ -20,7 +20,7 @@ def photos(words: list[str]) -> int:
     parser.add_argument("-m", "--model", default="demo", help="target model; default: demo")
     parser.add_argument("--drafter", default="sparrow", help="method; default: sparrow")
     parser.add_argument("--question", default="Describe the image.", help="what is asked about each")
-    parser.add_argument("--runs", default="runs", help="folder of the workspaces; default: runs")
+    parser.add_argument("--runs", default="runs", help="folder or URL of the workspaces; default: runs")
     given, more = parser.parse_known_args(words)
     where = ["--model", given.model, "--runs", given.runs]
     steps = (

@@ -12,46 +12,50 @@ import fcntl
 import functools
 import logging
 import os
+import secrets
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path, PurePosixPath
+from typing import Literal
 
 import msgspec
 
 from vlmdistill.pipelines.media.urls import VARIABLE, address, cache, copy_of
 from vlmdistill.pipelines.remote_lock import locked
+from vlmdistill.stores.backends.backend import BLOCK, STREAMS
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.backends.remote import Remote
 from vlmdistill.stores.errors import DataError, VlmdistillError, one_line
 
 PARTS = ("prompts.parquet", "prompts.skipped.jsonl", "responses", "drafters", "reports")
 MEDIA = {"prompts.parquet": ("images", "demo-data"), "reports": ("benchmarks/images", "benchmarks/demo")}
-TURN = {"settings.json": 0, "prompts.parquet": 2, "config.json": 2}  # of being sent; of all others 1
+ORDER = {"settings.json": 0, "prompts.parquet": 2, "config.json": 2}  # of being sent; of all others 1
 RECORD, GUARD, FORMAT = ".mirror.json", ".mirror.lock", 1
+UNFINISHED = ".unfinished"  # evaluations
 EVERY = 60.0  # seconds between two sendings
 log = logging.getLogger("vlmdistill.pipelines")
 
-Seen = tuple[int, int]  # bytes, and the time of the last change in ns
+Stat = tuple[int, int]  # bytes, and the time of the last change in ns
 
 
-class Equal(msgspec.Struct, frozen=True):
+class Synced(msgspec.Struct, frozen=True):
     """A file that was equal at both ends."""
 
     version: str  # at the URL
-    seen: Seen
+    stat: Stat
 
 
-class Known(msgspec.Struct, frozen=True):
+class SyncRecord(msgspec.Struct, frozen=True):
     """The content of `.mirror.json`."""
 
     format: int
-    files: dict[str, Equal]
+    files: dict[str, Synced]
 
 
 def mirror(url: str) -> "Mirror":
     """The one mirror of a URL in this process."""
-    return _mirror(url.rstrip("/"), copy_of(url))
+    return _mirror(address(copy_of(url)), copy_of(url))
 
 
 @functools.cache
@@ -103,111 +107,147 @@ class Mirror:
             self._fetched.add(part)
         return self.folder / part
 
-    def _fetch(self, part: str, files: dict[str, Equal]) -> int:
+    def _fetch(self, part: str, files: dict[str, Synced]) -> int:
         """Take over what has changed at the URL; how many files."""
         there = {name: one for name, one in self.there.versions(part).items() if _kept(name)}
-        for name in [name for name in files if _below(name, part) and name not in there]:
+        removed = [name for name in files if _below(name, part) and name not in there]
+        if removed and not self.there.list_names(""):
+            raise DataError(
+                f"the workspace {self.url} is empty, and {self.folder} has copies of it: restore it, or move "
+                "them away"
+            )
+        for name in removed:
             gone = files.pop(name)
-            if _seen(self.folder / name) == gone.seen:
+            if _stat(self.folder / name) == gone.stat:
                 (self.folder / name).unlink()
                 with suppress(OSError):  # it holds others
                     (self.folder / name).parent.rmdir()
-        wanted, odd = list[str](), list[str]()
+        wanted, conflicts = list[str](), list[str]()
         for name, version in there.items():
-            equal, seen = files.get(name), _seen(self.folder / name)
-            if seen and (equal is None or equal.seen != seen):
-                if equal and equal.version == version:
+            synced, stat = files.get(name), _stat(self.folder / name)
+            if stat and (synced is None or synced.stat != stat):
+                if synced and synced.version == version:
                     continue  # to be sent
                 if self._same(name):
-                    files[name] = Equal(version, seen)
+                    files[name] = Synced(version, stat)
+                elif self._yielded(name):
+                    wanted.append(name)
                 else:
-                    odd.append(name)
-            elif not seen or not equal or equal.version != version:
+                    conflicts.append(name)
+            elif not stat or not synced or synced.version != version:
                 wanted.append(name)
-        self._refuse(odd)
-        taken = self.there.map(lambda name: self._take(name, there[name]), wanted)
+        self._refuse(conflicts)
+        taken = self.there.map(lambda name: self._take(name, there[name]), wanted, STREAMS)
         for name, one in zip(wanted, taken, strict=True):
-            files[name] = one
+            if one:
+                files[name] = one
         return len(wanted)
 
-    def _take(self, name: str, version: str) -> Equal:
-        path = copy_of(f"{self.url}/{name}")  # which refuses a name that leads elsewhere
+    def _take(self, name: str, version: str) -> Synced | None:
+        """Fetch one file; None if it is gone."""
+        path, size = copy_of(f"{self.url}/{name}"), self.there.size(name)
+        if size is None:
+            return None
         with atomic_write(path) as new:
             with new.open("wb") as out:
-                for block in self.there.blocks(name, 0, self.there.size(name) or 0):
+                for block in self.there.blocks(name, 0, size):
                     out.write(block)
-            seen = _seen(new)
-        return Equal(version, seen or (0, 0))
+            stat = _stat(new)
+            if size > BLOCK and self._version(name) != version:
+                raise DataError(f"{self.url}/{name} was replaced while it was fetched: run again")
+        return Synced(version, stat or (0, 0))
 
-    def send(self, last: bool = False) -> None:
-        """Copy what has changed here to the URL; with `last`, remove there what was removed here.
+    def send(self, *parts: str) -> None:
+        """Copy what has changed here to the URL, and remove there what was removed of the `parts` here.
 
         What a file needs is sent before it: the media of prompts, the weights of a drafter's description.
         DataError when a file has changed at both ends; the others are sent.
         """
         with self._reaching("written to"), self._files() as files:
             here = self._here()
-            changed = {name for name, seen in here.items() if name not in files or files[name].seen != seen}
+            changed = {name for name, stat in here.items() if name not in files or files[name].stat != stat}
             for part, folders in MEDIA.items():
                 if any(_below(name, part) for name in changed):
                     for folder in folders:
                         self._send_media(folder)
             there = {name: one for part in PARTS for name, one in self._there(part, changed).items()}
-            odd = self._odd(changed, files, there)
-            changed = {name for name in changed if name not in files or files[name].seen != here[name]} - odd
+            conflicts = self._conflicts(changed, files, there)
+            changed -= conflicts
+            changed = {name for name in changed if name not in files or files[name].stat != here[name]}
             for name in _described(changed):  # sent again after the weights
-                if name in files and name in there:
-                    self.there.remove(name)
+                if name in files and name in there and name in here:
                     del files[name]
+                    self._write(files)  # else, after a kill, the next fetch would remove it here, too
+                    self.there.remove(name)
                     changed.add(name)
             for turn in (0, 1, 2):
-                names = [name for name in changed if TURN.get(PurePosixPath(name).name, 1) == turn]
-                for name, one in zip(names, self.there.map(self._send, names), strict=True):
-                    if one:
+                names = [name for name in changed if ORDER.get(PurePosixPath(name).name, 1) == turn]
+                sent = self.there.map(lambda name: self._send(name, files.get(name)), names, STREAMS)
+                for name, one in zip(names, sent, strict=True):
+                    if isinstance(one, Synced):
                         files[name] = one
-            gone = self._present - here.keys() if last else set[str]()
-            for name in gone & files.keys():
-                if self._version(name) == files.pop(name).version:
+                    elif one == "conflict":
+                        conflicts.add(name)
+            gone = self._present & files.keys() - here.keys()
+            for name in gone:
+                # Of other parts, a cleaner may have removed it.
+                ours = name.endswith(UNFINISHED) or any(_below(name, part) for part in parts)
+                if ours and self._version(name) == files.pop(name).version:
                     self.there.remove(name)
-            self._present = self._present - gone | here.keys()
-            self._refuse(odd)
+            self._present |= here.keys()
+            self._refuse(conflicts)
 
     def _there(self, part: str, changed: set[str]) -> dict[str, str]:
         """The versions at the URL, of a part in which something has changed here."""
         return self.there.versions(part) if any(_below(name, part) for name in changed) else {}
 
-    def _odd(self, changed: set[str], files: dict[str, Equal], there: dict[str, str]) -> set[str]:
+    def _conflicts(self, changed: set[str], files: dict[str, Synced], there: dict[str, str]) -> set[str]:
         """What has changed at both ends, with all of its drafter; equal changes are taken over."""
-        odd = set[str]()
-        for name in changed & there.keys():
+        conflicts = set[str]()
+        for name in (changed | _described(changed)) & there.keys():
             if name not in files or files[name].version != there[name]:
-                seen = _seen(self.folder / name)
-                if seen and self._same(name):
-                    files[name] = Equal(there[name], seen)
-                elif seen:
-                    odd.add(name)
-        folders = {PurePosixPath(name).parent for name in odd if name.startswith("drafters/")}
-        return odd | {name for name in changed if PurePosixPath(name).parent in folders}
+                stat = _stat(self.folder / name)
+                if stat and self._same(name):
+                    files[name] = Synced(there[name], stat)
+                elif (stat or name not in changed) and not self._yielded(name):
+                    conflicts.add(name)
+        folders = {PurePosixPath(name).parent for name in conflicts if name.startswith("drafters/")}
+        return conflicts | {name for name in changed if PurePosixPath(name).parent in folders}
 
-    def _send(self, name: str) -> Equal | None:
-        """Send one file; None if it is gone."""
-        seen = _seen(self.folder / name)
-        if seen is None:
-            return None
+    def _send(self, name: str, synced: Synced | None) -> Synced | Literal["gone", "conflict"]:
+        """Send one file, unless it is gone, or has changed at the URL in this very moment."""
+        stat = _stat(self.folder / name)
+        if stat is None:
+            return "gone"
         try:
-            self.there.replace(name, self.folder / name)
+            if synced is None and stat[0] <= BLOCK:
+                if not self.there.create(name, (self.folder / name).read_bytes()) and not self._same(name):
+                    return "conflict"
+            elif self._version(name) not in (None, synced and synced.version):
+                return "conflict"
+            else:
+                self.there.replace(name, self.folder / name)
         except FileNotFoundError:
-            return None
-        return Equal(self._version(name) or "", seen)
+            return "gone"
+        return Synced(self._version(name) or "", stat)
+
+    def _yielded(self, name: str) -> bool:
+        """Whether a log or a response, which another machine has made again, was moved out of the way."""
+        path = self.folder / name
+        if not (_is_log(name) or name.startswith("responses/part-")):
+            return False
+        log.warning("%s was made again on another machine: that of %s counts", name, self.url)
+        path.rename(path.with_name(f".{path.name}.{secrets.token_hex(4)}.unsent"))
+        return True
 
     def _send_media(self, folder: str) -> None:
         there = self.there.list_files(folder) if (self.folder / folder).is_dir() else {}
         names = [
             f"{folder}/{name}"
-            for name, seen in _walk(self.folder / folder)
-            if there.get(name) != seen[0] and not _hidden(name)
+            for name, stat in _walk(self.folder / folder)
+            if there.get(name) != stat[0] and not _hidden(name)
         ]
-        for _ in self.there.map(lambda name: self.there.replace(name, self.folder / name), names):
+        for _ in self.there.map(lambda name: self.there.replace(name, self.folder / name), names, STREAMS):
             pass
 
     def _version(self, name: str) -> str | None:
@@ -226,11 +266,11 @@ class Mirror:
             return False
 
     def _refuse(self, names: Iterable[str]) -> None:
-        if odd := sorted(names):
-            more = f", as have {len(odd) - 1} others" if odd[1:] else ""
+        if conflicts := sorted(names):
+            more = f", as have {len(conflicts) - 1} others" if conflicts[1:] else ""
             raise DataError(
-                f"{odd[0]} has changed both in {self.folder} and in {self.url} since they were equal{more}: "
-                "neither was overwritten; remove one of the two, and run again"
+                f"{conflicts[0]} has changed both in {self.folder} and in {self.url} since they were equal"
+                f"{more}: neither was overwritten; remove one of the two, and run again"
             )
 
     @contextmanager
@@ -240,13 +280,13 @@ class Mirror:
         with ExitStack() as stack:
             with self._reaching("locked"):
                 stack.enter_context(locked(self.there, str(part.with_name(f".{part.name}.lock"))))
-            self.fetch(str(part), again=True)
-            if part.parts[0] == "drafters":
-                self.fetch(f"{part}.training", again=True)
+            parts = [str(part), f"{part}.training"][: 2 if part.parts[0] == "drafters" else 1]
+            for one in parts:
+                self.fetch(one, again=True)
             try:
                 yield
             finally:
-                self.send(last=True)
+                self.send(*parts)
 
     def start(self) -> None:
         """Send every minute from now on, until `close` or the end of the process."""
@@ -277,27 +317,30 @@ class Mirror:
         """Send the rest. DataError when that is not possible: the folder here has it."""
         self.stop()
         self._fetched.clear()
-        self.send(last=True)
+        self.send()
 
     @contextmanager
-    def _files(self) -> Iterator[dict[str, Equal]]:
+    def _files(self) -> Iterator[dict[str, Synced]]:
         """The files that were equal, for this process alone; what is changed in them is kept."""
         with self._lock, (self.folder / GUARD).open("a") as guard:
             fcntl.flock(guard, fcntl.LOCK_EX)
             path = self.folder / RECORD
             try:
-                before = msgspec.json.decode(path.read_bytes(), type=Known).files
+                before = msgspec.json.decode(path.read_bytes(), type=SyncRecord).files
             except FileNotFoundError:
                 before = None
             except msgspec.DecodeError:
                 before = {}  # then files are compared by their content
-            files = dict(before or {})
+            files = {name: one for name, one in (before or {}).items() if _kept(name)}
             try:
                 yield files
             finally:
                 if files != before:
-                    with atomic_write(path) as new:
-                        new.write_bytes(msgspec.json.encode(Known(FORMAT, files)))
+                    self._write(files)
+
+    def _write(self, files: dict[str, Synced]) -> None:
+        with atomic_write(self.folder / RECORD) as new:
+            new.write_bytes(msgspec.json.encode(SyncRecord(FORMAT, files)))
 
     @contextmanager
     def _reaching(self, how: str) -> Iterator[None]:
@@ -311,49 +354,56 @@ class Mirror:
                 f"the workspace {self.url} cannot be {how} ({why}){unsent if how == 'written to' else ''}"
             ) from error
 
-    def _here(self) -> dict[str, Seen]:
-        found = dict[str, Seen]()
+    def _here(self) -> dict[str, Stat]:
+        found = dict[str, Stat]()
         for part in PARTS:
             path = self.folder / part
             if path.is_dir():
-                found |= {f"{part}/{name}": seen for name, seen in _walk(path)}
-            elif seen := _seen(path):
-                found[part] = seen
-        return {name: seen for name, seen in found.items() if _kept(name)}
+                found |= {f"{part}/{name}": stat for name, stat in _walk(path)}
+            elif stat := _stat(path):
+                found[part] = stat
+        return {name: stat for name, stat in found.items() if _kept(name)}
 
 
 def _kept(name: str) -> bool:
     """Whether a file is kept equal: not if it is hidden, or a checkpoint, which a run copies itself."""
-    parts = PurePosixPath(name).parts
-    if parts[0] not in PARTS or (_hidden(name) and not name.endswith(".unfinished")):
+    *folders, leaf = parts = name.split("/")
+    if parts[0] not in PARTS or "" in parts or "\0" in name or _hidden("/".join(folders)):
+        return False
+    if _hidden(leaf) and not leaf.endswith(UNFINISHED):
         return False
     of_run = len(parts) > 2 and parts[1].endswith(".training")
     return not (of_run and (parts[2] == "checkpoint.json" or parts[2].startswith("step")))
 
 
+def _is_log(name: str) -> bool:
+    """Whether a file only grows: of an evaluation that was interrupted, or of a training."""
+    return name.endswith(UNFINISHED) or ".training/" in name
+
+
 def _described(changed: Iterable[str]) -> set[str]:
-    """The descriptions of the drafters of which something has changed."""
-    folders = {PurePosixPath(name).parent for name in changed if name.startswith("drafters/")}
-    return {str(folder / "config.json") for folder in folders}
+    """The descriptions of the drafters whose weights have changed."""
+    weights = [PurePosixPath(name) for name in changed if name.endswith(".safetensors")]
+    return {str(path.with_name("config.json")) for path in weights}
 
 
 def _hidden(name: str) -> bool:
-    return any(part.startswith(".") for part in PurePosixPath(name).parts)
+    return any(part.startswith(".") for part in name.split("/"))
 
 
 def _below(name: str, part: str) -> bool:
     return name == part or name.startswith(f"{part}/")
 
 
-def _walk(folder: Path) -> Iterator[tuple[str, Seen]]:
+def _walk(folder: Path) -> Iterator[tuple[str, Stat]]:
     for parent, _, names in os.walk(folder):
         for name in names:
             path = Path(parent, name)
-            if seen := _seen(path):
-                yield path.relative_to(folder).as_posix(), seen
+            if stat := _stat(path):
+                yield path.relative_to(folder).as_posix(), stat
 
 
-def _seen(path: Path) -> Seen | None:
+def _stat(path: Path) -> Stat | None:
     """Size and time of a file; None if it is missing."""
     try:
         info = path.stat()

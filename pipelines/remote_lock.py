@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import msgspec
 
@@ -29,6 +30,7 @@ class Holder(msgspec.Struct, frozen=True):
     """The content of a lock."""
 
     host: str
+    machine: str
     process: int
     token: str
     touched: int = 0  # times
@@ -36,13 +38,22 @@ class Holder(msgspec.Struct, frozen=True):
     @property
     def ended(self) -> bool:
         """Whether it was a process of this machine, which has ended."""
-        if self.host != socket.gethostname():
+        if not self.machine or self.machine != machine():
             return False
         try:
             os.kill(self.process, 0)
         except (OSError, OverflowError) as error:
             return not isinstance(error, PermissionError)
         return self.process == os.getpid()  # an earlier one of that number, as in a container
+
+
+def machine() -> str:
+    """This machine and this container, until they start again; hosts may share a name. Empty if unknown."""
+    try:
+        booted = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{socket.gethostname()} {booted} {os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""
 
 
 @contextmanager
@@ -63,13 +74,14 @@ def locked(there: Backend, name: str) -> Iterator[None]:
 
 
 def _acquire(there: Backend, name: str) -> Holder:
-    mine = Holder(socket.gethostname(), os.getpid(), secrets.token_hex(8))
+    mine = Holder(socket.gethostname(), machine(), os.getpid(), secrets.token_hex(8))
     first: Holder | None = None
     while not there.create(name, msgspec.json.encode(mine)):
         if (other := _holder(there, name)) is None:
             continue
         if other.ended or there.seconds_idle(name) > ABANDONED:
             there.replace(name, msgspec.json.encode(mine))
+            time.sleep(POLL)  # of several that take it over, the last one has it
             if _has(there, name, mine):
                 break
         elif first is None:
@@ -106,4 +118,4 @@ def _holder(there: Backend, name: str) -> Holder | None:
     except FileNotFoundError:
         return None
     except msgspec.DecodeError:
-        return Holder("an unknown machine", 0, "")
+        return Holder("an unknown machine", "", 0, "")

@@ -50,8 +50,10 @@ class Workspace:
         if not model:
             raise DataError("--model is empty: give a name, a hub id or a checkpoint folder")
         given = str(runs or os.environ.get(RUNS_VARIABLE) or "runs")
-        url = re.sub(r"^(\w+):/(?=[^/])", r"\1://", given)  # a Path has one slash
-        there = open_backend(url) if "://" in url else Local(Path(given).expanduser())
+        if re.match(r"\w+:/[^/]", given):  # a Path of a URL, too
+            raise DataError(f"--runs {given}: a URL has two slashes, as in s3://bucket/runs, and is no Path")
+        url = re.sub(r"(?<![:/])/+", "/", given.rstrip("/"))  # of a variable that is empty, maybe
+        there = open_backend(given) if "://" in given else Local(Path(given).expanduser())
         if not isinstance(there, Local) and not is_url(url):
             raise DataError(
                 f"--runs {url}: nothing can be written there: give a folder, s3://, gs:// or az://"

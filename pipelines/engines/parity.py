@@ -14,7 +14,7 @@ from vlmdistill.drafters.decoding.decoders import speculate
 from vlmdistill.pipelines.engines import process
 from vlmdistill.pipelines.engines.messages import EngineJob, EngineOutcome, Question, SampledVideo
 from vlmdistill.pipelines.engines.process import EngineError
-from vlmdistill.pipelines.media.urls import at_hand
+from vlmdistill.pipelines.media.frames import media_file
 from vlmdistill.pipelines.prompts.prompt_table import Prompt
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def questions(target: "VisionLanguageTarget", prompts: Sequence[Prompt]) -> tupl
     for prompt in prompts:
         parts = [part for message in prompt.messages for part in message["content"]]
         paths = {
-            kind: [str(at_hand(part["path"]).absolute()) for part in parts if part["type"] == kind]
+            kind: [str(media_file(part).absolute()) for part in parts if part["type"] == kind]
             for kind in ("image", "video")
         }
         text = target.processor.apply_chat_template(

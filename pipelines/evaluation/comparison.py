@@ -21,6 +21,7 @@ from vlmdistill.pipelines.evaluation.statistics import (
     advantage,
     figures,
 )
+from vlmdistill.pipelines.media.urls import shown
 from vlmdistill.pipelines.workspace import Workspace
 from vlmdistill.stores.errors import DataError
 
@@ -247,7 +248,7 @@ def gather(workspace: Workspace) -> list[Group]:
     files = sorted(workspace.reports.glob("*.json"))
     if not files and not any(workspace.reports.glob("served/*.json")):
         raise DataError(
-            f"no evaluations in {workspace.reports}: evaluate a drafter first with "
+            f"no evaluations in {shown(workspace.reports)}: evaluate a drafter first with "
             f"`vlmdistill eval DRAFTER... --model {workspace.model}`"
         )
     latest = sorted(map(records.read, files), key=lambda one: (one.measured, one.name), reverse=True)

@@ -38,9 +38,8 @@ from vlmdistill.pipelines.evaluation.server_client import (
     ServerError,
     between,
 )
-from vlmdistill.pipelines.media.frames import check_unchanged
+from vlmdistill.pipelines.media.frames import check_unchanged, media_file
 from vlmdistill.pipelines.media.images import data_url
-from vlmdistill.pipelines.media.urls import at_hand
 from vlmdistill.pipelines.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.software import of_this_process
 from vlmdistill.pipelines.targets.checkpoints.folder import resolve
@@ -235,8 +234,9 @@ def chat_messages(prompt: Prompt) -> list[dict[str, Any]]:
                 "images: give other prompts with --prompts"
             )
         if one["type"] == "image":
+            path = media_file(one)
             check_unchanged(one)
-            return {"type": "image_url", "image_url": {"url": data_url(at_hand(one["path"]))}}
+            return {"type": "image_url", "image_url": {"url": data_url(path)}}
         return {"type": "text", "text": one["text"]}
 
     return [

@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from vlmdistill.pipelines.media.images import BROKEN, MediaError, kind_of, upright
-from vlmdistill.pipelines.media.urls import at_hand
+from vlmdistill.pipelines.media.urls import at_hand, is_url
 from vlmdistill.stores.schema import Array
 
 GIF_MILLISECONDS = 100  # of a frame without a duration, as in browsers
@@ -91,6 +91,12 @@ def digest(path: Path) -> str:
     for file in files(path):
         hasher.update_mmap(file)
     return str(hasher.hexdigest()[:32])
+
+
+def media_file(part: Mapping[str, Any]) -> Path:
+    """The file of an image or a video. The copy of a URL is fetched again if it is not what was imported."""
+    path, imported = at_hand(part["path"]), part.get("digest")
+    return at_hand(part["path"], again=True) if is_url(part["path"]) and digest(path) != imported else path
 
 
 def check_unchanged(part: Mapping[str, Any]) -> None:

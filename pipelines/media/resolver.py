@@ -30,6 +30,7 @@ class MediaResolver:
         self.images = images
         self.keep = keep
         self._checked: dict[tuple[str, Path], str | BadRowError] = {}
+        self._named = set[Path]()  # copies of URLs that rows name, which are fetched anew
 
     def check_all(self, wanted: Iterable[tuple[dict[str, Any], Path]]) -> None:
         """Check the files of many parts in parallel, ahead of `resolve`."""
@@ -37,7 +38,7 @@ class MediaResolver:
         paths = {(kind, path) for kind, path in found if isinstance(path, Path)}
         fresh = sorted(paths - self._checked.keys())
         with ThreadPoolExecutor(THREADS) as pool:
-            self._checked.update(zip(fresh, pool.map(lambda one: _digest(*one), fresh), strict=True))
+            self._checked.update(zip(fresh, pool.map(lambda one: self._digest(*one), fresh), strict=True))
 
     def resolve(self, part: dict[str, Any], folder: Path) -> str:
         """Set the `path` and `digest` of a part and return the digest; BadRowError if it cannot be used."""
@@ -47,12 +48,27 @@ class MediaResolver:
         if isinstance(found, bytes):
             found = self._store(found)
         if (kind, found) not in self._checked:
-            self._checked[kind, found] = _digest(kind, found)
+            self._checked[kind, found] = self._digest(kind, found)
         digest = self._checked[kind, found]
         if isinstance(digest, BadRowError):
             raise digest
         part["path"], part["digest"] = address(found), digest
         return digest
+
+    def _digest(self, kind: str, path: Path) -> str | BadRowError:
+        """The hash of a file, after decoding an image fully or the first frame of a video; or the problem."""
+        try:
+            path = at_hand(address(path), again=path in self._named)
+            if kind == "video":
+                frames.probe(path)
+            else:
+                _decode(path)
+            return frames.digest(path)
+        except frames.NoDecoderError:  # not a problem of one row
+            raise
+        except (DataError, *BROKEN) as error:
+            where = "" if isinstance(error, DataError) else f"{path}: "
+            return BadRowError(f"unreadable {kind}", f"{where}{error}")
 
     def _find(self, kind: str, media: Media, folder: Path) -> Path | bytes | BadRowError:
         """The path of a media file, or its bytes if the row holds them, or the problem."""
@@ -60,9 +76,10 @@ class MediaResolver:
             return media
         if is_url(media):
             try:
-                return copy_of(media)
+                self._named.add(copy := copy_of(media))
             except DataError as error:
                 return BadRowError(f"missing {kind}", str(error))
+            return copy
         if "://" in media:
             return BadRowError(f"{kind} is a URL", f"{media[:200]}: download it and give its path")
         paths = [one / media for one in (self.images, folder) if one]
@@ -99,22 +116,6 @@ def _image_format(data: bytes) -> str | None:
             return (image.format or "").lower()
     except BROKEN:
         return None
-
-
-def _digest(kind: str, path: Path) -> str | BadRowError:
-    """The hash of a file, after decoding an image fully or the first frame of a video; or the problem."""
-    try:
-        path = at_hand(address(path))
-        if kind == "video":
-            frames.probe(path)
-        else:
-            _decode(path)
-        return frames.digest(path)
-    except frames.NoDecoderError:  # not a problem of one row
-        raise
-    except (DataError, *BROKEN) as error:
-        where = "" if isinstance(error, DataError) else f"{path}: "
-        return BadRowError(f"unreadable {kind}", f"{where}{error}")
 
 
 def _decode(path: Path) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import os
 import secrets
 import shutil
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from vlmdistill.pipelines.media.images import MediaError
 from vlmdistill.stores.backends.backend import Backend, open_backend
@@ -32,9 +32,9 @@ def is_url(name: str | Path) -> bool:
 def copy_of(url: str) -> Path:
     """Where the copy of a URL is, or would be; DataError if the URL leads elsewhere."""
     protocol, _, rest = url.partition("://")
-    names = PurePosixPath(rest.strip("/")).parts
-    if not names or ".." in names or "\0" in rest:
-        raise DataError(f"{url} names no object: give s3://bucket/name")
+    names = rest.strip("/").split("/")
+    if {"", ".", ".."} & {*names} or "\0" in rest:
+        raise DataError(f"{url} names no object that can be copied: give a URL such as s3://bucket/name")
     return cache().joinpath(protocol, *names)
 
 
@@ -45,16 +45,20 @@ def address(path: str | Path) -> str:
     return f"{protocol}://{rest}" if full.startswith(f"{cache()}/") and protocol in PROTOCOLS else full
 
 
-def at_hand(name: str | Path) -> Path:
-    """The path of a file, or of a folder of images; the copy of a URL, which is fetched first.
+def shown(path: Path) -> str:
+    """The URL of a copy; else the path as it is."""
+    return address(path) if is_url(address(path)) else str(path)
 
-    MediaError when the URL cannot be read. A copy that exists is taken as it is: imported media are compared
-    with their hash.
+
+def at_hand(name: str | Path, again: bool = False) -> Path:
+    """The path of a file, or of a folder of images; of a URL that of its copy, which is fetched first.
+
+    A copy that exists is not fetched `again` otherwise. MediaError when the URL cannot be read.
     """
     if not is_url(name):
         return Path(name)
     url, path = str(name), copy_of(str(name))
-    if path.exists():
+    if path.exists() and not again:
         return path
     try:
         there = open_backend(url.rpartition("/")[0])
@@ -76,6 +80,7 @@ def _fetch_all(there: Backend, url: str, sizes: dict[str, int], folder: Path) ->
         for name, size in sizes.items():
             inside = copy_of(f"{url}/{name}").relative_to(folder)
             _fetch(there, f"{folder.name}/{name}", size, aside / inside)
+        shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError):  # another process was faster
             aside.rename(folder)
     finally:

@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vlmdistill.pipelines.media.frames import check_unchanged
+from vlmdistill.pipelines.media.frames import check_unchanged, media_file
 from vlmdistill.pipelines.media.images import BROKEN, MediaError, large_images, upright
-from vlmdistill.pipelines.media.urls import at_hand, is_url
+from vlmdistill.pipelines.media.urls import is_url
 from vlmdistill.pipelines.targets.batching import out_of_memory
 from vlmdistill.pipelines.targets.checkpoints.folder import first_line
 from vlmdistill.pipelines.targets.families.family import IMAGE, VIDEO, Family, Inputs
@@ -175,9 +175,9 @@ def _part(part: Mapping[str, Any], videos: VideoSampler) -> dict[str, Any]:
         case {"type": "text", "text": str(text)}:
             return {"type": "text", "text": text}
         case {"type": "image", "image": source} | {"type": "image", "path": source}:
-            shown = {"type": "image", "image": read_image(_fetched(source))}
+            shown = {"type": "image", "image": read_image(_local(source, part))}
         case {"type": "video", "video": source} | {"type": "video", "path": source}:
-            shown = videos.sample(_fetched(source), part)
+            shown = videos.sample(_local(source, part), part)
         case _:
             what = str(part)[:80]
             raise DataError(f"a message part is a text, an image or a video with its path, not {what}")
@@ -185,8 +185,8 @@ def _part(part: Mapping[str, Any], videos: VideoSampler) -> dict[str, Any]:
     return shown
 
 
-def _fetched(source: Any) -> Any:
-    return at_hand(source) if isinstance(source, str) and is_url(source) else source
+def _local(source: Any, part: Mapping[str, Any]) -> Any:
+    return media_file({**part, "path": source}) if isinstance(source, str) and is_url(source) else source
 
 
 def read_image(source: str | Path | Image.Image) -> Image.Image:

@@ -8,8 +8,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import fsspec
@@ -18,6 +19,8 @@ import pytest
 from tests import tiny
 from vlmdistill.cli.main import main
 from vlmdistill.pipelines import mirror, remote_lock
+from vlmdistill.pipelines.media.frames import check_unchanged, media_file
+from vlmdistill.pipelines.media.images import MediaError
 from vlmdistill.pipelines.media.urls import at_hand
 from vlmdistill.pipelines.prompts import prompt_table
 from vlmdistill.pipelines.prompts.importing import import_prompts
@@ -147,6 +150,15 @@ def test_a_file_that_has_changed_at_both_ends_is_overwritten_at_neither(runs: st
     assert (b.root / "reports/eagle2.json").read_text() == "of a"
 
 
+def test_prompts_that_two_machines_have_imported_are_a_conflict(runs: str, on: On) -> None:
+    a, b = on("a"), on("b")
+    write(a.prompts, "of a")
+    write(b.prompts, "of b")
+    a.close()
+    with pytest.raises(DataError, match=r"prompts\.parquet has changed both"):
+        b.close()
+
+
 def test_equal_changes_at_both_ends_are_no_conflict(runs: str, on: On) -> None:
     a, b = on("a"), on("b")
     for one in (a, b):
@@ -173,22 +185,67 @@ def test_without_a_whole_record_files_are_compared_by_their_content(damage: str,
     assert set(there(runs).values()) == {b"1"}
 
 
-def test_what_is_removed_by_a_command_is_removed_at_the_url_and_elsewhere(runs: str, on: On) -> None:
+def test_what_a_writer_removes_is_removed_at_the_url_and_elsewhere(runs: str, on: On) -> None:
     a = on("a")
-    for name in ("part-1", "part-2"):
+    for name in ("settings.json", "old.json"):
         write(a.responses / name, name)
+    write(a.reports / ".1.unfinished", "half")
     a.close()
     b = on("b")
     assert len(list(b.responses.iterdir())) == 2
     a = on("a")
-    (a.responses / "part-1").unlink()
+    with only_writer(a.responses):
+        (a.responses / "old.json").unlink()
+    (a.reports / ".1.unfinished").unlink()
     a.close()
-    assert "responses/part-1" not in there(runs)
-    write(b.responses / "part-2", "changed here")
+    assert there(runs) == {"responses/settings.json": b"settings.json"}
+    write(b.responses / "settings.json", "changed here")
     on("b")
     b.close()
-    assert (on("b").responses / "part-2").read_text() == "changed here"
-    assert not (b.responses / "part-1").exists()
+    assert (on("b").responses / "settings.json").read_text() == "changed here"
+    assert not (b.responses / "old.json").exists()
+
+
+def test_what_a_cleaner_removes_during_a_command_stays_at_the_url(runs: str, on: On) -> None:
+    a = on("a")
+    drafter(a, "hivis", "1")
+    write(a.responses / "part-1", "1")
+    a.close()
+    a = on("a")
+    assert a.drafter("hivis")
+    with only_writer(a.responses):
+        (a.root / "drafters/hivis/config.json").unlink()
+    a.close()
+    assert there(runs)["drafters/hivis/config.json"] == b"config 1"
+
+
+def test_copies_of_a_workspace_that_has_vanished_are_kept(runs: str, on: On) -> None:
+    a = on("a")
+    write(a.responses / "part-1", "1")
+    a.close()
+    fsspec.filesystem("memory").rm(f"{runs}/demo", recursive=True)
+    a = on("a")
+    with pytest.raises(DataError, match=r"is empty, and .* has copies of it"):
+        _ = a.responses
+    assert (a.root / "responses/part-1").read_text() == "1"
+
+
+def test_a_machine_that_comes_back_takes_what_another_has_made_meanwhile(runs: str, on: On) -> None:
+    a, b = on("a"), on("b")
+    for one, text in ((a, "of a"), (b, "of b")):
+        write(one.responses / "part-1.parquet", text)
+        write(one.reports / ".1.unfinished", text)
+        write(one.drafter("hivis.training") / "metrics.jsonl", text)
+    b.close()
+    a = on("a")  # it was off: nothing was sent
+    a.close()
+    a = on("a")
+    assert (a.responses / "part-1.parquet").read_text() == "of b"
+    assert (a.reports / ".1.unfinished").read_text() == "of b"
+    assert (a.drafter("hivis.training") / "metrics.jsonl").read_text() == "of b"
+    (left,) = a.responses.glob(".part-1.parquet.*.unsent")
+    assert left.read_text() == "of a"
+    assert set(there(runs).values()) == {b"of b"}
 
 
 def test_what_vanishes_between_commands_is_fetched_again(runs: str, on: On) -> None:
@@ -210,13 +267,19 @@ def test_no_machine_sees_new_weights_with_an_old_description(
     a.close()
     drafter(a, "hivis", "2")
     seen = list[dict[str, bytes]]()
-    replace = Remote.replace
+    replace, create = Remote.replace, Remote.create
 
-    def watched(self: Remote, name: str, data: bytes | Path) -> None:
+    def replaced(self: Remote, name: str, data: bytes | Path) -> None:
         replace(self, name, data)
         seen.append(there(runs))
 
-    monkeypatch.setattr(Remote, "replace", watched)
+    def created(self: Remote, name: str, data: bytes) -> bool:
+        made = create(self, name, data)
+        seen.append(there(runs))
+        return made
+
+    monkeypatch.setattr(Remote, "replace", replaced)
+    monkeypatch.setattr(Remote, "create", created)
     a.close()
     monkeypatch.undo()
     assert seen
@@ -245,21 +308,21 @@ def test_a_failure_loses_nothing_and_the_next_command_sends_it(
     runs: str, on: On, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     on("a")
-    replace = Remote.replace
+    create = Remote.create
 
-    def broken(self: Remote, name: str, data: bytes | Path) -> None:
+    def broken(self: Remote, name: str, data: bytes) -> bool:
         if name == "prompts.parquet":
             raise ConnectionError("the network is down")
-        replace(self, name, data)
+        return create(self, name, data)
 
-    monkeypatch.setattr(Remote, "replace", broken)
+    monkeypatch.setattr(Remote, "create", broken)
     words = ["prompts", "demo", "--limit", "3", "--runs", runs]
     assert main(words) == 1
     err = capsys.readouterr().err
     assert "cannot be written to (the network is down)" in err
     assert "the next command with this --runs sends it" in err
     assert "prompts.parquet" not in there(runs)
-    monkeypatch.setattr(Remote, "replace", replace)
+    monkeypatch.setattr(Remote, "create", create)
     assert main(["report", "--runs", runs]) == 1  # there is nothing to report
     assert "prompts.parquet" in there(runs)
 
@@ -279,8 +342,8 @@ def test_changes_are_sent_while_a_command_runs(runs: str, on: On, monkeypatch: p
     sent = threading.Event()
     send = a.mirror.send
 
-    def watched(last: bool = False) -> None:
-        send(last)
+    def watched(*parts: str) -> None:
+        send(*parts)
         if "responses/part-1" in there(runs):
             sent.set()
 
@@ -330,7 +393,8 @@ def test_the_lock_of_a_process_that_was_killed_here_is_taken_over_at_once(runs: 
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     for process in (ended.pid, os.getpid()):  # the second: of an earlier container, with the same numbers
-        left = json.dumps({"host": "a", "process": process, "token": "x"})
+        holder = {"host": "a", "machine": remote_lock.machine(), "process": process, "token": "x"}
+        left = json.dumps(holder)
         fsspec.filesystem("memory").pipe_file(f"{runs}/demo/.responses.lock", left.encode())
         with held(a):
             pass
@@ -415,6 +479,10 @@ def test_images_and_videos_may_be_in_an_object_store(
         {"image": f"{runs}/../2.png", "conversations": talk},
     ]
     (tmp_path / "rows.json").write_text(json.dumps(made))
+    files.pipe_file(f"{runs}/data/1.png", b"an older image")
+    stale = at_hand(f"{runs}/data/1.png")
+    files.pipe_file(f"{runs}/data/1.png", (tmp_path / "1.png").read_bytes())
+    assert stale.read_bytes() == b"an older image"
     summary = import_prompts([str(tmp_path / "rows.json")], tmp_path / "prompts.parquet")
     assert summary.added == 2
     assert sum(summary.skipped.values()) == 2
@@ -423,6 +491,63 @@ def test_images_and_videos_may_be_in_an_object_store(
     assert image.files == [f"{runs}/data/1.png"]
     assert at_hand(image.files[0]).read_bytes() == (tmp_path / "1.png").read_bytes()
     assert sorted(path.name for path in at_hand(video.files[0]).iterdir()) == ["1.png", "2.png"]
+    copy = at_hand(image.files[0])
+    copy.write_bytes(b"of another time")
+    assert media_file(image.media[0]).read_bytes() == (tmp_path / "1.png").read_bytes()
+    files.pipe_file(f"{runs}/data/1.png", b"changed")
+    media_file(image.media[0])  # as it was imported
+    copy.unlink()
+    media_file(image.media[0])
+    with pytest.raises(MediaError, match=f"{runs}/data/1.png has changed"):
+        check_unchanged(image.media[0])
+
+
+def test_two_machines_that_write_a_report_at_once_lose_neither(
+    runs: str, on: On, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = on("a"), on("b")
+    write(a.reports / "hivis.json", "a")
+    write(b.reports / "hivis.json", "b")
+    versions, raced = Remote.versions, list[str]()
+
+    def slow(self: Remote, name: str) -> dict[str, str]:
+        found = versions(self, name)
+        if not raced:
+            raced.append(name)
+            b.close()  # between the look of a and its PUT
+        return found
+
+    monkeypatch.setattr(Remote, "versions", slow)
+    with pytest.raises(DataError, match=r"reports/hivis\.json has changed both"):
+        a.close()
+    assert there(runs)["reports/hivis.json"] == b"b"
+    assert (a.root / "reports/hivis.json").read_text() == "a"
+
+
+def test_a_url_with_empty_parts_is_the_url_without(runs: str, on: On) -> None:
+    a = on("a")
+    write(a.reports / "hivis.json", "1")
+    a.close()
+    again = Workspace.of("demo", runs.replace("/runs", "//runs/"))
+    assert (again.root, again.mirror) == (a.root, a.mirror)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["prompts", "demo", "--out", "s3://bucket/p.parquet"],
+        ["responses", "--prompts", "s3://bucket/p.parquet"],
+        ["export", "hivis", "--out", "gs://bucket/drafter"],
+        ["report", "--runs", "s3:/bucket/runs"],
+    ],
+)
+def test_a_url_that_an_option_does_not_take_is_refused_and_makes_no_folder(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words) in (1, 2)
+    assert "URL" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_names_at_a_url_lead_nowhere_else(runs: str, on: On, tmp_path: Path) -> None:
@@ -435,7 +560,7 @@ def test_names_at_a_url_lead_nowhere_else(runs: str, on: On, tmp_path: Path) -> 
         patched.setattr(Remote, "versions", versions)
         patched.setattr(Remote, "size", lambda self, name: 0)
         _ = a.reports
-    assert [path for path in tmp_path.rglob("*") if path.name in "xy"] == [a.root / "reports/y"]
+    assert not [path for path in tmp_path.rglob("*") if path.name in "xy"]
 
 
 @pytest.mark.parametrize("url", ["http://example.org/runs", "ftp://x/runs", "s3://", "s3://bucket/../x"])
@@ -443,3 +568,111 @@ def test_a_url_that_cannot_hold_a_workspace_is_refused(url: str, capsys: pytest.
     assert main(["report", "--runs", url]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert url.rstrip("/") in line
+
+
+def test_a_drafter_survives_a_lost_reply_to_the_removal_of_its_description(
+    runs: str, on: On, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = on("a")
+    drafter(a, "hivis", "1")
+    a.close()
+    write(a.drafter("hivis") / "model.safetensors", "weights 2")
+    remove = Remote.remove
+
+    def lost(self: Remote, name: str) -> None:
+        remove(self, name)
+        raise ConnectionError("no reply")
+
+    with monkeypatch.context() as fault:
+        fault.setattr(Remote, "remove", lost)
+        with pytest.raises(DataError):
+            a.close()
+    assert (a.drafter("hivis") / "config.json").read_text() == "config 1"
+    a.close()
+    assert there(runs)["drafters/hivis/config.json"] == b"config 1"
+
+
+def test_a_lock_of_an_impossible_process_is_taken_over(runs: str, on: On) -> None:
+    a = on("a")
+    lock = {"host": "a", "machine": remote_lock.machine(), "process": 1 << 62, "token": ""}
+    fsspec.filesystem("memory").pipe_file(f"{runs}/demo/.responses.lock", json.dumps(lock).encode())
+    with only_writer(a.responses):
+        pass
+
+
+def test_a_record_leads_nowhere_else(on: On) -> None:
+    a = on("a")
+    outside = a.root.parent / "outside.unfinished"
+    write(outside, "mine")
+    info = outside.stat()
+    one = {"version": "", "stat": [info.st_size, info.st_mtime_ns]}
+    names = ("responses/../../outside.unfinished", "responses/\0", "")
+    record = {"format": mirror.FORMAT, "files": dict.fromkeys(names, one)}
+    write(a.root / mirror.RECORD, json.dumps(record))
+    assert a.responses
+    a.close()
+    assert outside.read_text() == "mine"
+
+
+NAMES = (
+    "prompts.parquet",
+    "responses/part-1.parquet",
+    "responses/settings.json",
+    "reports/hivis.json",
+    "reports/.1.unfinished",
+    "drafters/hivis/model.safetensors",
+    "drafters/hivis/config.json",
+    "drafters/hivis.training/metrics.jsonl",
+)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_content_is_lost_that_nobody_has_replaced_or_removed(
+    seed: int, runs: str, on: On, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random = Random(seed)
+    living, trouble = set[str](), 0.0
+
+    def faulty(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*given: Any) -> Any:
+            if random.random() < trouble:
+                raise ConnectionError("before")
+            result = call(*given)
+            if random.random() < trouble:
+                raise ConnectionError("after")
+            return result
+
+        return run
+
+    for name in ("create", "replace", "remove", "versions", "read_range"):
+        monkeypatch.setattr(Remote, name, faulty(getattr(Remote, name)))
+
+    def everywhere() -> set[str]:
+        files = [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
+        return {*files, *(data.decode() for data in there(runs).values())}
+
+    for step in range(60):
+        workspace = on(random.choice("abc"))
+        assert workspace.mirror
+        trouble = random.choice((0.0, 0.0, 0.1))
+        if random.random() < 0.3:  # the process was killed: what it knew but has not recorded is gone
+            workspace.mirror.stop()
+            mirror._mirror.cache_clear()
+            workspace = on(socket.gethostname())
+        assert workspace.mirror
+        with suppress(DataError, ConnectionError):
+            for part in mirror.PARTS:
+                workspace.mirror.fetch(part)
+            for name in random.sample(NAMES, random.randrange(4)):
+                path = workspace.root / name
+                if path.exists():
+                    living.discard(path.read_text())
+                if random.random() < 0.2:
+                    path.unlink(missing_ok=True)
+                else:
+                    write(path, content := f"{step} {name}")
+                    living.add(content)
+            workspace.mirror.send(*random.choice(((), ("responses", "drafters/hivis"))))
+            if random.random() < 0.5:
+                workspace.close()
+        assert living <= everywhere(), living - everywhere()
