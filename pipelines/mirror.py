@@ -31,7 +31,7 @@ from vlmdistill.stores.errors import DataError, VlmdistillError, one_line
 PARTS = ("prompts.parquet", "prompts.skipped.jsonl", "responses", "drafters", "reports")
 MEDIA = {"prompts.parquet": ("images", "demo-data"), "reports": ("benchmarks/images", "benchmarks/demo")}
 ORDER = {"settings.json": 0, "prompts.parquet": 2, "config.json": 2}  # of being sent; of all others 1
-RECORD, GUARD, FORMAT = ".mirror.json", ".mirror.lock", 1
+RECORD, GUARD = ".mirror.json", ".mirror.lock"
 UNFINISHED = ".unfinished"  # evaluations
 EVERY = 60.0  # seconds between two sendings
 log = logging.getLogger("vlmdistill.pipelines")
@@ -44,13 +44,6 @@ class Synced(msgspec.Struct, frozen=True):
 
     version: str  # at the URL
     stat: Stat
-
-
-class SyncRecord(msgspec.Struct, frozen=True):
-    """The content of `.mirror.json`."""
-
-    format: int
-    files: dict[str, Synced]
 
 
 def mirror(url: str) -> "Mirror":
@@ -326,7 +319,7 @@ class Mirror:
             fcntl.flock(guard, fcntl.LOCK_EX)
             path = self.folder / RECORD
             try:
-                before = msgspec.json.decode(path.read_bytes(), type=SyncRecord).files
+                before = msgspec.json.decode(path.read_bytes(), type=dict[str, Synced])
             except FileNotFoundError:
                 before = None
             except msgspec.DecodeError:
@@ -340,7 +333,7 @@ class Mirror:
 
     def _write(self, files: dict[str, Synced]) -> None:
         with atomic_write(self.folder / RECORD) as new:
-            new.write_bytes(msgspec.json.encode(SyncRecord(FORMAT, files)))
+            new.write_bytes(msgspec.json.encode(files))
 
     @contextmanager
     def _reaching(self, how: str) -> Iterator[None]:

@@ -607,8 +607,7 @@ def test_a_record_leads_nowhere_else(on: On) -> None:
     info = outside.stat()
     one = {"version": "", "stat": [info.st_size, info.st_mtime_ns]}
     names = ("responses/../../outside.unfinished", "responses/\0", "")
-    record = {"format": mirror.FORMAT, "files": dict.fromkeys(names, one)}
-    write(a.root / mirror.RECORD, json.dumps(record))
+    write(a.root / mirror.RECORD, json.dumps(dict.fromkeys(names, one)))
     assert a.responses
     a.close()
     assert outside.read_text() == "mine"
