@@ -58,6 +58,10 @@ def session(address: str = "") -> Iterator[None]:
         _hush()
         on_terminate(before if callable(before) else leave)
         yield
+    except SystemExit as stop:  # Ray's native code makes it 1, and its own handler the number of the signal
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN or stop.code == signal.SIGTERM:
+            raise SystemExit(128 + signal.SIGTERM) from None
+        raise
     except ray.exceptions.RayError as error:  # errors of workers are handled by the pool
         raise VlmdistillError(
             f"Ray failed ({cause_of(error)}). Finished work is kept; run the same command to continue"

@@ -4,6 +4,8 @@ import importlib
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
@@ -281,3 +283,23 @@ def test_the_number_of_workers_follows_from_cores_and_memory() -> None:
 def test_less_than_one_worker_is_refused() -> None:
     with pytest.raises(DataError, match="--workers 0"):
         ActorPool[Numbers, Squares](worker(lambda number: None), options=WorkerOptions(workers=0))
+
+
+WAITS = """
+import os, signal, threading, time
+import ray
+from vlmdistill.pipelines.runtime.cluster import session
+
+def slow():
+    time.sleep(600)
+
+with session():
+    call = ray.remote(slow).remote()
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    ray.wait([call], timeout=300)
+"""
+
+
+def test_the_exit_status_says_that_a_run_was_terminated_while_ray_waited() -> None:
+    ended = subprocess.run([sys.executable, "-c", WAITS], capture_output=True, text=True, check=False)
+    assert ended.returncode == 143, ended.stderr
