@@ -142,9 +142,7 @@ class Mirror:
         if size is None:
             return None
         with atomic_write(path) as new:
-            with new.open("wb") as out:
-                for block in self.there.blocks(name, 0, size):
-                    out.write(block)
+            self.there.copy(name, size, new)
             stat = _stat(new)
             if size > BLOCK and self._version(name) != version:
                 raise DataError(f"{self.url}/{name} was replaced while it was fetched: run again")
@@ -248,15 +246,8 @@ class Mirror:
 
     def _same(self, name: str) -> bool:
         """Whether a file has the same bytes at both ends."""
-        path = self.folder / name
-        try:
-            if self.there.size(name) != path.stat().st_size:
-                return False
-            with path.open("rb") as mine:
-                blocks = self.there.blocks(name, 0, path.stat().st_size)
-                return all(mine.read(len(block)) == block for block in blocks)
-        except FileNotFoundError:
-            return False
+        path, stat = self.folder / name, _stat(self.folder / name)
+        return stat is not None and self.there.size(name) == stat[0] and self.there.same(name, path)
 
     def _refuse(self, names: Iterable[str]) -> None:
         if conflicts := sorted(names):

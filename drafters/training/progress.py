@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from vlmdistill.drafters.training import ranks
-from vlmdistill.drafters.training.saved import HeldOut, replacing
+from vlmdistill.drafters.training.saved import HeldOut
 from vlmdistill.drafters.training.trackers import About, Tracker, opened
 from vlmdistill.drafters.training.unroll import Unrolled
+from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import TrainingError, one_line
 
 log = logging.getLogger(__name__)
@@ -101,7 +102,7 @@ class Metrics:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             lines = self._file.read_bytes().splitlines(keepends=True) if self._file.exists() else []
-            with replacing(self._file) as new:
+            with atomic_write(self._file, alone=True) as new:
                 new.write_bytes(b"".join(line for line in lines if _is_kept(line, done, history)))
         except OSError as error:
             raise TrainingError(f"{self._file} cannot be written ({one_line(error)})") from None

@@ -12,8 +12,8 @@ checked before use: a checkpoint may come from someone else.
 
 import logging
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from vlmdistill.drafters.training.deepspeed_engine import MOMENTS, STEP, PartEntry
 from vlmdistill.stores.backends.backend import open_backend
-from vlmdistill.stores.backends.local import sync
+from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import StoreError, TrainingError, one_line
 from vlmdistill.stores.manifest import Record, seal, unseal
 from vlmdistill.stores.schema import SCHEMA_VERSION
@@ -105,10 +105,10 @@ def write(folder: Path, saved: Saved, tensors: Mapping[str, Tensor]) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with replacing(folder / saved.file) as new:
+        with atomic_write(folder / saved.file, alone=True) as new:
             save_file(dict(tensors), new)
             saved = replace(saved, checksum=_hash(new))
-        with replacing(folder / RECORD) as new:
+        with atomic_write(folder / RECORD, alone=True) as new:
             new.write_bytes(seal(saved))
     except (OSError, SafetensorError, StoreError) as error:
         raise TrainingError(f"no checkpoint can be written to {folder} ({one_line(error)})") from None
@@ -168,13 +168,11 @@ def fetch(url: str, folder: Path, signature: str) -> None:
             return
         name = f"{saved.copied}/{saved.file}"
         folder.mkdir(parents=True, exist_ok=True)
-        with replacing(folder / saved.file) as new:
-            with new.open("wb") as file:
-                for block in there.blocks(name, 0, there.size(name) or 0):
-                    file.write(block)
+        with atomic_write(folder / saved.file, alone=True) as new:
+            there.copy(name, there.size(name) or 0, new)
             if _hash(new) != saved.checksum:
                 raise _damaged(f"{url}/{name}")
-        with replacing(folder / RECORD) as new:
+        with atomic_write(folder / RECORD, alone=True) as new:
             new.write_bytes(seal(saved))
     except FileNotFoundError:
         return
@@ -216,19 +214,6 @@ def _is_leg(leg: Any) -> bool:
     """A part of an epoch: the tokens of a batch, the ranks, and the batches that each rank took."""
     counts = isinstance(leg, list | tuple) and len(leg) == 3 and all(type(one) is int for one in leg)
     return counts and leg[0] > 0 and 0 < leg[1] <= RANKS and leg[2] >= 0
-
-
-@contextmanager
-def replacing(file: Path) -> Iterator[Path]:
-    """Yield a path to write to. At the end it replaces `file`, complete and on disk, or not at all."""
-    new = file.with_name(f".{file.name}")
-    try:
-        yield new
-        sync(new)
-        new.replace(file)
-        sync(file.parent)
-    finally:
-        new.unlink(missing_ok=True)
 
 
 def _hash(file: Path) -> str:

@@ -88,6 +88,5 @@ def _fetch_all(there: Backend, url: str, sizes: dict[str, int], folder: Path) ->
 
 
 def _fetch(there: Backend, name: str, size: int, path: Path) -> None:
-    with atomic_write(path) as new, new.open("wb") as out:
-        for block in there.blocks(name, 0, size):
-            out.write(block)
+    with atomic_write(path) as new:
+        there.copy(name, size, new)

@@ -44,6 +44,12 @@ class Backend(ABC):
             check_wanted()
             yield self.read_range(name, at, min(BLOCK, end - at)).data
 
+    def copy(self, name: str, size: int, path: Path) -> None:
+        """Write the first `size` bytes of a file into a local file."""
+        with path.open("wb") as out:
+            for block in self.blocks(name, 0, size):
+                out.write(block)
+
     @abstractmethod
     def readinto(self, name: str, start: int, out: Array, on_part: Callable[[memoryview], None]) -> None:
         """Read bytes from `start` on into all of `out` (uint8), calling `on_part` with each part read."""

@@ -42,10 +42,13 @@ def ensure(folder: Path) -> None:
 
 
 @contextmanager
-def atomic_write(path: Path) -> Iterator[Path]:
-    """Write a file atomically: the yielded temporary path is synced and renamed to `path` at the end."""
+def atomic_write(path: Path, *, alone: bool = False) -> Iterator[Path]:
+    """Write a file atomically: the yielded temporary path is synced and renamed to `path` at the end.
+
+    Where no other process writes this file, `alone` takes the place of what a killed one has left.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    aside = path.with_name(f".{path.name}" if alone else f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         yield aside
         sync(aside)

@@ -148,12 +148,14 @@ class Remote(Backend):
 
     def _has(self, name: str, leaf: Path, file: Path, there: dict[str, int]) -> bool:
         """Whether the bytes of a local file are already there."""
-        size = file.stat().st_size
-        if there.get(leaf.as_posix()) != size:
-            return False
+        known = there.get(leaf.as_posix()) == file.stat().st_size
+        return known and self.same(f"{name}/{leaf.as_posix()}", file)
+
+    def same(self, name: str, file: Path) -> bool:
+        """Whether a file begins with all bytes of a local one; false when either is missing or shorter."""
         try:
             with file.open("rb") as mine:
-                blocks = self.blocks(f"{name}/{leaf.as_posix()}", 0, size)
+                blocks = self.blocks(name, 0, file.stat().st_size)
                 return all(mine.read(len(block)) == block for block in blocks)
         except (FileNotFoundError, StoreError):  # removed or truncated since it was listed
             return False
