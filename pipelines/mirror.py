@@ -58,7 +58,7 @@ def _mirror(url: str, folder: Path) -> "Mirror":
 
 def mirror_of(path: Path) -> "Mirror | None":
     """The mirror that a path is in, also in a process that did not open it."""
-    full = Path(os.path.abspath(path))
+    full = path.resolve()
     if full.is_relative_to(cache()):
         for folder in full.parents:
             if (folder / RECORD).is_file():

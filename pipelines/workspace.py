@@ -66,9 +66,7 @@ class Workspace:
         name = folder.name if folder else model.strip("/").replace("/", "--")
         if folder is None and model not in EMBEDDED and name not in (names := there.list_names("")):
             hub_id(model, names)
-        return cls(
-            model, base / name, None if isinstance(there, Local) else mirror(f"{url.rstrip('/')}/{name}")
-        )
+        return cls(model, base / name, None if isinstance(there, Local) else mirror(f"{url}/{name}"))
 
     @property
     def prompts(self) -> Path:
@@ -143,10 +141,9 @@ def only_writer(where: str | Path) -> Iterator[None]:
     if is_url(where):
         store = open_backend(str(where))
         require_room(store)
-        with writing(store):
-            stack = ExitStack()
-            stack.enter_context(locked(store, f"{STAGING}/writer.lock"))
-        with stack:
+        with ExitStack() as stack:
+            with writing(store):
+                stack.enter_context(locked(store, f"{STAGING}/writer.lock"))
             yield
         return
     folder = Path(where)

@@ -272,10 +272,12 @@ def _embedded(file: str) -> dict[str, str]:
     from vlmdistill.pipelines.media.urls import at_hand
 
     path = Path(file)
-    if path.is_dir() or kind_of(path.name) == "video":
+    if kind_of(path.name) == "video":
         return {"name": path.name, "kind": "video"}
     try:
-        with Image.open(at_hand(file)) as image:
+        if (local := at_hand(file)).is_dir():
+            return {"name": path.name, "kind": "video"}
+        with Image.open(local) as image:
             image.thumbnail((IMAGE_SIDE, IMAGE_SIDE))
             small = upright(image, "RGBA")
     except (MediaError, *BROKEN):

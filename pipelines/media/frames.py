@@ -95,8 +95,9 @@ def digest(path: Path) -> str:
 
 def media_file(part: Mapping[str, Any]) -> Path:
     """The file of an image or a video. The copy of a URL is fetched again if it is not what was imported."""
-    path, imported = at_hand(part["path"]), part.get("digest")
-    return at_hand(part["path"], again=True) if is_url(part["path"]) and digest(path) != imported else path
+    path, imported = part["path"], part.get("digest")
+    stale = is_url(path) and (imported is None or digest(at_hand(path)) != imported)
+    return at_hand(path, again=stale)
 
 
 def check_unchanged(part: Mapping[str, Any]) -> None:

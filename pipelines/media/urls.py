@@ -21,7 +21,7 @@ VARIABLE = "VLMDISTILL_CACHE"
 def cache() -> Path:
     """The folder of all copies."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.path.abspath(os.path.expanduser(os.environ.get(VARIABLE) or f"{home}/vlmdistill")))
+    return Path(os.environ.get(VARIABLE) or f"{home}/vlmdistill").expanduser().resolve()
 
 
 def is_url(name: str | Path) -> bool:
@@ -39,8 +39,8 @@ def copy_of(url: str) -> Path:
 
 
 def address(path: str | Path) -> str:
-    """The URL of a copy; the absolute path of any other file."""
-    full = os.path.abspath(path)
+    """The URL of a copy; the absolute path of any other file, without symbolic links."""
+    full = os.path.realpath(path)
     protocol, _, rest = full.removeprefix(f"{cache()}/").partition("/")
     return f"{protocol}://{rest}" if full.startswith(f"{cache()}/") and protocol in PROTOCOLS else full
 

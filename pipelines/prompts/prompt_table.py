@@ -77,8 +77,9 @@ def read(path: Path, model: str = "M") -> list[Prompt]:
     `model` is the target that the error message names.
     """
     _require_there(path, model)
+    base = address(path.parent)
     with _reading(path):
-        return [_prompt(row, address(path.parent)) for row in _file(path).read(schema().names).to_pylist()]
+        return [_prompt(row, base) for row in _file(path).read(schema().names).to_pylist()]
 
 
 @contextmanager
@@ -233,17 +234,15 @@ def write(out: Path, prompts: Iterable[Prompt]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    bases = (f"{address(out.parent)}/", f"{out.parent.resolve()}/")
-    table = pa.Table.from_pylist([_row(prompt, bases) for prompt in prompts], schema())
+    base = f"{address(out.parent)}/"
+    table = pa.Table.from_pylist([_row(prompt, base) for prompt in prompts], schema())
     with atomic_write(out) as file:
         pq.write_table(table, file, compression="zstd")
 
 
-def _row(prompt: Prompt, bases: tuple[str, str]) -> dict[str, Any]:
-    def part(one: dict[str, Any]) -> dict[str, Any]:
-        if "path" not in one:
-            return one
-        return one | {"path": one["path"].removeprefix(bases[0]).removeprefix(bases[1])}
-
-    messages = [turn | {"content": [part(one) for one in turn["content"]]} for turn in prompt.messages]
+def _row(prompt: Prompt, base: str) -> dict[str, Any]:
+    """The row of a prompt, with paths relative to `base` where they are below it."""
+    messages = [turn | {"content": [*map(dict, turn["content"])]} for turn in prompt.messages]
+    for part in media_parts(messages):
+        part["path"] = part["path"].removeprefix(base)
     return vars(prompt) | {"messages": messages}

@@ -52,7 +52,7 @@ class Shared:
 
     def check_media(self) -> None:
         """DataError if files are missing."""
-        missing = [path for path in self.media if not _readable(path)]
+        missing = [path for path in self.media if not os.access(_local(path), os.R_OK)]
         if missing:
             raise DataError(
                 f"{len(missing)} of {len(self.media)} checked images and videos cannot be read, such as "
@@ -80,14 +80,16 @@ class Shared:
 def some_media(prompts: Sequence[Prompt]) -> tuple[str, ...]:
     """Up to `MEDIA` files of the prompts that exist here; of many prompts, those of a few are looked at."""
     few = range(0, len(prompts), len(prompts) // LOOKED_AT or 1)
-    return tuple(filter(_readable, spread(path for at in few for path in prompts[at].files)))
+    files = spread(path for at in few for path in prompts[at].files)
+    return tuple(path for path in files if os.path.exists(_local(path)))
 
 
-def _readable(path: str) -> bool:
+def _local(path: str) -> str:
+    """The path, or that of the copy of a URL; of one that cannot be read, a path that does not exist."""
     try:
-        return os.access(at_hand(path), os.R_OK)
-    except MediaError:  # of a URL
-        return False
+        return str(at_hand(path))
+    except MediaError:
+        return path
 
 
 def spread(paths: Iterable[str]) -> list[str]:

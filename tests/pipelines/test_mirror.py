@@ -14,6 +14,7 @@ from random import Random
 from typing import Any
 
 import fsspec
+import pyarrow.parquet as pq
 import pytest
 
 from tests import tiny
@@ -24,6 +25,7 @@ from vlmdistill.pipelines.media.images import MediaError
 from vlmdistill.pipelines.media.urls import at_hand
 from vlmdistill.pipelines.prompts import prompt_table
 from vlmdistill.pipelines.prompts.importing import import_prompts
+from vlmdistill.pipelines.runtime.shared import some_media
 from vlmdistill.pipelines.workspace import Workspace, only_writer
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.backends.remote import Remote
@@ -461,6 +463,37 @@ def test_a_local_workspace_can_be_moved_with_its_images(tmp_path: Path) -> None:
     here.rename(tmp_path / "moved")
     (prompt,) = prompt_table.load(tmp_path / "moved/prompts.parquet")
     assert Path(prompt.files[0]).read_bytes() == (tmp_path / "1.png").read_bytes()
+
+
+def test_prompts_are_found_behind_a_symbolic_link(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    source, out = rows(tmp_path, data_url(tmp_path)), tmp_path / "link/prompts.parquet"
+    import_prompts([source], out)
+    assert prompt_table.read(out) == prompt_table.read(tmp_path / "real/prompts.parquet")
+    (row,) = pq.read_table(out).to_pylist()
+    paths = [part["path"] for turn in row["messages"] for part in turn["content"] if part["type"] == "image"]
+    assert [Path(path).parts[0] for path in paths] == ["images"]
+
+
+def test_a_cache_behind_a_symbolic_link_is_the_same_cache(
+    runs: str, on: On, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = on("a")
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    linked = on("link")
+    assert (linked.root, linked.mirror) == (a.root, a.mirror)
+    import_prompts([rows(tmp_path, data_url(tmp_path))], linked.prompts)
+    ((file,),) = (prompt.files for prompt in prompt_table.read(linked.prompts))
+    assert file.startswith(f"{runs}/demo/images/")
+
+
+def test_the_check_of_machines_keeps_files_that_the_driver_may_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import_prompts([rows(tmp_path, "1.png")], tmp_path / "prompts.parquet")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may read all
+    assert some_media(prompt_table.read(tmp_path / "prompts.parquet")) == (str(tmp_path / "1.png"),)
 
 
 def test_images_and_videos_may_be_in_an_object_store(
