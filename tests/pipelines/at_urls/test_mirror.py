@@ -1,79 +1,18 @@
 """A workspace at a URL: what one machine writes another has, and nothing is overwritten or lost."""
 
 import json
-import os
-import secrets
-import socket
-import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
-from random import Random
-from typing import Any
 
 import fsspec
-import pyarrow.parquet as pq
 import pytest
 
-from tests import tiny
+from tests.pipelines.at_urls.disks import On, drafter, there, write
 from vlmdistill.cli.main import main
-from vlmdistill.pipelines import mirror, remote_lock
-from vlmdistill.pipelines.media.frames import check_unchanged, media_file
-from vlmdistill.pipelines.media.images import MediaError
-from vlmdistill.pipelines.media.urls import at_hand
-from vlmdistill.pipelines.prompts import prompt_table
-from vlmdistill.pipelines.prompts.importing import import_prompts
-from vlmdistill.pipelines.runtime.shared import some_media
+from vlmdistill.pipelines import mirror
 from vlmdistill.pipelines.workspace import Workspace, only_writer
-from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.backends.remote import Remote
 from vlmdistill.stores.errors import DataError
-
-On = Callable[[str], Workspace]
-
-
-@pytest.fixture
-def runs() -> str:
-    return f"memory://{secrets.token_hex(8)}/runs"
-
-
-@pytest.fixture
-def on(runs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[On]:
-    """The workspace as a machine sees it that has a name and a disk of its own."""
-    monkeypatch.setattr(mirror, "EVERY", 3600.0)
-    monkeypatch.setattr(remote_lock, "POLL", 0.05)
-    opened = list[Workspace]()
-
-    def on(machine: str) -> Workspace:
-        monkeypatch.setenv("VLMDISTILL_CACHE", str(tmp_path / machine))
-        monkeypatch.setattr(socket, "gethostname", lambda: machine)
-        opened.append(Workspace.of("demo", runs))
-        return opened[-1]
-
-    yield on
-    for one in opened:
-        if one.mirror:
-            one.mirror.stop()
-
-
-def there(runs: str) -> dict[str, bytes]:
-    """The files at the URL."""
-    files = fsspec.filesystem("memory")
-    base = runs.removeprefix("memory:/") + "/demo/"
-    return {path.removeprefix(base): files.cat_file(path) for path in files.find(base)}
-
-
-def write(path: Path, text: str) -> None:
-    with atomic_write(path) as new:
-        new.write_text(text)
-
-
-def drafter(workspace: Workspace, name: str, text: str) -> None:
-    folder = workspace.drafter(name)
-    write(folder / "model.safetensors", f"weights {text}")
-    write(folder / "config.json", f"config {text}")
 
 
 def test_what_one_machine_writes_another_has(runs: str, on: On) -> None:
@@ -355,186 +294,6 @@ def test_changes_are_sent_while_a_command_runs(runs: str, on: On, monkeypatch: p
     assert sent.wait(60)
 
 
-@contextmanager
-def held(workspace: Workspace) -> Iterator[None]:
-    with only_writer(workspace.responses):
-        yield
-
-
-def test_a_part_has_one_writer_on_all_machines(runs: str, on: On, monkeypatch: pytest.MonkeyPatch) -> None:
-    a, b = on("a"), on("b")
-    on("a")
-    monkeypatch.setattr(remote_lock, "TOUCHED", 0.02)
-    with held(a):
-        on("b")
-        with pytest.raises(DataError, match=r"on a, is writing to memory://"), held(b):
-            pass
-        with only_writer(b.drafter("hivis")):  # another part
-            pass
-    with held(b):
-        pass
-    assert not [name for name in there(runs) if name.endswith(".lock")]
-
-
-def test_a_lock_that_nobody_touches_is_taken_over(runs: str, on: On, monkeypatch: pytest.MonkeyPatch) -> None:
-    a, b = on("a"), on("b")
-    on("a")
-    lost = held(a)
-    lost.__enter__()
-    monkeypatch.setattr(remote_lock, "ABANDONED", 0.2)
-    on("b")
-    with held(b):
-        write(b.responses / "part-1", "of b")
-    assert there(runs) == {"responses/part-1": b"of b"}
-    lost.__exit__(None, None, None)  # it was not lost: it leaves the lock of others alone
-    assert there(runs) == {"responses/part-1": b"of b"}
-
-
-def test_the_lock_of_a_process_that_was_killed_here_is_taken_over_at_once(runs: str, on: On) -> None:
-    a = on("a")
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    for process in (ended.pid, os.getpid()):  # the second: of an earlier container, with the same numbers
-        holder = {"host": "a", "machine": remote_lock.machine(), "process": process, "token": "x"}
-        left = json.dumps(holder)
-        fsspec.filesystem("memory").pipe_file(f"{runs}/demo/.responses.lock", left.encode())
-        with held(a):
-            pass
-    assert there(runs) == {}
-
-
-def test_a_writer_begins_with_what_the_writer_before_has_left(runs: str, on: On) -> None:
-    a, b = on("a"), on("b")
-    assert not (b.responses / "part-1").exists()  # fetched before
-    on("a")
-    with held(a):
-        write(a.responses / "part-1", "of a")
-    on("b")
-    with held(b):
-        assert (b.responses / "part-1").read_text() == "of a"
-
-
-def test_a_store_at_a_url_has_one_writer_on_all_machines(runs: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_lock, "POLL", 0.05)
-    monkeypatch.setattr(remote_lock, "TOUCHED", 0.02)
-    store = f"{runs}/store"
-    with only_writer(store):
-        monkeypatch.setattr(socket, "gethostname", lambda: "another")
-        with pytest.raises(DataError, match=f"is writing to {store}"), only_writer(store):
-            pass
-    with only_writer(store):
-        pass
-    assert there(runs.removesuffix("runs") + "runs") == {}
-
-
-def rows(folder: Path, image: str) -> str:
-    tiny.picture(28, 28, 1).save(folder / "1.png")
-    talk = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A house."}]
-    (folder / "rows.json").write_text(json.dumps([{"image": image, "conversations": talk}]))
-    return str(folder / "rows.json")
-
-
-def data_url(folder: Path) -> str:
-    import base64
-
-    tiny.picture(28, 28, 1).save(folder / "1.png")
-    return "data:image/png;base64," + base64.b64encode((folder / "1.png").read_bytes()).decode()
-
-
-def test_images_of_a_workspace_are_fetched_when_they_are_read(runs: str, on: On, tmp_path: Path) -> None:
-    a = on("a")
-    import_prompts([rows(tmp_path, data_url(tmp_path))], a.prompts)
-    a.close()
-    b = on("b")
-    (prompt,) = prompt_table.load(b.prompts, "demo")
-    (file,) = prompt.files
-    assert file.startswith(f"{runs}/demo/images/")
-    assert not (b.root / "images").exists()
-    assert at_hand(file).read_bytes() == (tmp_path / "1.png").read_bytes()
-    assert at_hand(file).is_relative_to(b.root)
-    assert prompt_table.read(b.prompts)[0] == prompt
-    again = import_prompts([rows(tmp_path, data_url(tmp_path))], b.prompts)
-    assert (again.present, again.added) == (1, 0)
-
-
-def test_a_local_workspace_can_be_moved_with_its_images(tmp_path: Path) -> None:
-    here = tmp_path / "here"
-    import_prompts([rows(tmp_path, data_url(tmp_path))], here / "prompts.parquet")
-    here.rename(tmp_path / "moved")
-    (prompt,) = prompt_table.load(tmp_path / "moved/prompts.parquet")
-    assert Path(prompt.files[0]).read_bytes() == (tmp_path / "1.png").read_bytes()
-
-
-def test_prompts_are_found_behind_a_symbolic_link(tmp_path: Path) -> None:
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    source, out = rows(tmp_path, data_url(tmp_path)), tmp_path / "link/prompts.parquet"
-    import_prompts([source], out)
-    assert prompt_table.read(out) == prompt_table.read(tmp_path / "real/prompts.parquet")
-    (row,) = pq.read_table(out).to_pylist()
-    paths = [part["path"] for turn in row["messages"] for part in turn["content"] if part["type"] == "image"]
-    assert [Path(path).parts[0] for path in paths] == ["images"]
-
-
-def test_a_cache_behind_a_symbolic_link_is_the_same_cache(
-    runs: str, on: On, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    a = on("a")
-    (tmp_path / "link").symlink_to(tmp_path / "a")
-    linked = on("link")
-    assert (linked.root, linked.mirror) == (a.root, a.mirror)
-    import_prompts([rows(tmp_path, data_url(tmp_path))], linked.prompts)
-    ((file,),) = (prompt.files for prompt in prompt_table.read(linked.prompts))
-    assert file.startswith(f"{runs}/demo/images/")
-
-
-def test_the_check_of_machines_keeps_files_that_the_driver_may_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import_prompts([rows(tmp_path, "1.png")], tmp_path / "prompts.parquet")
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may read all
-    assert some_media(prompt_table.read(tmp_path / "prompts.parquet")) == (str(tmp_path / "1.png"),)
-
-
-def test_images_and_videos_may_be_in_an_object_store(
-    runs: str, on: On, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    on("a")
-    files = fsspec.filesystem("memory")
-    tiny.picture(28, 28, 1).save(tmp_path / "1.png")
-    for name in ("1.png", "film/1.png", "film/2.png"):
-        files.pipe_file(f"{runs}/data/{name}", (tmp_path / "1.png").read_bytes())
-    talk: list[dict[str, Any]] = [{"from": "human", "value": "What?"}]
-    made = [
-        {"image": f"{runs}/data/1.png", "conversations": talk},
-        {"video": f"{runs}/data/film", "conversations": talk},
-        {"image": f"{runs}/data/2.png", "conversations": talk},
-        {"image": f"{runs}/../2.png", "conversations": talk},
-    ]
-    (tmp_path / "rows.json").write_text(json.dumps(made))
-    files.pipe_file(f"{runs}/data/1.png", b"an older image")
-    stale = at_hand(f"{runs}/data/1.png")
-    files.pipe_file(f"{runs}/data/1.png", (tmp_path / "1.png").read_bytes())
-    assert stale.read_bytes() == b"an older image"
-    summary = import_prompts([str(tmp_path / "rows.json")], tmp_path / "prompts.parquet")
-    assert summary.added == 2
-    assert sum(summary.skipped.values()) == 2
-    monkeypatch.setenv("VLMDISTILL_CACHE", str(tmp_path / "another"))
-    image, video = prompt_table.read(tmp_path / "prompts.parquet")
-    assert image.files == [f"{runs}/data/1.png"]
-    assert at_hand(image.files[0]).read_bytes() == (tmp_path / "1.png").read_bytes()
-    assert sorted(path.name for path in at_hand(video.files[0]).iterdir()) == ["1.png", "2.png"]
-    copy = at_hand(image.files[0])
-    copy.write_bytes(b"of another time")
-    assert media_file(image.media[0]).read_bytes() == (tmp_path / "1.png").read_bytes()
-    files.pipe_file(f"{runs}/data/1.png", b"changed")
-    media_file(image.media[0])  # as it was imported
-    copy.unlink()
-    media_file(image.media[0])
-    with pytest.raises(MediaError, match=f"{runs}/data/1.png has changed"):
-        check_unchanged(image.media[0])
-
-
 def test_two_machines_that_write_a_report_at_once_lose_neither(
     runs: str, on: On, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -625,14 +384,6 @@ def test_a_drafter_survives_a_lost_reply_to_the_removal_of_its_description(
     assert there(runs)["drafters/hivis/config.json"] == b"config 1"
 
 
-def test_a_lock_of_an_impossible_process_is_taken_over(runs: str, on: On) -> None:
-    a = on("a")
-    lock = {"host": "a", "machine": remote_lock.machine(), "process": 1 << 62, "token": ""}
-    fsspec.filesystem("memory").pipe_file(f"{runs}/demo/.responses.lock", json.dumps(lock).encode())
-    with only_writer(a.responses):
-        pass
-
-
 def test_a_record_leads_nowhere_else(on: On) -> None:
     a = on("a")
     outside = a.root.parent / "outside.unfinished"
@@ -644,67 +395,3 @@ def test_a_record_leads_nowhere_else(on: On) -> None:
     assert a.responses
     a.close()
     assert outside.read_text() == "mine"
-
-
-NAMES = (
-    "prompts.parquet",
-    "responses/part-1.parquet",
-    "responses/settings.json",
-    "reports/hivis.json",
-    "reports/.1.unfinished",
-    "drafters/hivis/model.safetensors",
-    "drafters/hivis/config.json",
-    "drafters/hivis.training/metrics.jsonl",
-)
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_no_content_is_lost_that_nobody_has_replaced_or_removed(
-    seed: int, runs: str, on: On, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    random = Random(seed)
-    living, trouble = set[str](), 0.0
-
-    def faulty(call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*given: Any) -> Any:
-            if random.random() < trouble:
-                raise ConnectionError("before")
-            result = call(*given)
-            if random.random() < trouble:
-                raise ConnectionError("after")
-            return result
-
-        return run
-
-    for name in ("create", "replace", "remove", "versions", "read_range"):
-        monkeypatch.setattr(Remote, name, faulty(getattr(Remote, name)))
-
-    def everywhere() -> set[str]:
-        files = [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
-        return {*files, *(data.decode() for data in there(runs).values())}
-
-    for step in range(60):
-        workspace = on(random.choice("abc"))
-        assert workspace.mirror
-        trouble = random.choice((0.0, 0.0, 0.1))
-        if random.random() < 0.3:  # the process was killed: what it knew but has not recorded is gone
-            workspace.mirror.stop()
-            mirror._mirror.cache_clear()
-            workspace = on(socket.gethostname())
-        assert workspace.mirror
-        with suppress(DataError, ConnectionError):
-            for part in mirror.PARTS:
-                workspace.mirror.fetch(part)
-            for name in random.sample(NAMES, random.randrange(4)):
-                path = workspace.root / name
-                if path.exists():
-                    living.discard(path.read_text())
-                if random.random() < 0.2:
-                    path.unlink(missing_ok=True)
-                else:
-                    write(path, content := f"{step} {name}")
-                    living.add(content)
-            workspace.mirror.send(*random.choice(((), ("responses", "drafters/hivis"))))
-            if random.random() < 0.5:
-                workspace.close()
-        assert living <= everywhere(), living - everywhere()
