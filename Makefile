@@ -29,11 +29,11 @@ $(VENV)/.ready: pyproject.toml
 	@touch $@
 
 engine: $(ENGINE)/.ready  ## create .venv-engine: vLLM, with the package and its plugin
-$(ENGINE)/.ready: pyproject.toml pipelines/engines/repair.py
+$(ENGINE)/.ready: pyproject.toml pipelines/vllm/repair.py
 	test -x $(ENGINE)/bin/python || $(PYTHON) -m venv $(ENGINE)
 	$(ENGINE)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" "$(VLLM)" "$(AV)"
 	$(ENGINE)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
-	$(ENGINE)/bin/python -m vlmdistill.pipelines.engines.repair > $(ENGINE)/versions.txt
+	$(ENGINE)/bin/python -m vlmdistill.pipelines.vllm.repair > $(ENGINE)/versions.txt
 	@cat $(ENGINE)/versions.txt
 	@touch $@
 

@@ -68,7 +68,7 @@ def create_store(
         >>> with store.writer("first-shard") as writer:
         ...     writer.add(sample)
     """
-    from vlmdistill.pipelines.features.capturer import stored_head
+    from vlmdistill.pipelines.data.features.capturer import stored_head
 
     provenance = target.provenance(as_features(features), dtype)
     return Store.create(path, provenance, target.info, stored_head(target), encoding)

@@ -10,11 +10,11 @@ import torch
 from vlmdistill.drafters.core.drafter import Proposer
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.decoding.decoders import decode
-from vlmdistill.pipelines.responses.dataset import SamplingSettings
-from vlmdistill.pipelines.responses.generate import pieces
+from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
+from vlmdistill.pipelines.data.responses.pieces import pieces
 from vlmdistill.pipelines.targets.checkpoints.loading import load
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
-from vlmdistill.pipelines.workspace import Workspace
+from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import DataError
 
 if TYPE_CHECKING:

@@ -35,13 +35,13 @@ import transformers
 from PIL import Image
 
 from vlmdistill.drafters.decoding.clock import wait
+from vlmdistill.pipelines.data.features import capturer
+from vlmdistill.pipelines.data.features.capturer import Capturer, CaptureSettings, stored_head
+from vlmdistill.pipelines.data.features.shard_plan import CaptureItem, CaptureTask
+from vlmdistill.pipelines.data.prompts import prompt_table
+from vlmdistill.pipelines.data.responses.dataset import ResponseRow
 from vlmdistill.pipelines.demo.prompts import DemoSize, import_demo
-from vlmdistill.pipelines.features import capturer
-from vlmdistill.pipelines.features.capturer import Capturer, CaptureSettings, stored_head
-from vlmdistill.pipelines.features.shard_plan import CaptureItem, CaptureTask
 from vlmdistill.pipelines.media.images import large_images
-from vlmdistill.pipelines.prompts import prompt_table
-from vlmdistill.pipelines.responses.dataset import ResponseRow
 from vlmdistill.pipelines.targets import batching
 from vlmdistill.pipelines.targets import encode as target_encode
 from vlmdistill.pipelines.targets.batching import packed

@@ -9,7 +9,7 @@ embedded targets the claims on speed are tested on the decoding alone, since the
 from dataclasses import dataclass
 from typing import Literal
 
-from vlmdistill.pipelines.evaluation.statistics import Rate
+from vlmdistill.pipelines.bench.statistics import Rate
 
 
 @dataclass(frozen=True)

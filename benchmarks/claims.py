@@ -21,10 +21,10 @@ from typing import Literal
 from benchmarks import say
 from benchmarks.claimed import PAPERS, Claim, Paper, Setting
 from benchmarks.trial import Run, Trial, compare, cost
-from vlmdistill.pipelines import software
-from vlmdistill.pipelines.evaluation.statistics import FEWEST, FEWEST_SEEDS, Difference, difference, figures
+from vlmdistill.pipelines.bench.statistics import FEWEST, FEWEST_SEEDS, Difference, difference, figures
+from vlmdistill.pipelines.targets import software
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
-from vlmdistill.pipelines.workspace import Workspace
+from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import StoppedError, VlmdistillError
 
 Verdict = Literal["holds", "does not hold", "cannot be told"]

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from benchmarks.claimed import Setting
 from benchmarks.trial import Trial, cost
-from vlmdistill.pipelines.evaluation import evaluate
-from vlmdistill.pipelines.evaluation.records import Measurement
-from vlmdistill.pipelines.evaluation.statistics import FEWEST_SEEDS, difference, figures
-from vlmdistill.pipelines.workspace import Workspace
+from vlmdistill.pipelines.bench import evaluate
+from vlmdistill.pipelines.bench.records import Measurement
+from vlmdistill.pipelines.bench.statistics import FEWEST_SEEDS, difference, figures
+from vlmdistill.pipelines.workspace.workspace import Workspace
 
 WREN = Setting("wren")
 DEMO = ("stages.text.epochs=1", "stages.multimodal.epochs=9")  # as the recipe `demo` divides the steps

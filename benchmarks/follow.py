@@ -14,13 +14,13 @@ from functools import partial
 from pathlib import Path
 
 from vlmdistill.drafters.checkpoints import checkpoint
-from vlmdistill.pipelines.evaluation import evaluate
-from vlmdistill.pipelines.evaluation.records import read
-from vlmdistill.pipelines.evaluation.statistics import figures
-from vlmdistill.pipelines.features.capturer import CaptureSettings, capture
-from vlmdistill.pipelines.prompts import prompt_table
-from vlmdistill.pipelines.runtime.workers import WorkerOptions
-from vlmdistill.pipelines.workspace import Workspace
+from vlmdistill.pipelines.bench import evaluate
+from vlmdistill.pipelines.bench.records import read
+from vlmdistill.pipelines.bench.statistics import figures
+from vlmdistill.pipelines.cluster.pool import WorkerOptions
+from vlmdistill.pipelines.data.features.capturer import CaptureSettings, capture
+from vlmdistill.pipelines.data.prompts import prompt_table
+from vlmdistill.pipelines.workspace.workspace import Workspace
 
 MODEL = "demo"
 

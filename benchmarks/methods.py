@@ -22,13 +22,13 @@ from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.drafter import Proposer
 from vlmdistill.drafters.decoding.decoders import speculate
 from vlmdistill.pipelines import flow, train
-from vlmdistill.pipelines.evaluation import evaluate
-from vlmdistill.pipelines.evaluation.comparison import rank
-from vlmdistill.pipelines.evaluation.records import Evaluation
-from vlmdistill.pipelines.evaluation.statistics import figures
-from vlmdistill.pipelines.runtime.processes import FunctionDone
+from vlmdistill.pipelines.bench import evaluate
+from vlmdistill.pipelines.bench.records import Evaluation
+from vlmdistill.pipelines.bench.statistics import figures
+from vlmdistill.pipelines.cluster.processes import FunctionDone
+from vlmdistill.pipelines.report.comparison import rank
 from vlmdistill.pipelines.targets.checkpoints.loading import load
-from vlmdistill.pipelines.workspace import Workspace
+from vlmdistill.pipelines.workspace.workspace import Workspace
 
 UNTRAINED = 4  # prompts for the untrained drafters
 

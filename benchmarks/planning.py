@@ -12,12 +12,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.store import FEATURE, origin
-from vlmdistill.pipelines.features import capturer, shard_plan
-from vlmdistill.pipelines.prompts import prompt_table
-from vlmdistill.pipelines.responses import dataset, responder
-from vlmdistill.pipelines.runtime.cluster import Machine
-from vlmdistill.pipelines.runtime.shared import some_media
-from vlmdistill.pipelines.runtime.tasks import Member, Queue, Step
+from vlmdistill.pipelines.cluster.queue import Member, Queue, Step
+from vlmdistill.pipelines.cluster.session import Machine
+from vlmdistill.pipelines.cluster.shared import some_media
+from vlmdistill.pipelines.data.features import capturer, shard_plan
+from vlmdistill.pipelines.data.prompts import prompt_table
+from vlmdistill.pipelines.data.responses import dataset, responder
 from vlmdistill.stores.integrity.verify import verify
 from vlmdistill.stores.manifest import units
 from vlmdistill.stores.schema import Sample, content_hash

@@ -30,23 +30,24 @@ from vlmdistill.drafters.core.drafter import Drafter
 from vlmdistill.drafters.decoding import tree_search
 from vlmdistill.drafters.training.batches import as_batch
 from vlmdistill.drafters.training.unroll import supervised, unroll
-from vlmdistill.pipelines import flow, software, train
-from vlmdistill.pipelines.demo import files
-from vlmdistill.pipelines.demo.clips import patches_for
-from vlmdistill.pipelines.evaluation import evaluate
-from vlmdistill.pipelines.evaluation.records import (
+from vlmdistill.pipelines import flow, train
+from vlmdistill.pipelines.bench import evaluate
+from vlmdistill.pipelines.bench.records import (
     Decoding,
     Measurement,
     PromptKind,
     PromptResult,
 )
-from vlmdistill.pipelines.features.capturer import CaptureSettings
-from vlmdistill.pipelines.prompts.importing import Choices, import_prompts
-from vlmdistill.pipelines.responses.dataset import SamplingSettings
-from vlmdistill.pipelines.runtime.processes import FunctionDone
-from vlmdistill.pipelines.runtime.workers import WorkerOptions
+from vlmdistill.pipelines.cluster.pool import WorkerOptions
+from vlmdistill.pipelines.cluster.processes import FunctionDone
+from vlmdistill.pipelines.data.features.capturer import CaptureSettings
+from vlmdistill.pipelines.data.prompts.importing import Choices, import_prompts
+from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
+from vlmdistill.pipelines.demo import files
+from vlmdistill.pipelines.demo.clips import patches_for
+from vlmdistill.pipelines.targets import software
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
-from vlmdistill.pipelines.workspace import Workspace
+from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.loader.epoch import Epoch

@@ -40,7 +40,7 @@ from vlmdistill.pipelines.targets.checkpoints.loading import load
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.pipelines.targets.encode import EncodedPrompt
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
-from vlmdistill.pipelines.workspace import Workspace
+from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import DataError, TrainingError
 
 DRAFTERS = ("eagle2", "msd", "vispec", "hivis", "sparrow", "wren")

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 import typer
 
 if TYPE_CHECKING:
-    from vlmdistill.pipelines.engines.environment import EngineName
-    from vlmdistill.pipelines.runtime.workers import WorkerOptions
+    from vlmdistill.pipelines.cluster.environment import EngineName
+    from vlmdistill.pipelines.cluster.pool import WorkerOptions
     from vlmdistill.pipelines.targets.checkpoints.registry import Options
-    from vlmdistill.pipelines.workspace import Workspace
+    from vlmdistill.pipelines.workspace.workspace import Workspace
 
 LAST_SEED = 2**32 - 1  # all random generators accept it
 SIGINT_STATUS, SIGTERM_STATUS = 128 + signal.SIGINT, 128 + signal.SIGTERM
@@ -144,7 +144,7 @@ opened: list["Workspace"] = []
 
 def workspace(model: str, runs: str | None) -> "Workspace":
     """The workspace of a target."""
-    from vlmdistill.pipelines.workspace import Workspace
+    from vlmdistill.pipelines.workspace.workspace import Workspace
 
     opened.append(Workspace.of(model, runs))
     return opened[-1]
@@ -163,7 +163,7 @@ def worker_options(
     engine: "EngineName" = "transformers",
 ) -> "WorkerOptions":
     """How many workers a stage uses, how each loads the target, and what runs it."""
-    from vlmdistill.pipelines.runtime.workers import WorkerOptions
+    from vlmdistill.pipelines.cluster.pool import WorkerOptions
 
     options = WorkerOptions(workers=workers, load=loading(attention, dtype), engine=engine)
     return options if wait is None else replace(options, wait=wait)

@@ -8,7 +8,7 @@ import typer
 from vlmdistill.cli import console
 
 if TYPE_CHECKING:
-    from vlmdistill.pipelines.runtime.doctor import MachineReport
+    from vlmdistill.pipelines.cluster.doctor import MachineReport
 
 
 def doctor(
@@ -39,11 +39,19 @@ def doctor(
     can be read and written (which proves its credentials), free disk, GPUs that torch can use, and the clock.
     The exit status is 1 if a check fails; a line on stderr says what to do.
     """
-    from vlmdistill.pipelines.runtime.doctor import PACKAGES, examine
+    from vlmdistill.pipelines.cluster.doctor import PACKAGES, examine
+    from vlmdistill.pipelines.data.prompts.importing import media_of
 
     workspace = console.workspace(model, runs)
     with console.waiting("waiting for the machines"):
-        reports = examine(workspace, store or "", media, address or "", least, wait)
+        reports = examine(
+            workspace.model,
+            store or workspace.features,
+            lambda: media_of(workspace.prompts, media),
+            address or "",
+            least,
+            wait,
+        )
     if as_json:
         console.result({name: vars(report) for name, report in reports.items()}, as_json)
     else:

@@ -11,10 +11,9 @@ from vlmdistill.cli import console
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vlmdistill.pipelines.evaluation.comparison import Ranking
-    from vlmdistill.pipelines.evaluation.records import Evaluation
-    from vlmdistill.pipelines.evaluation.served import ServedDrafters
-    from vlmdistill.pipelines.evaluation.statistics import Checks, Figures, Rate
+    from vlmdistill.pipelines.bench.records import Evaluation
+    from vlmdistill.pipelines.bench.served import ServedDrafters
+    from vlmdistill.pipelines.report.comparison import Ranking
 
 SERVER = "openai:"
 HERE, VLLM, THERE = "transformers", "vllm", "openai:URL"
@@ -110,12 +109,12 @@ def evaluate(
     engine` once. The exit status is 1 when a response at temperature 0 differs from the target's by more than
     a near-tie, a request failed, or a drafter could not be served.
     """
-    from vlmdistill.pipelines.prompts import prompt_table
+    from vlmdistill.pipelines.data.prompts import prompt_table
 
     kind = _engine(context, engine, drafters or [])
     workspace = console.workspace(model, runs)
     if bench:
-        from vlmdistill.pipelines.prompts.imports import import_benchmarks
+        from vlmdistill.pipelines.flow import import_benchmarks
 
         if prompts is not None:
             raise typer.BadParameter("--bench has its own", param_hint="--prompts")
@@ -127,7 +126,7 @@ def evaluate(
         raise typer.BadParameter("it needs --bench", param_hint="--bench-data")
     limit = 100 if limit is None else limit
     if kind != HERE:
-        from vlmdistill.pipelines.evaluation import served
+        from vlmdistill.pipelines.bench import served
 
         load = served.Load(
             concurrencies=tuple(dict.fromkeys(concurrency or (1,))),
@@ -162,7 +161,7 @@ def evaluate(
         return
     prompt_table.load(prompts or workspace.prompts, model, "eval", 1)  # before the slow imports
     from vlmdistill.drafters.core.tree import Tree
-    from vlmdistill.pipelines.evaluation import evaluate as pipeline
+    from vlmdistill.pipelines.bench import evaluate as pipeline
 
     settings = pipeline.Settings(
         temperatures=tuple(dict.fromkeys(temperature or (0.0,))),
@@ -205,7 +204,7 @@ def show_served(found: "ServedDrafters", as_json: bool, *, by_name: bool = False
     """Print a line for each temperature, concurrency and server; Exit 1 if something failed."""
     import msgspec
 
-    from vlmdistill.pipelines.evaluation.served_records import TABLE, load_figures, table
+    from vlmdistill.pipelines.bench.served_records import TABLE, load_figures, table
 
     loads = {made.name: [load_figures(load) for load in made.loads] for made in found.made}
     if as_json:
@@ -243,7 +242,8 @@ def known(facts: Any) -> Any:
 
 def show(evaluations: "list[Evaluation]") -> None:
     """Print one line per drafter and temperature; warnings on stderr."""
-    from vlmdistill.pipelines.evaluation.comparison import rank
+    from vlmdistill.pipelines.report.comparison import rank
+    from vlmdistill.pipelines.report.tables import rate, responses
 
     header = ["drafter", "T", "tau", "accepted", "speedup", "decode speedup", "tokens/s", "identical"]
     rankings = rank(evaluations)
@@ -272,7 +272,8 @@ def check_lossless(evaluations: "Sequence[Evaluation]") -> None:
 
 def show_sets(evaluations: "Sequence[Evaluation]") -> None:
     """Print a line for each drafter, temperature and dataset, if there are several datasets."""
-    from vlmdistill.pipelines.evaluation.statistics import figures
+    from vlmdistill.pipelines.bench.statistics import figures
+    from vlmdistill.pipelines.report.tables import rate
 
     lines = []
     for one in evaluations:
@@ -289,7 +290,7 @@ def show_sets(evaluations: "Sequence[Evaluation]") -> None:
 
 def show_budgets(rankings: "Sequence[Ranking]") -> None:
     """Print the milliseconds of a cycle by phase, beside a step of plain decoding."""
-    from vlmdistill.pipelines.evaluation import charts
+    from vlmdistill.pipelines.report import charts
 
     header = [
         "milliseconds per cycle of",
@@ -312,26 +313,12 @@ def show_budgets(rankings: "Sequence[Ranking]") -> None:
         typer.echo()
 
 
-def rate(figures: "Figures", name: "Rate") -> str:
-    """A rate with its confidence interval, as one cell."""
-    from vlmdistill.pipelines.evaluation.served_records import cell
-
-    return cell(getattr(figures, name), figures.intervals.get(name))
-
-
-def responses(count: "Checks", kind: str = " identical") -> str:
-    """How many responses equal the target's own, as one cell."""
-    cell = f"{count.identical}/{count.total}{kind}" if count.total else "-"
-    cell += f", {count.near_tie} near-tie" if count.near_tie else ""
-    return cell + (f", {count.different} DIFFERENT" if count.different else "")
-
-
 def _facts(evaluation: "Evaluation") -> dict[str, Any]:
     """An evaluation as JSON, with figures instead of the numbers of each prompt, which are in its file."""
     import msgspec
 
-    from vlmdistill.pipelines.evaluation.records import LABELS
-    from vlmdistill.pipelines.evaluation.statistics import figures
+    from vlmdistill.pipelines.bench.records import LABELS
+    from vlmdistill.pipelines.bench.statistics import figures
 
     facts: dict[str, Any] = msgspec.to_builtins(evaluation)
     prompts = {"count": len(evaluation.keys), "hash": evaluation.prompt_set}

@@ -11,9 +11,9 @@ from vlmdistill.cli import console
 
 if TYPE_CHECKING:
     from vlmdistill.drafters.checkpoints.export import Exported
-    from vlmdistill.pipelines.engines.parity import Parity
-    from vlmdistill.pipelines.prompts.prompt_table import Prompt
-    from vlmdistill.pipelines.workspace import Workspace
+    from vlmdistill.pipelines.bench.parity import Parity
+    from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
+    from vlmdistill.pipelines.workspace.workspace import Workspace
 
 
 def export(
@@ -39,9 +39,9 @@ def export(
     that vLLM accepts per draft differ from those of our decoder by more than 1%.
     """
     from vlmdistill.drafters.checkpoints.export import export as write
-    from vlmdistill.pipelines.engines.environment import check_environment
-    from vlmdistill.pipelines.evaluation.evaluate import held_out
-    from vlmdistill.pipelines.workspace import checkpoint_folder
+    from vlmdistill.pipelines.bench.evaluate import held_out
+    from vlmdistill.pipelines.cluster.environment import check_environment
+    from vlmdistill.pipelines.workspace.workspace import checkpoint_folder
 
     if limit and not check:
         raise typer.BadParameter(f"--limit {limit}: it needs --check")
@@ -77,9 +77,9 @@ def compare(
     workspace: "Workspace", drafter: str, written: "Exported", prompts: "Sequence[Prompt]"
 ) -> "Parity":
     """Check an exported drafter; see `parity.check`."""
-    from vlmdistill.pipelines.engines import parity
-    from vlmdistill.pipelines.engines.messages import EngineJob
+    from vlmdistill.pipelines.bench import parity
     from vlmdistill.pipelines.targets.checkpoints.loading import load
+    from vlmdistill.pipelines.vllm.messages import EngineJob
 
     target = load(workspace.model, dtype=written.dtype)
     job = EngineJob(
@@ -97,11 +97,11 @@ def commands(model: str, written: "Exported") -> list[str]:
 
     import torch
 
-    from vlmdistill.pipelines.engines.environment import engine_python
-    from vlmdistill.pipelines.engines.serve import serve_command, vllm
+    from vlmdistill.pipelines.cluster.environment import engine_python
     from vlmdistill.pipelines.targets.checkpoints.registry import HUB
     from vlmdistill.pipelines.targets.embedded import EMBEDDED
-    from vlmdistill.pipelines.workspace import absolute_model
+    from vlmdistill.pipelines.vllm.serve import serve_command, vllm
+    from vlmdistill.pipelines.workspace.workspace import absolute_model
     from vlmdistill.stores.errors import TargetError
 
     try:

@@ -61,11 +61,11 @@ def features(
     fails on all machines.
     """
     from vlmdistill.pipelines import flow
-    from vlmdistill.pipelines.features import selection
-    from vlmdistill.pipelines.features.capturer import CaptureSettings
-    from vlmdistill.pipelines.prompts import prompt_table
-    from vlmdistill.pipelines.prompts.imports import import_sources
-    from vlmdistill.pipelines.runtime.reporting import check_failed
+    from vlmdistill.pipelines.cluster.reporting import check_failed
+    from vlmdistill.pipelines.data.features import selection
+    from vlmdistill.pipelines.data.features.capturer import CaptureSettings
+    from vlmdistill.pipelines.data.prompts import prompt_table
+    from vlmdistill.pipelines.flow import import_sources
     from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
 
     workspace = console.workspace(model, runs)

@@ -43,7 +43,7 @@ def generate(
     workspace = console.workspace(model, runs)
     sampling = {name: value for name, value in {"fps": fps, "frames": frames}.items() if value is not None}
     with console.waiting(f"loading {model}"):
-        from vlmdistill.pipelines.responses import generate as streaming
+        from vlmdistill.pipelines.data.responses import generate as streaming
 
         stream = streaming.generate(
             workspace,

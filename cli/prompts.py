@@ -106,8 +106,8 @@ def prompts(
     A folder of images and videos, or a tar archive of them
     vlmdistill prompts photos --ask "Describe the image."
     """
-    from vlmdistill.pipelines.prompts.importing import Choices
-    from vlmdistill.pipelines.prompts.imports import import_sources
+    from vlmdistill.pipelines.data.prompts.importing import Choices
+    from vlmdistill.pipelines.flow import import_sources
 
     choices = Choices(
         images=images,

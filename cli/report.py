@@ -1,7 +1,6 @@
 """`vlmdistill report`: all evaluations of a workspace as a page and tables, or what changed between two."""
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -10,20 +9,13 @@ import typer
 
 from vlmdistill.cli import console
 from vlmdistill.cli.evaluate import known
-from vlmdistill.cli.tables import COLUMNS, csv, latex, markdown
 
 if TYPE_CHECKING:
-    from vlmdistill.pipelines.evaluation.changes import Change
-    from vlmdistill.pipelines.evaluation.comparison import DrafterResult
-    from vlmdistill.pipelines.evaluation.report import ReportPage
+    from vlmdistill.pipelines.report.changes import Change
+    from vlmdistill.pipelines.report.comparison import DrafterResult
+    from vlmdistill.pipelines.report.page import ReportPage
 
 HIGHER, LOWER = "++", "--"
-TEXTS: "dict[str, Callable[[ReportPage], str]]" = {
-    "md": markdown,
-    "latex": latex,
-    "csv": csv,
-    "json": lambda found: json.dumps(_all_facts(found)) + "\n",
-}
 
 
 def report(
@@ -73,7 +65,7 @@ def report(
             )
         _compare(two[0], two[1], as_json or form == "json")
         return
-    from vlmdistill.pipelines.evaluation import report as pipeline
+    from vlmdistill.pipelines.report import page as pipeline
 
     found = pipeline.read(console.workspace(model, runs), out)
     written: dict[str, str] = {}
@@ -81,7 +73,7 @@ def report(
         pipeline.write(found.html, found.page)
         written["page"] = str(found.page)
     elif out is not None:
-        pipeline.write(TEXTS[form](found), out)
+        pipeline.write(_text(found, form), out)
         written[form] = str(out)
     if plots is not None:
         pipeline.plot(found, plots)
@@ -89,17 +81,26 @@ def report(
     if as_json:
         console.result({**written, **_all_facts(found)}, as_json=True)
     elif form != "html" and out is None:
-        typer.echo(TEXTS[form](found), nl=False)
+        typer.echo(_text(found, form), nl=False)
     else:
         if form == "html":
             _show(found)
         console.result(written, as_json=False)
 
 
+def _text(found: "ReportPage", form: str) -> str:
+    """The report in a form that is no page."""
+    from vlmdistill.pipelines.report import tables
+
+    forms = {"md": tables.markdown, "latex": tables.latex, "csv": tables.csv}
+    return forms[form](found) if form in forms else json.dumps(_all_facts(found)) + "\n"
+
+
 def _show(found: "ReportPage") -> None:
     """Print a table for each group."""
-    from vlmdistill.pipelines.evaluation.comparison import differing
-    from vlmdistill.pipelines.evaluation.served_records import TABLE, table
+    from vlmdistill.pipelines.bench.served_records import TABLE, table
+    from vlmdistill.pipelines.report.comparison import differing
+    from vlmdistill.pipelines.report.tables import COLUMNS
 
     if apart := differing(found.groups):
         typer.echo(f"{len(found.groups)} groups that do not compare; they differ in {', '.join(apart)}")
@@ -120,8 +121,8 @@ def _show(found: "ReportPage") -> None:
 
 def _all_facts(found: "ReportPage") -> dict[str, Any]:
     """The report as JSON."""
-    from vlmdistill.pipelines.evaluation.comparison import differing
-    from vlmdistill.pipelines.evaluation.served_records import load_figures
+    from vlmdistill.pipelines.bench.served_records import load_figures
+    from vlmdistill.pipelines.report.comparison import differing
 
     rows = [
         {"group": group.number, **_facts(one), "conditions": group.conditions}
@@ -152,7 +153,7 @@ def _facts(result: "DrafterResult") -> dict[str, Any]:
 
 def _compare(before: Path, after: Path, as_json: bool) -> None:
     """Print what changed."""
-    from vlmdistill.pipelines.evaluation import changes
+    from vlmdistill.pipelines.report import changes
 
     found = changes.compare(before, after)
     if as_json:

@@ -50,11 +50,11 @@ def responses(
     reason, but not used. A prompt that fails, such as one with an unreadable image, is retried on another
     machine; the exit status is 1 if any prompt fails in the end.
     """
-    from vlmdistill.pipelines.prompts import prompt_table
-    from vlmdistill.pipelines.responses import responder
-    from vlmdistill.pipelines.responses.dataset import SamplingSettings
-    from vlmdistill.pipelines.responses.quality import Filters
-    from vlmdistill.pipelines.runtime.reporting import check_failed
+    from vlmdistill.pipelines.cluster.reporting import check_failed
+    from vlmdistill.pipelines.data.prompts import prompt_table
+    from vlmdistill.pipelines.data.responses import responder
+    from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
+    from vlmdistill.pipelines.data.responses.quality import Filters
     from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
 
     workspace = console.workspace(model, runs)

@@ -9,9 +9,9 @@ import argparse
 import sys
 
 from vlmdistill.cli.main import main
-from vlmdistill.pipelines.evaluation.records import read
-from vlmdistill.pipelines.evaluation.statistics import FEWEST_SEEDS, Rate, difference
-from vlmdistill.pipelines.workspace import Workspace
+from vlmdistill.pipelines.bench.records import read
+from vlmdistill.pipelines.bench.statistics import FEWEST_SEEDS, Rate, difference
+from vlmdistill.pipelines.workspace.workspace import Workspace
 
 RATES: tuple[Rate, ...] = ("tau", "decode_speedup")
 

@@ -15,24 +15,29 @@ from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.config import DrafterConfig
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.pipelines import train
-from vlmdistill.pipelines.evaluation import evaluate
-from vlmdistill.pipelines.evaluation.records import Evaluation
-from vlmdistill.pipelines.features import capturer, synthesizer
-from vlmdistill.pipelines.features.capturer import CaptureSettings, CaptureSummary
-from vlmdistill.pipelines.prompts import prompt_table
-from vlmdistill.pipelines.prompts.imports import import_sources
-from vlmdistill.pipelines.prompts.prompt_table import Prompt
-from vlmdistill.pipelines.responses import dataset, responder
-from vlmdistill.pipelines.responses.dataset import SamplingSettings
-from vlmdistill.pipelines.responses.responder import ResponseSummary
-from vlmdistill.pipelines.runtime import cluster, reporting
-from vlmdistill.pipelines.runtime.reporting import OnProgress, check_failed
-from vlmdistill.pipelines.runtime.shared import marked
-from vlmdistill.pipelines.runtime.workers import WorkerOptions
+from vlmdistill.pipelines.bench import evaluate
+from vlmdistill.pipelines.bench.records import Evaluation
+from vlmdistill.pipelines.cluster import reporting
+from vlmdistill.pipelines.cluster import session as cluster
+from vlmdistill.pipelines.cluster.pool import WorkerOptions
+from vlmdistill.pipelines.cluster.reporting import OnProgress, check_failed
+from vlmdistill.pipelines.cluster.shared import marked
+from vlmdistill.pipelines.data.features import capturer, synthesizer
+from vlmdistill.pipelines.data.features.capturer import CaptureSettings, CaptureSummary
+from vlmdistill.pipelines.data.prompts import evaluation_sets, prompt_table
+from vlmdistill.pipelines.data.prompts.formats import Format
+from vlmdistill.pipelines.data.prompts.importing import Choices, ImportSummary, import_prompts, import_rows
+from vlmdistill.pipelines.data.prompts.local_copies import import_benchmark
+from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
+from vlmdistill.pipelines.data.responses import dataset, responder
+from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
+from vlmdistill.pipelines.data.responses.responder import ResponseSummary
+from vlmdistill.pipelines.demo.prompts import AMOUNTS, benchmark_rows, import_demo
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
-from vlmdistill.pipelines.workspace import Workspace
+from vlmdistill.pipelines.workspace.workspace import Workspace, only_writer
 from vlmdistill.stores.errors import DataError
+from vlmdistill.stores.schema import content_hash
 
 
 class ProgressBar(Protocol):
@@ -239,3 +244,62 @@ def measure(
         found = evaluate.evaluate(workspace, plan.drafters, settings, on_prompt=report)
     log(f"evaluated  {', '.join(plan.drafters)}, in {workspace.reports}")
     return found
+
+
+def import_sources(
+    workspace: Workspace,
+    sources: Sequence[str],
+    out: Path | None = None,
+    kind: Format = "auto",
+    choices: Choices | None = None,
+    progress: Callable[[int], None] = lambda rows: None,
+) -> ImportSummary:
+    """Import `sources` into `out`, by default the workspace's prompts; see `import_prompts`.
+
+    `demo` alone, unless a file has that name, means generated scenes and dialogues, and videos if the model
+    is an embedded target that reads them.
+    """
+    out = out or workspace.prompts
+    if list(sources) == ["demo"] and not Path("demo").exists():
+        if kind != "auto" or (choices and choices.split):
+            raise DataError("'demo' has splits and a format of its own: leave out --split and --format")
+        size = AMOUNTS.get(workspace.model, AMOUNTS["demo"])
+        return import_demo(workspace.root / "demo-data", out, size, choices, progress=progress)
+    return import_prompts(sources, out, kind, choices, progress)
+
+
+def import_benchmarks(
+    workspace: Workspace,
+    names: Sequence[str],
+    data: Path | None = None,
+    limit: int | None = None,
+    progress: Callable[[int], None] = lambda rows: None,
+) -> tuple[Path, int]:
+    """Import evaluation sets, `NAME` or `NAME@PAPER`, into one file of the workspace; it, and its prompts.
+
+    `data` is a folder with copies of the sets, and `limit` a smaller number of samples of each.
+    """
+    if limit is not None and limit < 1:
+        raise DataError(f"--limit {limit}: give a number of prompts above 0")
+    names = list(dict.fromkeys(names))
+    known = [name for name in names if name != evaluation_sets.DEMO]
+    found = {name: evaluation_sets.find(name) for name in known}  # before any is read
+    folder = workspace.root / "benchmarks"
+    out = folder / f"{names[0] if len(names) == 1 else content_hash(names)}.parquet"
+    with only_writer(folder):
+        out.unlink(missing_ok=True)
+        prompts = 0
+        for name in names:
+            if name in found:
+                benchmark, paper = found[name]
+                prompts += import_benchmark(
+                    benchmark, paper, out, label=name, data=data, limit=limit, progress=progress
+                )
+            else:
+                rows = benchmark_rows(
+                    folder / "demo", videos=AMOUNTS.get(workspace.model, AMOUNTS["demo"]).videos > 0
+                )
+                choices = Choices(images=folder / "demo", split="eval", limit=limit)
+                (folder / "demo").mkdir(parents=True, exist_ok=True)
+                prompts += import_rows([(name, rows, "chat")], out, choices, progress).added
+    return out, prompts

@@ -15,10 +15,10 @@ from vlmdistill.drafters.core.config import DrafterConfig
 from vlmdistill.drafters.training import ranks
 from vlmdistill.drafters.training.run import Run
 from vlmdistill.drafters.training.trainer import train
-from vlmdistill.pipelines.runtime.processes import FunctionDone, FunctionProgress, Processes
-from vlmdistill.pipelines.runtime.reporting import OnProgress, silent
+from vlmdistill.pipelines.cluster.processes import FunctionDone, FunctionProgress, Processes
+from vlmdistill.pipelines.cluster.reporting import OnProgress, silent
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
-from vlmdistill.pipelines.workspace import Workspace, only_writer
+from vlmdistill.pipelines.workspace.workspace import Workspace, only_writer
 from vlmdistill.stores.errors import DataError
 
 

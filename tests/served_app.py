@@ -12,8 +12,8 @@ from typing import Any
 import openai
 import uvicorn
 
-from vlmdistill.pipelines.serving.app import build_app
-from vlmdistill.pipelines.serving.served_decoder import ServedDecoder
+from vlmdistill.pipelines.endpoint.app import build_app
+from vlmdistill.pipelines.endpoint.served_decoder import ServedDecoder
 
 
 @dataclass

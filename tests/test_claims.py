@@ -11,14 +11,14 @@ import pytest
 from benchmarks import claims
 from benchmarks.claimed import PAPERS, Claim
 from benchmarks.trial import Cost, Measured, Run
-from tests.pipelines.evaluation.made_up import drafted, measured
+from tests.pipelines.bench.made_up import drafted, measured
 from vlmdistill.drafters.checkpoints.settings import flat
 from vlmdistill.pipelines import train
+from vlmdistill.pipelines.bench.records import Measurement
+from vlmdistill.pipelines.bench.statistics import Difference, Interval, difference
+from vlmdistill.pipelines.data.prompts.importing import Choices, import_prompts
+from vlmdistill.pipelines.data.prompts.prompt_table import Split
 from vlmdistill.pipelines.demo import files
-from vlmdistill.pipelines.evaluation.records import Measurement
-from vlmdistill.pipelines.evaluation.statistics import Difference, Interval, difference
-from vlmdistill.pipelines.prompts.importing import Choices, import_prompts
-from vlmdistill.pipelines.prompts.prompt_table import Split
 
 CLAIMS = [claim for paper in PAPERS for claim in paper.claims]
 MORE = next(claim for claim in CLAIMS if claim.expects == "more")

@@ -12,9 +12,9 @@ from vlmdistill.cli.main import main
 from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.decoding.decoders import speculate
+from vlmdistill.pipelines.bench.records import read
+from vlmdistill.pipelines.bench.statistics import figures
 from vlmdistill.pipelines.demo import files as demo_files
-from vlmdistill.pipelines.evaluation.records import read
-from vlmdistill.pipelines.evaluation.statistics import figures
 from vlmdistill.pipelines.targets.checkpoints.loading import load
 
 pytestmark = pytest.mark.slow

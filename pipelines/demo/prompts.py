@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vlmdistill.pipelines.data.prompts.importing import Choices, ImportSummary, import_prompts
+from vlmdistill.pipelines.data.prompts.prompt_table import Split
+from vlmdistill.pipelines.data.prompts.sources import Row
 from vlmdistill.pipelines.demo import files as data
 from vlmdistill.pipelines.demo import narration, wording
 from vlmdistill.pipelines.demo.chats import chat
 from vlmdistill.pipelines.demo.clips import patches_for, random_clip
 from vlmdistill.pipelines.demo.scenes import draw, random_scene
-from vlmdistill.pipelines.prompts.importing import Choices, ImportSummary, import_prompts
-from vlmdistill.pipelines.prompts.prompt_table import Split
-from vlmdistill.pipelines.prompts.sources import Row
 
 
 @dataclass(frozen=True)

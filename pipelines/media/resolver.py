@@ -10,12 +10,20 @@ from typing import Any
 from vlmdistill.pipelines.media import frames
 from vlmdistill.pipelines.media.images import BROKEN, upright
 from vlmdistill.pipelines.media.urls import address, at_hand, copy_of, is_url
-from vlmdistill.pipelines.prompts.formats import Media
-from vlmdistill.pipelines.prompts.sources import BadRowError
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError, lone_surrogate
 
+Media = str | bytes  # a path from the row, or the content of the file
 THREADS = 8
+
+
+class BadRowError(Exception):
+    """A row that cannot be used. Rows are counted by `reason`; `detail` names the value."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
+        self.detail = detail
 
 
 class MediaResolver:

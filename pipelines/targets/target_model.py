@@ -15,7 +15,6 @@ import transformers
 from torch import Tensor
 
 from vlmdistill.drafters.core.batch import Head
-from vlmdistill.pipelines.software import versions
 from vlmdistill.pipelines.targets.batching import HalveOnOom, pad
 from vlmdistill.pipelines.targets.capture import DTYPES, Leaving, Transcript
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import Fingerprint, fingerprint
@@ -23,6 +22,7 @@ from vlmdistill.pipelines.targets.checkpoints.info import target_info
 from vlmdistill.pipelines.targets.encode import EncodedPrompt, EncodedResponse, Messages, encode
 from vlmdistill.pipelines.targets.families.family import Family, Inputs, Visual, encode_visual
 from vlmdistill.pipelines.targets.generation import Sampler
+from vlmdistill.pipelines.targets.software import versions
 from vlmdistill.pipelines.targets.text_layers import LayerCache, run_layers
 from vlmdistill.stores.errors import DataError, TargetError
 from vlmdistill.stores.schema import Feature, Provenance, Sample, TargetInfo

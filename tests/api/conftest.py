@@ -8,7 +8,7 @@ import vlmdistill
 from vlmdistill.drafters.core import catalogue
 from vlmdistill.pipelines.demo import files
 from vlmdistill.pipelines.train import planned, resolve, run
-from vlmdistill.pipelines.workspace import Workspace
+from vlmdistill.pipelines.workspace.workspace import Workspace
 
 STEPS = ["steps=2", "batch_tokens=512"]
 

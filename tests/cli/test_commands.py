@@ -21,7 +21,7 @@ from vlmdistill.cli.main import GROUPS, VERBS, main
 from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.checkpoints.settings import flat
 from vlmdistill.drafters.core import catalogue
-from vlmdistill.pipelines.prompts.prompt_table import read
+from vlmdistill.pipelines.data.prompts.prompt_table import read
 from vlmdistill.pipelines.targets.checkpoints.loading import load
 from vlmdistill.pipelines.train import resolve
 

@@ -13,9 +13,9 @@ from tests.drafters import synthetic
 from vlmdistill.cli.main import main
 from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.core import catalogue
-from vlmdistill.pipelines.engines import parity
-from vlmdistill.pipelines.engines.environment import VARIABLE
-from vlmdistill.pipelines.engines.parity import DraftCounts, Parity
+from vlmdistill.pipelines.bench import parity
+from vlmdistill.pipelines.bench.parity import DraftCounts, Parity
+from vlmdistill.pipelines.cluster.environment import VARIABLE
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 
 

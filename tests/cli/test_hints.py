@@ -15,7 +15,7 @@ from vlmdistill.cli.main import main
 from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.checkpoints.settings import override
 from vlmdistill.drafters.core import catalogue
-from vlmdistill.pipelines.workspace import Workspace
+from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import TargetError
 from vlmdistill.stores.schema import Feature
 from vlmdistill.stores.suggestions import did_you_mean

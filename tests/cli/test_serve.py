@@ -53,8 +53,8 @@ def test_a_missing_package_is_one_line_that_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "fastapi", None)
-    monkeypatch.delitem(sys.modules, "vlmdistill.pipelines.serving.app", raising=False)
-    monkeypatch.delattr("vlmdistill.pipelines.serving.app", raising=False)
+    monkeypatch.delitem(sys.modules, "vlmdistill.pipelines.endpoint.app", raising=False)
+    monkeypatch.delattr("vlmdistill.pipelines.endpoint.app", raising=False)
     assert main(["serve", "--host", "0.0.0.0"]) == 1  # which would be refused, too
     (line,) = capsys.readouterr().err.splitlines()
     assert "fastapi" in line

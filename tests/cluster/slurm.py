@@ -17,9 +17,9 @@ from s3fs import S3FileSystem
 
 from tests.cluster.scheduler import SECONDS, Slurm, missing, slurm
 from tests.s3 import s3_server
+from vlmdistill.pipelines.data.prompts.prompt_table import read
 from vlmdistill.pipelines.demo.prompts import DemoSize, import_demo
-from vlmdistill.pipelines.prompts.prompt_table import read
-from vlmdistill.pipelines.workspace import Workspace
+from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.store import Store
 
 ROOT = Path(__file__).parents[2]

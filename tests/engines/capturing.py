@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 from tests import tiny
 from tests.engines.draws import HIDDEN, Draws
 from vlmdistill.drafters.core import catalogue
-from vlmdistill.pipelines.engines.capture.engine_target import EngineTarget
 from vlmdistill.pipelines.targets.checkpoints.loading import load
 from vlmdistill.pipelines.targets.encode import EncodedPrompt, EncodedResponse
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
+from vlmdistill.pipelines.vllm.capture.engine_target import EngineTarget
 from vlmdistill.stores.errors import TargetError
 from vlmdistill.stores.loader.tensors import as_torch
 from vlmdistill.stores.schema import Feature, Sample

@@ -12,7 +12,7 @@ import pytest
 
 from tests.engines.serving import SIZE, captured
 from vlmdistill.cli.main import main
-from vlmdistill.pipelines.workspace import Workspace
+from vlmdistill.pipelines.workspace.workspace import Workspace
 
 MODEL = "demo"
 

@@ -18,12 +18,12 @@ import polars as pl
 import pytest
 
 from vlmdistill.pipelines import flow
-from vlmdistill.pipelines.features.capturer import CaptureSettings
-from vlmdistill.pipelines.prompts import prompt_table
-from vlmdistill.pipelines.prompts.imports import import_sources
-from vlmdistill.pipelines.responses import dataset
-from vlmdistill.pipelines.runtime.workers import WorkerOptions
-from vlmdistill.pipelines.workspace import Workspace
+from vlmdistill.pipelines.cluster.pool import WorkerOptions
+from vlmdistill.pipelines.data.features.capturer import CaptureSettings
+from vlmdistill.pipelines.data.prompts import prompt_table
+from vlmdistill.pipelines.data.responses import dataset
+from vlmdistill.pipelines.flow import import_sources
+from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import VlmdistillError
 from vlmdistill.stores.integrity.verify import verify
 from vlmdistill.stores.store import Store

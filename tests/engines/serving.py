@@ -17,14 +17,15 @@ from safetensors.torch import load_file, save_file
 from tests.engines.draws import HIDDEN, Draws
 from vlmdistill.cli.main import main
 from vlmdistill.drafters.checkpoints.export import Exported, export
-from vlmdistill.pipelines.engines import parity, process
-from vlmdistill.pipelines.engines.environment import engine_python
-from vlmdistill.pipelines.engines.messages import EngineJob
-from vlmdistill.pipelines.engines.parity import Parity
-from vlmdistill.pipelines.evaluation.evaluate import held_out
-from vlmdistill.pipelines.prompts.prompt_table import Prompt
+from vlmdistill.pipelines.bench import parity
+from vlmdistill.pipelines.bench.evaluate import held_out
+from vlmdistill.pipelines.bench.parity import Parity
+from vlmdistill.pipelines.cluster.environment import engine_python
+from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.targets.checkpoints.loading import load
-from vlmdistill.pipelines.workspace import Workspace
+from vlmdistill.pipelines.vllm import process
+from vlmdistill.pipelines.vllm.messages import EngineJob
+from vlmdistill.pipelines.workspace.workspace import Workspace
 
 MODEL = "demo-video"
 NAMES = ("eagle2", "eagle3", "msd", "msd_vata", "sparrow", "hivis", "vispec", "specflash", "medusa", "wren")

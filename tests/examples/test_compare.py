@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from examples.compare import compare
+from vlmdistill.pipelines.bench.records import read
+from vlmdistill.pipelines.bench.statistics import figures
+from vlmdistill.pipelines.data.prompts.importing import Choices, import_prompts
+from vlmdistill.pipelines.data.prompts.prompt_table import Split
 from vlmdistill.pipelines.demo import files
-from vlmdistill.pipelines.evaluation.records import read
-from vlmdistill.pipelines.evaluation.statistics import figures
-from vlmdistill.pipelines.prompts.importing import Choices, import_prompts
-from vlmdistill.pipelines.prompts.prompt_table import Split
 
 pytestmark = pytest.mark.slow
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from examples.photos import photos
+from vlmdistill.pipelines.bench.records import read
 from vlmdistill.pipelines.demo import files
-from vlmdistill.pipelines.evaluation.records import read
 
 pytestmark = pytest.mark.slow
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests import tiny
-from vlmdistill.pipelines.prompts.importing import import_prompts
-from vlmdistill.pipelines.runtime.cluster import session
+from vlmdistill.pipelines.cluster.session import session
+from vlmdistill.pipelines.data.prompts.importing import import_prompts
 
 
 @pytest.fixture(scope="session")

@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from vlmdistill.pipelines.data.prompts.prompt_table import read as read_prompts
 from vlmdistill.pipelines.demo import narration
 from vlmdistill.pipelines.demo.clips import frames, random_clip
 from vlmdistill.pipelines.demo.files import write, write_videos
 from vlmdistill.pipelines.demo.prompts import DemoSize, import_demo
 from vlmdistill.pipelines.media.frames import Footage, read
-from vlmdistill.pipelines.prompts.prompt_table import read as read_prompts
 
 
 def test_the_files_are_like_a_users(tmp_path: Path) -> None:

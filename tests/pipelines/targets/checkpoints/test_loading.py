@@ -14,16 +14,16 @@ from safetensors.torch import load_file, save_file
 
 from tests import tiny
 from tests.pipelines.targets.spoil import edit, refusal
-from vlmdistill.pipelines.features.capturer import Capturer, CaptureSettings
-from vlmdistill.pipelines.responses.dataset import SamplingSettings
-from vlmdistill.pipelines.responses.quality import Filters
-from vlmdistill.pipelines.responses.responder import Responder
+from vlmdistill.pipelines.data.features.capturer import Capturer, CaptureSettings
+from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
+from vlmdistill.pipelines.data.responses.quality import Filters
+from vlmdistill.pipelines.data.responses.responder import Responder
 from vlmdistill.pipelines.targets.checkpoints.describe import describe
 from vlmdistill.pipelines.targets.checkpoints.loading import load
 from vlmdistill.pipelines.targets.checkpoints.registry import HUB, Options
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.pipelines.targets.families import FAMILIES
-from vlmdistill.pipelines.workspace import Workspace, absolute_model
+from vlmdistill.pipelines.workspace.workspace import Workspace, absolute_model
 from vlmdistill.stores.errors import TargetError
 from vlmdistill.stores.schema import Feature
 

@@ -1,0 +1,1 @@
+"""Stage 5: decode held-out prompts, measure, and keep every number."""

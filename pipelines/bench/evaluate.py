@@ -1,0 +1,310 @@
+"""Evaluates drafters: decodes held-out prompts with and without them, and writes the numbers of every prompt.
+
+For each prompt, plain decoding and all drafters run in alternation in one process, so that a machine whose
+speed drifts affects all alike (`side_by_side.py`).
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+import polars as pl
+import torch
+
+from vlmdistill.drafters.checkpoints import checkpoint
+from vlmdistill.drafters.core.drafter import Proposer
+from vlmdistill.drafters.core.tree import Tree
+from vlmdistill.drafters.decoding import tree_search
+from vlmdistill.drafters.decoding.decoders import plain
+from vlmdistill.pipelines.bench import records
+from vlmdistill.pipelines.bench.records import (
+    Evaluation,
+    Measurement,
+    TargetId,
+    TrainedSettings,
+    Training,
+)
+from vlmdistill.pipelines.bench.unfinished import Unfinished
+from vlmdistill.pipelines.data.prompts import prompt_table
+from vlmdistill.pipelines.data.prompts.prompt_table import Prompt, Prompts
+from vlmdistill.pipelines.targets.checkpoints.registry import Options
+from vlmdistill.pipelines.targets.software import PACKAGES, Software, of_this_process, versions
+from vlmdistill.pipelines.workspace.workspace import Workspace
+from vlmdistill.stores.errors import DataError, TrainingError
+
+if TYPE_CHECKING:
+    from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
+
+
+PROMPTS, SEARCH_TOKENS = 32, 128  # of a search for the fastest tree: at most, and in each response
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How to decode, the same for all drafters of one evaluation."""
+
+    temperatures: tuple[float, ...] = (0.0,)
+    max_new_tokens: int = 512
+    limit: int = 100
+    trees: tuple[Tree | Literal["auto"], ...] = ()  # none: each drafter's own; several: each in turn
+    seed: int = 0
+    threads: int = 0  # 0: one or all, whichever is faster for plain decoding
+    how: Options = field(default_factory=Options)  # of loading the target
+
+    @property
+    def attention(self) -> str:
+        """The kernel of the target's prefill."""
+        return self.how.get("attention", "sdpa")
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the target's decoding steps are compiled."""
+        return self.how.get("compiled", False)
+
+    def check(self) -> None:
+        """DataError on an invalid value."""
+        if self.limit < 1:
+            raise DataError(f"--limit {self.limit}: give a number of prompts above 0")
+        if self.max_new_tokens < 1:
+            raise DataError(f"--max-new-tokens {self.max_new_tokens}: give a number above 0")
+        if odd := [one for one in self.temperatures if not 0 <= one < float("inf")]:
+            raise DataError(f"--temperature {odd[0]}: give 0 for greedy decoding, or a number above it")
+        if self.threads < 0:
+            raise DataError(f"--threads {self.threads}: give a number above 0, or 0 to choose by measuring")
+
+
+def evaluate(
+    workspace: Workspace,
+    names: Sequence[str],
+    settings: Settings,
+    *,
+    prompts_file: Path | None = None,
+    on_prompt: Callable[[int, int, str], None] = lambda done, total, remark: None,
+) -> list[Evaluation]:
+    """Evaluate drafters by name (folders of the workspace) and write `reports/<name>.json` for each.
+
+    With several trees each is a result of its own, `<name>@<tree>`. An interrupted evaluation continues after
+    its last prompt.
+
+    DataError if there are no prompts, TrainingError if a drafter is missing or was trained for another
+    target.
+    """
+    from vlmdistill.pipelines.bench.side_by_side import SideBySide
+    from vlmdistill.pipelines.targets.checkpoints.loading import load
+
+    settings.check()
+    software = of_this_process()  # before its files can change
+    chosen = held_out(prompts_file or workspace.prompts, settings.limit, workspace.model)
+    described = {name: _describe(workspace.drafter(name)) for name in names}  # fails before the target loads
+    target = load(workspace.model, **settings.how)
+    drafters = {name: target.drafter(workspace.drafter(name)) for name in described}
+    unfinished = Unfinished(
+        workspace.reports,
+        {
+            "drafters": described,
+            "settings": [*map(str, settings.trees), settings.max_new_tokens, settings.seed, settings.threads],
+            "prompts": [prompt.key for prompt in chosen],
+            "target": [target.name, str(target.fingerprint), target.dtype_name, settings.how],
+            "hardware": tree_search.hardware(target.device),
+            "software": software.installed,
+        },
+    )
+    decoded = unfinished.read()
+    threads = settings.threads or next((one.threads for one in decoded.values()), 0)
+    threads = _use_threads(threads, target, target.encode(chosen[0].messages))
+    decoders: dict[str, tuple[Proposer, Tree]] = {}
+    names_of: dict[str, str] = {}
+    others = cache(partial(_others, chosen, prompts_file, workspace))
+    for name, drafter in drafters.items():
+        for tree in _trees(workspace.drafter(name), drafter, target, settings, others, on_prompt):
+            label = name if len(settings.trees) < 2 or not drafter.shaped else f"{name}@{tree}"
+            decoders[label], names_of[label] = (drafter, tree), name
+    decoded = {at: one for at, one in decoded.items() if one.results.keys() == decoders.keys()}
+    total = len(chosen) * len(settings.temperatures)
+    for temperature in settings.temperatures:
+        bench = SideBySide(
+            target,
+            decoders,
+            temperature=temperature,
+            max_new_tokens=settings.max_new_tokens,
+            seed=settings.seed,
+        )
+        for number, prompt in enumerate(chosen):
+            if (temperature, number) not in decoded:
+                decoded[temperature, number] = bench.decode(number, prompt)
+                unfinished.add(decoded[temperature, number])
+            on_prompt(len(decoded), total, f"T={temperature:g}")
+    now, hardware = time.strftime("%Y-%m-%d %H:%M:%S"), tree_search.hardware(target.device)
+
+    def measurement(label: str, temperature: float) -> Measurement:
+        rows = [decoded[temperature, number] for number in range(len(chosen))]
+        return Measurement(
+            temperature=temperature,
+            prompts=tuple(row.results[label] for row in rows),
+            shown=tuple(row.shown[label] for row in rows if row.shown),
+        )
+
+    made = [
+        Evaluation(
+            format=records.FORMAT,
+            name=label,
+            drafter=described[names_of[label]].drafter,
+            tree=str(tree),
+            parameters=sum(weight.numel() for weight in drafter.parameters()),
+            training=described[names_of[label]].training,
+            config=described[names_of[label]].config,
+            target=TargetId(name=target.name, family=target.info.family, fingerprint=str(target.fingerprint)),
+            hardware=hardware,
+            dtype=target.dtype_name,
+            threads=threads,
+            max_new_tokens=settings.max_new_tokens,
+            seed=settings.seed,
+            measured=now,
+            temperatures=tuple(measurement(label, temperature) for temperature in settings.temperatures),
+            software=software,
+            attention=settings.attention,
+            compiled=settings.compiled,
+        )
+        for label, (drafter, tree) in decoders.items()
+    ]
+    for one in made:
+        records.write(one, workspace.reports / f"{one.name}.json")
+    unfinished.remove()
+    return made
+
+
+def kept(workspace: Workspace, names: Sequence[str], settings: Settings) -> list[Evaluation]:
+    """The existing evaluations of these drafters; empty unless all can be reused.
+
+    They can if the drafters have not changed since, the settings are the same with at most one tree, on the
+    same hardware and software, and one process measured them all: numbers of several processes are less
+    comparable.
+    """
+    if len(settings.trees) > 1:
+        return []
+    keys = [prompt.key for prompt in held_out(workspace.prompts, settings.limit)]
+    hardware = tree_search.hardware(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    dtype, installed = settings.how.get("dtype", "auto"), Software(**versions(PACKAGES))
+    found = []
+    for name in names:
+        try:
+            one = records.read(workspace.reports / f"{name}.json")
+            now = _describe(workspace.drafter(name))
+        except (FileNotFoundError, DataError, TrainingError):
+            return []
+        if not (
+            (one.drafter, one.config, one.training) == (now.drafter, now.config, now.training)
+            and one.keys == keys
+            and one.tree == (str(settings.trees[0]) if settings.trees else now.config.tree)
+            and (one.max_new_tokens, one.seed) == (settings.max_new_tokens, settings.seed)
+            and one.hardware == hardware
+            and settings.threads in (0, one.threads)
+            and dtype in ("auto", one.dtype)
+            and one.software is not None
+            and one.software.installed == installed
+            and one.attention in (None, settings.attention)
+            and one.compiled in (None, settings.compiled)
+            and {at.temperature for at in one.temperatures} >= set(settings.temperatures)
+        ):
+            return []
+        found.append(one)
+    return found if len({one.measured for one in found}) == 1 else []
+
+
+def held_out(file: Path, limit: int, model: str = "M") -> list[Prompt]:
+    """The first `limit` prompts of the eval split, by key; DataError if there are none."""
+    return _first(prompt_table.load(file, model, "eval"), limit)
+
+
+def _first(prompts: Prompts, count: int) -> list[Prompt]:
+    """The first prompts by key."""
+    return [prompts[int(at)] for at in prompts.facts["key"].arg_sort()[:count]]
+
+
+@dataclass(frozen=True)
+class _Description:
+    """The parts of a drafter's `config.json` that its evaluation repeats."""
+
+    drafter: str
+    config: TrainedSettings
+    training: Training = field(default_factory=Training)
+
+
+def _describe(folder: Path) -> _Description:
+    """Read a drafter's `config.json`; TrainingError if it is missing or invalid."""
+    try:
+        return msgspec.convert(checkpoint.describe(folder), _Description)
+    except msgspec.ValidationError as error:
+        raise TrainingError(f"{folder / 'config.json'} is not a drafter ({error}): train it again") from None
+
+
+def _others(evaluated: Sequence[Prompt], file: Path | None, workspace: Workspace) -> list[Prompt]:
+    """Some prompts that are not evaluated, held-out ones first; DataError if there are none."""
+    keys = pl.Series([prompt.key for prompt in evaluated])
+    for source in dict.fromkeys((file or workspace.prompts, workspace.prompts)):
+        for split in ("eval", "all"):
+            with suppress(DataError):  # it has none of this split
+                rest = prompt_table.load(source, workspace.model, split).without(keys)
+                if len(rest):
+                    return _first(rest, PROMPTS)
+    raise DataError(
+        f"--tree auto needs prompts that are not evaluated, and all {len(evaluated)} are: give a lower "
+        "--limit, or import more"
+    )
+
+
+def _trees(
+    folder: Path,
+    drafter: Proposer,
+    target: "VisionLanguageTarget",
+    settings: Settings,
+    prompts: Callable[[], Sequence[Prompt]],
+    on_prompt: Callable[[int, int, str], None],
+) -> list[Tree]:
+    """The trees to decode with. `auto` is kept with the drafter in `folder`, or searched for on `prompts`."""
+    wanted = settings.trees or (drafter.tree,)
+    if not drafter.shaped:  # once is enough
+        wanted = tuple(tree for tree in wanted[:1] if tree != "auto") or (drafter.tree,)
+    auto = "auto" in wanted
+    under = tree_search.conditions(target, settings.compiled, settings.temperatures[0])
+    best = tree_search.kept(folder, under) if auto else None
+    if auto and best is None:
+        best = tree_search.search(
+            target,
+            drafter,
+            [target.encode(prompt.messages) for prompt in prompts()],
+            max_new_tokens=min(settings.max_new_tokens, SEARCH_TOKENS),
+            temperature=settings.temperatures[0],
+            seed=settings.seed,
+            compiled=settings.compiled,
+            on_round=lambda left, of: on_prompt(0, 1, f"{folder.name}: {left} trees on {of} prompts"),
+        )
+        if folder.is_dir():
+            tree_search.keep(folder, best)
+    trees = (Tree.parse(best.tree) if best and tree == "auto" else tree for tree in wanted)
+    return list(dict.fromkeys(tree for tree in trees if isinstance(tree, Tree)))
+
+
+def _use_threads(asked: int, target: "VisionLanguageTarget", prompt: Any) -> int:
+    """Set torch's CPU threads to `asked`, or to one or all, whichever decodes this target faster."""
+    available = torch.get_num_threads()
+    if target.head.embed_VD.device.type != "cpu":
+        return available
+    candidates = [asked] if asked else sorted({1, available})
+    timed = []
+    for threads in candidates:
+        torch.set_num_threads(threads)
+        list(plain(target, prompt, max_new_tokens=8))
+        runs = [
+            sum(cycle.seconds for cycle in list(plain(target, prompt, max_new_tokens=24))[1:])
+            for _ in range(3)
+        ]
+        timed.append((min(runs), threads))
+    best = min(timed)[1]
+    torch.set_num_threads(best)
+    return best

@@ -1,0 +1,239 @@
+"""The records of an evaluation, as `reports/<name>.json` holds them: the counts and times of every prompt.
+
+Rates and intervals are not stored: `statistics.py` computes them from the records.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+from vlmdistill.pipelines.data.responses.pieces import Amount, Piece
+from vlmdistill.pipelines.targets.software import Software
+from vlmdistill.stores.backends.local import atomic_write
+from vlmdistill.stores.errors import DataError
+from vlmdistill.stores.schema import content_hash
+
+FORMAT: Final = 2
+
+Count = Annotated[int, Meta(ge=0, le=10**15)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Check = Literal["identical", "near_tie", "different"]
+PromptKind = Literal["text", "image", "images", "video"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phases:
+    """The seconds of each phase of decoding, see `drafters.decoding.clock.Phase`."""
+
+    vision: Amount = 0.0
+    prefill: Amount = 0.0
+    draft_prefill: Amount = 0.0
+    draft: Amount = 0.0
+    verify: Amount = 0.0
+    accept: Amount = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """The counts and times of decoding one prompt once."""
+
+    tokens: Count
+    calls: Count  # of the target, after the prefill
+    accepted: Count  # drafted tokens
+    seconds: Amount  # elapsed, by a clock outside the decoder
+    prefill_seconds: Amount  # of the first cycle, by the decoder's clock
+    decode_seconds: Amount  # of all later cycles, by the decoder's clock
+    chain_tried: tuple[Count, ...] = ()  # by position: cycles that verified it after accepting all before it
+    chain_accepted: tuple[Count, ...] = ()  # by position: of these, cycles that accepted it
+    missed: Count = 0  # drafted tokens of the most likely chains that the response has and no cycle accepted
+    check: Check | None = None  # against the stock model's generate; None: not compared
+    phases: Phases | None = None  # None: measured before they were recorded
+    cpu_seconds: Amount | None = None  # of the decoding thread; None on a GPU
+
+    def __post_init__(self) -> None:
+        if len(self.chain_tried) != len(self.chain_accepted):
+            raise ValueError("chain_tried and chain_accepted differ in length")
+
+
+def chain_counts(chains: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """`chain_tried` and `chain_accepted`; `chains` are the accepted and verified tokens of each cycle."""
+    longest = max((verified for _, verified in chains), default=0)
+    tried, accepted = [0] * longest, [0] * longest
+    for taken, verified in chains:
+        for position in range(min(taken + 1, verified)):
+            tried[position] += 1
+            accepted[position] += position < taken
+    return tuple(tried), tuple(accepted)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptResult:
+    """One prompt, decoded with plain decoding and with the drafter."""
+
+    key: str
+    dataset: str
+    kind: PromptKind
+    plain: Decoding
+    drafted: Decoding
+
+
+LABELS: Final[dict[str, Callable[[PromptResult], str]]] = {
+    "kind": lambda one: one.kind,
+    "dataset": lambda one: one.dataset,
+}
+"""What results are divided by."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShownResponse:
+    """A response that the report shows."""
+
+    key: str
+    prompt: str
+    files: tuple[str, ...]
+    pieces: tuple[Piece, ...]
+    tau: Amount
+    plain: tuple[Piece, ...] = ()  # of plain decoding, measured beside it; empty: not recorded
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """All prompts at one temperature."""
+
+    temperature: Amount
+    prompts: Annotated[tuple[PromptResult, ...], Meta(min_length=1)]
+    shown: tuple[ShownResponse, ...] = ()
+
+    def by(self, label: Callable[[PromptResult], str]) -> "dict[str, Measurement]":
+        """Its prompts by a label, such as their kind or dataset; nothing is shown of them."""
+        groups: dict[str, list[PromptResult]] = {}
+        for one in self.prompts:
+            groups.setdefault(label(one), []).append(one)
+        return {name: replace(self, prompts=tuple(some), shown=()) for name, some in groups.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetId:
+    """The target that was decoded."""
+
+    name: str
+    family: str
+    fingerprint: str
+
+    @property
+    def short_name(self) -> str:
+        """The name without its folder or its owner on the hub."""
+        return self.name.rstrip("/").rpartition("/")[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """How often a drafter agreed with the target on held-out samples during training, by drafted token."""
+
+    stage: str
+    step: Count
+    held_out_agreement: tuple[Share, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How a drafter was trained, from its folder; the defaults for methods that need no training."""
+
+    signature: str | None = None
+    steps: Count = 0
+    samples: Count = 0
+    view: str | None = None
+    seed: int | None = None
+    history: tuple[Agreement, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedStage:
+    """The settings of a training stage."""
+
+    name: str
+    epochs: Amount
+    hops: Count
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedSettings:
+    """The settings of a drafter that an evaluation repeats."""
+
+    tree: str  # the default; an evaluation may use another
+    stages: tuple[TrainedStage, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """The evaluation of one drafter."""
+
+    format: Literal[2]
+    name: str
+    drafter: str
+    tree: str
+    parameters: Count
+    training: Training
+    config: TrainedSettings
+    target: TargetId
+    hardware: str
+    dtype: str
+    threads: Count
+    max_new_tokens: Count
+    seed: Count
+    measured: str  # date and time; the same for all drafters of one process
+    temperatures: Annotated[tuple[Measurement, ...], Meta(min_length=1)]
+    software: Software | None = None  # None: measured before it was recorded
+    attention: str | None = None  # of the target's prefill; None: measured before it was recorded
+    compiled: bool | None = None  # whether decoding steps were compiled; likewise
+
+    def __post_init__(self) -> None:
+        if any([one.key for one in at.prompts] != self.keys for at in self.temperatures):
+            raise ValueError("its temperatures have different prompts")
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """The keys of the prompts, in the order of decoding."""
+        return [one.key for one in self.temperatures[0].prompts]
+
+    @cached_property
+    def prompt_set(self) -> str:
+        """A hash of the keys: evaluations of the same prompts have the same one."""
+        return content_hash(self.keys)
+
+    @property
+    def lossless(self) -> bool:
+        """Whether no response at temperature 0, of plain decoding either, differs by more than a near-tie."""
+        results = [one for at in self.temperatures for one in at.prompts]
+        return not any("different" in (one.plain.check, one.drafted.check) for one in results)
+
+
+def read(file: Path) -> Evaluation:
+    """Read an evaluation; DataError on an invalid file."""
+    again = "remove it, or repeat `vlmdistill eval`"
+    content = file.read_bytes()
+    try:
+        found = msgspec.json.decode(content, type=_Formatted).format
+        if found != FORMAT:
+            raise DataError(f"{file} has format {found}, not {FORMAT}: {again}")
+        return msgspec.json.decode(content, type=Evaluation)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise DataError(f"{file} is not an evaluation ({error}): {again}") from None
+
+
+def write(evaluation: Evaluation, file: Path) -> None:
+    """Replace the file atomically."""
+    with atomic_write(file) as aside:
+        aside.write_bytes(msgspec.json.format(msgspec.json.encode(evaluation), indent=1))
+
+
+@dataclass(frozen=True)
+class _Formatted:
+    """The one field that all formats have."""
+
+    format: int

@@ -1,0 +1,360 @@
+"""Evaluates a server: sends it the held-out prompts, times the responses, and reads its own counts.
+
+The server runs already, or vLLM is started for each drafter.
+
+With a baseline, the same server without a drafter, blocks of prompts go to both in alternation, so that a
+machine whose speed drifts affects both alike, and neither runs while the other is measured.
+"""
+
+import asyncio
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vlmdistill.drafters.checkpoints.export import Exported, export
+from vlmdistill.pipelines.bench import served_records
+from vlmdistill.pipelines.bench.evaluate import held_out
+from vlmdistill.pipelines.bench.served_records import (
+    FailedRequest,
+    ServedEvaluation,
+    ServedLoad,
+    ServerRun,
+    TimedRequest,
+)
+from vlmdistill.pipelines.bench.server_client import (
+    Counters,
+    ServedModel,
+    ServerClient,
+    ServerError,
+    between,
+)
+from vlmdistill.pipelines.cluster.environment import check_environment
+from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
+from vlmdistill.pipelines.media.frames import check_unchanged, media_file
+from vlmdistill.pipelines.media.images import data_url
+from vlmdistill.pipelines.targets.checkpoints.folder import resolve
+from vlmdistill.pipelines.targets.checkpoints.registry import HUB
+from vlmdistill.pipelines.targets.embedded import EMBEDDED
+from vlmdistill.pipelines.targets.software import of_this_process
+from vlmdistill.pipelines.vllm.process import EngineError
+from vlmdistill.pipelines.vllm.serve import vllm_server
+from vlmdistill.pipelines.workspace.workspace import NAME, Workspace
+from vlmdistill.stores.errors import DataError, VlmdistillError
+from vlmdistill.stores.schema import content_hash
+
+BLOCK = 2  # prompts for each concurrent request, before the other server has its turn
+
+Question = tuple[str, list[dict[str, Any]]]
+"""The key of a prompt, and its messages."""
+PAUSE, PATIENCE = 0.2, 5.0  # seconds between looks at the metrics, and for all, until they stand still
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What is sent to a server."""
+
+    concurrencies: tuple[int, ...] = (1,)
+    temperatures: tuple[float, ...] = (0.0,)
+    max_new_tokens: int = 512
+    limit: int = 100
+    seed: int = 0
+
+    def check(self, prompts: int) -> None:
+        """DataError on a value that cannot be used with so many prompts."""
+        if odd := [one for one in self.temperatures if not 0 <= one <= 2]:
+            raise DataError(f"--temperature {odd[0]}: servers take 0, greedy decoding, to 2")
+        if odd := [one for one in self.concurrencies if not 1 <= one <= prompts]:
+            raise DataError(
+                f"--concurrency {odd[0]}: give 1 to {prompts}, the number of held-out prompts that are sent"
+            )
+
+
+def evaluate_server(
+    workspace: Workspace,
+    url: str,
+    load: Load,
+    *,
+    baseline: str | None = None,
+    name: str | None = None,
+    served_model: str | None = None,
+    prompts_file: Path | None = None,
+    on_prompt: Callable[[int, int, str], None] = lambda done, total, remark: None,
+) -> ServedEvaluation:
+    """Measure the server at `url` and write `reports/served/<name>.json`; the name defaults to its address.
+
+    The file is written after each load: an interruption loses only the load that it interrupts. Requests that
+    fail are counted. ServerError when a server cannot be used, or when all requests to the one at `url`
+    failed; DataError when a prompt cannot be sent.
+    """
+    if name is not None and not NAME.fullmatch(name):
+        raise DataError(f"--name {name}: use letters, digits, '_', '.' and '-'")
+    asked = _questions(workspace, load, prompts_file)
+    return _measured(workspace, url, load, asked, baseline, name, served_model, on_prompt)
+
+
+def _questions(workspace: Workspace, load: Load, prompts_file: Path | None) -> list[Question]:
+    """The held-out prompts; DataError when one cannot be sent."""
+    chosen = held_out(prompts_file or workspace.prompts, load.limit, workspace.model)
+    load.check(len(chosen))
+    return [(prompt.key, chat_messages(prompt)) for prompt in chosen]
+
+
+def _measured(
+    workspace: Workspace,
+    url: str,
+    load: Load,
+    asked: Sequence[Question],
+    baseline: str | None,
+    name: str | None,
+    served_model: str | None,
+    on_prompt: Callable[[int, int, str], None],
+) -> ServedEvaluation:
+    """See `evaluate_server`."""
+
+    async def measured() -> ServedEvaluation:
+        clients = [ServerClient(one) for one in (url, baseline) if one is not None]
+        try:
+            models = [await _model(client, workspace, served_model) for client in clients]
+            servers = [
+                _Server(client, model.id, asked, load) for client, model in zip(clients, models, strict=True)
+            ]
+            for server in servers:
+                await server.warm_up()
+            total = len(load.temperatures) * len(load.concurrencies) * len(servers) * len(asked)
+            done = 0
+
+            def count(remark: str) -> None:
+                nonlocal done
+                done += 1
+                on_prompt(done, total, remark)
+
+            made = ServedEvaluation(
+                format=served_records.FORMAT,
+                name=name or clients[0].address,
+                url=clients[0].url,
+                model=models[0].id,
+                drafter=models[0].drafter,
+                baseline=clients[1].url if baseline else None,
+                prompt_set=content_hash([key for key, _ in asked]),
+                max_new_tokens=load.max_new_tokens,
+                seed=load.seed,
+                measured=time.strftime("%Y-%m-%d %H:%M:%S"),
+                loads=(),
+                software=of_this_process(),
+            )
+            for temperature, concurrency in product(load.temperatures, load.concurrencies):
+                one = await _load(servers, temperature, concurrency, count)
+                made = replace(made, loads=(*made.loads, one))
+                if any(one.server.requests for one in made.loads):
+                    served_records.write(made, workspace.reports / "served" / f"{made.name}.json")
+        finally:
+            for client in clients:
+                await client.close()
+        if not any(one.server.requests for one in made.loads):
+            failed = [lost for one in made.loads for lost in one.server.failed]
+            raise ServerError(f"{made.url}: all {len(failed)} requests failed: {failed[0].reason}")
+        return made
+
+    return asyncio.run(measured())
+
+
+@dataclass
+class ServedDrafters:
+    """The drafters that were measured, and why the others were not."""
+
+    made: list[ServedEvaluation] = field(default_factory=list)
+    failed: dict[str, VlmdistillError] = field(default_factory=dict)
+
+
+def evaluate_drafters(
+    workspace: Workspace,
+    names: Sequence[str],
+    load: Load,
+    *,
+    dtype: str,
+    prompts_file: Path | None = None,
+    on_prompt: Callable[[int, int, str], None] = lambda done, total, remark: None,
+) -> ServedDrafters:
+    """Measure each drafter as `evaluate_server` does, with servers of our own: vLLM with it and without.
+
+    What is exported and what the servers say is kept in `served/` of the workspace. A drafter that cannot be
+    served does not stop the next one. TrainingError when a drafter cannot be exported.
+    """
+    check_environment("vllm")
+    asked = _questions(workspace, load, prompts_file)  # once for all, before a server starts
+    target, folder = resolve(workspace.model), workspace.root / "served"
+    if dtype == "auto":
+        dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+    written = dict[str, Exported]()
+    for name in names:
+        drafter = workspace.drafter(name)
+        shutil.rmtree(folder / name, ignore_errors=True)
+        written[name] = export(drafter, folder / name, dtype)
+
+    def server(drafter: str, images: bool) -> AbstractContextManager[str]:
+        on_prompt(0, 0, f"starting vLLM with {drafter or 'no drafter'}")
+        log, one = folder / f"{drafter or 'baseline'}.log", written.get(drafter)
+        return vllm_server(target, workspace.model, dtype, log, one, whole_images=images)
+
+    def count(done: int, total: int, remark: str) -> None:
+        on_prompt(done, total, f"{name} {remark}")
+
+    found, plain, served_images = ServedDrafters(), "", None
+    with ExitStack() as baseline:
+        for name in sorted(written, key=lambda name: written[name].whole_images):
+            images = written[name].whole_images
+            try:
+                if images != served_images:  # the baseline is as the drafter in all else
+                    baseline.close()
+                    plain, served_images = baseline.enter_context(server("", images)), images
+                with server(name, images) as url:
+                    found.made.append(
+                        _measured(workspace, url, load, asked, plain, name, workspace.model, count)
+                    )
+            except (EngineError, ServerError) as error:
+                found.failed[name] = error
+                served_images = None  # the baseline may be what failed
+    return found
+
+
+def chat_messages(prompt: Prompt) -> list[dict[str, Any]]:
+    """A prompt as the OpenAI API takes it, images as data URLs; DataError where it shows a video."""
+
+    def part(one: dict[str, Any]) -> dict[str, Any]:
+        if one["type"] == "video":
+            raise DataError(
+                f"prompt {prompt.key} shows the video {one['path']}, and the OpenAI API takes only text and "
+                "images: give other prompts with --prompts"
+            )
+        if one["type"] == "image":
+            path = media_file(one)
+            check_unchanged(one)
+            return {"type": "image_url", "image_url": {"url": data_url(path)}}
+        return {"type": "text", "text": one["text"]}
+
+    return [
+        {"role": message["role"], "content": [part(one) for one in message["content"]]}
+        for message in prompt.messages
+    ]
+
+
+async def _model(client: ServerClient, workspace: Workspace, wanted: str | None) -> ServedModel:
+    """The model `wanted`, or the one that has a name of the workspace's; ServerError if it is not served."""
+    served = await client.models()
+    target = workspace.model
+    names = [wanted] if wanted else [target, HUB.get(target, target), str(EMBEDDED.get(target, target))]
+    for same in (lambda one: one, _short) if wanted is None else (lambda one: one,):
+        for model in served:
+            if same(model.id) in map(same, names):
+                return model
+    listed = ", ".join(f"'{model.id}'" for model in served) or "nothing"
+    raise ServerError(
+        f"{client.url} does not serve '{wanted or target}': name one with --served-model: {listed}"
+    )
+
+
+def _short(model: str) -> str:
+    """The name of a model without its folder or its owner on the hub."""
+    return model.rstrip("/").rpartition("/")[2].lower()
+
+
+async def _load(
+    servers: Sequence["_Server"], temperature: float, concurrency: int, count: Callable[[str], None]
+) -> ServedLoad:
+    """Send all prompts to all servers, in alternation if there are several."""
+    prompts = range(len(servers[0].asked))
+    size = len(prompts)
+    if len(servers) > 1:  # both should be first, which takes two blocks, full if possible
+        size = max(concurrency, min(BLOCK * concurrency, (size + 1) // 2))
+    before = [await server.settled() for server in servers]
+    outcomes: list[list[TimedRequest | FailedRequest]] = [[] for _ in servers]
+    seconds = [0.0] * len(servers)
+    for number, start in enumerate(range(0, len(prompts), size)):
+        turn = number % len(servers)
+        for side in [*range(len(servers))[turn:], *range(len(servers))[:turn]]:
+            waiting = iter(prompts[start : start + size])
+            begun = time.perf_counter()
+            work = [servers[side].drain(waiting, temperature, count) for _ in range(concurrency)]
+            for some in await asyncio.gather(*work):
+                outcomes[side] += some
+            seconds[side] += time.perf_counter() - begun
+    runs = []
+    for server, then, took, found in zip(servers, before, seconds, outcomes, strict=True):
+        requests = tuple(one for one in found if isinstance(one, TimedRequest))
+        failed = tuple(one for one in found if isinstance(one, FailedRequest))
+        counts = between(then, await server.settled())
+        runs.append(ServerRun(seconds=took, requests=requests, failed=failed, counts=counts))
+    return ServedLoad(
+        temperature=temperature,
+        concurrency=concurrency,
+        server=runs[0],
+        baseline=runs[1] if len(runs) > 1 else None,
+    )
+
+
+class _Server:
+    """A server, and what it is asked."""
+
+    def __init__(self, client: ServerClient, model: str, asked: Sequence[Question], load: Load) -> None:
+        self.client, self.model, self.asked, self.load = client, model, asked, load
+        self.counts = False  # whether it has shown metrics
+
+    async def warm_up(self) -> None:
+        """Send the first prompt, which nobody counts; what fails here fails again when it is counted."""
+        await self.send(0, 0.0)
+
+    async def send(self, number: int, temperature: float) -> TimedRequest | FailedRequest:
+        """Send one prompt."""
+        key, messages = self.asked[number]
+        options: dict[str, Any] = {
+            "model": self.model,
+            "temperature": temperature,
+            "max_tokens": self.load.max_new_tokens,
+        }
+        if temperature:
+            options["seed"] = self.load.seed * 1_000_003 + number
+        try:
+            got = await self.client.chat(messages, options)
+        except ServerError as error:
+            return FailedRequest(key=key, reason=str(error))
+        return TimedRequest(
+            key=key,
+            tokens=got.tokens,
+            seconds=got.seconds,
+            first_seconds=got.first_seconds,
+            finish=got.finish,
+            response=content_hash([got.text]),
+        )
+
+    async def drain(
+        self, waiting: Iterator[int], temperature: float, count: Callable[[str], None]
+    ) -> list[TimedRequest | FailedRequest]:
+        """Send prompts one after the other until none waits."""
+        outcomes = []
+        for number in waiting:
+            outcomes.append(await self.send(number, temperature))
+            count(f"T={temperature:g}")
+        return outcomes
+
+    async def settled(self) -> Counters:
+        """Its counters once they stand still: some are counted after the response has been sent.
+
+        Where it has shown metrics before, an empty page is a failed read, and read again.
+        """
+        before = await self.client.counters()
+        end = time.perf_counter() + PATIENCE
+        while (before or self.counts) and time.perf_counter() < end:
+            await asyncio.sleep(PAUSE)
+            now = await self.client.counters()
+            if now and now == before:
+                break
+            before = now or before
+        self.counts |= bool(before)
+        return before

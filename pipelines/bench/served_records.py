@@ -1,0 +1,319 @@
+"""The records of an evaluation of a server, as `reports/served/<name>.json` holds them, and their figures.
+
+The times are the client's, the counts of drafts the server's own. What a server does not report is None.
+
+- `tau`: tokens per call of the target after the prefill, bonus counted, as in `statistics.py`. The calls are
+  the server's drafts, and those without a draft that its tokens need besides;
+- `accepted`: accepted draft tokens per draft, bonus not counted;
+- `alpha[n]`: acceptance rate of the n-th drafted token, of the drafts that had all before it accepted;
+- `speedup`: the baseline's over the server's seconds per token, of the same requests at the same concurrency;
+- `decode_speedup`: the same after the first token.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from vlmdistill.pipelines.bench.records import Count, Decoding, Measurement, PromptResult
+from vlmdistill.pipelines.bench.statistics import Interval, Rate, figures
+from vlmdistill.pipelines.data.responses.pieces import Amount
+from vlmdistill.pipelines.targets.software import Software
+from vlmdistill.stores.backends.local import atomic_write
+from vlmdistill.stores.errors import DataError
+
+FORMAT: Final = 1
+TABLE: Final = (
+    *("server", "T", "concurrency", "tokens/s", "first token ms", "ms/token"),
+    *("tau", "accepted", "speedup", "identical", "failed"),
+)
+SPEEDS: Final = ("speedup", "decode_speedup")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerCounts:
+    """What a server counted during a run."""
+
+    generated: Count | None = None
+    prompt_tokens: Count | None = None  # looked up in the prefix cache
+    cached_tokens: Count | None = None  # found there
+    images: Count | None = None  # looked up in the cache of images
+    cached_images: Count | None = None  # found there
+    drafts: Count | None = None
+    accepted: Count | None = None
+    chain_tried: tuple[Count, ...] = ()  # by position: drafts verified there after accepting all before it
+    chain_accepted: tuple[Count, ...] = ()  # by position: of these, drafts accepted there
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedRequest:
+    """A response of a server, by the client's clock."""
+
+    key: str  # of the prompt
+    tokens: Count | None  # the EOS included
+    seconds: Amount  # from sending the request to the end of the response
+    first_seconds: Amount  # to the first text; to the end if there was no text
+    finish: str
+    response: str  # a hash of its text
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailedRequest:
+    """A request that got no whole response."""
+
+    key: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerRun:
+    """All prompts sent to one server."""
+
+    seconds: Amount  # while requests of this server ran
+    requests: tuple[TimedRequest, ...]
+    failed: tuple[FailedRequest, ...]
+    counts: ServerCounts
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedLoad:
+    """A server, and its baseline, at one temperature and concurrency."""
+
+    temperature: Amount
+    concurrency: Annotated[int, Meta(ge=1)]
+    server: ServerRun
+    baseline: ServerRun | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedEvaluation:
+    """The evaluation of one server."""
+
+    format: Literal[1]
+    name: str
+    url: str
+    model: str  # as the server names it
+    drafter: str | None  # as the server names it, if it does
+    baseline: str | None  # a URL
+    prompt_set: str  # a hash of the prompts' keys
+    max_new_tokens: Count
+    seed: Count
+    measured: str  # date and time
+    loads: Annotated[tuple[ServedLoad, ...], Meta(min_length=1)]
+    software: Software | None = None  # of the client
+
+    @property
+    def runs(self) -> list[ServerRun]:
+        """The runs of the server and of its baseline."""
+        return [run for load in self.loads for run in (load.server, load.baseline) if run]
+
+    @property
+    def failed(self) -> list[FailedRequest]:
+        """The requests that failed, at any server."""
+        return [one for run in self.runs for one in run.failed]
+
+
+@dataclass(frozen=True)
+class Quartiles:
+    """Over the requests of a run."""
+
+    low: float
+    median: float
+    high: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFigures:
+    """The metrics of one run, see the top of the file."""
+
+    requests: int
+    failed: int
+    seconds: float
+    tokens: int | None
+    tokens_per_second: float | None
+    first_seconds: Quartiles | None
+    seconds_per_token: Quartiles | None  # after the first token
+    cached_prompts: float | None  # share of the prompt tokens that the prefix cache had
+    cached_images: float | None  # share of the images that were encoded before
+    drafts: int | None
+    accepted_tokens: int | None
+    tau: float | None
+    accepted: float | None
+    alpha: tuple[float, ...] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadFigures:
+    """The metrics at one temperature and concurrency."""
+
+    temperature: float
+    concurrency: int
+    server: RunFigures
+    baseline: RunFigures | None
+    identical: int | None  # responses equal to the baseline's, at temperature 0
+    compared: int | None
+    speedup: float | None
+    decode_speedup: float | None
+    intervals: dict[Rate, Interval] | None  # 95%, over prompts
+    warnings: tuple[str, ...]
+
+
+def write(evaluation: ServedEvaluation, file: Path) -> None:
+    """Replace the file atomically."""
+    with atomic_write(file) as aside:
+        aside.write_bytes(msgspec.json.format(msgspec.json.encode(evaluation), indent=1))
+
+
+def read(file: Path) -> ServedEvaluation:
+    """Read an evaluation of a server; DataError on an invalid file."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=ServedEvaluation)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        what = f"{file} is not an evaluation of a server ({error})"
+        raise DataError(f"{what}: remove it, or repeat `vlmdistill eval`") from None
+
+
+def table(evaluations: Sequence[ServedEvaluation]) -> list[list[str]]:
+    """The lines of `TABLE`: each server at each temperature and concurrency, then its baseline."""
+    lines = []
+    for made in evaluations:
+        for one in map(load_figures, made.loads):
+            paired = [cell(one.speedup, (one.intervals or {}).get("speedup"))]
+            paired += [f"{one.identical}/{one.compared}" if one.compared else "-"]
+            lines.append([made.name, *_run_cells(one, one.server), *paired, str(one.server.failed)])
+            if one.baseline:
+                lines.append(["baseline", *_run_cells(one, one.baseline), "-", "-", str(one.baseline.failed)])
+    return lines
+
+
+def _run_cells(load: LoadFigures, run: RunFigures) -> list[str]:
+    pace = f"{run.tokens_per_second:.0f}" if run.tokens_per_second is not None else "-"
+    times = [_milliseconds(run.first_seconds), _milliseconds(run.seconds_per_token)]
+    return [f"{load.temperature:g}", str(load.concurrency), pace, *times, cell(run.tau), cell(run.accepted)]
+
+
+def _milliseconds(found: Quartiles | None) -> str:
+    return f"{1e3 * found.median:.1f} ({1e3 * found.low:.1f}-{1e3 * found.high:.1f})" if found else "-"
+
+
+def cell(value: float | None, within: Interval | None = None) -> str:
+    """A rate, with its interval if it has one."""
+    shown = "-" if value is None else f"{value:.2f}"
+    return f"{shown} ({within.low:.2f}-{within.high:.2f})" if within else shown
+
+
+def run_figures(run: ServerRun) -> RunFigures:
+    """The metrics of a run."""
+    counts, done = run.counts, run.requests
+    known = [one.tokens for one in done if one.tokens is not None]
+    tokens = sum(known) if done and len(known) == len(done) else None
+    paces = [
+        (one.seconds - one.first_seconds) / (one.tokens - 1)
+        for one in done
+        if one.tokens is not None and one.tokens > 1
+    ]
+    tau = accepted = None
+    if counts.drafts and counts.accepted is not None:
+        accepted = counts.accepted / counts.drafts
+    if counts.drafts and tokens is not None and not run.failed:  # else the two count different requests
+        gained = tokens - len(done)
+        undrafted = 0 if counts.accepted is None else gained - counts.accepted - counts.drafts
+        tau = gained / (counts.drafts + max(0, undrafted))
+    chain = zip(counts.chain_accepted, counts.chain_tried, strict=True)
+    return RunFigures(
+        requests=len(done),
+        failed=len(run.failed),
+        seconds=run.seconds,
+        tokens=tokens,
+        tokens_per_second=tokens / run.seconds if tokens is not None else None,
+        first_seconds=_quartiles([one.first_seconds for one in done]),
+        seconds_per_token=_quartiles(paces),
+        cached_prompts=_share(counts.cached_tokens, counts.prompt_tokens),
+        cached_images=_share(counts.cached_images, counts.images),
+        drafts=counts.drafts,
+        accepted_tokens=counts.accepted,
+        tau=tau,
+        accepted=accepted,
+        alpha=tuple(taken / tried if tried else 0.0 for taken, tried in chain) or None,
+    )
+
+
+def load_figures(load: ServedLoad) -> LoadFigures:
+    """The metrics of a server, compared with the baseline on the prompts that both responded to."""
+    theirs = {one.key: one for one in load.baseline.requests} if load.baseline else {}
+    pairs = [(theirs[one.key], one) for one in load.server.requests if one.key in theirs]
+    greedy = bool(pairs) and load.temperature == 0
+    timed = [
+        PromptResult(key=one.key, dataset="", kind="text", plain=plain, drafted=drafted)
+        for base, one in pairs
+        if (plain := _decoding(base)) and (drafted := _decoding(one))
+    ]
+    rates = figures(Measurement(temperature=load.temperature, prompts=tuple(timed))) if timed else None
+    intervals: dict[Rate, Interval] = {}
+    if rates:
+        # A bound of 0 is that of resamples whose rate is unknown.
+        intervals = {
+            name: found for name, found in rates.intervals.items() if name in SPEEDS and found.low > 0
+        }
+    return LoadFigures(
+        temperature=load.temperature,
+        concurrency=load.concurrency,
+        server=run_figures(load.server),
+        baseline=run_figures(load.baseline) if load.baseline else None,
+        identical=sum(base.response == one.response for base, one in pairs) if greedy else None,
+        compared=len(pairs) if greedy else None,
+        speedup=rates.speedup if rates else None,
+        decode_speedup=(rates.decode_speedup or None) if rates else None,  # 0: nothing came after the first
+        intervals=intervals or None,
+        warnings=tuple(_warnings(load)),
+    )
+
+
+def _warnings(load: ServedLoad) -> Iterator[str]:
+    """What makes the numbers less than they seem."""
+    for whose, run in (("the server", load.server), ("the baseline", load.baseline)):
+        if run is None:
+            continue
+        at = f"{whose} at concurrency {load.concurrency}"
+        if run.failed and not run.requests:
+            yield f"{at} failed all {len(run.failed)} requests: {run.failed[0].reason}"
+        found = run_figures(run)
+        for share, what in ((found.cached_prompts, "prompt tokens"), (found.cached_images, "images")):
+            if share:
+                yield (
+                    f"{at} had {share:.0%} of the {what} in a cache: start it without caches to measure the "
+                    "first token (vLLM: --no-enable-prefix-caching --mm-processor-cache-gb 0)"
+                )
+        made = run.counts.generated
+        if not run.failed and None not in (made, found.tokens) and made != found.tokens:
+            yield (
+                f"{at} counted {made} generated tokens, and the responses have {found.tokens}: if another "
+                "client used it, its drafts are not of these requests alone"
+            )
+
+
+def _decoding(one: TimedRequest) -> Decoding | None:
+    """A request in the terms of `statistics.py`, its calls unknown; None without a count of tokens."""
+    if not one.tokens:
+        return None
+    first, rest = one.first_seconds, one.seconds - one.first_seconds
+    return Decoding(
+        tokens=one.tokens,
+        calls=0,
+        accepted=0,
+        seconds=one.seconds,
+        prefill_seconds=first,
+        decode_seconds=rest,
+    )
+
+
+def _share(count: int | None, total: int | None) -> float | None:
+    return count / total if count is not None and total else None
+
+
+def _quartiles(values: Sequence[float]) -> Quartiles | None:
+    return Quartiles(*map(float, np.quantile(values, [0.25, 0.5, 0.75]))) if values else None

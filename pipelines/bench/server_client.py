@@ -1,0 +1,253 @@
+"""A client of an OpenAI-compatible server: its models, its metrics, and chat completions by the clock.
+
+Metrics are Prometheus counters, by the names of vLLM, SGLang and `vlmdistill serve`.
+"""
+
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import httpx2
+import msgspec
+from msgspec import Struct
+
+from vlmdistill.pipelines.bench.served_records import ServerCounts
+from vlmdistill.stores.errors import VlmdistillError, one_line
+
+KEY_VARIABLE = "OPENAI_API_KEY"
+SILENCE_SECONDS = 600  # after which a request has failed
+CONNECT_SECONDS = 10
+OTHER = "is not a server of the OpenAI API"
+
+
+NAMES: Final = {
+    "vllm:generation_tokens_total": "generated",
+    "vllm:spec_decode_num_drafts_total": "drafts",
+    "vllm:spec_decode_num_accepted_tokens_total": "accepted",
+    "vllm:spec_decode_num_accepted_tokens_per_pos_total": "chain_accepted",
+    "vllm:prefix_cache_queries_total": "prompt_tokens",
+    "vllm:prefix_cache_hits_total": "cached_tokens",
+    "vllm:mm_cache_queries_total": "images",
+    "vllm:mm_cache_hits_total": "cached_images",
+    "sglang:generation_tokens_total": "generated",
+    "sglang:spec_verify_calls_total": "drafts",
+    "sglang:prompt_tokens_total": "prompt_tokens",
+    "sglang:cached_tokens_total": "cached_tokens",
+    "vlmdistill_completion_tokens_total": "generated",
+    "vlmdistill_drafts_total": "drafts",
+    "vlmdistill_accepted_tokens_total": "accepted",
+    "vlmdistill_chain_tried_tokens_total": "chain_tried",
+    "vlmdistill_chain_accepted_tokens_total": "chain_accepted",
+}
+"""Counters, and what we call them."""
+SAMPLE = re.compile(r"^([\w:]+)(?:\{(.*)\})? ([0-9.eE+]+)$", re.MULTILINE)
+POSITION = re.compile(r'(?:^|,)position="(\d+)"')
+
+Counters = Mapping[tuple[str, int], int]
+"""Values by name and position in a draft, 0 where a counter has no positions."""
+
+
+class ServerError(VlmdistillError):
+    """A server cannot be reached or used."""
+
+
+class ServedModel(Struct):
+    """An entry of GET /v1/models; `drafter` is our own server's addition."""
+
+    id: str
+    drafter: str | None = None
+
+
+class Models(Struct):
+    """GET /v1/models."""
+
+    data: list[ServedModel]
+
+
+class Delta(Struct):
+    """New text of a response; a model that reasons has two kinds, under three names."""
+
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+
+class StreamChoice(Struct):
+    """One response of a chunk."""
+
+    delta: Delta = msgspec.field(default_factory=Delta)
+    finish_reason: str | None = None
+
+
+class Usage(Struct):
+    """The lengths of a response."""
+
+    completion_tokens: int
+
+
+class StreamChunk(Struct):
+    """A server-sent event of a chat completion."""
+
+    choices: list[StreamChoice] = []
+    usage: Usage | None = None
+    error: Any = None
+
+
+class Streamed(Struct, frozen=True):
+    """A response, and when it came."""
+
+    text: str
+    tokens: int | None
+    finish: str
+    seconds: float
+    first_seconds: float
+
+
+class ServerClient:
+    """One server. ServerError when the URL is none; close it after use."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        key = os.environ.get(KEY_VARIABLE)
+        try:
+            parsed = httpx2.URL(self.url)
+        except httpx2.InvalidURL as error:
+            raise ServerError(f"'{url}' is not a URL: {error}") from None
+        if parsed.scheme not in ("http", "https") or not parsed.host:
+            raise ServerError(f"'{url}' is not a URL of a server: write http://127.0.0.1:8000")
+        if parsed.userinfo:
+            raise ServerError(f"the URL of {parsed.host} has a password: set {KEY_VARIABLE} to a key instead")
+        self.address = f"{parsed.host}-{parsed.port}" if parsed.port else parsed.host
+        self._http = httpx2.AsyncClient(
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=httpx2.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS),
+            # A server may close a connection after a fault, or while it is idle: each request has its own.
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=0),
+        )
+
+    async def close(self) -> None:
+        """Close its connections."""
+        await self._http.aclose()
+
+    async def models(self) -> list[ServedModel]:
+        """What it serves; ServerError when it cannot be reached or is no server of the OpenAI API."""
+        try:
+            response = await self._http.get(f"{self.url}/v1/models")
+        except httpx2.HTTPError as error:
+            raise ServerError(f"{self.url} cannot be reached: {_text(error)}") from None
+        if response.status_code in (401, 403):
+            known = KEY_VARIABLE in os.environ
+            what = f"refuses the key in {KEY_VARIABLE}" if known else f"needs a key: set {KEY_VARIABLE}"
+            raise ServerError(f"{self.url} {what}")
+        if response.status_code != 200:
+            raise ServerError(f"{self.url} {OTHER}: GET /v1/models gives {response.status_code}")
+        try:
+            return msgspec.json.decode(response.content, type=Models).data
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ServerError(f"{self.url} {OTHER}: GET /v1/models gives no list ({error})") from None
+
+    async def counters(self) -> Counters:
+        """What it has counted so far; empty if it shows no metrics."""
+        try:
+            response = await self._http.get(f"{self.url}/metrics")
+        except httpx2.HTTPError:
+            return {}
+        return parse(response.text) if response.status_code == 200 else {}
+
+    async def chat(self, messages: Sequence[Any], options: Mapping[str, Any]) -> Streamed:
+        """Stream a chat completion; ServerError says why there is no whole response."""
+        body = msgspec.json.encode(
+            {"messages": messages, **options, "stream": True, "stream_options": {"include_usage": True}}
+        )
+        headers = {"Content-Type": "application/json"}
+        text: list[str] = []
+        tokens, finish = None, ""
+        start = time.perf_counter()
+        first = end = 0.0
+        try:
+            async with self._http.stream(
+                "POST", f"{self.url}/v1/chat/completions", content=body, headers=headers
+            ) as response:
+                if response.status_code != 200:
+                    raise ServerError(_refusal(response.status_code, await response.aread()))
+                async for line in response.aiter_lines():
+                    data = line.removeprefix("data:").strip()
+                    if data == line or data == "[DONE]":  # not an event; the last
+                        continue
+                    now = time.perf_counter() - start
+                    chunk = msgspec.json.decode(data, type=StreamChunk)
+                    if chunk.error:
+                        raise ServerError(f"the stream has an error: {_message(chunk.error)}")
+                    tokens = chunk.usage.completion_tokens if chunk.usage else tokens
+                    for choice in chunk.choices:
+                        delta = choice.delta
+                        new = (delta.reasoning or delta.reasoning_content or "") + (delta.content or "")
+                        first = first or (now if new else 0.0)
+                        text.append(new)
+                        finish, end = choice.finish_reason or finish, now
+        except httpx2.HTTPError as error:
+            raise ServerError(_text(error)) from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ServerError(f"the stream is not that of a chat completion: {error}") from None
+        if not finish:
+            raise ServerError("the stream ends before the response does")
+        return Streamed("".join(text), tokens, finish, end, first or end)
+
+
+def parse(text: str) -> Counters:
+    """The counters of a page of metrics, summed over the engines that it lists."""
+    found: dict[tuple[str, int], int] = {}
+    for name, labels, value in SAMPLE.findall(text):
+        if name in NAMES:
+            at = POSITION.search(labels)
+            key = NAMES[name], int(at[1]) if at else 0
+            found[key] = found.get(key, 0) + int(float(value))
+    return found
+
+
+def between(before: Counters, after: Counters) -> ServerCounts:
+    """What was counted from one page to a later one. What a page lacks, or a restart has reset, is None.
+
+    All is None if the first page is empty: the later one counts since the server started.
+    Counters of drafts are None, too, when there was no draft.
+    """
+    gained = {key: value - before.get(key, 0) for key, value in after.items()}
+    if not before or any(value < 0 for value in gained.values()):
+        return ServerCounts()
+
+    def chain(wanted: str) -> tuple[int, ...]:
+        return tuple(value for (name, _), value in sorted(gained.items()) if name == wanted)
+
+    drafted = bool(gained.get(("drafts", 0)))
+    tried, accepted = chain("chain_tried"), chain("chain_accepted")
+    if not tried:  # every draft is a whole chain: a position is verified after all before it were accepted
+        tried = (gained.get(("drafts", 0), 0), *accepted[:-1])[: len(accepted)]
+    return ServerCounts(
+        generated=gained.get(("generated", 0)),
+        prompt_tokens=gained.get(("prompt_tokens", 0)),
+        cached_tokens=gained.get(("cached_tokens", 0)),
+        images=gained.get(("images", 0)),
+        cached_images=gained.get(("cached_images", 0)),
+        drafts=gained["drafts", 0] if drafted else None,
+        accepted=gained.get(("accepted", 0)) if drafted else None,
+        chain_tried=tried if drafted else (),
+        chain_accepted=accepted if drafted else (),
+    )
+
+
+def _refusal(status: int, body: bytes) -> str:
+    try:
+        message = _message(msgspec.json.decode(body)["error"])
+    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError):
+        message = body[:200].decode(errors="replace")
+    return f"HTTP {status}: {message}"
+
+
+def _message(error: Any) -> str:
+    return one_line(ValueError(error.get("message", error) if isinstance(error, dict) else error))
+
+
+def _text(error: httpx2.HTTPError) -> str:
+    return one_line(error) or type(error).__name__

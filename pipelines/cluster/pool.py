@@ -1,0 +1,353 @@
+"""A pool of Ray actors that work through a list of tasks and replace one another when they die.
+
+An actor reports its machine, checks that the machine has what the work needs, loads the target once, and only
+then gets tasks. Tensors never travel: workers get tasks and return counts or small rows.
+"""
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+from vlmdistill.pipelines.cluster.environment import EngineName
+from vlmdistill.pipelines.cluster.queue import (
+    ATTEMPTS,
+    Member,
+    Queue,
+    R,
+    Step,
+    T,
+    TaskDone,
+    TaskResult,
+    WorkerTask,
+    text_of,
+)
+from vlmdistill.pipelines.cluster.session import WorkerShare, address_of, cause_of, here, machines
+from vlmdistill.pipelines.targets.checkpoints.registry import Options
+from vlmdistill.stores.errors import DataError, VlmdistillError
+
+logger = logging.getLogger(__name__)
+
+GATHER_SECONDS = 60.0  # in which Ray may start workers, before work begins without the late ones
+LOOK_SECONDS = 2.0  # between two looks at the machines of the cluster
+TICK_SECONDS = 0.5  # to wait for a reply
+
+In = TypeVar("In", bound=WorkerTask, contravariant=True)
+Out = TypeVar("Out", bound=TaskResult, covariant=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerOptions:
+    """How many workers a stage uses, and how each loads the target."""
+
+    workers: int | None = None  # None: as many as the machines have room for
+    wait: float = 300.0  # seconds without any live worker, until the run fails
+    load: Options = field(default_factory=Options)
+    engine: EngineName = "transformers"  # what runs the target
+
+
+class Worker(Protocol[In, Out]):
+    """The object inside an actor."""
+
+    def facts(self) -> Any:
+        """What the driver needs to plan; equal for all workers."""
+        ...
+
+    def work(self, task: In) -> Out:
+        """Do one task."""
+        ...
+
+
+class WorkerActor:
+    """The Ray actor. It makes its worker in a call, so that an error while loading is an ordinary one."""
+
+    def __init__(self, make: Callable[[], Worker[Any, Any]], check: Callable[[], None]) -> None:
+        self._make = make
+        self._check = check
+        self._worker: Worker[Any, Any] | None = None
+
+    def locate(self) -> str:
+        """The id of this machine."""
+        return here()
+
+    def check(self) -> None:
+        """Raise an error that names what this machine lacks."""
+        self._check()
+
+    def facts(self) -> Any:
+        """Make the worker and return its facts."""
+        self._worker = self._make()
+        return self._worker.facts()
+
+    def work(self, task: Any) -> Any:
+        """The worker's result for one task."""
+        assert self._worker is not None
+        return self._worker.work(task)
+
+
+def no_check() -> None:
+    """A check that every machine passes."""
+
+
+class ActorPool(Generic[T, R]):
+    """Actors with one target each, of `weights` bytes. Use inside `session`, as a context manager.
+
+    `make` makes the worker; `check` raises what a machine lacks. The number of workers defaults to as many as
+    can hold a target: on one GPU each, or on several GPUs of a machine if one is too small; without GPUs, as
+    many as there are cores and memory for. Machines that join later then add workers.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Worker[T, R]],
+        check: Callable[[], None] = no_check,
+        options: WorkerOptions | None = None,
+        *,
+        weights: int = 0,
+    ) -> None:
+        import ray
+
+        options = options or WorkerOptions()
+        if options.workers is not None and options.workers < 1:
+            raise DataError(f"--workers {options.workers}: give a number above 0")
+        self._machines = machines()
+        self._share = WorkerShare.of(list(self._machines.values()), options.workers, weights)
+        # Spread, so that few workers on many machines do not crowd on one.
+        self._actor = ray.remote(WorkerActor).options(
+            **self._share.options, max_restarts=0, scheduling_strategy="SPREAD"
+        )
+        self._make, self._check = make, check
+        self._workers, self._wait = options.workers, options.wait
+        self._members: list[Member] = []
+        self._queue = Queue[T, R](self._members)
+        self._facts: Any = None
+        self._begun = False  # tasks were given out
+        self._started = 0  # workers, to name them
+        self._trouble = ""  # why the last worker was lost
+        self._looked = self._alive = self._replied = time.monotonic()
+        self._fill()
+
+    def __enter__(self) -> "ActorPool[T, R]":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for member in self._members:
+            _kill(member)
+
+    def facts(self) -> Any:
+        """The facts of the first worker that is ready, once every machine was checked."""
+        while not self._gathered():
+            self._advance()
+        return self._facts
+
+    def run(self, tasks: Iterable[T]) -> Iterator[TaskDone[T, R]]:
+        """Give every task to a worker; yield each as it ends.
+
+        A task whose worker dies or raises goes to another, then its halves do; a single sample has failed
+        after `ATTEMPTS` attempts. An error meant for the user ends the run, unless another machine succeeds.
+        VlmdistillError if no task succeeds, or if no worker is left.
+        """
+        self.facts()
+        self._begun = True
+        self._queue = Queue[T, R](self._members, tasks)
+        while self._queue:
+            self._queue.assign()
+            yield from self._queue.ended()
+            if self._queue:
+                self._advance()
+                yield from self._queue.ended()
+
+    def _fill(self) -> None:
+        """Ask Ray for as many workers as the user wants, or as the cluster has room for."""
+        wanted = self._workers or max(1, self._share.room(list(self._machines.values())))
+        while len(self._members) < wanted:
+            self._start()
+
+    def _start(self, crashes: int = 0) -> None:
+        actor = self._actor.remote(self._make, self._check)
+        self._members.append(Member(actor, actor.locate.remote(), crashes=crashes))
+
+    def _gathered(self) -> bool:
+        """Whether a worker is ready and all others are checked, or are late."""
+        steps = {member.step for member in self._members}
+        late = time.monotonic() - self._replied > GATHER_SECONDS
+        return Step.idle in steps and (late or not steps & {Step.locate, Step.check})
+
+    def _advance(self) -> None:
+        """Wait for a reply or a tick, and handle what has happened."""
+        import ray
+
+        calls = {member.call: member for member in self._members if member.call is not None}
+        if calls:
+            for call in ray.wait(list(calls), num_returns=1, timeout=TICK_SECONDS)[0]:
+                self._handle_reply(calls[call])
+        else:
+            time.sleep(TICK_SECONDS)
+        if time.monotonic() - self._looked > LOOK_SECONDS:
+            self._look()
+        wait = self._wait if self._facts is not None else max(self._wait, GATHER_SECONDS)
+        if any(member.alive for member in self._members):
+            self._alive = time.monotonic()
+        elif time.monotonic() - self._alive > wait:
+            why = self._trouble or f"Ray found no machine with {self._share} for one"
+            raise VlmdistillError(
+                f"no worker was ready for {wait:g} s ({why}). Finished work is kept; run the same command to "
+                "continue"
+            )
+
+    # Machines
+
+    def _look(self) -> None:
+        """Drop the workers of machines that were lost, and fill machines that joined."""
+        before, self._machines = self._machines, machines()
+        self._looked = time.monotonic()
+        for machine in (before[one] for one in before.keys() - self._machines.keys()):
+            for member in list(self._members):
+                if member.machine and member.machine.id == machine.id:
+                    self._drop(member)
+            left = [member for member in self._members if member.alive]
+            on = len({member.names[1] for member in left})
+            self._trouble = f"machine {machine.name} was lost"
+            logger.warning("%s: %d workers on %d machines are left", self._trouble, len(left), on)
+        for joined in self._machines.keys() - before.keys():
+            logger.warning("machine %s joined", self._machines[joined].name)
+        self._fill()
+
+    def _drop(self, member: Member) -> None:
+        self._members.remove(member)
+        _kill(member)
+        self._queue.lost(member)
+
+    def _machine_name(self, member: Member, error: BaseException) -> str:
+        """The machine that a worker was on, as far as it is known."""
+        address = address_of(error)
+        at = [machine for machine in self._machines.values() if machine.address == address]
+        if machine := member.machine or (at[0] if len(at) == 1 else None):
+            return f"machine {machine.name}"
+        return f"machine {address}" if address else "a machine"
+
+    # Replies
+
+    def _handle_reply(self, member: Member) -> None:
+        import ray
+
+        call, member.call = member.call, None
+        try:
+            value = ray.get(call)
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause if isinstance(error.cause, Exception) else error
+            if member.step is Step.work:
+                self._failed(member, cause)
+            else:
+                self._refuse(member, self._machine_name(member, error), cause)
+        except ray.exceptions.RayError as error:
+            self._died(member, error)
+        else:
+            self._next_step(member, value)
+
+    def _next_step(self, member: Member, value: Any) -> None:
+        """Call the next step of a worker whose last call succeeded."""
+        self._replied = time.monotonic()
+        if member.step is Step.locate:
+            if value not in self._machines:
+                self._look()
+            member.machine = self._machines.get(value)
+            if member.machine is None:  # lost since it replied
+                self._drop(member)
+                return
+            name = f"machine {member.machine.name}"
+            self._started += 1
+            member.names = (f"worker {self._started} on {name}", name)
+            if self._queue.excludes(member):
+                member.exclude()
+                return
+            member.step, member.call = Step.check, member.actor.check.remote()
+        elif member.step is Step.check:
+            member.step, member.call = Step.load, member.actor.facts.remote()
+        elif member.step is Step.load:
+            self._facts = value if self._facts is None else self._facts
+            if value != self._facts:
+                error = VlmdistillError(f"it loaded a different target: {value}, not {self._facts}")
+                self._refuse(member, member.names[1], error)
+                return
+            member.step, member.crashes, self._trouble = Step.idle, 0, ""
+        else:
+            self._queue.did(member, value)
+
+    def _refuse(self, member: Member, name: str, cause: BaseException) -> None:
+        """A worker cannot be used: an error before the first task, a warning after it."""
+        if not self._begun:
+            raise self._named(name, cause)
+        self._trouble = f"{name} is excluded: {text_of(cause)}"
+        logger.warning("%s", self._trouble)
+        member.exclude()
+
+    def _failed(self, member: Member, cause: Exception) -> None:
+        """A worker raised an error in a task."""
+        own, machine = member.names
+        if not isinstance(cause, (VlmdistillError, OSError)):
+            self._queue.failed(member, own, text_of(cause))
+            self._drop(member)  # its CUDA context may be broken
+            self._start()
+            return
+        elsewhere = any(one.alive and machine not in one.names for one in self._members)
+        if not elsewhere or (member.running and member.running.refused):
+            raise self._named(machine, cause)
+        self._queue.failed(member, machine, text_of(cause), refused=True)
+
+    def _died(self, member: Member, error: Any) -> None:
+        """The process of a worker ended: start another, unless that cannot help."""
+        if member.machine and member.machine.id not in machines():
+            self._look()
+            if member in self._members:  # the loss was seen before the worker had replied
+                self._drop(member)
+                self._fill()
+            return
+        name, cause = self._machine_name(member, error), cause_of(error)
+        if getattr(error, "actor_init_failed", False):  # it would fail again
+            self._refuse(member, name, VlmdistillError(cause))
+            return
+        if member.machine is None:
+            # No machine can be blamed: most likely one was lost, and Ray has yet to notice. `_look` fills up.
+            self._trouble = self._trouble or f"a worker died before it started ({cause})"
+            self._drop(member)
+            return
+        if member.step is Step.work:
+            self._queue.failed(member, name, f"its worker died ({cause})")
+        else:
+            member.crashes += 1
+            if member.crashes >= ATTEMPTS:
+                many = f"{ATTEMPTS} workers died while they loaded the target; last cause: {cause}"
+                self._refuse(member, name, VlmdistillError(many))
+                return
+            self._trouble = f"{name}: a worker died while it loaded the target ({cause})"
+            logger.warning("%s, starting another", self._trouble)
+        self._drop(member)
+        self._start(member.crashes)
+
+    def _named(self, name: str, cause: BaseException) -> BaseException:
+        """The error of a worker, with its machine if there are several."""
+        ours = isinstance(cause, VlmdistillError)
+        if len(self._machines) == 1:
+            return cause if ours or isinstance(cause, OSError) else VlmdistillError(text_of(cause))
+        kind = type(cause) if isinstance(cause, VlmdistillError) else VlmdistillError
+        return kind(f"{name}: {text_of(cause)}")
+
+
+def weight_bytes(model: str, load: Options) -> int:
+    """Bytes of a checkpoint's weights in the dtype in which they are loaded."""
+    from vlmdistill.pipelines.targets.checkpoints.folder import parameters_in, resolve, weight_files
+
+    dtype = load.get("dtype", "auto")
+    if dtype == "auto":
+        return sum(path.stat().st_size for path in weight_files(resolve(model)))
+    return parameters_in(resolve(model)) * (4 if dtype == "float32" else 2)
+
+
+def _kill(member: Member) -> None:
+    import ray
+
+    with contextlib.suppress(ray.exceptions.RayError, ValueError):
+        ray.kill(member.actor)

@@ -1,0 +1,290 @@
+"""The queue of tasks: which worker gets which task, and how often a task is retried.
+
+Samples that fail on one machine are retried on another, and so is a task whose worker dies or raises an
+error; the second time, its halves are.
+
+A machine on which at least half of a task failed gets no new task until the retry elsewhere has ended,
+and it is excluded if most of its samples failed but succeed elsewhere: one that fails fast would otherwise
+draw most of the tasks.
+"""
+
+import logging
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+from vlmdistill.pipelines.cluster.session import Machine, cause_of
+from vlmdistill.stores.errors import VlmdistillError, one_line
+
+logger = logging.getLogger(__name__)
+
+ATTEMPTS = 3  # per task
+STRIKES = 2  # tasks that failed on a machine and succeeded elsewhere, before it can be excluded
+
+
+class WorkerTask(Protocol):
+    """Samples for one call of a worker."""
+
+    @property
+    def keys(self) -> Sequence[str]:
+        """The keys of the samples."""
+        ...
+
+    def only(self, keys: Collection[str]) -> Self:
+        """The same task, with these samples only."""
+        ...
+
+
+class TaskResult(Protocol):
+    """The result of one task."""
+
+    failed: dict[str, str]  # key -> why the sample failed on this machine; it is retried on another
+
+
+T = TypeVar("T", bound=WorkerTask)
+R = TypeVar("R", bound=TaskResult)
+
+
+@dataclass(frozen=True)
+class TaskDone(Generic[T, R]):
+    """A task that has ended, with its result."""
+
+    task: T
+    result: R | None  # None after `ATTEMPTS` attempts without a result
+    failed: dict[str, str]  # key -> reason, for samples that are not retried any more
+
+
+@dataclass(eq=False)
+class RunningTask(Generic[T]):
+    """A task and its attempts."""
+
+    task: T
+    tried: list[str] = field(default_factory=list)  # workers and machines on which it failed
+    why: dict[str, str] = field(default_factory=dict)  # key -> last error
+    attempts: int = 0  # without a result
+    refused: bool = False  # the last attempt ended with an error meant for the user
+
+
+@dataclass(eq=False)
+class Reliability:
+    """How the samples of one worker or machine went."""
+
+    done: int = 0  # samples
+    refuted: int = 0  # samples that failed here and succeeded elsewhere
+    strikes: int = 0  # tasks with such samples
+    on_trial: set[RunningTask[Any]] = field(
+        default_factory=set
+    )  # at least half failed here; retried elsewhere
+    excluded: bool = False
+
+
+class Step(Enum):
+    """The last call that a worker got."""
+
+    locate = auto()
+    check = auto()
+    load = auto()
+    idle = auto()
+    work = auto()
+    excluded = auto()  # it gets no calls, but keeps its resources so that Ray starts no other worker there
+
+
+ALIVE = (Step.load, Step.idle, Step.work)
+
+
+@dataclass(eq=False)
+class Member:
+    """A worker as the driver sees it."""
+
+    actor: Any
+    call: Any  # the Ray reference that the driver waits for; None when idle or excluded
+    step: Step = Step.locate
+    machine: Machine | None = None  # known after `locate`
+    names: tuple[str, ...] = ()  # of the worker and its machine, for messages and `tried`
+    running: RunningTask[Any] | None = None
+    crashes: int = 0  # workers of this slot that died while they loaded the target, in a row
+
+    @property
+    def alive(self) -> bool:
+        """Whether it loads, works or waits for work."""
+        return self.step in ALIVE
+
+    def exclude(self) -> None:
+        """Send it no more calls."""
+        self.step, self.call = Step.excluded, None
+
+
+class Queue(Generic[T, R]):
+    """The tasks of a run. `members` is the list of the pool, which changes it."""
+
+    def __init__(self, members: Sequence[Member], tasks: Iterable[T] = ()) -> None:
+        self._members = members
+        self._fresh = iter(tasks)  # made when a worker is free: all of them take much memory
+        self._next = next(self._fresh, None)
+        self._again: list[RunningTask[T]] = []  # failed, or lost with their machine
+        self._ended: list[TaskDone[T, R]] = []
+        self._several = False  # machines
+        self._reliability = defaultdict[str, Reliability](Reliability)  # by the name of a worker or machine
+        self._warned = set[str]()  # machines on which samples failed
+        self._done = 0  # tasks
+        self._given_up: list[str] = []  # errors of tasks that ended without a result
+
+    def __bool__(self) -> bool:
+        """Whether a task waits or runs."""
+        return bool(self._next or self._again or any(member.running for member in self._members))
+
+    def ended(self) -> Iterator[TaskDone[T, R]]:
+        """The tasks that ended since the last call. VlmdistillError if all tasks end without a result."""
+        while self._ended:
+            yield self._ended.pop(0)
+        if len(self._given_up) >= ATTEMPTS and not self._done:
+            raise VlmdistillError(
+                f"{len(self._given_up)} tasks failed on every attempt and no task succeeded; last error: "
+                f"{self._given_up[-1]}"
+            )
+
+    def assign(self) -> None:
+        """Give tasks to idle workers, first those that failed elsewhere or were lost."""
+        self._several |= len({member.machine.id for member in self._members if member.machine}) > 1
+        for running in list(self._again):
+            if not self._takers(running) and any(member.alive for member in self._members):
+                if not running.attempts:  # its samples failed on every machine
+                    self._give_up(running)
+                    continue
+                self._end_trial(running)
+                running.tried = []
+            idle = [member for member in self._takers(running) if member.step is Step.idle]
+            if idle:
+                self._again.remove(running)
+                self._give(idle[0], running)
+        for member in self._members:
+            on_trial = any(self._reliability[name].on_trial for name in member.names)
+            if self._next and member.step is Step.idle and not on_trial:
+                self._give(member, RunningTask(self._next))
+                self._next = next(self._fresh, None)
+
+    def _takers(self, running: RunningTask[T]) -> list[Member]:
+        """The live workers on which this task has not failed."""
+        return [one for one in self._members if one.alive and not set(one.names) & set(running.tried)]
+
+    def _give(self, member: Member, running: RunningTask[T]) -> None:
+        member.step, member.running = Step.work, running
+        member.call = member.actor.work.remote(running.task)
+
+    def did(self, member: Member, result: R) -> None:
+        """Record a result. The samples that failed are retried on another machine."""
+        running, machine, failed = self._taken_from(member), member.names[1], dict(result.failed)
+        succeeded = len(running.task.keys) - len(failed)
+        for name in member.names:
+            self._reliability[name].done += succeeded
+        self._end_trial(running)
+        for name in running.tried if succeeded else ():
+            self._reliability[name].refuted += succeeded
+            self._reliability[name].strikes += 1
+            self._judge(name, running)
+        if failed:
+            again = RunningTask(running.task.only(failed), [*running.tried, machine], failed)
+            if len(again.tried) < ATTEMPTS and self._takers(again):
+                self._again.append(again)
+                if len(failed) >= succeeded:
+                    self._reliability[machine].on_trial.add(again)
+                if machine not in self._warned:
+                    logger.warning(
+                        "%s: samples fail and are retried: %s", machine, next(iter(failed.values()))
+                    )
+                    self._warned.add(machine)
+                failed = {}
+            else:
+                failed = self._causes(again)
+        self._done += 1
+        self._ended.append(TaskDone(running.task, result, failed))
+
+    def failed(self, member: Member, name: str, cause: str, *, refused: bool = False) -> None:
+        """Record an attempt without a result; the task is retried, if possible not on `name`."""
+        running = self._taken_from(member)
+        self._end_trial(running)
+        running.attempts, running.refused = running.attempts + 1, refused
+        running.tried.append(name)
+        keys = running.task.keys
+        running.why = dict.fromkeys(keys, cause)
+        if len(keys) > 1 and running.attempts > 1 and not refused:  # only the guilty sample is given up
+            logger.warning("%s: a task failed and is halved: %s", name, cause)
+            halves = keys[: len(keys) // 2], keys[len(keys) // 2 :]
+            # First of all: where every task fails, three single samples are soon given up, and the run ends.
+            self._again[:0] = [RunningTask(running.task.only(half), attempts=1) for half in halves]
+            return
+        if running.attempts >= ATTEMPTS:
+            self._give_up(running)
+            return
+        logger.warning("%s: a task failed and is retried: %s", name, cause)
+        if self._takers(running):
+            self._reliability[name].on_trial.add(running)
+        self._again.append(running)
+
+    def lost(self, member: Member) -> None:
+        """Record that a worker was lost with its machine, which is no failure of its task."""
+        if member.running:
+            self._again.append(self._taken_from(member))
+
+    def _taken_from(self, member: Member) -> RunningTask[T]:
+        running, member.running, member.step = member.running, None, Step.idle
+        assert running is not None
+        if self.excludes(member):
+            member.exclude()
+        return running
+
+    def excludes(self, member: Member) -> bool:
+        """Whether a worker or its machine gets no more tasks."""
+        return any(self._reliability[name].excluded for name in member.names)
+
+    def _end_trial(self, running: RunningTask[T]) -> None:
+        for name in running.tried:
+            self._reliability[name].on_trial.discard(running)
+
+    def _judge(self, name: str, running: RunningTask[T]) -> None:
+        """Exclude a worker or machine if most of its samples failed but succeed elsewhere."""
+        one = self._reliability[name]
+        others = any(member.alive and name not in member.names for member in self._members)
+        if one.excluded or one.strikes < STRIKES or one.refuted <= one.done or not others:
+            return
+        one.excluded = True
+        for member in self._members:
+            if member.step is Step.idle and name in member.names:
+                member.exclude()
+        logger.warning(
+            "%s is excluded: %d of %d samples failed there and succeeded elsewhere, such as: %s",
+            name,
+            one.refuted,
+            one.refuted + one.done,
+            next(iter(running.why.values())),
+        )
+
+    def _give_up(self, running: RunningTask[T]) -> None:
+        self._end_trial(running)
+        if running in self._again:
+            self._again.remove(running)
+        if running.attempts:
+            self._given_up.append(next(iter(running.why.values())))
+        self._ended.append(TaskDone(running.task, None, self._causes(running)))
+
+    def _causes(self, running: RunningTask[T]) -> dict[str, str]:
+        """Why each sample failed, and on which machines if there are several."""
+        if not self._several:
+            return running.why
+        names = " and ".join(dict.fromkeys(running.tried))
+        return {key: f"{why} (on {names})" for key, why in running.why.items()}
+
+
+def scattered(count: int) -> list[int]:
+    """The numbers below `count`, any first ones of which are far apart: by their reversed bits."""
+    bits = (count - 1).bit_length()
+    return sorted(range(count), key=lambda number: f"{number:0{bits}b}"[::-1])
+
+
+def text_of(cause: BaseException) -> str:
+    """An error in one line, with its type if it is not one of this project."""
+    if isinstance(cause, VlmdistillError):
+        return one_line(cause)
+    return f"{type(cause).__name__}: {cause_of(cause)}"

@@ -1,0 +1,120 @@
+"""The check that every machine of a cluster sees the same model, media and store as this machine."""
+
+import os
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from vlmdistill.pipelines.media.images import MediaError
+from vlmdistill.pipelines.media.urls import at_hand
+from vlmdistill.pipelines.targets.checkpoints.fingerprint import Fingerprint, checkpoint
+from vlmdistill.stores.backends.backend import STAGING, open_backend, writing
+from vlmdistill.stores.errors import DataError, StoreError, TargetError, VlmdistillError, one_line
+from vlmdistill.stores.store import require_room
+
+MEDIA = 64  # files that are checked on each machine
+LOOKED_AT = 4096  # prompts
+ADVICE = "put it on a folder that all machines share"
+
+
+class HasFiles(Protocol):
+    """A prompt, as far as its images and videos go."""
+
+    @property
+    def files(self) -> Sequence[str]:
+        """Their paths or URLs."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """The check; a worker calls it before it loads anything."""
+
+    model: str  # a name or an absolute path
+    checkpoint: Fingerprint | None  # None: any
+    media: tuple[str, ...] = ()  # files that exist on this machine
+    store: str = ""  # a URL or an absolute path; empty if workers do not write
+    mark: str = ""  # a file that this run has written into the store
+
+    def __call__(self) -> None:
+        """TargetError, DataError or StoreError that names what this machine does not see, and what to do."""
+        self.check_model()
+        self.check_media()
+        if self.store:
+            self.check_store()
+
+    def check_model(self) -> None:
+        """TargetError if the model is missing or another one."""
+        try:
+            mine = vars(checkpoint(self.model))
+        except TargetError as error:
+            raise TargetError(f"cannot find the model {self.model}: {ADVICE} ({one_line(error)})") from None
+        theirs = vars(self.checkpoint) if self.checkpoint else mine
+        odd = [name for name in ("config", "weights", "processor", "template") if mine[name] != theirs[name]]
+        if odd:
+            raise TargetError(
+                f"the model {self.model} is a different one ({odd[0]}: {mine[odd[0]]}, not "
+                f"{theirs[odd[0]]}): {ADVICE}, or copy it to this machine again"
+            )
+
+    def check_media(self) -> None:
+        """DataError if files are missing."""
+        missing = [path for path in self.media if not os.access(_local(path), os.R_OK)]
+        if missing:
+            raise DataError(
+                f"{len(missing)} of {len(self.media)} checked images and videos cannot be read, such as "
+                f"{missing[0]}: put them on a folder that all machines share, or under the same path on each "
+                "machine"
+            )
+
+    def check_store(self) -> None:
+        """StoreError if the store cannot be read or is another one."""
+        try:
+            seen = open_backend(self.store).size(self.mark) is not None
+        except (VlmdistillError, OSError, ImportError) as error:
+            raise StoreError(
+                f"cannot read the store {self.store} ({type(error).__name__}: {one_line(error)}). Set the "
+                "credentials in the environment of `ray start` on this machine, or with `ray job submit "
+                "--runtime-env-json`: workers do not get the environment of this command"
+            ) from None
+        if not seen:
+            raise StoreError(
+                f"the store {self.store} is a different folder: {ADVICE}, or give --store a URL such as "
+                "s3://bucket/store"
+            )
+
+
+def _local(path: str) -> str:
+    """The path, or that of the copy of a URL; of one that cannot be read, a path that does not exist."""
+    try:
+        return str(at_hand(path))
+    except MediaError:
+        return path
+
+
+def some_files(paths: Iterable[str]) -> tuple[str, ...]:
+    """Up to `MEDIA` of the paths, evenly spread over all of them in order."""
+    files = sorted(set(paths))
+    return tuple(files[:: -(-len(files) // MEDIA) or 1])
+
+
+def some_media(prompts: Sequence[HasFiles]) -> tuple[str, ...]:
+    """Up to `MEDIA` files of the prompts that exist here; of many prompts, those of a few are looked at."""
+    few = range(0, len(prompts), len(prompts) // LOOKED_AT or 1)
+    files = some_files(path for at in few for path in prompts[at].files)
+    return tuple(path for path in files if os.path.exists(_local(path)))
+
+
+@contextmanager
+def marked(store: str) -> Iterator[str]:
+    """Create a file with a random name in the store: a machine that sees it sees the same store."""
+    backend = open_backend(store)
+    mark = f"{STAGING}/probe-{secrets.token_hex(8)}"
+    require_room(backend)
+    try:
+        with writing(backend):
+            backend.create(mark, b"")
+        yield mark
+    finally:
+        backend.remove(mark)

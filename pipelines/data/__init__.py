@@ -1,0 +1,1 @@
+"""Stages 1 to 3: prompts, responses and features."""

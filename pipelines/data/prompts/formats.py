@@ -1,0 +1,326 @@
+"""Convert rows of the supported formats into conversations: LLaVA, ShareGPT, chat messages, question columns.
+
+A row becomes a `Conversation` or raises BadRowError: nothing is dropped silently or repaired by guessing.
+`docs/inputs.md` shows a row of each format.
+"""
+
+import base64
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+from urllib.parse import unquote
+
+from vlmdistill.pipelines.data.prompts import columns, sources
+from vlmdistill.pipelines.data.prompts.augment import Message
+from vlmdistill.pipelines.data.prompts.sources import Row
+from vlmdistill.pipelines.media.resolver import BadRowError, Media
+from vlmdistill.stores.errors import DataError, lone_surrogate
+
+Format = Literal["auto", "llava", "sharegpt", "chat", "hf"]
+Sampling = Mapping[str, float | int]  # "fps" or "frames" of a video; empty: the target's own
+
+ROLES = {
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard"), "assistant"),
+}
+TOOLS = ("tool", "function", "function_call", "tool_call", "tool_response", "observation", "ipython")
+TURNS = ("messages", "conversations", "conversation", "items", "texts", "prompt")
+FILES = {"image": ("image", "images"), "video": ("video", "videos")}
+COUNTS = ("frames", "nframes", "num_frames")  # keys for the number of frames of a video
+SAMPLING = ("fps", *COUNTS)
+CLIPS = ("video_start", "video_end", "start", "end", "start_time", "end_time", "start_sec", "end_sec")
+MOST = 2**31 - 1  # frames, or frames per second, of a video
+TAG = re.compile(r"\s*<(image|video)>\s*")
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Turns with known roles. Image and video parts hold `media` (path or bytes), not checked yet."""
+
+    messages: list[Message]
+    trimmed: bool = False  # without assistant turns before the first question
+    unread: tuple[str, ...] = ()  # columns with text, and keys of media parts, that were not used
+
+
+def detect(source: str, wanted: Format = "auto", ask: str | None = None) -> Format:
+    """The format of a source; DataError if it does not exist or has no known format.
+
+    With `ask`, its images and videos need no question.
+    """
+    path = sources.check(source, hub=wanted == "hf")
+    if wanted != "auto":
+        return wanted
+    if path.is_dir():
+        return "hf"
+    first = None
+    for row in sources.read(source):
+        first = first or row
+        if not isinstance(row.value, Mapping):
+            continue
+        value = _request(row.value)
+        name, given = _turns(value)
+        pictured = value.keys() & {name for names in FILES.values() for name in names}
+        if given is not None:
+            return "chat" if name == "messages" else "llava" if pictured else "sharegpt"
+        if value.keys() & {*columns.QUESTIONS, *columns.MORE[:1]} or (ask and pictured):
+            return "hf"
+    raise DataError(
+        f"{source}: no row has 'conversations' (LLaVA, ShareGPT), 'messages' (chat) or a 'question': "
+        f"{first or 'it has no rows'}. `vlmdistill prompts --help` shows a row of each format"
+    )
+
+
+def conversation(
+    row: Row, kind: Format, sampling: Sampling | None = None, ask: str | None = None
+) -> Conversation:
+    """The checked conversation of a row; BadRowError if the row cannot be used.
+
+    A `sampling` that is not empty overrides that of the row's videos. `ask` is the question about the images
+    and videos of a row that has none.
+    """
+    if row.problem:
+        raise row.problem
+    if not isinstance(row.value, Mapping):
+        raise BadRowError("not an object", f"{type(row.value).__name__} instead of a JSON object")
+    value = _request(row.value)
+    name, raw = _turns(value)
+    read = {name}
+    if raw is None:
+        made = columns.turns_of(value)
+        if made is None and ask and any(value.get(name) for names in FILES.values() for name in names):
+            made = columns.turns_of({**value, "question": ask})
+        if made is None:
+            raise BadRowError("no conversation", f"columns: {', '.join(map(str, value))}")
+        raw, read = made
+    system = columns.system(value)
+    if system and not any(ROLES.get(_role(turn)) == "system" for turn in raw):
+        raw = [{"role": "system", "content": "\n".join(system.values())}, *raw]
+        read |= set(system)
+    media = _MediaOfRow(value, kind, sampling)
+    messages = [_message(turn, media) for turn in raw]
+    users = [message for message in messages if message["role"] == "user"]
+    if not users:
+        raise BadRowError("no user turn")
+    users[0]["content"] = media.untagged() + users[0]["content"]
+    return _ordered(messages, (*_unread(value, {*read, *media.columns}), *media.unread))
+
+
+def _unread(value: Mapping[str, Any], read: set[str]) -> list[str]:
+    """The names of what has content and was not read."""
+    full = (name for name, one in value.items() if isinstance(one, str | bytes | list | dict) and one)
+    return [str(name) for name in full if name not in {"id", *read}]
+
+
+def _request(value: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The content of a line of an OpenAI batch file; any other row as it is."""
+    body = value.get("body")
+    if not isinstance(body, Mapping) or "custom_id" not in value:
+        return value
+    named = {name: item for name, item in body.items() if name != "model"}
+    return {"messages": named.pop("input"), **named} if isinstance(named.get("input"), list) else named
+
+
+def _turns(value: Mapping[str, Any]) -> tuple[str, list[Any] | None]:
+    """The turns of a row, and their column; a pair of user and assistant text becomes two turns."""
+    for name in TURNS:
+        items = value.get(name)
+        if isinstance(items, list) and (not items or any(isinstance(item, Mapping) for item in items)):
+            return name, [turn for item in items for turn in _spread(item)]
+    return "", None
+
+
+def _spread(item: Any) -> list[Any]:
+    """The turns of one item: a turn, or a pair such as {"user": ..., "assistant": ...}."""
+    if not isinstance(item, Mapping) or item.keys() & {"role", "from"} or "assistant" not in item:
+        return [item]
+    asked = {name: one for name, one in item.items() if name not in ("user", "human", "assistant")}
+    asked |= {"role": "user", "content": item.get("user", item.get("human"))}
+    return [asked, {"role": "assistant", "content": item["assistant"]}]
+
+
+def _ordered(messages: list[Message], unread: tuple[str, ...]) -> Conversation:
+    """Check that roles alternate; remove assistant turns before the first question."""
+    system = [message for message in messages if message["role"] == "system"]
+    spoken = [message for message in messages if message["role"] != "system"]
+    if system and messages[: len(system)] != system:
+        raise BadRowError("late system turn")
+    first = next(index for index, message in enumerate(spoken) if message["role"] == "user")
+    kept = spoken[first:]
+    for before, after in pairwise(kept):
+        if before["role"] == after["role"]:
+            raise BadRowError("roles do not alternate", f"two {after['role']} turns in a row")
+    return Conversation(system + kept, first > 0, unread)
+
+
+class _MediaOfRow:
+    """The images and videos of a row's columns, which tags and parts use up in order."""
+
+    def __init__(self, value: Mapping[str, Any], kind: Format, sampling: Sampling | None) -> None:
+        self.value, self.kind, self.sampling = value, kind, sampling
+        found = {what: next((n for n in names if value.get(n)), "") for what, names in FILES.items()}
+        self.given = {what: _listed(value.get(name) or []) for what, name in found.items()}
+        self.placed: Counter[str] = Counter()
+        self.tagged = kind == "llava" or any(self.given.values())  # else <image> is ordinary text
+        self.columns = {*found.values(), *(SAMPLING if self.given["video"] else ())}
+        self.unread: list[str] = []  # keys of parts
+
+    def next(self, what: str) -> Media:
+        """The next image or video of the row, for a tag or a part without a path."""
+        given, at = self.given[what], self.placed[what]
+        if at >= len(given):
+            raise BadRowError(
+                f"{what} count", f"the text has more <{what}> than the row has files ({len(given)})"
+            )
+        self.placed[what] += 1
+        return given[at]
+
+    def tag(self, what: str) -> dict[str, Any]:
+        """The part of a tag. LLaVA uses <image> for videos too."""
+        if what == "image" and self.given["video"] and not self.given["image"]:
+            what = "video"
+        return self.part(what, {}, self.next(what))
+
+    def part(self, what: str, keys: Mapping[str, Any], media: Media) -> dict[str, Any]:
+        """The part of an image or video with its own keys."""
+        used = {"type", what, f"{what}_url", "path", "url", "bytes", *SAMPLING}
+        self.unread += [f"{what}.{key}" for key in keys if keys[key] not in (None, "") and key not in used]
+        if what == "image":
+            return {"type": what, "media": media}
+        _whole(keys)
+        _whole(self.value)
+        return {"type": what, "media": media, **(self.sampling or _sampling(keys) or _sampling(self.value))}
+
+    def untagged(self) -> list[dict[str, Any]]:
+        """The parts of media without tags, put first as in LLaVA. BadRowError if only some have tags."""
+        parts = []
+        for what, given in self.given.items():
+            if given and not self.placed[what]:
+                parts += [self.part(what, {}, media) for media in given]
+            elif len(given) != self.placed[what]:
+                counts = f"{self.placed[what]} <{what}> in the text, {len(given)} given"
+                raise BadRowError(f"{what} count", counts)
+        return parts
+
+
+def _listed(found: Any) -> list[Media]:
+    """The media of a column: one, or a list."""
+    return [_media(item) for item in (found if isinstance(found, list) else [found])]
+
+
+def _media(item: Any) -> Media:
+    """The path or the bytes of a file, in any form that rows use."""
+    if isinstance(item, Mapping):
+        if isinstance(encoded := item.get("bytes"), str) and encoded:
+            return _from_base64(encoded)
+        item = item.get("bytes") or item.get("path") or item.get("url")
+    if isinstance(item, str) and item.startswith("data:"):
+        return _from_base64(item.partition(",")[2])
+    if isinstance(item, str) and item.startswith("file://"):
+        return unquote(item.removeprefix("file://").removeprefix("localhost"), errors="surrogateescape")
+    if isinstance(item, str) and item:
+        return item
+    if isinstance(item, bytes):
+        return item
+    if isinstance(item, list):
+        raise BadRowError("list of frames", "put the frames of a video into a folder and give its path")
+    raise BadRowError("no media file", f"neither path nor bytes: {str(item)[:60]}")
+
+
+def _from_base64(text: str) -> bytes:
+    """Decode base64, with or without line breaks."""
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except ValueError as error:
+        raise BadRowError("no media file", f"its bytes are text, but not base64: {error}") from None
+
+
+def _role(turn: Any) -> str:
+    """The role of a turn in lower case; empty if it is not a turn."""
+    return str(turn.get("role") or turn.get("from")).lower() if isinstance(turn, Mapping) else ""
+
+
+def _message(turn: Any, media: _MediaOfRow) -> Message:
+    """One turn of either style: from/value or role/content."""
+    if not isinstance(turn, Mapping):
+        raise BadRowError("not an object", f"a turn is {type(turn).__name__}")
+    role = _role(turn)
+    if role in TOOLS or turn.get("tool_calls") or turn.get("function_call"):
+        raise BadRowError("tool call", f"a turn of '{role}': prompts cannot call tools")
+    if role not in ROLES:
+        raise BadRowError("unknown role", f"{role}, in a turn with {', '.join(map(str, turn))}")
+    name = next((name for name in ("content", "value", "text") if turn.get(name) is not None), "content")
+    content, outer = turn.get(name), media
+    own = _MediaOfRow(turn, media.kind, media.sampling)
+    if any(own.given.values()):
+        media = own
+    parts: list[dict[str, Any]] = []
+    for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
+        parts += _parts(part, media)
+    if media is own:
+        parts = own.untagged() + parts
+        outer.unread += own.unread
+    outer.unread += [f"turn.{one}" for one in _unread(turn, {"role", "from", name, *own.columns})]
+    if not parts or (ROLES[role] != "user" and not any(part["type"] == "text" for part in parts)):
+        raise BadRowError("empty turn", role)
+    return {"role": ROLES[role], "content": parts}
+
+
+def _parts(part: Any, media: _MediaOfRow) -> list[dict[str, Any]]:
+    """The parts of one content item: several if its text has <image> tags."""
+    if isinstance(part, str):
+        part = {"type": "text", "text": part}
+    kind = ""
+    if isinstance(part, Mapping):  # without a type as in Qwen's examples: {"image": path}
+        named = (what for what in FILES if part.get(what) or part.get(f"{what}_url"))
+        kind = str(part.get("type") or next(named, "text"))
+    what = kind.removeprefix("input_").removesuffix("_url")
+    if what == "text":
+        text = part.get("text")
+        media.unread += [f"text.{key}" for key in _unread(part, {"type", "text"})]
+        if text is None:
+            return []
+        if not isinstance(text, str):
+            raise BadRowError("text is not a string", type(text).__name__)
+        if position := lone_surrogate(text):
+            raise BadRowError("text is not Unicode", f"unpaired surrogate at character {position}")
+        made: list[dict[str, Any]] = []
+        for index, piece in enumerate(TAG.split(text) if media.tagged else [text]):
+            if index % 2:
+                made.append(media.tag(piece))
+            elif piece.strip():
+                made.append({"type": "text", "text": piece})
+        return made
+    if what not in FILES:
+        raise BadRowError("unknown part", kind or type(part).__name__)
+    names = (what, f"{what}_url", "path", "url", "bytes")
+    name = next((name for name in names if part.get(name)), None)
+    given = {"bytes": part[name]} if name == "bytes" else part[name] if name else None
+    return [media.part(what, part, media.next(what) if given is None else _media(given))]
+
+
+def _whole(keys: Mapping[str, Any]) -> None:
+    """BadRowError if the row uses only a part of a video, which prompts do not support."""
+    if bounds := [f"{name} {keys[name]}" for name in CLIPS if keys.get(name)]:
+        raise BadRowError("part of a video", f"{', '.join(bounds)}: cut it into a separate file")
+
+
+def _sampling(keys: Mapping[str, Any]) -> dict[str, float | int]:
+    """The video sampling of a row: frames per second, a number of frames, or empty."""
+    fps: Any = keys.get("fps")
+    count: Any = next((keys[name] for name in COUNTS if keys.get(name) is not None), None)
+    if fps is None and count is None:
+        return {}
+    if fps is not None and count is not None:
+        raise BadRowError("video sampling", f"fps {fps} and frames {count}: give one of them, or --fps")
+    try:
+        sampling: dict[str, float | int] = {"frames": int(count)} if fps is None else {"fps": float(fps)}
+    except (TypeError, ValueError, OverflowError):
+        sampling = {}
+    if not sampling or not 0 < min(sampling.values()) <= MOST:
+        problem = f"fps {fps}, frames {str(count)[:40]}: give a number above 0, at most {MOST}"
+        raise BadRowError("video sampling", problem)
+    return sampling

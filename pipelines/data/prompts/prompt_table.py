@@ -1,0 +1,248 @@
+"""The prompts of a workspace: the Parquet file, read whole or so that a million of them fit into memory."""
+
+import dataclasses
+import posixpath
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import numpy as np
+
+from vlmdistill.pipelines.data.prompts.augment import Message
+from vlmdistill.pipelines.data.spool import Spool
+from vlmdistill.pipelines.media.urls import address, is_url
+from vlmdistill.stores.backends.local import atomic_write
+from vlmdistill.stores.errors import DataError
+from vlmdistill.stores.schema import Array
+
+if TYPE_CHECKING:
+    import polars as pl
+
+Split = Literal["train", "eval"]
+LENGTHS = {"image": 2000, "video": 20000}  # of media, in characters of text, to sort prompts by length
+BATCH = 1 << 13  # prompts in memory at once
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt. The order of the attributes is the column order of the file."""
+
+    key: str
+    dataset: str
+    split: Split
+    messages: list[Message]  # parts: {"type": "text", "text"} or {"type": "image"|"video", "path", "digest"}
+    augmentation: str
+    augmentation_text: str
+    reference: str | None  # the dataset's own response
+    source: str
+    row: int
+    turn: int  # which user turn of the row it ends with, from 1
+
+    @property
+    def files(self) -> list[str]:
+        """The paths of its images and videos."""
+        return [part["path"] for part in self.media]
+
+    @property
+    def media(self) -> list[dict[str, Any]]:
+        """Their parts."""
+        return [*media_parts(self.messages)]
+
+
+def media_parts(messages: Iterable[Message]) -> Iterator[dict[str, Any]]:
+    """The parts that are images or videos, in order."""
+    for message in messages:
+        yield from (part for part in message["content"] if part["type"] != "text")
+
+
+def schema() -> Any:
+    """The Arrow schema of the prompts file."""
+    import pyarrow as pa
+
+    text = pa.string()
+    sampling = {"fps": pa.float64(), "frames": pa.int32()}  # of a video; both null: the target's own
+    part = pa.struct({"type": text, "text": text, "path": text, "digest": text, **sampling})
+    message = pa.struct({"role": text, "content": pa.list_(part)})
+    columns = dict.fromkeys((column.name for column in dataclasses.fields(Prompt)), text)
+    columns |= {"messages": pa.list_(message), "row": pa.int64(), "turn": pa.int32()}
+    return pa.schema(columns, metadata={"vlmdistill.prompts": "1"})
+
+
+def read(path: Path, model: str = "M") -> list[Prompt]:
+    """The prompts of a file, in its order; DataError if it is missing or not a prompts file.
+
+    `model` is the target that the error message names.
+    """
+    _require_there(path, model)
+    base = address(path.parent)
+    with _reading(path):
+        return [_prompt(row, base) for row in _file(path).read(schema().names).to_pylist()]
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Say which file cannot be read."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise DataError(f"{path} cannot be read as Parquet: {str(error).splitlines()[0]}") from None
+
+
+def _require_there(path: Path, model: str) -> None:
+    if not path.is_file():
+        raise DataError(
+            f"no prompts in {path}: import yours with `vlmdistill prompts FILE... -m {model}`, "
+            f"or the demo's with `vlmdistill prompts demo -m {model}`"
+        )
+
+
+def _file(path: Path) -> Any:
+    """The open Parquet file; DataError if it is not a prompts file."""
+    import pyarrow.parquet as pq
+
+    file = pq.ParquetFile(path)
+    missing = [name for name in schema().names if name not in file.schema_arrow.names]
+    if missing:
+        raise DataError(f"{path} is not a prompts file: it lacks the columns {', '.join(missing)}")
+    return file
+
+
+def _prompt(row: dict[str, Any], base: str) -> Prompt:
+    """The prompt of a row; its paths may be relative to `base`, a folder or URL."""
+    for message in row["messages"]:
+        message["content"] = [{k: v for k, v in p.items() if v is not None} for p in message["content"]]
+    for part in media_parts(row["messages"]):
+        if not is_url(part["path"]):
+            part["path"] = posixpath.join(base, part["path"])  # which leaves absolute paths as they are
+    return Prompt(**row)
+
+
+class Prompts(Sequence[Prompt]):
+    """Prompts of a file. In memory are their `facts` (`key`, `chars`) alone: a million take 50 MB."""
+
+    def __init__(self, spool: Spool, base: str, facts: "pl.DataFrame") -> None:
+        self._spool, self._base = spool, base
+        self.facts = facts  # `row` in the spool
+
+    def __len__(self) -> int:
+        return len(self.facts)
+
+    @overload
+    def __getitem__(self, at: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, at: slice) -> "Prompts": ...
+    def __getitem__(self, at: int | slice) -> "Prompt | Prompts":
+        if isinstance(at, slice):
+            return Prompts(self._spool, self._base, self.facts[at])
+        return _prompt(self._spool.row(self.facts["row"][at]), self._base)
+
+    def without(self, keys: "pl.Series") -> "Prompts":
+        """Those of other keys."""
+        import polars as pl
+
+        return Prompts(self._spool, self._base, self.facts.filter(~pl.col("key").is_in(keys.implode())))
+
+
+def facts_of(prompts: Sequence[Prompt]) -> "pl.DataFrame":
+    """The `key` of each prompt and its length in characters, `chars`, each medium counted as text."""
+    import polars as pl
+
+    if isinstance(prompts, Prompts):
+        return prompts.facts
+    return pl.DataFrame(
+        {
+            "key": [prompt.key for prompt in prompts],
+            "chars": [_chars(message["content"] for message in prompt.messages) for prompt in prompts],
+        },
+        {"key": pl.String, "chars": pl.Int64},
+    )
+
+
+def _chars(contents: Iterable[Iterable[dict[str, Any]]]) -> int:
+    return sum(LENGTHS.get(part["type"]) or len(part["text"]) for parts in contents for part in parts)
+
+
+def _chars_of(messages: Any) -> Array:
+    """`_chars` of an Arrow column of messages."""
+    import pyarrow.compute as pc
+
+    contents = messages.flatten().field("content")
+    parts = contents.flatten()
+    chars = pc.coalesce(pc.utf8_length(parts.field("text")), 0)
+    for kind, length in LENGTHS.items():
+        chars = pc.if_else(pc.equal(parts.field("type"), kind), length, chars)
+    totals = np.insert(np.cumsum(chars.to_numpy(zero_copy_only=False), dtype=np.int64), 0, 0)
+    for lists in (contents, messages):
+        totals = totals[np.insert(np.cumsum(lists.value_lengths().to_numpy()), 0, 0)]
+    return np.diff(totals)
+
+
+def load(path: Path, model: str = "M", split: str = "all", limit: int | None = None) -> Prompts:
+    """The first `limit` prompts of a split (train, eval or all).
+
+    DataError as from `read`, or if there are none.
+    """
+    import polars as pl
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    _require_there(path, model)
+    facts: list[pl.DataFrame] = []
+
+    def batches() -> Iterator[Any]:
+        left = limit
+        with _reading(path):
+            for batch in file.iter_batches(BATCH, columns=schema().names):
+                batch = batch.select(schema().names)
+                if split != "all":
+                    batch = batch.filter(pc.equal(batch["split"], split))
+                batch = batch.slice(0, left)
+                left = None if left is None else left - len(batch)
+                chars = _chars_of(batch["messages"])
+                facts.append(pl.DataFrame({"key": pl.Series(batch["key"], dtype=pl.String), "chars": chars}))
+                yield batch
+                if left == 0:
+                    return
+
+    with _reading(path):
+        file = _file(path)
+    kinds = pa.schema([file.schema_arrow.field(name) for name in schema().names])
+    try:
+        spool = Spool(path.parent, kinds, batches())
+    except OSError as error:
+        where = f"{path.parent} or {tempfile.gettempdir()}"
+        raise DataError(f"the prompts of {path} cannot be copied to {where}: {error.strerror}") from None
+    found = pl.concat(facts) if facts else facts_of([])
+    if not len(found):
+        total = file.metadata.num_rows
+        raise DataError(
+            f"the split '{split}' has none of the {total} prompts: import some with --split {split}"
+        )
+    return Prompts(spool, address(path.parent), found.with_row_index("row"))
+
+
+def write(out: Path, prompts: Iterable[Prompt]) -> None:
+    """Replace the file atomically.
+
+    The paths of media below its folder are written relative to it, so that it can be copied with them.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    base = f"{address(out.parent)}/"
+    table = pa.Table.from_pylist([_row(prompt, base) for prompt in prompts], schema())
+    with atomic_write(out) as file:
+        pq.write_table(table, file, compression="zstd")
+
+
+def _row(prompt: Prompt, base: str) -> dict[str, Any]:
+    """The row of a prompt, with paths relative to `base` where they are below it."""
+    messages = [turn | {"content": [*map(dict, turn["content"])]} for turn in prompt.messages]
+    for part in media_parts(messages):
+        part["path"] = part["path"].removeprefix(base)
+    return vars(prompt) | {"messages": messages}

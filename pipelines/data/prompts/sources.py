@@ -1,0 +1,373 @@
+"""Read the rows of a source: JSON, JSON lines, Parquet or tar files, also compressed, folders and datasets.
+
+A bad row is yielded with its problem; a file that cannot be read raises DataError.
+"""
+
+import bz2
+import gzip
+import json
+import lzma
+import os
+import re
+import tarfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+
+from vlmdistill.pipelines.media.images import kind_of
+from vlmdistill.pipelines.media.resolver import BadRowError
+from vlmdistill.stores.errors import DataError, lone_surrogate, one_line
+
+COMPRESSED: dict[bytes, Callable[..., Any]] = {
+    b"\x1f\x8b": gzip.open,
+    b"BZh": bz2.open,
+    b"\xfd7zXZ\0": lzma.open,
+}
+PARQUET = b"PAR1"
+REFUSED = {  # first bytes of a file -> what it is
+    b"PK\x03\x04": "a zip archive",
+    b"7z\xbc\xaf": "a 7z archive",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd",
+    b"ARROW1": "an Arrow file",
+}
+TAR = 257  # offset of the magic bytes of a tar archive
+FILES = (".json", ".jsonl", ".parquet", ".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".csv", ".txt")
+ROWS_AT_ONCE = 16  # of Parquet: they may hold images
+MOST_BYTES, MOST_NAME = 2**30, 2**20  # of a file in a tar archive, and of its name, which are read whole
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a source, or its problem. `number` and `line` count from 1."""
+
+    source: str
+    dataset: str
+    number: int
+    value: Any
+    line: int | None = None
+    problem: BadRowError | None = None
+
+    @property
+    def folder(self) -> Path:
+        """The folder to which paths in the row are relative."""
+        path, _ = _located(self.source)
+        return path if path.is_dir() else path.parent
+
+    def __str__(self) -> str:
+        """A description of the row, for messages."""
+        if self.problem:
+            return f"line {self.line} is {self.problem}"
+        if isinstance(self.value, Mapping):
+            return f"row {self.number} has the columns {', '.join(map(str, self.value)) or '(none)'}"
+        return f"row {self.number} is a {type(self.value).__name__}, not an object"
+
+
+def check(source: str, hub: bool) -> Path:
+    """The path of a source; DataError if it is neither file nor folder nor, with `hub`, a name on the hub."""
+    try:
+        path, _ = _located(source)
+    except RuntimeError as error:  # of a user that is not there
+        raise DataError(f"{source}: {error}") from None
+    if not source:
+        raise DataError("the name of a source is empty: give a file, a folder or a dataset")
+    if lone_surrogate(str(path)) or lone_surrogate(str(path.resolve())):
+        raise DataError(f"{source}: the name is not UTF-8: rename the file")
+    local = source.startswith((".", "/", "~")) or source.lower().endswith(FILES)
+    if not path.exists() and (local or not hub):
+        hint = "" if local else " (a Hugging Face dataset by name: add --format hf)"
+        raise DataError(f"there is no file {source}{hint}")
+    return path
+
+
+def _located(source: str) -> tuple[Path, str]:
+    """The path of a source, and the split that follows it in `FOLDER@SPLIT`, or an empty string."""
+    path, (folder, _, split) = Path(source).expanduser(), source.rpartition("@")
+    if folder and split and not path.exists() and Path(folder).expanduser().is_dir():
+        return Path(folder).expanduser(), split
+    return path, ""
+
+
+def read(source: str, media: bool = False) -> Iterator[Row]:
+    """Every row of a source, in order. A local path is never looked up on the hub.
+
+    With `media`, a folder is one of images and videos, and each of them a row.
+    """
+    path, split = _located(source)
+    if media and path.is_dir() and not split:
+        yield from _folder(path)
+        return
+    if not path.is_file():
+        yield from _dataset(source)
+        return
+    with path.open("rb") as plain:
+        start = plain.read(8)
+    opened = next((function for magic, function in COMPRESSED.items() if start.startswith(magic)), open)
+    try:
+        with opened(path, "rb") as file:
+            yield from _file(file, path)
+    except (OSError, lzma.LZMAError, zlib.error, EOFError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # not of a decompressor
+            raise
+        raise DataError(f"{path} cannot be decompressed ({one_line(error)}): download it again") from None
+
+
+def _file(file: IO[bytes], path: Path) -> Iterator[Row]:
+    """The rows of an open file, whose first bytes decide the format."""
+    start = file.read(TAR + 5)
+    file.seek(0)
+    if start[TAR:] == b"ustar":
+        return _samples(file, path)
+    if what := next((name for magic, name in REFUSED.items() if start.startswith(magic)), None):
+        raise DataError(
+            f"{path} is {what}: unpack it and import the JSON or Parquet files in it, with --images for the "
+            "folder of its images and videos"
+        )
+    if start.startswith(PARQUET):
+        return _parquet(file, path)
+    try:
+        text = file.read().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path} is neither UTF-8 text nor Parquet ({error.reason} at byte {error.start})"
+        ) from None
+    rows = _array(text, path) if text.lstrip().startswith("[") else _lines(text)
+    return (
+        Row(str(path.resolve()), _stem(path), number, value, line, problem)
+        for number, (value, line, problem) in rows
+    )
+
+
+def _stem(path: Path) -> str:
+    """The name of a file without the endings of its format."""
+    name = path.name
+    while (end := Path(name).suffix.lower()) in FILES:
+        name = name[: -len(end)]
+    return name or path.name
+
+
+Numbered = tuple[int, tuple[Any, int, BadRowError | None]]  # row number: value, line, problem
+
+
+def _lines(text: str) -> Iterator[Numbered]:
+    """JSON lines, or one object over several lines. Rows are numbered by their line."""
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            value, problem = _parse(line)
+            if problem and number == 1 and isinstance(whole := _parse(text)[0], Mapping):
+                yield 1, (whole, 1, None)
+                return
+            yield number, (value, number, problem)
+
+
+def _parse(text: str) -> tuple[Any, BadRowError | None]:
+    try:
+        return json.loads(text), None
+    except json.JSONDecodeError as error:
+        where = f"{error.msg} at column {error.colno}: {text[:40].strip()!r}"
+    except (ValueError, RecursionError) as error:  # a number of too many digits; nested too deeply
+        where = one_line(error)
+    return None, BadRowError("invalid JSON", where)
+
+
+def _array(text: str, path: Path) -> Iterator[Numbered]:
+    """The items of a JSON array, with the line on which each begins."""
+    decoder, blank = json.JSONDecoder(), re.compile(r"\s*")
+
+    def skip(at: int) -> int:
+        match = blank.match(text, at)
+        return match.end() if match else at
+
+    at = skip(text.index("[") + 1)
+    number, line, seen = 0, 1, 0
+    try:
+        while text[at : at + 1] != "]":
+            number, line, seen = number + 1, line + text.count("\n", seen, at), at
+            value, at = decoder.raw_decode(text, at)
+            yield number, (value, line, None)
+            at = skip(at)
+            if text[at : at + 1] == ",":
+                at = skip(at + 1)
+            elif text[at : at + 1] != "]":
+                raise json.JSONDecodeError("Expecting ',' or ']'", text, at)
+        if (after := skip(at + 1)) < len(text):
+            raise json.JSONDecodeError("Text after the end of the array", text, after)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path} is not valid JSON: {error.msg} at line {error.lineno}") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not valid JSON: {one_line(error)} at line {line}") from None
+
+
+def _parquet(file: IO[bytes], path: Path) -> Iterator[Row]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    source, number = str(path.resolve()), 0
+    try:
+        for batch in pq.ParquetFile(file).iter_batches(ROWS_AT_ONCE):
+            for value, problem in _values(batch):
+                number += 1
+                yield Row(source, _stem(path), number, value, problem=problem)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read as Parquet: {one_line(error)}") from None
+
+
+def _values(batch: Any) -> Iterator[tuple[Any, BadRowError | None]]:
+    """The rows of an Arrow batch without dates, which no prompt has; or what is wrong with a row."""
+    import pyarrow as pa
+
+    batch = batch.select([at for at, its in enumerate(batch.schema) if not pa.types.is_temporal(its.type)])
+    try:
+        values = batch.to_pylist()
+    except (ValueError, OverflowError) as error:  # text that is not UTF-8, a date in a list
+        if batch.num_rows == 1:
+            yield None, BadRowError("unreadable value", one_line(error))
+        else:  # which row it is
+            for at in range(batch.num_rows):
+                yield from _values(batch.slice(at, 1))
+    else:
+        yield from ((value, None) for value in values)
+
+
+def walk(folder: Path) -> Iterator[tuple[Path, OSError | None]]:
+    """The files below a folder by name, and the folders that cannot be read with the error.
+
+    Links are followed, and each folder is read once. Hidden files are ignored.
+    """
+    seen = set[tuple[int, int]]()
+
+    def below(folder: Path) -> Iterator[tuple[Path, OSError | None]]:
+        try:
+            facts = folder.stat()
+            inside = sorted(folder.iterdir()) if (at := (facts.st_dev, facts.st_ino)) not in seen else []
+        except OSError as error:
+            yield folder, error
+            return
+        seen.add(at)
+        for path in inside:
+            if not path.name.startswith("."):
+                yield from below(path) if os.path.isdir(path) else [(path, None)]
+
+    return below(folder)
+
+
+def _folder(path: Path) -> Iterator[Row]:
+    """The images and videos below a folder."""
+    source = str(path.resolve())
+    for number, (file, error) in enumerate(walk(path), 1):
+        kind, name, problem = kind_of(file.name), str(file.relative_to(path)), None
+        if error:
+            problem = BadRowError("unreadable folder", f"{name}: {error.strerror}")
+        elif not kind:
+            problem = BadRowError("neither image nor video", name)
+        yield Row(source, path.resolve().name, number, {kind: name}, problem=problem)
+
+
+class _Member(tarfile.TarInfo):
+    """A member of an archive. A broken header is an error, which tarfile takes for the end of the archive."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "_Member":
+        """The member of a header; ReadError if it is broken, or announces a name that nobody needs."""
+        try:
+            member = super().frombuf(buf, encoding, errors)
+        except (tarfile.InvalidHeaderError, tarfile.TruncatedHeaderError) as error:  # type: ignore[attr-defined]
+            raise tarfile.ReadError(str(error)) from None
+        if member.type not in tarfile.SUPPORTED_TYPES and member.size > MOST_NAME:
+            raise tarfile.ReadError(f"a header of {member.size} bytes")
+        return member
+
+
+def _samples(file: IO[bytes], path: Path) -> Iterator[Row]:
+    """The samples of a tar archive, as in WebDataset: consecutive files with one name but for the ending.
+
+    Members are read into memory, and no name of one is used as a path.
+    """
+    try:
+        # Zeros end an archive, and another one may follow.
+        with tarfile.open(fileobj=file, mode="r|", tarinfo=_Member, ignore_zeros=True) as archive:
+            samples = groupby((one for one in archive if not one.isdir()), lambda one: _sample_name(one.name))
+            for number, (_, members) in enumerate(samples, 1):
+                value, problem = _sample(archive, members)
+                yield Row(str(path.resolve()), _stem(path), number, value, problem=problem)
+    except (tarfile.TarError, ValueError, OverflowError, RecursionError) as error:
+        raise DataError(f"{path} cannot be read as a tar archive: {one_line(error)}") from None
+
+
+def _sample_name(name: str) -> str:
+    """The name of a member up to the first dot of its last part."""
+    folder, slash, last = name.rpartition("/")
+    return folder + slash + (last.partition(".")[0] or last)
+
+
+def _sample(
+    archive: tarfile.TarFile, members: Iterator[tarfile.TarInfo]
+) -> tuple[dict[str, Any], BadRowError | None]:
+    """The columns of one sample: those of its JSON file, its images and videos, and its text as a caption."""
+    value: dict[str, Any] = {}
+    media: dict[str, list[bytes]] = {}
+    problem = None
+    for member in members:
+        content = archive.extractfile(member) if member.isreg() and not member.issparse() else None
+        if content is None or member.size > MOST_BYTES:
+            what = f"{member.size} bytes, more than {MOST_BYTES}" if content else "not an ordinary file"
+            problem = problem or BadRowError("not a file of a sample", f"{member.name[:200]}: {what}")
+            continue
+        data, ending = content.read(), PurePosixPath(member.name).suffix.lower()
+        if kind := kind_of(member.name):
+            media.setdefault(kind, []).append(data)
+        elif ending in (".json", ".txt", ".caption"):
+            try:
+                text = data.decode("utf-8-sig")
+            except UnicodeDecodeError as error:
+                problem = problem or BadRowError("not UTF-8", f"{member.name[:200]}: {error.reason}")
+                continue
+            parsed, wrong = _parse(text) if ending == ".json" else ({"caption": text}, None)
+            if not isinstance(parsed, dict):
+                problem = problem or wrong or BadRowError("not an object", member.name[:200])
+                continue
+            value |= parsed
+        else:
+            value.setdefault(ending.lstrip(".") or member.name[:200], data[:1])  # counts as unread
+    for kind, files in media.items():  # instead of the names that the JSON file has for them
+        value.pop(f"{kind}s", None)
+        value[kind] = files
+    return value, problem
+
+
+def _dataset(source: str) -> Iterator[Row]:
+    """The rows of a Hugging Face dataset: `name`, `name:subset`, `...@split`, or a local folder."""
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(
+            f"reading the dataset {source} needs the package datasets: pip install 'vlmdistill[hf]'"
+        ) from None
+    folder, split = _located(source)
+    if folder.exists():
+        name, subset = str(folder), ""
+    else:
+        name, _, split = source.partition("@")
+        name, _, subset = name.partition(":")
+    split = split or "train"
+    number = 0
+    try:
+        if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+            loaded = datasets.load_from_disk(str(folder))
+            if isinstance(loaded, Mapping) and split not in loaded:
+                raise DataError(f"no split '{split}': write {name}@SPLIT, with one of {', '.join(loaded)}")
+            data = loaded[split] if isinstance(loaded, Mapping) else loaded
+        else:
+            data = datasets.load_dataset(name, subset or None, split=split)
+        # Arrow rows hold images as encoded bytes, not decoded.
+        for table in data.with_format("arrow").iter(batch_size=1):
+            for value, problem in _values(table):
+                number += 1
+                yield Row(source, Path(name).name, number, value, problem=problem)
+    except Exception as error:  # noqa: BLE001 - loaders of datasets raise anything; the user needs one line
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DataError(
+            f"cannot read the dataset {name}{f' at row {number + 1}' if number else ''}: {reason}"
+        ) from None

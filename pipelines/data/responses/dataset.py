@@ -1,0 +1,336 @@
+"""The responses of a target on disk: a folder of Parquet files, and the settings that all of them share.
+
+    settings.json        target, sampling and filters; a run with other settings is refused
+    part-<task>.parquet  the responses to the prompts of one task, written atomically
+    pack-<hash>.parquet  the rows of many parts, which it names
+    failed.jsonl         prompts that failed in the last run
+
+Responses that a filter dropped stay here with the reason, so that they are not generated again.
+"""
+
+import dataclasses
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import msgspec
+
+from vlmdistill.pipelines.data.prompts.prompt_table import Prompt, Prompts
+from vlmdistill.pipelines.data.responses.quality import Filters
+from vlmdistill.pipelines.data.spool import Spool
+from vlmdistill.stores.backends.local import atomic_write
+from vlmdistill.stores.errors import DataError
+from vlmdistill.stores.schema import Array, content_hash
+
+if TYPE_CHECKING:
+    import polars as pl
+
+SETTINGS = "settings.json"
+FAILED = "failed.jsonl"
+PART = "part-{}.parquet"
+PACK = "pack-{}.parquet"
+HELD = "vlmdistill.parts"  # the metadata of a pack: the parts that it was made of
+PACKED = 256  # parts that are packed
+AT_ONCE = 1 << 12  # rows in memory
+COUNTS = ("prompt_tokens", "visual_tokens")
+T = TypeVar("T")
+PartName = Annotated[str, msgspec.Meta(pattern=r"\Apart-[0-9a-f]+\.parquet\Z")]
+
+
+class GoneError(DataError):
+    """A file was packed or removed after it was listed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingSettings:
+    """How responses are sampled. The defaults sample the target's own distribution."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_new_tokens: int = 1024
+    seed: int = 0
+
+    def check(self) -> None:
+        """DataError if a value is out of range."""
+        if not 0 <= self.temperature < math.inf:
+            raise DataError(
+                f"--temperature {self.temperature}: give 0 for greedy decoding, or a number above 0"
+            )
+        if not 0 < self.top_p <= 1:
+            raise DataError(f"--top-p {self.top_p}: give a share above 0, at most 1")
+        if self.max_new_tokens < 1:
+            raise DataError(f"--max-new-tokens {self.max_new_tokens}: give a number above 0")
+
+    def __str__(self) -> str:
+        values = dataclasses.asdict(self)
+        return " ".join(f"{name}={value}" for name, value in values.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResponseRow:
+    """One row: the response to one prompt. The field order is the column order."""
+
+    key: str
+    ids: Array | Sequence[int] = ()  # int32, EOS included
+    text: str = ""
+    finish: str = ""
+    prompt_tokens: int = 0  # visual tokens included
+    visual_tokens: int = 0
+    words: int = 0
+    repetition: float = 0.0
+    keep: bool
+    reason: str = ""  # why it is not kept
+    detail: str = ""
+    temperature: float
+    top_p: float
+    max_new_tokens: int
+    seed: int = 0  # of its batch
+    target: str  # fingerprint
+
+
+def check_settings(out: Path, settings: Mapping[str, Any]) -> None:
+    """DataError that names the first setting in which `out` differs."""
+    path = out / SETTINGS
+    if not path.is_file():
+        return
+    there = {"engine": "transformers", **_flat(json.loads(path.read_text()))}
+    for name, value in _flat(settings).items():
+        if name in there and there[name] != value:
+            raise DataError(
+                f"{out} was made with {name} {there[name]}, not {value}: use {there[name]}, or another "
+                "folder (--out; in `vlmdistill run`: --runs)"
+            )
+
+
+def write_settings(out: Path, settings: Mapping[str, Any]) -> None:
+    """Write the settings of a new folder; see `check_settings` for one that has settings."""
+    check_settings(out, settings)
+    if not (out / SETTINGS).is_file():
+        with atomic_write(out / SETTINGS) as file:
+            file.write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def read_settings(out: Path) -> tuple[SamplingSettings, Filters]:
+    """The settings of the responses in `out`; the defaults if there are none."""
+    path = out / SETTINGS
+    if not path.is_file():
+        return SamplingSettings(), Filters()
+    settings = json.loads(path.read_text())
+    return SamplingSettings(**settings["sampling"]), Filters(**settings["filters"])
+
+
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= value if isinstance(value, dict) else {name: value}
+    return flat
+
+
+def schema() -> Any:
+    """The Arrow schema of the Parquet files."""
+    import pyarrow as pa
+
+    types: dict[Any, Any] = {str: pa.string(), int: pa.int32(), float: pa.float64(), bool: pa.bool_()}
+    special = {"ids": pa.list_(pa.int32()), "repetition": pa.float32(), "seed": pa.int64()}
+    columns = dataclasses.fields(ResponseRow)
+    return pa.schema([(one.name, special.get(one.name) or types[one.type]) for one in columns])
+
+
+def write_part(out: Path, name: str, rows: Sequence[ResponseRow]) -> bool:
+    """Write the rows of one task atomically; false, and nothing written, if there are none."""
+    import pyarrow as pa
+
+    if rows:
+        _write(out / PART.format(name), pa.Table.from_pylist([vars(row) for row in rows], schema()))
+    return bool(rows)
+
+
+def _write(path: Path, rows: Any) -> None:
+    import pyarrow.parquet as pq
+
+    with atomic_write(path) as file:
+        pq.write_table(rows, file, compression="zstd")
+
+
+def pack(out: Path) -> None:
+    """Make one file of the parts, if they are many. Killed in between, it leaves parts that do not count."""
+    import pyarrow as pa
+
+    held = {name for path in out.glob(PACK.format("*")) for name in _held(path)}
+    for name in held:
+        (out / name).unlink(missing_ok=True)
+    parts = sorted(out.glob(PART.format("*")))
+    if len(parts) < PACKED:
+        return
+    names = [path.name for path in parts]
+    rows = pa.concat_tables([_read(path, schema().names) for path in parts])
+    about = {HELD: json.dumps(names)}
+    _write(out / PACK.format(content_hash(names)), rows.replace_schema_metadata(about))
+    for path in parts:
+        path.unlink()
+
+
+def _held(path: Path) -> list[str]:
+    """The parts that a pack was made of; DataError if it cannot be read, or names any other file."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        about = (pq.read_schema(path).metadata or {}).get(HELD.encode(), b"[]")
+        return msgspec.json.decode(about, type=list[PartName])
+    except (OSError, pa.ArrowInvalid, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _damaged(path, error) from None
+
+
+def _damaged(path: Path, error: Exception) -> DataError:
+    if isinstance(error, FileNotFoundError):
+        return GoneError(f"{path} is not there any more: another run has packed it, or it was removed")
+    return DataError(f"{path} is damaged ({str(error).splitlines()[0]}): remove it, and run again")
+
+
+def _paths(out: Path) -> list[Path]:
+    """The files whose rows count. Packs are listed last: they hold the parts that vanish meanwhile."""
+    parts = sorted(out.glob(PART.format("*")))
+    packs = sorted(out.glob(PACK.format("*")))
+    held = {name for path in packs for name in _held(path)}
+    return packs + [path for path in parts if path.name not in held]
+
+
+def _whole(out: Path, make: Callable[[list[Path]], T]) -> T:
+    """What `make` makes of the files whose rows count; once more if some were packed meanwhile."""
+    try:
+        return make(_paths(out))
+    except GoneError:
+        return make(_paths(out))
+
+
+def _read(path: Path, columns: Sequence[str]) -> Any:
+    """The columns of a file; DataError if it cannot be read."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return pq.read_table(path, columns=list(columns))
+    except (OSError, pa.ArrowInvalid) as error:
+        raise _damaged(path, error) from None
+
+
+def _batches(path: Path, columns: Sequence[str]) -> Iterator[Any]:
+    """The columns of a file, some rows at a time: of a pack, the tokens of all rows take much memory."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(AT_ONCE, columns=list(columns)):
+                yield batch.select(list(columns)).replace_schema_metadata()
+    except (OSError, pa.ArrowInvalid) as error:
+        raise _damaged(path, error) from None
+
+
+def table(out: Path, columns: Sequence[str] | None = None) -> Any:
+    """All responses as one Arrow table; DataError names a file that cannot be read."""
+    import pyarrow as pa
+
+    wanted = list(columns or schema().names)
+    empty = pa.schema([schema().field(name) for name in wanted]).empty_table()
+    return _whole(out, lambda paths: pa.concat_tables([empty, *(_read(path, wanted) for path in paths)]))
+
+
+def facts(out: Path) -> "pl.DataFrame":
+    """Of each response: `key`, `keep`, `reason`, and its numbers of tokens."""
+    names = ("key", "keep", "reason", *COUNTS)
+    return _whole(
+        out, lambda paths: _frame((one for path in paths for one in _batches(path, (*names, "ids"))), names)
+    )
+
+
+def _frame(batches: Iterable[Any], names: Sequence[str]) -> "pl.DataFrame":
+    """These columns of the batches, and the number of `tokens`."""
+    import polars as pl
+
+    def one(rows: Any) -> pl.DataFrame:
+        columns = {name: pl.Series(rows[name], dtype=kinds[name]) for name in names}
+        return pl.DataFrame({**columns, "tokens": pl.Series(rows["ids"].value_lengths(), dtype=pl.Int32)})
+
+    kinds = {"key": pl.String, "keep": pl.Boolean, "reason": pl.String, **dict.fromkeys(COUNTS, pl.Int32)}
+    empty = pl.DataFrame(schema={**{name: kinds[name] for name in names}, "tokens": pl.Int32})
+    return pl.concat([empty, *map(one, batches)])
+
+
+def counted(reasons: "pl.Series") -> Counter[str]:
+    """How often each reason to drop a response is there."""
+    counts = reasons.value_counts()
+    return Counter({reason: count for reason, count in counts.iter_rows() if reason})
+
+
+def keys(out: Path) -> set[str]:
+    """The keys of all prompts that have a response, kept or not."""
+    return set(table(out, ["key"])["key"].to_pylist())
+
+
+def without_response(prompts: Sequence[Prompt], out: Path) -> Sequence[Prompt]:
+    """The prompts that have no response in `out`."""
+    import polars as pl
+
+    if isinstance(prompts, Prompts):
+        return prompts.without(pl.Series(table(out, ["key"])["key"], dtype=pl.String))
+    there = keys(out)
+    return [prompt for prompt in prompts if prompt.key not in there]
+
+
+def read(out: Path, kept: bool = True) -> Iterator[ResponseRow]:
+    """The responses in a folder; with `kept`, only those that passed the filters."""
+    for path in _paths(out):
+        for rows in _batches(path, schema().names):
+            batch = rows.filter(rows["keep"]) if kept else rows
+            ids = batch.column("ids")
+            flat, lengths = ids.flatten().to_numpy(), ids.value_lengths().to_numpy()
+            start = 0
+            for row, length in zip(batch.drop_columns(["ids"]).to_pylist(), lengths, strict=True):
+                yield ResponseRow(ids=flat[start : start + length], **row)
+                start += length
+
+
+class Responses:
+    """The kept responses in a folder. In memory are their `facts` alone: `row`, `key`, numbers of tokens."""
+
+    def __init__(self, out: Path) -> None:
+        self.facts, self._spool = _whole(out, partial(self._reading, out))
+
+    @staticmethod
+    def _reading(out: Path, paths: Sequence[Path]) -> tuple["pl.DataFrame", Spool]:
+        """Facts and rows of one reading: `row` numbers these rows."""
+        import polars as pl
+
+        names = ("key", *COUNTS)
+        found = [_frame([], names)]  # and of each batch, on its way to the spool
+
+        def kept() -> Iterator[Any]:
+            for path in paths:
+                for batch in _batches(path, schema().names):
+                    rows = batch.filter(batch["keep"])
+                    found.append(_frame([rows], names))
+                    yield rows
+
+        spool = Spool(out.parent, schema(), kept())
+        return pl.concat(found).with_row_index("row"), spool
+
+    def row(self, at: int) -> ResponseRow:
+        """One of them."""
+        return ResponseRow(**self._spool.row(at))
+
+
+def write_failed(out: Path, failed: Mapping[str, str]) -> None:
+    """List the failed prompts with the reason; remove the list if there are none."""
+    path = out / FAILED
+    if not failed:
+        path.unlink(missing_ok=True)
+        return
+    with atomic_write(path) as file:
+        file.write_text("".join(json.dumps({"key": k, "reason": why}) + "\n" for k, why in failed.items()))

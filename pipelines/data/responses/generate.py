@@ -1,0 +1,132 @@
+"""Stream one response, in pieces that know whether the drafter drafted them."""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vlmdistill.drafters.checkpoints import checkpoint
+from vlmdistill.drafters.core.drafter import Proposer
+from vlmdistill.drafters.core.tree import Tree
+from vlmdistill.drafters.decoding import tree_search
+from vlmdistill.drafters.decoding.decoders import Cycle, decode
+from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
+from vlmdistill.pipelines.data.responses.pieces import Piece, pieces
+from vlmdistill.pipelines.targets.checkpoints.loading import load
+from vlmdistill.pipelines.targets.checkpoints.registry import Options
+from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
+from vlmdistill.pipelines.workspace.workspace import Workspace
+from vlmdistill.stores.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+
+def recorded(
+    cycles: Iterable[Cycle], done: list[Cycle], ended: Callable[[], bool] = lambda: False
+) -> Iterator[Cycle]:
+    """The cycles, which are added to `done`, until `ended`."""
+    for cycle in cycles:
+        done.append(cycle)
+        yield cycle
+        if ended():
+            return
+
+
+class StreamedResponse:
+    """A response in progress: iterate over `pieces`, then call `summary`."""
+
+    def __init__(self, cycles: Iterator[Cycle], tokenizer: Any) -> None:
+        self._cycles, self._tokenizer = cycles, tokenizer
+        self._done: list[Cycle] = []
+
+    def pieces(self) -> Iterator[Piece]:
+        """Decode, and yield the text piece by piece."""
+        return pieces(recorded(self._cycles, self._done), self._tokenizer)
+
+    def summary(self) -> str:
+        """Tokens, speed, and the number of drafted tokens, in one line."""
+        tokens = sum(len(cycle.ids) for cycle in self._done)
+        seconds = sum(cycle.seconds for cycle in self._done)
+        drafted = sum(cycle.accepted for cycle in self._done)
+        calls = len(self._done) - 1
+        rate = f"{tokens / max(seconds, 1e-9):.0f} tokens/s, prefill included"
+        line = f"{tokens} tokens in {seconds:.2f} s ({rate})"
+        if drafted:
+            line += f", {drafted} drafted; {(tokens - 1) / max(1, calls):.2f} tokens per target call"
+        return line
+
+
+def open_pair(
+    workspace: Workspace,
+    drafter: str | None,
+    tree: str | None = None,
+    how: Options | None = None,
+    temperature: float = 0.0,
+) -> tuple[VisionLanguageTarget, Proposer | None, Tree | None]:
+    """Load a target, and a drafter by its name in the workspace or by its folder; the tree to draft.
+
+    That is None for the drafter's own. `auto` is the tree that `eval` found for it under these conditions; if
+    there is none, its own, and a line of the log says so. DataError, TargetError and TrainingError say what
+    cannot be used.
+    """
+    shape = Tree.parse(tree) if tree not in (None, "auto") else None
+    if drafter is None:
+        if tree is not None:
+            raise DataError(f"--tree {tree}: it needs a --drafter")
+        return load(workspace.model, **(how or Options())), None, None
+    folder = workspace.trained(drafter)
+    checkpoint.describe(folder)  # fails before the target is loaded
+    target = load(workspace.model, **(how or Options()))
+    loaded = target.drafter(folder)
+    if tree == "auto":
+        under = tree_search.conditions(target, (how or Options()).get("compiled", False), temperature)
+        best = tree_search.kept(folder, under, any_threads=True)
+        shape = Tree.parse(best.tree) if best else None
+        found = best.conditions if best else f"none, so its own, under {under}"
+        logger.info("%s drafts %s, found by `eval --tree auto`: %s", folder.name, shape or loaded.tree, found)
+    return target, loaded, shape
+
+
+def generate(
+    workspace: Workspace,
+    text: str,
+    *,
+    images: Sequence[str | Path] = (),
+    videos: Sequence[str | Path] = (),
+    sampling: Mapping[str, float] | None = None,
+    drafter: str | None = None,
+    temperature: float = 0.0,
+    max_new_tokens: int = 512,
+    tree: str | None = None,
+    seed: int = 0,
+    load_options: Options | None = None,
+) -> StreamedResponse:
+    """Start to generate one response. `drafter` and `tree` are as in `open_pair`.
+
+    `sampling` holds "fps" or "frames" for all videos; without it the target's own sampling applies. DataError
+    if an image or video cannot be read, TrainingError if the drafter cannot be used.
+    """
+    if not text.strip():
+        raise DataError("TEXT is empty: give a question, such as 'Describe the image.'")
+    SamplingSettings(temperature=temperature, max_new_tokens=max_new_tokens).check()
+    for name, value in (sampling or {}).items():
+        if not videos:
+            raise DataError(f"--{name} {value}: it needs a --video")
+    target, guess, shape = open_pair(workspace, drafter, tree, load_options, temperature)
+    content: list[dict[str, Any]] = [{"type": "image", "path": str(image)} for image in images]
+    content += [{"type": "video", "path": str(video), **(sampling or {})} for video in videos]
+    content.append({"type": "text", "text": text})
+    prompt = target.encode([{"role": "user", "content": content}])
+    generator = torch.Generator(target.device).manual_seed(seed)
+    cycles = decode(
+        target,
+        guess,
+        prompt,
+        tree=shape,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        generator=generator,
+    )
+    return StreamedResponse(cycles, target.tokenizer)

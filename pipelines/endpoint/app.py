@@ -1,0 +1,226 @@
+"""The HTTP server: chat completions of the OpenAI API, models, health, metrics, and a page to try them."""
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Sequence
+from contextlib import aclosing
+from dataclasses import asdict
+from importlib.resources import files
+from pathlib import Path
+from socket import socket
+from typing import Any, TypeVar
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+
+from vlmdistill.pipelines.data.responses.pieces import Piece
+from vlmdistill.pipelines.endpoint.chat import NEUTRAL, ChatRequest
+from vlmdistill.pipelines.endpoint.decoder_queue import DecoderQueue, QueueFullError
+from vlmdistill.pipelines.endpoint.gate import ApiError, Gate, error_response, json_response
+from vlmdistill.pipelines.endpoint.metrics import ServingMetrics
+from vlmdistill.pipelines.endpoint.served_decoder import ServedDecoder, ServedResponse
+from vlmdistill.stores.errors import DataError
+
+GRACE_SECONDS = 10  # for running responses, after SIGINT or SIGTERM
+CLIENT_GONE = 499  # nginx's status for it
+PAGE_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+Value = TypeVar("Value")
+
+
+def run(app: FastAPI, listener: socket) -> None:
+    """Serve until SIGINT or SIGTERM; let running responses end for GRACE_SECONDS; raise the signal again."""
+    config = uvicorn.Config(
+        app,
+        lifespan="off",
+        ws="none",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=GRACE_SECONDS,
+    )
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+def build_app(
+    decoder: ServedDecoder,
+    *,
+    key: str | None = None,
+    media: Path | None = None,
+    queue_limit: int = 16,
+    hosts: Sequence[str] = ("*",),
+) -> FastAPI:
+    """The application. Without a `key` anyone may use it; a request's Host header must be one of `hosts`.
+
+    `media` is the folder that file:// images may come from; `queue_limit` requests may wait.
+    """
+    app = FastAPI(title="vlmdistill", docs_url=None, redoc_url=None)  # pages that load scripts from a CDN
+    app.add_middleware(Gate, key=key, hosts=tuple(host.lower() for host in hosts))
+    queue = DecoderQueue(queue_limit)
+    metrics = ServingMetrics(queue)
+    started = int(time.time())
+    page = files("vlmdistill.pipelines.endpoint").joinpath("page.html").read_text(encoding="utf-8")
+
+    async def reported(_: Request, error: Exception) -> Response:
+        return error_response(_api_error(error))
+
+    for kind in (HTTPException, RequestValidationError, DataError, Exception):
+        app.add_exception_handler(kind, reported)
+
+    @app.get("/", include_in_schema=False)
+    async def index() -> Response:
+        return HTMLResponse(page, headers={"Content-Security-Policy": PAGE_POLICY})
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/metrics", include_in_schema=False)
+    async def metrics_text() -> Response:
+        return PlainTextResponse(metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        model = {"id": decoder.model, "object": "model", "created": started, "owned_by": "vlmdistill"}
+        return {"object": "list", "data": [{**model, "drafter": decoder.drafter_name}]}
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        if body.model != decoder.model:
+            message = f"there is no model '{body.model}': this server has '{decoder.model}'"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        response = ServedResponse(decoder, body, media)
+        completion, stream = _Completion(response), measured(response)
+        try:
+            if not body.stream:
+                return json_response(await _unless_gone(request, completion.whole(stream)))
+            first = await _unless_gone(request, anext(stream, None))
+            unbuffered = {"X-Accel-Buffering": "no"}  # by nginx
+            return StreamingResponse(completion.events(first, stream), 200, unbuffered, "text/event-stream")
+        except QueueFullError:
+            message = f"{queue_limit} requests are waiting: try again later"
+            raise ApiError(429, message, code="queue_full") from None
+        except _ClientGoneError:
+            return Response(status_code=CLIENT_GONE)
+
+    async def measured(response: ServedResponse) -> AsyncGenerator[Piece]:
+        start, outcome = time.perf_counter(), "disconnected"
+        try:
+            async with aclosing(queue.stream(response.pieces(), response.abandoned)) as pieces:
+                async for piece in pieces:
+                    if start:
+                        metrics.first_text.observe(time.perf_counter() - start)
+                        start = 0
+                    yield piece
+            outcome = response.finish
+        except Exception as error:
+            known = isinstance(error, QueueFullError | HTTPException | DataError)
+            outcome = "refused" if known else "error"
+            raise
+        finally:
+            metrics.ended(response, outcome)
+
+    return app
+
+
+class _ClientGoneError(Exception):
+    """No one waits for the response any more."""
+
+
+async def _unless_gone(request: Request, work: Awaitable[Value]) -> Value:
+    """The result of `work`, which is cancelled when the client disconnects; then _ClientGoneError."""
+
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = working, _ = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise _ClientGoneError
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _api_error(error: Exception) -> HTTPException:
+    """An error as the client sees it."""
+    if isinstance(error, HTTPException):
+        return error
+    if isinstance(error, DataError):
+        return ApiError(400, str(error), param="messages")
+    if not isinstance(error, RequestValidationError):
+        return ApiError(500, "the server failed; its log has the error")
+    first = error.errors()[0]
+    param = ".".join(map(str, first["loc"][1:]))
+    if first["type"] == "json_invalid" or not param:
+        return ApiError(400, "the body is not a JSON object of Content-Type application/json")
+    if first["type"] == "extra_forbidden":
+        end = " with this value" if param in NEUTRAL else ""
+        return ApiError(400, f"'{param}' is not supported{end}", param=param, code="unsupported_parameter")
+    return ApiError(400, f"'{param}' cannot be used: {first['msg']}", param=param, code="invalid_value")
+
+
+class _Completion:
+    """A response in the JSON of the OpenAI API, with the additions of docs/serve.md."""
+
+    def __init__(self, response: ServedResponse) -> None:
+        self._response, decoder = response, response.decoder
+        self._head = {
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": decoder.model,
+        }
+
+    async def whole(self, pieces: AsyncGenerator[Piece]) -> dict[str, Any]:
+        """The response at once."""
+        text = "".join([piece.text async for piece in pieces])
+        message = {"role": "assistant", "content": text}
+        choice = {"index": 0, "message": message, "finish_reason": self._response.finish}
+        kind = {"object": "chat.completion", "choices": [choice]}
+        return {**self._head, **kind, "usage": self._usage(), "decoding": self._decoding()}
+
+    async def events(self, first: Piece | None, rest: AsyncGenerator[Piece]) -> AsyncGenerator[str]:
+        """The response as server-sent events, a chunk for each piece."""
+        yield self._chunk({"role": "assistant", "content": ""})
+        async with aclosing(rest):
+            piece = first
+            while piece is not None:
+                timing = {"drafted": piece.drafted, "seconds": piece.seconds}
+                yield self._chunk({"content": piece.text}, piece=timing)
+                piece = await anext(rest, None)
+        yield self._chunk({}, self._response.finish, decoding=self._decoding())
+        if self._response.request.stream_options.include_usage:
+            yield self._event(choices=[], usage=self._usage())
+        yield "data: [DONE]\n\n"
+
+    def _chunk(self, delta: dict[str, str], finish: str | None = None, **more: Any) -> str:
+        return self._event(choices=[{"index": 0, "delta": delta, "finish_reason": finish}], **more)
+
+    def _event(self, **more: Any) -> str:
+        return f"data: {json.dumps({**self._head, 'object': 'chat.completion.chunk', **more})}\n\n"
+
+    def _usage(self) -> dict[str, int]:
+        prompt, tokens = self._response.prompt_tokens, self._response.decoding.tokens
+        return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
+
+    def _decoding(self) -> dict[str, Any]:
+        counts = self._response.decoding
+        tokens_per_call = (counts.tokens - 1) / max(1, counts.calls)
+        return {
+            "drafter": self._response.drafter_name,
+            **asdict(counts),
+            "tokens_per_call": tokens_per_call,
+        }

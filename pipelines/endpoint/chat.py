@@ -1,0 +1,166 @@
+"""A request for a chat completion: which parameters are supported, and the conversation that it holds."""
+
+import base64
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import unquote, urlsplit
+
+from PIL import Image
+from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
+
+from vlmdistill.pipelines.endpoint.gate import ApiError
+from vlmdistill.pipelines.media.images import BROKEN, large_images, upright
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # not all that Pillow reads: for EPS it starts Ghostscript
+MAX_PIXELS = 64 * 1024**2  # all images of a request together; 200 MB once decoded
+MIN_PIXELS = 512**2  # that an image counts as: processors enlarge a smaller one
+MAX_FIELDS = 64  # of an object: each unknown one is an error to report
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "top_p": (1,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logprobs": (False,),
+    "logit_bias": ({},),
+    "tools": ([],),
+    "response_format": ({"type": "text"},),
+}
+"""Values of unsupported parameters that change nothing; clients send them by default."""
+
+
+class StrictModel(BaseModel):
+    """JSON without unknown fields; null means that a field is absent."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        if len(data) > MAX_FIELDS:
+            raise ValueError(f"an object of a request has at most {MAX_FIELDS} fields, not {len(data)}")
+        return {k: v for k, v in data.items() if v is not None}
+
+
+class ImageUrl(StrictModel):
+    """A data URL, or a file:// URL below the media folder."""
+
+    url: str
+    detail: Literal["auto"] = "auto"
+
+
+class ContentPart(StrictModel):
+    """A text or an image."""
+
+    type: Literal["text", "image_url"]
+    text: str = ""
+    image_url: ImageUrl | None = None
+
+    @model_validator(mode="after")
+    def _has_its_content(self) -> "ContentPart":
+        if self.type not in self.model_fields_set or len(self.model_fields_set) > 2:
+            raise ValueError(f"a part of type {self.type} needs the field {self.type} and no other")
+        return self
+
+
+class StreamOptions(StrictModel):
+    """What a stream ends with."""
+
+    include_usage: bool = False
+
+
+class ChatMessage(StrictModel):
+    """One turn of the conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[list[ContentPart], Field(min_length=1), FailFast()]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _text_is_a_part(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and isinstance(data.get("content"), str):
+            return {**data, "content": [{"type": "text", "text": data["content"]}]}
+        return data
+
+
+class ChatRequest(StrictModel):
+    """The body of POST /v1/chat/completions."""
+
+    model: str
+    messages: Annotated[list[ChatMessage], Field(min_length=1), FailFast()]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None  # its older name
+    temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=4)] = []
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    user: str = ""  # the client's own id of its user; not used
+    speculate: bool = True  # not in the OpenAI API: false decodes without the drafter
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_neutral_values(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        kept = {name: value for name, value in data.items() if value not in NEUTRAL.get(name, ())}
+        if isinstance(kept.get("stop"), str):
+            kept["stop"] = [kept["stop"]]
+        return kept
+
+    def conversation(self, media: Path | None) -> list[dict[str, Any]]:
+        """The messages as a target encodes them; ApiError names the image that cannot be used.
+
+        Files are read below `media` only. To be called in one thread at a time (see `large_images`).
+        """
+        turns, pixels = [], MAX_PIXELS
+        for i, message in enumerate(self.messages):
+            parts: list[dict[str, Any]] = []
+            for j, part in enumerate(message.content):
+                if part.image_url is None:
+                    parts.append({"type": "text", "text": part.text})
+                    continue
+                try:
+                    image = _image(_source(part.image_url.url, media), pixels)
+                except (ValueError, *BROKEN) as error:
+                    param = f"messages.{i}.content.{j}.image_url.url"
+                    raise ApiError(400, f"{param}: {error}", param=param, code="invalid_image") from None
+                pixels -= max(image.width * image.height, MIN_PIXELS)
+                parts.append({"type": "image", "image": image})
+            turns.append(
+                {"role": "system" if message.role == "developer" else message.role, "content": parts}
+            )
+        return turns
+
+
+def _source(url: str, media: Path | None) -> Path | io.BytesIO:
+    """The file of an image; ValueError when the URL is not allowed."""
+    if url.startswith("data:"):
+        header, comma, data = url.partition(",")
+        if not comma or not header.endswith(";base64"):
+            raise ValueError("a data URL looks like data:image/png;base64,...")
+        return io.BytesIO(base64.b64decode(data, validate=True))
+    parts = urlsplit(url)
+    if parts.scheme != "file":
+        raise ValueError("images are not downloaded: send a data URL")
+    if media is None:
+        raise ValueError("the server reads no files (it runs without --media): send a data URL")
+    file = Path(unquote(parts.path)).resolve()
+    # The same message for both: it does not show which files exist elsewhere.
+    if not (file.is_relative_to(media.resolve()) and file.is_file()):
+        raise ValueError("there is no such file in the server's media folder")
+    return file
+
+
+def _image(source: Path | io.BytesIO, pixels: int) -> Image.Image:
+    """An image upright and in RGB; one of BROKEN when it cannot be read or is too large."""
+    with large_images(), Image.open(source, formats=FORMATS) as image:
+        if max(image.width * image.height, MIN_PIXELS) > pixels:
+            raise ValueError(
+                f"{image.width} x {image.height} pixels are too many: the images of a request may have "
+                f"{MAX_PIXELS} pixels together, each counted as at least {MIN_PIXELS}"
+            )
+        return upright(image)

@@ -1,1 +1,0 @@
-"""Stage 5: decode held-out prompts, measure, compare and report."""

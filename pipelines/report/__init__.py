@@ -1,0 +1,1 @@
+"""Evaluations compared: tables, charts and the page."""

@@ -1,0 +1,193 @@
+"""Compares two sets of evaluations drafter by drafter: what changed by more than the prompts' noise.
+
+Both decoded the same prompts, so the ratio of their rates is bootstrapped over prompts
+(`statistics.advantage`): a rate has changed if the interval of its ratio excludes 1. Times need the same
+hardware, dtype, threads, attention and compilation besides.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from vlmdistill.pipelines.bench import records
+from vlmdistill.pipelines.bench.records import Evaluation, Measurement
+from vlmdistill.pipelines.bench.statistics import Interval, Rate, advantage, figures
+from vlmdistill.pipelines.report.comparison import CONDITIONS
+from vlmdistill.pipelines.targets.software import PACKAGES
+from vlmdistill.stores.errors import DataError
+
+COUNTED: Final[tuple[Rate, ...]] = ("tau", "accepted")
+TIMED: Final[tuple[Rate, ...]] = ("decode_speedup", "speedup")
+NEEDED: Final[dict[str, Callable[[Evaluation], Any]]] = {
+    "target": lambda one: one.target.fingerprint,
+    "prompts": lambda one: sorted(one.keys),
+    "max new tokens": lambda one: one.max_new_tokens,
+}
+"""What must be equal to compare counts."""
+NEEDED_FOR_TIMES: Final[tuple[str, ...]] = ("hardware", "dtype", "threads", "attention", "compiled")
+FACTS: Final[dict[str, Callable[[Evaluation], str]]] = {
+    **CONDITIONS,
+    "seed": lambda one: str(one.seed),
+    "drafter": lambda one: one.drafter,
+    "tree": lambda one: one.tree,
+    "parameters": lambda one: str(one.parameters),
+    "training": lambda one: _training(one),
+    "software": lambda one: "recorded" if one.software else "not recorded",
+}
+"""What is said if it differs, with what both recorded of their software."""
+RECORDED: Final = ("python", *PACKAGES, "commit")
+
+
+@dataclass(frozen=True)
+class Change:
+    """A rate of a drafter at one temperature, before and after."""
+
+    rate: Rate
+    before: float
+    after: float
+    ratio: Interval | None  # of after over before; None: too few prompts, or nothing was accepted before
+
+    @property
+    def verdict(self) -> Literal["higher", "lower", "equal", "unknown"]:
+        """Whether it has changed by more than noise."""
+        if self.ratio is None:
+            return "unknown"
+        return "higher" if self.ratio.low > 1 else "lower" if self.ratio.high < 1 else "equal"
+
+    @property
+    def sentence(self) -> str:
+        """The change in words."""
+        within = f" (95%: {self.ratio.low:.3f} to {self.ratio.high:.3f} times)" if self.ratio else ""
+        return (
+            f"{self.rate.replace('_', ' ')} is {self.verdict}, {self.before:.2f} -> {self.after:.2f}{within}"
+        )
+
+
+@dataclass(frozen=True)
+class ChangedDrafter:
+    """A drafter at one temperature; without times if they do not compare."""
+
+    name: str
+    temperature: float
+    prompts: int
+    rates: tuple[Change, ...]
+    warnings: tuple[str, ...]  # of either measurement
+
+    def of(self, rate: Rate) -> Change | None:
+        """The change of a rate."""
+        return next((one for one in self.rates if one.rate == rate), None)
+
+
+@dataclass(frozen=True)
+class ChangedFact:
+    """A condition or version that differs."""
+
+    name: str
+    before: str
+    after: str
+    drafters: tuple[str, ...]
+
+
+@dataclass
+class Changes:
+    """Two sets of evaluations compared."""
+
+    both: list[str]  # names
+    drafters: list[ChangedDrafter] = field(default_factory=list)
+    differing: list[ChangedFact] = field(default_factory=list)
+    refused: dict[str, list[str]] = field(default_factory=dict)  # drafters that do not compare: what differs
+    untimed: dict[str, list[str]] = field(default_factory=dict)  # whose times do not compare: what differs
+    only_before: list[str] = field(default_factory=list)
+    only_after: list[str] = field(default_factory=list)
+
+    @property
+    def changed(self) -> list[tuple[ChangedDrafter, Change]]:
+        """The rates that changed by more than noise."""
+        pairs = [(one, rate) for one in self.drafters for rate in one.rates]
+        return [(one, rate) for one, rate in pairs if rate.verdict in ("higher", "lower")]
+
+
+def compare(before: Path, after: Path) -> Changes:
+    """Compare the evaluations of two workspaces, folders or files; two files compare whatever their names.
+
+    DataError if there are none, or if a file is not an evaluation.
+    """
+    olds, news = _read(before), _read(after)
+    if before.is_file() and after.is_file():
+        (old,), (new,) = olds.values(), news.values()
+        name = old.name if old.name == new.name else f"{old.name} -> {new.name}"
+        olds, news = {name: old}, {name: new}
+    found = Changes(
+        both=[name for name in olds if name in news],
+        only_before=[name for name in olds if name not in news],
+        only_after=[name for name in news if name not in olds],
+    )
+    facts: dict[tuple[str, str, str], list[str]] = {}
+    for name in found.both:
+        old, new = olds[name], news[name]
+        values = {fact: (value(old), value(new)) for fact, value in FACTS.items()}
+        if old.software and new.software:
+            was, now = asdict(old.software), asdict(new.software)
+            values |= {fact: (was[fact] or "none", now[fact] or "none") for fact in RECORDED}
+        differing = [fact for fact, (one, other) in values.items() if one != other]
+        for fact in differing:
+            facts.setdefault((fact, *values[fact]), []).append(name)
+        if refused := [fact for fact, value in NEEDED.items() if value(old) != value(new)]:
+            found.refused[name] = refused
+            continue
+        if untimed := [fact for fact in NEEDED_FOR_TIMES if fact in differing]:
+            found.untimed[name] = untimed
+        rates = COUNTED if untimed else (*COUNTED, *TIMED)
+        olds_at, news_at = ({at.temperature: at for at in one.temperatures} for one in (old, new))
+        found.only_before += [f"{name} at T={at:g}" for at in olds_at if at not in news_at]
+        found.only_after += [f"{name} at T={at:g}" for at in news_at if at not in olds_at]
+        for at in (at for at in olds_at if at in news_at):
+            found.drafters.append(_changes(name, _by_key(olds_at[at]), _by_key(news_at[at]), rates))
+    found.differing = [ChangedFact(*fact, tuple(names)) for fact, names in facts.items()]
+    return found
+
+
+def _changes(name: str, old: Measurement, new: Measurement, rates: Sequence[Rate]) -> ChangedDrafter:
+    was, now = figures(old), figures(new)
+    changes = [
+        Change(rate, getattr(was, rate), getattr(now, rate), advantage(new, old, rate)) for rate in rates
+    ]
+    warnings = [f"{when}: {text}" for when, of in (("A", was), ("B", now)) for text in of.warnings]
+    return ChangedDrafter(name, old.temperature, was.prompts, tuple(changes), tuple(warnings))
+
+
+def _by_key(measurement: Measurement) -> Measurement:
+    """Its prompts in an order that does not depend on that of decoding."""
+    return replace(measurement, prompts=tuple(sorted(measurement.prompts, key=lambda one: one.key)))
+
+
+def _read(where: Path) -> dict[str, Evaluation]:
+    """The evaluations of a workspace, a folder of them or a file, by name."""
+    folder = where / "reports" if (where / "reports").is_dir() else where
+    if not where.exists():
+        raise DataError(
+            f"{where} does not exist: give a workspace, its reports folder, or an evaluation's file"
+        )
+    files = [where] if where.is_file() else sorted(folder.glob("*.json"))
+    if not files:
+        raise DataError(
+            f"no evaluations in {folder}: give a workspace, its reports folder, or an evaluation's file"
+        )
+    found: dict[str, Evaluation] = {}
+    for file in files:
+        one = records.read(file)
+        if one.name in found:
+            raise DataError(f"{folder} has two evaluations of '{one.name}': name the file of one")
+        found[one.name] = one
+    return found
+
+
+def _training(one: Evaluation) -> str:
+    how = one.training
+    known = {"seed": how.seed, "settings and samples": how.signature, "view": how.view}
+    facts = [f"{name} {value}" for name, value in known.items() if value is not None]
+    stages = [f"{stage.name} {stage.epochs:g} epochs, {stage.hops} hops" for stage in one.config.stages]
+    return (
+        ", ".join([f"{how.steps} steps on {how.samples} samples", *facts, *stages]) if how.steps else "none"
+    )

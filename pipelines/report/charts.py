@@ -1,0 +1,237 @@
+"""The charts of the report in coordinates, which `charts.html.jinja` draws."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from vlmdistill.pipelines.bench.records import Evaluation
+from vlmdistill.pipelines.bench.statistics import Rate
+from vlmdistill.pipelines.report.comparison import DrafterResult, Ranking
+
+WIDTH, HEIGHT, SQUARE = 400.0, 220.0, 300.0  # of a chart, and the height of one with equal axes
+LEFT, RIGHT, TOP, BELOW = 44.0, 386.0, 10.0, 40.0  # the margins of its plot area
+BAR = 40.0  # height of a bar with its label
+
+CYCLE = ("draft", "verify", "accept", "other")
+PREFILL = ("vision", "prefill", "draft_prefill")
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line, bar or mark of a chart: its values and their coordinates."""
+
+    name: str
+    style: int  # of color, marker and dashes
+    values: list[float]
+    points: list[Point]
+    spans: tuple[tuple[Point, Point], ...] = ()  # intervals, and other thin lines
+    note: str = ""  # of a bar
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart in its own coordinates; a tick is a value and its coordinate."""
+
+    kind: Literal["lines", "dots", "bars", "stack", "scatter"]
+    title: str
+    series: list[Series]
+    x_ticks: list[Point]
+    y_ticks: list[Point]
+    height: float
+    across: str = ""
+    up: str = ""
+    legend: tuple[str, ...] = ()  # of a stack: what its parts are
+    key: str = ""  # what its marks are, for a chart without the page's text
+
+    @property
+    def label(self) -> str:
+        """The chart in words, for those who do not see it."""
+        form = "{:.0%}" if self.kind in ("lines", "dots") else "{:.2f}"
+        said = [f"{one.name}: {' '.join(map(form.format, one.values))}" for one in self.series]
+        return f"{self.title}. {'. '.join(said)}."
+
+
+def acceptance(ranking: Ranking, styles: Mapping[str, int]) -> Chart | None:
+    """Acceptance per position; None if nothing was drafted."""
+    lines = {
+        one.name: (styles[one.name], list(enumerate(one.figures.alpha, 1)))
+        for one in ranking.results
+        if one.figures.alpha
+    }
+    title = f"Acceptance per position at temperature {ranking.temperature:g}"
+    return _shares("lines", title, "position of the drafted token", lines) if lines else None
+
+
+def learning(evaluation: Evaluation) -> Chart | None:
+    """Held-out agreement during training, a mark for each drafted token; None if none was measured."""
+    points: dict[str, tuple[int, list[Point]]] = {}
+    for entry in evaluation.training.history:
+        for ahead, share in enumerate(entry.held_out_agreement, 1):
+            points.setdefault(f"token {ahead}", (ahead - 1, []))[1].append((entry.step, share))
+    title = f"Held-out agreement of {evaluation.name} during training"
+    return _shares("dots", title, "training steps", points) if points else None
+
+
+def speed(ranking: Ranking, styles: Mapping[str, int], everything: Sequence[DrafterResult]) -> Chart:
+    """Speedup (bar) and decode speedup (mark), on one scale for `everything`."""
+    title = f"Speedup against plain decoding at temperature {ranking.temperature:g}"
+    return _bars(title, ranking.results, styles, "speedup", "decode_speedup", everything)
+
+
+def trees(results: Sequence[DrafterResult], styles: Mapping[str, int]) -> Chart:
+    """Decode speedup (bar) and tau (mark) of one drafter by its trees."""
+    name = results[0].name.partition("@")[0]
+    title = f"Decode speedup and tau of {name} by tree at temperature {results[0].temperature:g}"
+    return _bars(title, results, styles, "decode_speedup", "tau", results)
+
+
+def cycle(ranking: Ranking, styles: Mapping[str, int]) -> Chart | None:
+    """The milliseconds of a cycle by phase, beside a step of plain decoding; None if none was measured."""
+    title = f"Milliseconds of a cycle at temperature {ranking.temperature:g}"
+    return _stack(title, ranking, styles, CYCLE)
+
+
+def prefill(ranking: Ranking, styles: Mapping[str, int]) -> Chart | None:
+    """The milliseconds of a response before its first cycle by phase; None if none was measured."""
+    title = f"Milliseconds of the prefill at temperature {ranking.temperature:g}"
+    return _stack(title, ranking, styles, PREFILL)
+
+
+def milliseconds(result: DrafterResult, phases: Sequence[str]) -> dict[str, float]:
+    """The time of each phase of a cycle, or of a response's prefill; empty if it was not measured."""
+    found = result.figures
+    if found.budget is None:
+        return {}
+    count = max(1, found.calls if phases == CYCLE else found.prompts)
+    spent = {phase: max(0.0, getattr(found.budget, phase)) for phase in phases}
+    return {phase.replace("_", " "): 1e3 * seconds / count for phase, seconds in spent.items()}
+
+
+def against_tau(
+    ranking: Ranking, styles: Mapping[str, int], everything: Sequence[DrafterResult]
+) -> Chart | None:
+    """Decode speedup over tau, with the line where they are equal, on one scale for `everything`."""
+    shown = [one for one in ranking.results if one.figures.calls]
+    if not shown:
+        return None
+    most = 1.05 * max(2.0, *(_most(one, ("tau", "decode_speedup")) for one in everything))
+    x, y = _scale(0, most, LEFT, RIGHT), _scale(0, most, SQUARE - BELOW, TOP)
+    series = []
+    for one in shown:
+        found, within = one.figures, one.figures.intervals
+        tau, rate = x(found.tau), y(found.decode_speedup)
+        values, points = [found.tau, found.decode_speedup], [(tau, rate)]
+        spans = []
+        if within:
+            spans.append(((x(within["tau"].low), rate), (x(within["tau"].high), rate)))
+            spans.append(((tau, y(within["decode_speedup"].low)), (tau, y(within["decode_speedup"].high))))
+        if found.budget is not None:
+            values.append(found.budget.ideal)
+            points.append((tau, y(found.budget.ideal)))
+        series.append(Series(one.name, styles[one.name], values, points, tuple(spans)))
+    ticks = _ticks(0, most)
+    return Chart(
+        "scatter",
+        f"Decode speedup against tau at temperature {ranking.temperature:g}",
+        series,
+        [(tick, x(tick)) for tick in ticks],
+        [(tick, y(tick)) for tick in ticks],
+        SQUARE,
+        across="tau",
+        up="decode speedup",
+        key="dashed: drafting and verifying for free; crossbar: verifying as fast as a plain step",
+    )
+
+
+def _bars(
+    title: str,
+    results: Sequence[DrafterResult],
+    styles: Mapping[str, int],
+    bar: Rate,
+    mark: Rate,
+    everything: Sequence[DrafterResult],
+) -> Chart:
+    """A bar with its interval and a mark for each result, on one scale for `everything`."""
+    x = _scale(0, 1.05 * max(1.0, *(_most(one, (bar, mark)) for one in everything)), 2, WIDTH - 14)
+    series = []
+    for number, one in enumerate(results):
+        values = [getattr(one.figures, bar), getattr(one.figures, mark)]
+        top, found = BAR * number, one.figures.intervals.get(bar)
+        spans = (((x(found.low), top + 35), (x(found.high), top + 35)),) if found else ()
+        note = f"{values[0]:.2f} ({values[1]:.2f})"
+        points = [(x(value), top) for value in values]
+        series.append(Series(one.name, styles[one.name], values, points, spans, note))
+    most = max(_most(one, (bar, mark)) for one in everything)
+    ticks = [(tick, x(tick)) for tick in sorted({1.0, *_ticks(0, 1.05 * max(1.0, most))})]
+    key = f"bar: {bar}, 95% interval; diamond, and in parentheses: {mark}".replace("_", " ")
+    return Chart("bars", title, series, ticks, [], BAR * len(series) + 30, key=key)
+
+
+def _stack(title: str, ranking: Ranking, styles: Mapping[str, int], phases: tuple[str, ...]) -> Chart | None:
+    """A bar for each drafter, of the milliseconds of each phase; a cycle has a line at a plain step."""
+    spent = {
+        one.name: (list(milliseconds(one, phases).values()), 1e3 * one.figures.budget.plain_step)
+        for one in ranking.results
+        if one.figures.budget is not None and one.figures.calls
+    }
+    if not spent:
+        return None
+    steps = [step for _, step in spent.values()] if phases == CYCLE else []
+    most = max(1e-3, *(sum(values) for values, _ in spent.values()), *steps) * 1.05
+    x = _scale(0, most, 2, WIDTH - 14)
+    series = []
+    for number, (name, (values, step)) in enumerate(spent.items()):
+        top = BAR * number
+        ends = [x(sum(values[:end])) for end in range(len(values) + 1)]
+        line = (((x(step), top + 17), (x(step), top + 36)),) if steps else ()
+        series.append(Series(name, styles[name], values, list(pairwise(ends)), line, f"{sum(values):.2f} ms"))
+    ticks = [(tick, x(tick)) for tick in _ticks(0, most, least=1e-4)]
+    legend = tuple(phase.replace("_", " ") for phase in phases)
+    key = "line: a step of plain decoding" if steps else ""
+    return Chart("stack", title, series, ticks, [], BAR * len(series) + 30, legend=legend, key=key)
+
+
+def _shares(
+    kind: Literal["lines", "dots"],
+    title: str,
+    across: str,
+    lines: Mapping[str, tuple[int, Sequence[Point]]],
+) -> Chart:
+    """A chart of shares over positions or steps; `lines` are style and points by name."""
+    xs = [x for _, points in lines.values() for x, _ in points]
+    x_of, y_of = _scale(min(xs), max(xs), LEFT + 10, RIGHT), _scale(0, 1, HEIGHT - BELOW, TOP)
+    series = [
+        Series(name, style, [y for _, y in points], [(x_of(x), y_of(min(1, y))) for x, y in points])
+        for name, (style, points) in lines.items()
+    ]
+    x_ticks = [(x, x_of(x)) for x in _ticks(min(xs), max(xs), least=1)]
+    y_ticks = [(y, y_of(y)) for y in (0, 0.25, 0.5, 0.75, 1)]
+    return Chart(kind, title, series, x_ticks, y_ticks, HEIGHT, across)
+
+
+def _most(result: DrafterResult, rates: Sequence[Rate]) -> float:
+    """The highest value or end of an interval."""
+    found = result.figures
+    upper = [within.high for rate, within in found.intervals.items() if rate in rates]
+    ideal = [found.budget.ideal] if found.budget is not None and "tau" in rates else []
+    values: list[float] = [getattr(found, rate) for rate in rates]
+    return max(*values, *upper, *ideal)
+
+
+def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
+    """Map low..high to start..end, in tenths; everything to the middle if low equals high."""
+    if high <= low:
+        return lambda value: (start + end) / 2
+    return lambda value: round(start + (end - start) * (value - low) / (high - low), 1)
+
+
+def _ticks(low: float, high: float, least: float = 0.1) -> list[float]:
+    """Round numbers in low..high, at most about eight, at least `least` apart."""
+    rough = max((high - low) / 8, least)
+    size = 10.0 ** math.floor(math.log10(rough))
+    step = next(size * factor for factor in (1, 2, 5, 10) if size * factor >= rough)
+    return [step * count for count in range(math.ceil(low / step), math.floor(high / step) + 1)]

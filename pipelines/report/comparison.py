@@ -1,0 +1,269 @@
+"""Compares drafters: groups evaluations measured under the same conditions, ranks each group by speedup.
+
+A drafter is called the fastest only if its lead is larger than the noise of the prompts
+(`statistics.advantage`).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import Literal
+
+from vlmdistill.pipelines.bench import records
+from vlmdistill.pipelines.bench.records import Evaluation, Measurement, PromptResult
+from vlmdistill.pipelines.bench.statistics import (
+    FEWEST,
+    Checks,
+    Figures,
+    Interval,
+    Rate,
+    advantage,
+    figures,
+)
+from vlmdistill.pipelines.media.urls import shown
+from vlmdistill.pipelines.workspace.workspace import Workspace
+from vlmdistill.stores.errors import DataError
+
+CONDITIONS: dict[str, Callable[[Evaluation], str]] = {
+    "target": lambda one: f"{one.target.short_name} ({one.target.fingerprint})",
+    "hardware": lambda one: one.hardware,
+    "dtype": lambda one: one.dtype,
+    "threads": lambda one: str(one.threads),
+    "attention": lambda one: one.attention or "not recorded",
+    "compiled": lambda one: {True: "yes", False: "no", None: "not recorded"}[one.compiled],
+    "prompts": lambda one: f"{len(one.keys)} ({one.prompt_set})",
+    "max new tokens": lambda one: str(one.max_new_tokens),
+}
+"""What must be equal to compare two evaluations."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of the losslessness check at temperature 0, in a sentence."""
+
+    level: Literal["lossless", "near-ties", "broken", "unchecked"]
+    text: str
+
+
+@dataclass(frozen=True)
+class DrafterResult:
+    """One drafter at one temperature."""
+
+    evaluation: Evaluation
+    measurement: Measurement
+    figures: Figures
+
+    @property
+    def name(self) -> str:
+        """The drafter's name."""
+        return self.evaluation.name
+
+    @property
+    def temperature(self) -> float:
+        """The sampling temperature."""
+        return self.measurement.temperature
+
+    @property
+    def warnings(self) -> list[str]:
+        """Problems of its figures."""
+        return [f"{self.name} at temperature {self.temperature:g}: {one}" for one in self.figures.warnings]
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The drafters of a group at one temperature, by speedup."""
+
+    results: tuple[DrafterResult, ...]  # the fastest first
+
+    @cached_property
+    def ranked(self) -> tuple[DrafterResult, ...]:
+        """Those whose responses at temperature 0 are the target's: only they can be the fastest."""
+        return tuple(one for one in self.results if one.evaluation.lossless)
+
+    @property
+    def temperature(self) -> float:
+        """The sampling temperature."""
+        return self.results[0].temperature
+
+    @cached_property
+    def leaders(self) -> tuple[DrafterResult, ...]:
+        """The fastest drafter, and those not significantly slower; none if none is lossless."""
+        return self.best("speedup")
+
+    def best(self, rate: Rate) -> tuple[DrafterResult, ...]:
+        """The drafter with the highest rate, and those not significantly worse, the highest first."""
+        if not self.ranked:
+            return ()
+        first, *others = sorted(self.ranked, key=lambda one: -getattr(one.figures, rate))
+        beyond = [advantage(first.measurement, one.measurement, rate) for one in others]
+        close = [one for one, by in zip(others, beyond, strict=True) if by is None or by.low <= 1]
+        return (first, *close)
+
+    @property
+    def winner(self) -> DrafterResult | None:
+        """The drafter that is significantly faster than all others; None if there is none or it is alone."""
+        return self.leaders[0] if len(self.ranked) > 1 and len(self.leaders) == 1 else None
+
+    @property
+    def against_plain(self) -> Literal["faster", "slower", "equal", "unknown"]:
+        """Whether the fastest is significantly faster or slower than plain decoding."""
+        found = self.leaders[0].figures.intervals.get("speedup") if self.leaders else None
+        if found is None:
+            return "unknown"
+        if found.low > 1:
+            return "faster"
+        return "slower" if found.high < 1 else "equal"
+
+    @property
+    def text(self) -> str:
+        """The ranking in a sentence, with 95% intervals."""
+        prefix = f"At temperature {self.temperature:g}"
+        if not self.leaders:
+            return f"{prefix}, no drafter is ranked: none is lossless at temperature 0."
+        first, count = self.leaders[0], self.results[0].figures.prompts
+        if len(self.leaders) > 1:
+            named = [f"{one.name} {_speedup(one)}" for one in self.leaders[:4]]
+            more = len(self.leaders) - len(named)
+            names = ", ".join(named) + (f", and {more} more" if more else "")
+            lines = [f"{prefix}, {count} prompts do not separate the fastest drafters: speedup {names}."]
+        elif self.winner:
+            second = self.ranked[1]
+            by = advantage(first.measurement, second.measurement)
+            lead = f"{first.figures.speedup / max(second.figures.speedup, 1e-9):.2f}"
+            lines = [
+                f"{prefix}, {first.name} is the fastest drafter: speedup {_speedup(first)}, "
+                f"{lead} times{_within(by)} as fast as {second.name}, the second."
+            ]
+        else:
+            lines = [f"{prefix}, {first.name} has a speedup of {_speedup(first)}."]
+        lines += {
+            "faster": [],
+            "slower": ["No drafter is faster than plain decoding."],
+            "equal": [f"On {count} prompts, {first.name} is not significantly faster than plain decoding."],
+            "unknown": [f"Fewer than {FEWEST} prompts are too few for intervals."],
+        }[self.against_plain]
+        if odd := [one.name for one in self.results if not one.evaluation.lossless]:
+            lines.append(f"Not ranked, since not lossless: {', '.join(odd)}.")
+        return " ".join(lines)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Evaluations measured under the same conditions."""
+
+    number: int
+    conditions: dict[str, str]
+    evaluations: list[Evaluation]
+
+    @cached_property
+    def rankings(self) -> list[Ranking]:
+        """One for each temperature, the lowest first."""
+        return rank(self.evaluations)
+
+    @property
+    def results(self) -> list[DrafterResult]:
+        """Every drafter at every temperature: the lowest temperature first, then the fastest drafter."""
+        return [one for ranking in self.rankings for one in ranking.results]
+
+    def by(self, label: Callable[[PromptResult], str]) -> dict[str, list[DrafterResult]]:
+        """The results on the prompts of each label, such as their dataset; in the order of `results`."""
+        divided = [(one.evaluation, one.measurement.by(label)) for one in self.results]
+        return {
+            name: [DrafterResult(one, at[name], figures(at[name])) for one, at in divided if name in at]
+            for name in sorted({name for _, at in divided for name in at})
+        }
+
+    @property
+    def software(self) -> dict[str, str]:
+        """Versions, commits and commands; empty if they were not recorded."""
+        found: dict[str, dict[str, None]] = {}
+        for facts in (one.software.facts for one in self.evaluations if one.software):
+            for name, value in facts.items():
+                found.setdefault(name, {})[value] = None
+        return {name: "; ".join(values) for name, values in found.items()}
+
+    @property
+    def warnings(self) -> list[str]:
+        """Problems of the figures, with the drafters' names, and of comparing them."""
+        found = [warning for one in self.results for warning in one.warnings]
+        if (runs := len({one.measured for one in self.evaluations})) > 1:
+            found.append(
+                f"these evaluations were measured in {runs} separate runs: the intervals do not contain the "
+                "noise between runs"
+            )
+        return found
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether every response at temperature 0 equals the target's own."""
+        greedy = [one for one in self.results if one.temperature == 0]
+        counts = [(one.name, one.figures.lossless) for one in greedy]
+        counts += [("plain decoding", one.figures.plain_lossless) for one in greedy[:1]]
+        if not any(count.total for _, count in counts):
+            return Verdict("unchecked", "Losslessness was not checked: nothing was decoded at temperature 0.")
+
+        def affected(kind: Callable[[Checks], int]) -> str:
+            return ", ".join(f"{name}: {kind(one)} of {one.total}" for name, one in counts if kind(one))
+
+        checked = {name for name, count in counts if count.total}
+        missed = sorted({one.name for one in self.results} - checked)
+        rest = f" Not checked: {', '.join(missed)}." if missed else ""
+        if broken := affected(lambda count: count.different):
+            return Verdict(
+                "broken",
+                "NOT LOSSLESS: responses at temperature 0 differ from those of model.generate "
+                f"({broken} prompts). Do not rely on these numbers.{rest}",
+            )
+        if ties := affected(lambda count: count.near_tie):
+            return Verdict(
+                "near-ties",
+                "At temperature 0, some responses differ from model.generate from a near-tie on: two logits "
+                f"that are equal within the rounding of {self.conditions['dtype']} "
+                f"({ties} prompts). All others are identical.{rest}",
+            )
+        most = max(count.total for _, count in counts)
+        prompts = f"all {most} prompts" if most > 1 else "the only prompt"
+        text = f"Responses at temperature 0 are identical to model.generate on {prompts}.{rest}"
+        return Verdict("lossless", text)
+
+
+def rank(alike: Sequence[Evaluation]) -> list[Ranking]:
+    """Rank evaluations of one group at each temperature by speedup."""
+    found = [DrafterResult(one, at, figures(at)) for one in alike for at in one.temperatures]
+    found.sort(key=lambda one: (one.temperature, -one.figures.speedup, one.name))
+    return [Ranking(tuple(same)) for _, same in groupby(found, key=lambda one: one.temperature)]
+
+
+def differing(groups: Sequence[Group]) -> list[str]:
+    """The conditions that differ between groups; empty for a single group."""
+    return [name for name in CONDITIONS if len({group.conditions[name] for group in groups}) > 1]
+
+
+def gather(workspace: Workspace) -> list[Group]:
+    """Read all evaluations of a workspace and group those that can be compared, the latest first.
+
+    DataError if there are none, not even of a server, or if a JSON file in their folder is not an evaluation.
+    """
+    files = sorted(workspace.reports.glob("*.json"))
+    if not files and not any(workspace.reports.glob("served/*.json")):
+        raise DataError(
+            f"no evaluations in {shown(workspace.reports)}: evaluate a drafter first with "
+            f"`vlmdistill eval DRAFTER... --model {workspace.model}`"
+        )
+    latest = sorted(map(records.read, files), key=lambda one: (one.measured, one.name), reverse=True)
+    alike: dict[tuple[str, ...], list[Evaluation]] = {}
+    for one in latest:
+        alike.setdefault(tuple(value(one) for value in CONDITIONS.values()), []).append(one)
+    return [
+        Group(number, dict(zip(CONDITIONS, key, strict=True)), found)
+        for number, (key, found) in enumerate(alike.items(), 1)
+    ]
+
+
+def _speedup(one: DrafterResult) -> str:
+    return f"{one.figures.speedup:.2f}{_within(one.figures.intervals.get('speedup'))}"
+
+
+def _within(interval: Interval | None) -> str:
+    return f" (95%: {interval.low:.2f} to {interval.high:.2f})" if interval else ""

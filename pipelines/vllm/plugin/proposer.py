@@ -1,0 +1,188 @@
+"""The proposer that feeds exported drafters as they were trained, on the V1 runner of vLLM 0.32.
+
+Shapes: B requests of a batch, N rows of a step, K rows that are kept, D hidden.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.model_executor.models import supports_multimodal
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.spec_decode.eagle import EagleProposer
+from vllm.v1.spec_decode.medusa import MedusaProposer
+from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
+
+from vlmdistill.pipelines.vllm.plugin.feeder import Feed, Feeder, Reading
+from vlmdistill.pipelines.vllm.plugin.limits import feeding_of
+from vlmdistill.pipelines.vllm.plugin.served_model import with_last_state
+
+
+class ChosenProposer(EagleProposer):
+    """vLLM's proposer for its own drafters, and `ServedProposer` for exported ones."""
+
+    def __new__(cls, vllm_config: VllmConfig, *_: object, **__: object) -> "ChosenProposer":
+        """Choose by the drafter's folder."""
+        return object.__new__(cls if feeding_of(vllm_config) is None else ServedProposer)
+
+
+class ServedMedusaProposer(MedusaProposer):
+    """vLLM's proposer, which gives exported heads the target's LM head."""
+
+    def load_model(self, target_model: Any) -> None:
+        """Load the heads."""
+        super().load_model(target_model)
+        if feeding_of(self.vllm_config) is not None:
+            language = (
+                target_model.get_language_model() if supports_multimodal(target_model) else target_model
+            )
+            self.model.lm_head = language.lm_head
+
+
+class ServedProposer(ChosenProposer):
+    """Feeds a drafter true positions and slots, visual embeddings, or no visual tokens at all.
+
+    vLLM gives the drafter of an M-RoPE target its temporal coordinate as position, and computes slots of the
+    KV cache from it (llm_base_proposer.py `_set_positions`, `_update_positions_dependent_metadata`): after
+    an image both lag. Here positions and slots follow from the length of the sequence.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: Any = None) -> None:
+        super().__init__(vllm_config, device, runner)
+        feeding = feeding_of(vllm_config)
+        assert feeding is not None
+        self.feeding, self.runner = feeding, runner
+        self._feeder = Feeder(feeding, self.device)
+        self._joined_BD: Tensor | None = None
+
+    def load_model(self, target_model: Any) -> None:
+        """Load the drafter."""
+        super().load_model(target_model)
+        if self.feeding.depths:
+            target_model.register_forward_hook(with_last_state)
+
+    def set_inputs_first_pass(self, *args: Any, **kwargs: Any) -> tuple[int, Tensor, CommonAttentionMetadata]:
+        """Shift tokens as vLLM does, correct the positions, and drop entries where the drafter has none."""
+        count, sampled_B, batch = super().set_inputs_first_pass(*args, **kwargs)
+        lengths_B = batch.naive_query_lens()
+        offset_B = batch.seq_lens - batch.query_start_loc[1:]
+        offset_N = torch.repeat_interleave(offset_B, lengths_B, output_size=count)
+        position_N = self.arange[:count] + offset_N
+        self.positions[:count] = position_N
+        starts = batch.query_start_loc_cpu.tolist()
+        self._continue_prompts(starts)
+        if self.feeding.visual != "dropped":
+            return count, sampled_B, batch
+        read = {
+            name: Reading(state.mm_features, state.num_prompt_tokens, state.num_computed_tokens)
+            for name, state in self._requests().items()
+        }
+        feed = self._feeder.feed(
+            read,
+            starts,
+            position_N,
+            self.hidden_states,
+            self.model.model,
+            self.runner.encoder_cache,
+            self.runner.requests,
+        )
+        if feed is not None:
+            count, sampled_B, batch = self._drop(feed, sampled_B, batch)
+        if self._feeder.joins:
+            self._joined_BD = self.model.model.joined_ND[sampled_B.long()]
+        return count, sampled_B, batch
+
+    def build_model_inputs_first_pass(
+        self, num_tokens: int, num_input_tokens: int, mm_embed_inputs: tuple[list[Tensor], Tensor] | None
+    ) -> tuple[dict[str, Any], int]:
+        """Mark the rows of bare visual embeddings, and start to count guesses."""
+        if self.feeding.visual == "raw" and mm_embed_inputs is not None:
+            self.model.model.raw_N = mm_embed_inputs[1].to(self.device)
+        if self._counts:
+            self.model.model.guess_1.zero_()
+        made: tuple[dict[str, Any], int] = super().build_model_inputs_first_pass(
+            num_tokens, num_input_tokens, mm_embed_inputs
+        )
+        return made
+
+    def _update_positions_dependent_metadata(
+        self,
+        positions: Tensor,
+        common_attn_metadata: CommonAttentionMetadata,
+        batch_size: int,
+        input_batch_size: int,
+        block_size: int,
+    ) -> Tensor:
+        """One guess further: each sequence is one entry longer, and its slot is the last one.
+
+        A guess beyond the longest sequence is written nowhere and sees a single entry, as in vLLM.
+        """
+        batch = common_attn_metadata
+        over_B = positions + 1 >= self.max_model_len
+        position_B = torch.where(over_B, 0, positions + 1)
+        index_B = torch.where(over_B, 0, batch.seq_lens).long()
+        slot_B = _slots(index_B, torch.arange(batch_size, device=self.device), batch, block_size)
+        self.positions[:batch_size] = position_B
+        self._slot_mapping_buffer[:batch_size] = torch.where(over_B, PADDING_SLOT_ID, slot_B)
+        self._slot_mapping_buffer[batch_size:input_batch_size] = PADDING_SLOT_ID
+        batch.slot_mapping = self._slot_mapping_buffer[:batch_size]
+        batch.seq_lens = torch.where(over_B, 1, batch.seq_lens + 1).to(batch.seq_lens.dtype)
+        batch.max_seq_len = min(batch.max_seq_len + 1, self.max_model_len)
+        if batch.seq_lens_cpu_upper_bound is not None:
+            batch.seq_lens_cpu_upper_bound = batch.seq_lens_cpu_upper_bound + 1
+        if self._counts:
+            self.model.model.guess_1.add_(1)
+        if self._joined_BD is not None:
+            self.model.model.joined_ND[:batch_size] = self._joined_BD
+        return position_B
+
+    @property
+    def _counts(self) -> bool:
+        """The model reads the number of guesses."""
+        return self.feeding.guesses > 0 or self.feeding.placeholder or self.feeding.depths > 0
+
+    def _requests(self) -> dict[str, Any]:
+        """The requests of the batch, in the order of their rows."""
+        return {name: self.runner.requests[name] for name in self.runner.input_batch.req_ids}
+
+    def _continue_prompts(self, starts: list[int]) -> None:
+        """End the rows of an unfinished prompt with its next token.
+
+        vLLM takes the prompt's last token (llm_base_proposer.py `prepare_next_token_ids_padded`), which stays
+        in the drafter's KV cache at the end of each step.
+        """
+        for (start, end), state in zip(pairwise(starts), self._requests().values(), strict=True):
+            read = state.num_computed_tokens + end - start
+            if read < state.num_prompt_tokens:
+                self.input_ids[end - 1] = state.get_token_id(read)
+
+    def _drop(
+        self, feed: Feed, sampled_B: Tensor, batch: CommonAttentionMetadata
+    ) -> tuple[int, Tensor, CommonAttentionMetadata]:
+        """Move the kept rows together; they fill the drafter's KV cache without gaps."""
+        count, starts_cpu, upper_B = len(feed.kept_K), feed.starts, batch.seq_lens_cpu_upper_bound
+        self.input_ids[:count] = self.input_ids[feed.kept_K]
+        self.hidden_states[:count] = self.hidden_states[feed.kept_K]
+        self.positions[:count] = feed.index_K + feed.turned_K
+        if upper_B is not None:
+            upper_B = upper_B - feed.dropped_B.cpu().to(upper_B.dtype)
+        made = batch.replace(
+            query_start_loc=starts_cpu.to(self.device),
+            query_start_loc_cpu=starts_cpu,
+            seq_lens=(batch.seq_lens - feed.dropped_B).to(batch.seq_lens.dtype),
+            seq_lens_cpu_upper_bound=upper_B,
+            num_actual_tokens=count,
+            max_query_len=int(feed.lengths_B.max()),
+            slot_mapping=_slots(feed.index_K, feed.request_K, batch, self.block_size),
+            _num_computed_tokens_cache=None,
+            _token_to_req_indices_cache=None,
+        )
+        return count, feed.row_N[sampled_B.long()].to(sampled_B.dtype), made
+
+
+def _slots(index_N: Tensor, request_N: Tensor, batch: CommonAttentionMetadata, block_size: int) -> Tensor:
+    """Where the drafter's KV cache holds entry `index_N` of each row's request, [N]."""
+    block_N: Tensor = batch.block_table_tensor[request_N, index_N // block_size].long()
+    return block_N * block_size + index_N % block_size

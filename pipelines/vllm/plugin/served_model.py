@@ -1,0 +1,277 @@
+"""Drafters as models of vLLM 0.32: EAGLE's block, vLLM's own EAGLE-3 with image embeddings, Medusa's heads.
+
+Shapes: N rows of a step, U visual tokens among them, X that carry compressed images, G rows of the guess
+table, D hidden, E depths, S the last state and the depths side by side, V vocabulary.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.linear import ReplicatedLinear
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.models.llama_eagle import LlamaDecoderLayer
+from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
+from vllm.model_executor.models.medusa import ResidualBlock
+from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
+
+from vlmdistill.pipelines.vllm.plugin.compressor import Compressor
+from vlmdistill.pipelines.vllm.plugin.limits import check_limits, feeding_of
+
+
+class ServedEagleBlock(nn.Module):
+    """`drafters.core.layers.EagleBlock` of vLLM's own layers: one decoder layer over [embedding ; state]."""
+
+    guess_1: Tensor
+    """Number of guesses before the rows of a pass; a tensor, which captured graphs read."""
+    joined_ND: Tensor
+    """What is joined to the states of a pass; as long as the longest one."""
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
+        super().__init__()
+        config = vllm_config.speculative_config.draft_model_config.hf_config
+        feeding = feeding_of(vllm_config)
+        assert feeding is not None, "vLLM builds this class only for exported drafters"
+        width = config.hidden_size
+        # The proposer replaces it with the target's table (llm_base_proposer.py `_maybe_share_embeddings`).
+        self.embed_tokens = VocabParallelEmbedding(
+            config.vocab_size, width, prefix=maybe_prefix(prefix, "embed_tokens")
+        )
+        self.embed_norm: nn.Module = nn.Identity()
+        self.hidden_norm: nn.Module = nn.Identity()
+        if feeding.normed:
+            self.embed_norm = nn.RMSNorm(width, config.rms_norm_eps)
+            self.hidden_norm = nn.RMSNorm(width, config.rms_norm_eps)
+        self.depth_fc: nn.Linear | None = None
+        if feeding.depths:
+            self.depth_norm = nn.RMSNorm(width, config.rms_norm_eps)
+            self.depth_fc = nn.Linear(feeding.depths * width, width, bias=False)
+        self.fc = (
+            nn.Linear(2 * width, width)  # used by halves, which vLLM's may not have: it packs weights
+            if feeding.depths
+            else ReplicatedLinear(
+                2 * width, width, bias=True, return_bias=False, prefix=maybe_prefix(prefix, "fc")
+            )
+        )
+        # Numbered after the target's layers: vLLM distinguishes KV caches by this number.
+        number = vllm_config.model_config.get_num_layers(vllm_config.parallel_config)
+        self.layer = LlamaDecoderLayer(
+            vllm_config,
+            disable_input_layernorm=not feeding.input_norm,
+            prefix=maybe_prefix(prefix, f"layers.{number}"),
+            config=config,
+        )
+        self.guesses_GD: nn.Parameter | None = None
+        if feeding.guesses:
+            self.guesses_GD = nn.Parameter(torch.zeros(feeding.guesses, width), requires_grad=False)
+        self.register_buffer("guess_1", torch.zeros(1, dtype=torch.long), persistent=False)
+        self.longest = config.max_position_embeddings
+        self.ahead_N: Tensor | None = None
+        """What is added to the positions of a pass, on the V2 runner."""
+        self.raw_N: Tensor | None = None
+        """Rows of the next pass that enter as bare visual embeddings."""
+        self.compressed: tuple[Tensor, Tensor] | None = None
+        """Rows of the next pass that carry compressed images, [X], and these, [X, D]."""
+        self.placeholder_D: nn.Parameter | None = None
+        if feeding.placeholder:
+            self.placeholder_D = nn.Parameter(torch.zeros(width), requires_grad=False)
+        self.compressor: Compressor | None = None
+        self.join: nn.Linear | None = None
+        if (compression := feeding.compression) is not None:
+            self.compressor = Compressor(compression, width, config.head_dim, bias=config.qkv_bias)
+            if compression.joined:
+                self.join = nn.Linear(2 * width, width)
+                longest = vllm_config.scheduler_config.max_num_batched_tokens
+                self.register_buffer("joined_ND", torch.zeros(longest, width), persistent=False)
+
+    def forward(self, positions_N: Tensor, hidden_ND: Tensor, embed_ND: Tensor) -> Tensor:
+        """The drafter's states, [N, D]."""
+        if self.ahead_N is not None:
+            positions_N = (positions_N[: len(self.ahead_N)] + self.ahead_N).clamp(max=self.longest - 1)
+        if self.join is not None:
+            hidden_ND = self.join(torch.cat([hidden_ND, self.joined_ND[: len(hidden_ND)]], dim=-1))
+        if self.depth_fc is None:
+            x_ND = self.fc(torch.cat([self.embed_norm(embed_ND), self.hidden_norm(hidden_ND)], dim=-1))
+        else:  # the states of committed tokens come from `combine`
+            hidden_ND = torch.where(self.guess_1 > 0, self._of_state(hidden_ND), hidden_ND)
+            of_embed_DD = self.fc.weight[:, : embed_ND.shape[-1]]
+            x_ND = F.linear(self.embed_norm(embed_ND), of_embed_DD, self.fc.bias) + hidden_ND
+        if self.guesses_GD is not None:
+            x_ND = x_ND + self.guesses_GD[self.guess_1.clamp(max=len(self.guesses_GD) - 1)]
+        if self.placeholder_D is not None:
+            x_ND = torch.where(self.guess_1 > 0, self.placeholder_D, x_ND)
+        if self.compressed is not None:
+            row_X, entry_XD = self.compressed
+            x_ND[row_X] = entry_XD
+            self.compressed = None
+        if self.raw_N is not None:
+            count = len(self.raw_N)  # vLLM may have padded the rows
+            x_ND[:count] = torch.where(self.raw_N[:, None], embed_ND[:count], x_ND[:count])
+            self.raw_N = None
+        state_ND, residual_ND = self.layer(positions_N, x_ND, None)
+        sum_ND: Tensor = state_ND + residual_ND
+        return sum_ND
+
+    def combine(self, states_NS: Tensor) -> Tensor:
+        """What the target's last state and its depths, side by side, add to the entry of a token, [N, D]."""
+        assert self.depth_fc is not None
+        width = self.depth_fc.out_features
+        depths_NED = states_NS[:, width:].reshape(len(states_NS), -1, width)
+        of_depths_ND: Tensor = self.depth_fc(self.depth_norm(depths_NED).flatten(1))
+        return self._of_state(states_NS[:, :width]) + of_depths_ND
+
+    def _of_state(self, hidden_ND: Tensor) -> Tensor:
+        """The part of `fc` that a state has."""
+        return F.linear(self.hidden_norm(hidden_ND), self.fc.weight[:, -hidden_ND.shape[-1] :])
+
+
+class EagleVlmdistill(nn.Module):
+    """A drafter that is one `EagleBlock` on the target's last state, with the target's tables.
+
+    vLLM calls it as it calls models/llama_eagle.py `EagleLlamaForCausalLM`.
+    """
+
+    has_own_embed_tokens = False
+    has_own_lm_head = False
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        nn.Module.__init__(self)
+        self.config = vllm_config.speculative_config.draft_model_config.hf_config
+        feeding = feeding_of(vllm_config)
+        assert feeding is not None, "vLLM builds this class only for exported drafters"
+        check_limits(vllm_config, feeding)
+        self.supports_multimodal_embeddings = feeding.visual != "dropped"
+        self.model = ServedEagleBlock(vllm_config, maybe_prefix(prefix, "model"))
+        self.logits_processor = LogitsProcessor(self.config.vocab_size)
+
+    def embed_input_ids(
+        self,
+        input_ids: Tensor,
+        multimodal_embeddings: Sequence[Tensor] | None = None,
+        is_multimodal: Tensor | None = None,
+    ) -> Tensor:
+        """Token embeddings, visual ones instead of those of the placeholders, [N, D]."""
+        return with_images(self.model.embed_tokens(input_ids), multimodal_embeddings, is_multimodal)
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        hidden_states: Tensor,
+        inputs_embeds: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The drafter's states twice: what is scored, and what the next step reads, [N, D]."""
+        embed_ND = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        state_ND = self.model(positions, hidden_states, embed_ND)
+        return state_ND, state_ND
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """Scores of the next token by the target's LM head, which the proposer sets, [N, V]."""
+        logits_NV: Tensor = self.logits_processor(self.lm_head, hidden_states)
+        return logits_NV
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Load an exported folder; ValueError when it lacks a weight."""
+        mapper = WeightsMapper(
+            orig_to_new_substr={
+                "guesses": "guesses_GD",
+                "placeholder": "placeholder_D",
+                "compressor.query": "compressor.query_QHd",
+            },
+            orig_to_new_stacked={
+                **{f".{name}_proj": (".qkv_proj", name) for name in "qkv"},
+                ".gate_proj": (".gate_up_proj", 0),
+                ".up_proj": (".gate_up_proj", 1),
+            },
+        )
+        load_all(self.model, weights, mapper)
+
+
+class Eagle3BlockVlmdistill(EagleVlmdistill, Eagle3LlamaForCausalLM):
+    """The same on states of several layers, which vLLM keeps for classes of EAGLE-3 alone."""
+
+    def combine_hidden_states(self, hidden_states: Tensor) -> Tensor:
+        """What the states from `with_last_state`, [N, S], add to the entries, [N, D]."""
+        return self.model.combine(hidden_states)
+
+
+def with_last_state(
+    target: nn.Module, given: Any, output: tuple[Tensor, list[Tensor]]
+) -> tuple[Tensor, list[Tensor]]:
+    """A forward hook of a target that returns its last state and those of some layers: the last is first."""
+    last_ND, more = output
+    return last_ND, [last_ND, *more]
+
+
+class Eagle3Vlmdistill(Eagle3LlamaForCausalLM):
+    """vLLM's EAGLE-3, given the image embeddings that an exported drafter was trained with.
+
+    A folder of other origin runs as in vLLM, with the embedding of the placeholder.
+    """
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        feeding = feeding_of(vllm_config)
+        self.supports_multimodal_embeddings = feeding is not None
+        if feeding is not None:
+            check_limits(vllm_config, feeding)
+
+    def embed_input_ids(
+        self,
+        input_ids: Tensor,
+        multimodal_embeddings: Sequence[Tensor] | None = None,
+        is_multimodal: Tensor | None = None,
+    ) -> Tensor:
+        """Token embeddings, visual ones instead of those of the placeholders, [N, D]."""
+        return with_images(self.model.embed_input_ids(input_ids), multimodal_embeddings, is_multimodal)
+
+
+class MedusaVlmdistill(nn.Module):
+    """Medusa's heads, with the target's LM head, which `ServedMedusaProposer` sets."""
+
+    lm_head: nn.Module
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        config = vllm_config.speculative_config.draft_model_config.hf_config
+        feeding = feeding_of(vllm_config)
+        assert feeding is not None, "vLLM builds this class only for exported drafters"
+        check_limits(vllm_config, feeding)
+        # vLLM has set `num_heads` to the number of drafted tokens.
+        self.blocks = nn.ModuleList(
+            ResidualBlock(config, config.hidden_size, 1) for _ in range(config.num_heads)
+        )
+        self.logits_processor = LogitsProcessor(config.vocab_size)
+
+    def forward(self, hidden_states: Tensor) -> list[Tensor]:
+        """An estimate of the target's state for each guess, [N, D]."""
+        return [block(hidden_states) for block in self.blocks]
+
+    def compute_logits(self, hidden_states: list[Tensor]) -> list[Tensor]:
+        """Scores of each guess, [N, V]."""
+        return [self.logits_processor(self.lm_head, estimate_ND) for estimate_ND in hidden_states]
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Load the heads that are used; ValueError when the folder lacks one."""
+        names = {name for name, _ in self.named_parameters()}
+        load_all(self, ((name, weight) for name, weight in weights if name in names), WeightsMapper())
+
+
+def load_all(model: nn.Module, weights: Iterable[tuple[str, Tensor]], mapper: WeightsMapper) -> None:
+    """Load an exported folder; ValueError when it lacks a weight."""
+    loaded = AutoWeightsLoader(model).load_weights(weights, mapper=mapper)
+    expected = {name for name, _ in model.named_parameters() if "embed_tokens" not in name}
+    if lacking := sorted(expected - loaded):
+        raise ValueError(f"the drafter's folder lacks {', '.join(lacking)}: export it again")
+
+
+def with_images(embed_ND: Tensor, visual_UD: Sequence[Tensor] | None, is_visual_N: Tensor | None) -> Tensor:
+    """Visual embeddings in their rows: the first D columns, since Qwen3-VL has deep features after them."""
+    if visual_UD and is_visual_N is not None:
+        narrow_UD = torch.cat([one[:, : embed_ND.shape[-1]] for one in visual_UD])
+        embed_ND[is_visual_N.to(embed_ND.device)] = narrow_UD.to(embed_ND)
+    return embed_ND

@@ -1,0 +1,131 @@
+"""`vllm serve` as a process that we start, wait for, and always end."""
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+import torch
+
+from vlmdistill.drafters.checkpoints.export import Exported
+from vlmdistill.pipelines.cluster.environment import engine_python
+from vlmdistill.pipelines.cluster.session import leave, on_terminate
+from vlmdistill.pipelines.vllm import process
+from vlmdistill.pipelines.vllm.process import EngineError
+
+PATIENCE = 900.0  # seconds until a server is healthy
+STOPPING = 30.0  # seconds for a server to end
+SHARE = 0.45  # of a GPU's memory: two servers fit
+TAIL = 20  # lines of a log that are shown
+CHILD = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.argv[1], sys.argv[1:])"
+"""Starts a command that Linux sends SIGTERM (15) when we are killed (PR_SET_PDEATHSIG, 1)."""
+
+
+@contextmanager
+def vllm_server(
+    target: Path, name: str, dtype: str, log: Path, drafter: Exported | None = None, *, whole_images: bool
+) -> Iterator[str]:
+    """The URL of a server of `target` under `name`, with a drafter if one is given; its output goes to `log`.
+
+    It has no caches of prompts or media, and leaves room for a second one on a GPU. `whole_images`: all
+    visual tokens of an image in one step. Inside the block SIGTERM raises SystemExit: the server ends.
+    EngineError, with the end of the log, when it ends or is not healthy in time.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    python = engine_python()
+    serve = serve_command(
+        str(target.absolute()), dtype, drafter, program=vllm(python), whole_images=whole_images
+    )
+    command = [str(python), "-c", CHILD, *serve, "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--served-model-name", name, "--generation-config", "vllm", "--mm-processor-cache-gb", "0"]
+    command += ["--gpu-memory-utilization", str(SHARE)]
+    settings = {key: value for key, value in process.SETTINGS.items() if "MULTIPROCESSING" not in key}
+    before = signal.getsignal(signal.SIGTERM)
+    on_terminate(before if callable(before) else leave)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with log.open("wb") as said:
+            run = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                env=settings | dict(os.environ),
+                cwd=log.parent,  # vLLM writes where it is started
+                start_new_session=True,  # Ctrl-C reaches us only
+            )
+        try:
+            _wait(run, port, log)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            _end(run)
+    finally:
+        on_terminate(before)
+
+
+def vllm(python: Path) -> str:
+    """The command `vllm` of an engine environment."""
+    return str(python.with_name("vllm"))
+
+
+def serve_command(
+    target: str,
+    dtype: str,
+    drafter: Exported | None = None,
+    *,
+    program: str = "vllm",
+    caching: bool = False,
+    whole_images: bool = False,
+) -> list[str]:
+    """`vllm serve` for this machine; `caching`: of prompts."""
+    command = [program, "serve", target, "--dtype", dtype]
+    if not caching:
+        command.append("--no-enable-prefix-caching")
+    if not torch.cuda.is_available():
+        command.append("--enforce-eager")
+    if whole_images:
+        command.append("--disable-chunked-mm-input")
+    if drafter:
+        drafting = {
+            "method": drafter.method,
+            "model": str(Path(drafter.out).absolute()),
+            "num_speculative_tokens": drafter.draft_tokens,
+        }
+        command += ["--speculative-config", json.dumps(drafting)]
+    return command
+
+
+def _wait(run: "subprocess.Popen[bytes]", port: int, log: Path) -> None:
+    """Return when a server is healthy."""
+    deadline = time.monotonic() + PATIENCE
+    while run.poll() is None and time.monotonic() < deadline:
+        asking = closing(http.client.HTTPConnection("127.0.0.1", port, timeout=5))
+        with suppress(OSError, http.client.HTTPException), asking as connection:
+            connection.request("GET", "/health")
+            if connection.getresponse().status == 200:
+                return
+        time.sleep(0.5)
+    text = log.read_text(errors="replace")
+    end = "\n".join(text.splitlines()[-TAIL:])
+    if run.returncode is None:
+        raise EngineError(f"vLLM is not healthy after {PATIENCE:g} seconds: see {log}", end)
+    raise EngineError(f"vLLM has failed: {process.reason(text, run.returncode)}: see {log}", end)
+
+
+def _end(run: "subprocess.Popen[bytes]") -> None:
+    """End a server and all that it started."""
+    try:
+        run.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            run.wait(STOPPING)
+    finally:
+        with suppress(ProcessLookupError):  # of its group, nothing is left
+            os.killpg(run.pid, signal.SIGKILL)
+        run.wait()

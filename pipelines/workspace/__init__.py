@@ -1,0 +1,1 @@
+"""The workspace of one target, local or at a URL."""

@@ -1,0 +1,158 @@
+"""The workspace of one target.
+
+runs/<model>/prompts.parquet    imported prompts (prompts.skipped.jsonl: rows that were skipped)
+             responses/         the target's responses
+             features/          the feature store
+             drafters/<name>/   trained drafters
+             reports/           evaluations, those of servers in served/, and the report
+             served/            what `eval --engine vllm` exports, and the logs of its servers
+
+`runs` may be a URL; see `mirror`.
+"""
+
+import fcntl
+import os
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from vlmdistill.pipelines.media.urls import copy_of, is_url
+from vlmdistill.pipelines.targets.checkpoints.registry import hub_id
+from vlmdistill.pipelines.targets.embedded import EMBEDDED
+from vlmdistill.pipelines.workspace.mirror import Mirror, mirror, mirror_of
+from vlmdistill.pipelines.workspace.remote_lock import locked
+from vlmdistill.stores.backends.backend import STAGING, open_backend, writing
+from vlmdistill.stores.backends.local import Local
+from vlmdistill.stores.errors import DataError, lone_surrogate
+from vlmdistill.stores.store import require_room
+
+RUNS_VARIABLE = "VLMDISTILL_RUNS"
+NAME = re.compile(r"\w[\w.-]*")  # of a drafter or an evaluation: a file, never in another folder
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """The folder of one target. It is created by the first command that writes into it."""
+
+    model: str
+    root: Path
+    mirror: Mirror | None = None  # of a workspace at a URL, which `root` is a copy of
+
+    @classmethod
+    def of(cls, model: str, runs: str | Path | None = None) -> "Workspace":
+        """The workspace of a target: a name, a hub id, or a checkpoint folder, whose name is used.
+
+        `runs` is a folder or a URL; it defaults to the variable VLMDISTILL_RUNS, then to `runs` here.
+        TargetError if there is neither a target nor a workspace of that name.
+        """
+        if not model:
+            raise DataError("--model is empty: give a name, a hub id or a checkpoint folder")
+        given = str(runs or os.environ.get(RUNS_VARIABLE) or "runs")
+        if re.match(r"\w+:/[^/]", given):  # a Path of a URL, too
+            raise DataError(f"--runs {given}: a URL has two slashes, as in s3://bucket/runs, and is no Path")
+        url = re.sub(r"(?<![:/])/+", "/", given.rstrip("/"))  # of a variable that is empty, maybe
+        there = open_backend(given) if "://" in given else Local(Path(given).expanduser())
+        if not isinstance(there, Local) and not is_url(url):
+            raise DataError(
+                f"--runs {url}: nothing can be written there: give a folder, s3://, gs:// or az://"
+            )
+        base = there.root if isinstance(there, Local) else copy_of(url)
+        folder = checkpoint_folder(model)
+        for path in (str(base.absolute()), str(folder or model)):
+            if lone_surrogate(path):  # neither records nor messages take it
+                raise DataError(f"the name of {path!a} is not UTF-8: rename it")
+        name = folder.name if folder else model.strip("/").replace("/", "--")
+        if folder is None and model not in EMBEDDED and name not in (names := there.list_names("")):
+            hub_id(model, names)
+        return cls(model, base / name, None if isinstance(there, Local) else mirror(f"{url}/{name}"))
+
+    @property
+    def prompts(self) -> Path:
+        """The imported prompts, one Parquet file."""
+        self._part("prompts.skipped.jsonl")
+        return self._part("prompts.parquet")
+
+    @property
+    def responses(self) -> Path:
+        """The target's responses, a folder of Parquet files."""
+        return self._part("responses")
+
+    @property
+    def features(self) -> str:
+        """The folder or URL of the feature store."""
+        return f"{self.mirror.url}/features" if self.mirror else str(self.root / "features")
+
+    @property
+    def reports(self) -> Path:
+        """The evaluations, and the report on them."""
+        return self._part("reports")
+
+    def checkpoints(self, name: str) -> str | None:
+        """The URL that gets the checkpoints of a drafter's training; None for a local workspace."""
+        return f"{self.mirror.url}/drafters/{name}.training" if self.mirror else None
+
+    def _part(self, name: str) -> Path:
+        """A file or folder, brought up to date when it is first asked for."""
+        return self.mirror.fetch(name) if self.mirror else self.root / name
+
+    def close(self) -> None:
+        """Send what is new to the URL of the workspace, if it has one; see `Mirror.close`."""
+        if self.mirror:
+            self.mirror.close()
+
+    def drafter(self, name: str) -> Path:
+        """The folder of one trained drafter; DataError if that cannot be its name."""
+        if not NAME.fullmatch(name):
+            raise DataError(f"'{name}' is no drafter's name: use letters, digits, '_', '.' and '-'")
+        self._part(f"drafters/{name}.training")
+        return self._part(f"drafters/{name}")
+
+    def trained(self, drafter: str) -> Path:
+        """The folder of a drafter, given by its name in this workspace or by a path."""
+        path = Path(drafter).expanduser()
+        if "/" in drafter and not path.is_dir():
+            raise DataError(f"there is no folder {drafter}: give the name of a drafter, or its folder")
+        named = NAME.fullmatch(drafter) and self.drafter(drafter).is_dir()
+        return path if path.is_dir() and not named else self.drafter(drafter)
+
+
+def absolute_model(model: str) -> str:
+    """The model with a local folder as an absolute path, which another process finds too."""
+    folder = checkpoint_folder(model)
+    return str(folder) if folder else model
+
+
+def checkpoint_folder(model: str) -> Path | None:
+    """The local folder of a model; None for a name, even if a folder of that name exists here."""
+    path = Path(model).expanduser()
+    named = path.name == model and not (path / "config.json").is_file()
+    return path.resolve() if path.is_dir() and not named else None
+
+
+@contextmanager
+def only_writer(where: str | Path) -> Iterator[None]:
+    """Lock a folder, or a store at a URL, until this process ends; DataError if another run holds the lock.
+
+    It prevents that two runs pay for the same work. The lock file lies next to the folder. In a workspace
+    at a URL, other machines are locked out, too, and the folder is up to date.
+    """
+    if is_url(where):
+        store = open_backend(str(where))
+        require_room(store)
+        with ExitStack() as stack:
+            with writing(store):
+                stack.enter_context(locked(store, f"{STAGING}/writer.lock"))
+            yield
+        return
+    folder = Path(where)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / f".{folder.name}.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(f"another run is writing to {folder}: wait until it ends, or stop it") from None
+        mirrored = mirror_of(folder)
+        with mirrored.writing(folder) if mirrored else nullcontext():
+            yield

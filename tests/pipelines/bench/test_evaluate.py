@@ -1,0 +1,448 @@
+"""Evaluation of a drafter that needs no training, on a tiny target: what is measured, written and reused."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from tests.ticks import Ticks
+from vlmdistill.cli.main import main
+from vlmdistill.drafters.checkpoints.checkpoint import Origin, save
+from vlmdistill.drafters.core import catalogue
+from vlmdistill.drafters.core.drafter import Drafter
+from vlmdistill.drafters.core.tree import DraftTree, Tree
+from vlmdistill.drafters.decoding import clock, decoders
+from vlmdistill.drafters.decoding.acceptance import Acceptance, verify
+from vlmdistill.drafters.decoding.decoders import Cycle, plain, speculate
+from vlmdistill.drafters.decoding.tree_search import FILE, BestTree
+from vlmdistill.drafters.lookahead import Window
+from vlmdistill.pipelines.bench.evaluate import Settings, evaluate, kept
+from vlmdistill.pipelines.bench.records import Evaluation, read, write
+from vlmdistill.pipelines.bench.statistics import figures
+from vlmdistill.pipelines.bench.unfinished import Decoded
+from vlmdistill.pipelines.data.responses.generate import open_pair
+from vlmdistill.pipelines.targets.checkpoints.loading import load
+from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
+from vlmdistill.pipelines.workspace.workspace import Workspace
+from vlmdistill.stores.errors import DataError, TrainingError
+
+SETTINGS = Settings(max_new_tokens=8, temperatures=(0.0, 1.0))
+WORK = 200  # operations
+
+
+@pytest.fixture(scope="module")
+def workspace(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    """A tiny target with three prompts to evaluate on."""
+    folder, model = tmp_path_factory.mktemp("evaluate"), str(checkpoint("qwen2_5_vl"))
+    rows = [{"messages": [{"role": "user", "content": f"What is {n}?"}]} for n in range(3)]
+    (folder / "asked.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    where = ("--split", "eval", "--model", model, "--runs", str(folder / "runs"))
+    assert main(["prompts", str(folder / "asked.jsonl"), *where]) == 0
+    return Workspace.of(model, folder / "runs")
+
+
+def by_ticks(
+    workspace: Workspace, plant: Callable[[pytest.MonkeyPatch], None] = lambda patch: None
+) -> Evaluation:
+    """An evaluation whose clocks, of the decoders and around them, count operations."""
+    with pytest.MonkeyPatch.context() as patch, Ticks() as ticks:
+        patch.setattr(clock, "time", ticks)
+        plant(patch)
+        (made,) = evaluate(workspace, ["lookahead"], SETTINGS)
+    return made
+
+
+@pytest.fixture(scope="module")
+def honest(workspace: Workspace) -> Evaluation:
+    return by_ticks(workspace)
+
+
+def work() -> None:
+    for _ in range(WORK):
+        torch.zeros(1)
+
+
+def slowly(decode: Callable[..., Iterator[Cycle]]) -> Callable[..., Iterator[Cycle]]:
+    """A decoder that does work between its cycles."""
+
+    def slow(*args: Any, **kwargs: Any) -> Iterator[Cycle]:
+        for cycle in decode(*args, **kwargs):
+            yield cycle
+            work()
+
+    return slow
+
+
+def test_the_cycles_account_for_all_seconds(honest: Evaluation) -> None:
+    for at in honest.temperatures:
+        measured = figures(at)
+        assert (measured.accounted, measured.plain_accounted, measured.warnings) == (1, 1, ())
+        for one in at.prompts:
+            assert one.drafted.seconds == one.drafted.prefill_seconds + one.drafted.decode_seconds > 0
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_the_pieces_of_shown_responses_have_their_times(at: int, honest: Evaluation) -> None:
+    measured = honest.temperatures[at]
+    for shown, one in zip(measured.shown, measured.prompts, strict=True):
+        assert shown.key == one.key
+        for pieces, decoding in ((shown.pieces, one.drafted), (shown.plain, one.plain)):
+            times = [piece.seconds or 0 for piece in pieces]
+            total = decoding.prefill_seconds + decoding.decode_seconds
+            expected = [decoding.prefill_seconds, *times, total]  # some tokens have no text
+            assert expected == sorted(expected)
+        if at == 0:  # both decoders generate the same text
+            assert "".join(one.text for one in shown.pieces) == "".join(one.text for one in shown.plain)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_the_phases_account_for_all_seconds(at: int, honest: Evaluation) -> None:
+    measured = figures(honest.temperatures[at])
+    assert measured.budget is not None
+    budget = dataclasses.asdict(measured.budget)
+    plain_step, ideal = budget.pop("plain_step"), budget.pop("ideal")
+    assert sum(budget.values()) == measured.seconds
+    assert budget["other"] == 0
+    assert all(budget[phase] > 0 for phase in ("prefill", "draft_prefill", "draft", "verify", "accept"))
+    assert plain_step == sum(one.plain.decode_seconds for one in honest.temperatures[at].prompts) / sum(
+        one.plain.calls for one in honest.temperatures[at].prompts
+    )
+    assert measured.decode_speedup < ideal < measured.tau
+
+
+def test_a_slower_drafter_is_slower_in_its_phase_alone(workspace: Workspace, honest: Evaluation) -> None:
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        grow = Window.grow
+
+        def slow(self: Window, shape: Tree) -> DraftTree:
+            work()
+            return grow(self, shape)
+
+        patch.setattr(Window, "grow", slow)
+
+    for at, before in zip(by_ticks(workspace, plant).temperatures, honest.temperatures, strict=True):
+        slow, fair = figures(at), figures(before)
+        assert slow.budget is not None
+        assert slow.budget == dataclasses.replace(  # type: ignore[type-var]
+            fair.budget,
+            draft=fair.budget.draft + WORK * fair.calls,  # type: ignore[union-attr]
+            ideal=slow.budget.ideal,
+        )
+        assert slow.speedup < fair.speedup
+        assert slow.budget.ideal < fair.budget.ideal  # type: ignore[union-attr]
+
+
+def shortened(*args: Any) -> Acceptance:
+    """The last accepted token is left to the next cycle."""
+    accepted = verify(*args)
+    if int(accepted.length_1) == 1:
+        return accepted
+    last = accepted.path_N[accepted.length_1 - 1]
+    return dataclasses.replace(accepted, length_1=accepted.length_1 - 1, bonus_1=args[0].ids_N[last])
+
+
+def test_a_verifier_that_accepts_too_little_is_detected(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is lossless: only the responses show that guesses were right."""
+    settings = dataclasses.replace(SETTINGS, temperatures=(0.0,), max_new_tokens=48)
+    (fair,) = evaluate(workspace, ["lookahead"], settings)
+    monkeypatch.setattr(decoders, "verify", shortened)
+    (made,) = evaluate(workspace, ["lookahead"], settings)
+    before, after = figures(fair.temperatures[0]), figures(made.temperatures[0])
+    assert before.missed == 0
+    assert after.lossless == before.lossless
+    assert after.tau < before.tau
+    assert after.missed > 0
+    assert [one for one in after.warnings if one.startswith(f"{after.missed} drafted tokens")]
+
+
+@pytest.fixture(scope="module")
+def tuned(workspace: Workspace) -> Path:
+    """The folder of a drafter of random weights."""
+    target = load(workspace.model)
+    kind = catalogue.load("eagle2")
+    drafter = kind(kind.Config(), target.info, target.head)
+    assert isinstance(drafter, Drafter)
+    origin = Origin(target.provenance((), "float32"), type(drafter).Training(), {})
+    save(drafter, "eagle2", workspace.drafter("tuned"), origin)
+    return workspace.drafter("tuned")
+
+
+def test_several_trees_are_results_of_their_own(workspace: Workspace, tuned: Path) -> None:
+    trees = (Tree.parse("chain-2"), Tree.parse("8-2-2"))
+    settings = dataclasses.replace(SETTINGS, trees=trees, limit=2)
+    *made, window = evaluate(workspace, ["tuned", "lookahead"], settings)
+    assert [(one.name, one.tree) for one in made] == [(f"tuned@{tree}", str(tree)) for tree in trees]
+    assert window.name == "lookahead"  # its tree is its own
+    assert [read(workspace.reports / f"tuned@{tree}.json") for tree in trees] == made
+    plain_of = [[at.prompts[0].plain for at in one.temperatures] for one in (*made, window)]
+    assert plain_of[0] == plain_of[1] == plain_of[2]  # measured once, for all
+    assert [len(one.temperatures[0].prompts[0].drafted.chain_tried) for one in made] == [2, 3]
+
+
+def test_the_fastest_tree_is_kept_with_the_drafter(workspace: Workspace, tuned: Path) -> None:
+    settings = dataclasses.replace(SETTINGS, trees=("auto",), limit=1, temperatures=(0.0,), threads=1)
+    rounds: list[str] = []
+    (first,) = evaluate(
+        workspace, ["tuned"], settings, on_prompt=lambda done, total, remark: rounds.append(remark)
+    )
+    (best,) = msgspec.json.decode((tuned / FILE).read_bytes(), type=list[BestTree])
+    assert first.tree == best.tree in best.tokens_per_second
+    assert len([one for one in rounds if "trees" in one]) == 4
+    (again,) = evaluate(
+        workspace, ["tuned"], settings, on_prompt=lambda done, total, remark: rounds.append(remark)
+    )
+    assert again.tree == first.tree
+    assert len([one for one in rounds if "trees" in one]) == 4  # not searched for again
+    assert str(open_pair(workspace, "tuned", "auto")[2]) == best.tree
+    assert open_pair(workspace, "tuned", "auto", temperature=1.0)[2] is None  # its own
+    (tuned / FILE).write_text((tuned / FILE).read_text().replace("threads: 1", "threads: 7"))
+    assert str(open_pair(workspace, "tuned", "auto")[2]) == best.tree
+    (tuned / FILE).write_text("[{}]")
+    with pytest.raises(DataError, match=FILE):
+        evaluate(workspace, ["tuned"], settings)
+    evaluate(workspace, ["tuned"], dataclasses.replace(settings, trees=()))  # needs no such file
+
+
+def test_a_tree_is_searched_for_on_prompts_that_are_not_evaluated(
+    workspace: Workspace, tuned: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tuned / FILE).unlink(missing_ok=True)
+    settings = dataclasses.replace(SETTINGS, trees=("auto",), temperatures=(0.0,), threads=1)
+    with pytest.raises(DataError, match="--limit"):
+        evaluate(workspace, ["tuned"], settings)
+    asked: list[int] = []
+    encode = VisionLanguageTarget.encode
+
+    def watched(target: Any, messages: Any) -> Any:
+        asked.append(int(messages[0]["content"][0]["text"].strip("What is?")))
+        return encode(target, messages)
+
+    monkeypatch.setattr(VisionLanguageTarget, "encode", watched)
+    (made,) = evaluate(workspace, ["tuned"], dataclasses.replace(settings, limit=2))
+    assert asked.count(asked[1]) == 1  # after one for the threads, what is searched on
+    assert asked[1] not in asked[2:]
+    assert len(made.keys) == 2
+
+
+def test_an_interrupted_evaluation_continues_after_its_last_prompt(
+    workspace: Workspace, tmp_path: Path
+) -> None:
+    elsewhere = Workspace(workspace.model, tmp_path)
+    remarks: list[int] = []
+
+    def until_second(done: int, total: int, remark: str) -> None:
+        remarks.append(done)
+        if done == 2:
+            raise KeyboardInterrupt
+
+    def run(settings: Settings, on_prompt: Callable[[int, int, str], None]) -> Evaluation:
+        return evaluate(
+            elsewhere, ["lookahead"], settings, prompts_file=workspace.prompts, on_prompt=on_prompt
+        )[0]
+
+    with pytest.raises(KeyboardInterrupt):
+        run(SETTINGS, until_second)
+    (file,) = elsewhere.reports.iterdir()
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(lines[0] + lines[1][:-20])  # died while it wrote
+    other = dataclasses.replace(SETTINGS, seed=5)
+    assert run(other, lambda *_: None).seed == 5  # of its own
+    eager = run(dataclasses.replace(SETTINGS, how={"attention": "eager"}), lambda *_: None)  # likewise
+    assert (eager.attention, eager.compiled) == ("eager", False)
+    made = run(SETTINGS, lambda done, total, remark: remarks.append(done))
+    assert remarks == [1, 2, 1, *range(2, 7)]
+    first = msgspec.json.decode(lines[0], type=Decoded).results["lookahead"]
+    assert made.temperatures[0].prompts[0] == first
+    assert [one.name for one in elsewhere.reports.iterdir()] == ["lookahead.json"]
+
+
+def test_responses_that_are_not_the_targets_end_in_exit_1(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def twice(*args: Any, **kwargs: Any) -> Iterator[Cycle]:
+        for cycle in speculate(*args, **kwargs):
+            yield dataclasses.replace(cycle, ids=[*cycle.ids, *cycle.ids])
+
+    monkeypatch.setattr(decoders, "speculate", twice)
+    where = ("--model", workspace.model, "--runs", str(workspace.root.parent), "--max-new-tokens", "8")
+    greedy = ("--temperature", "0", "--temperature", "0.0")
+    capsys.readouterr()
+    assert main(["eval", "lookahead", *greedy, *where]) == 1
+    shown = capsys.readouterr()
+    assert "3 DIFFERENT" in shown.out
+    assert shown.err.splitlines()[-1].startswith("not lossless: ")
+    (at,) = read(workspace.reports / "lookahead.json").temperatures
+    assert {one.drafted.check for one in at.prompts} == {"different"}
+
+
+def test_a_cpu_that_others_use_is_detected(workspace: Workspace) -> None:
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(Ticks, "thread_time", lambda self: 0.5 * self.now)
+
+    for at in by_ticks(workspace, plant).temperatures:
+        measured = figures(at)
+        assert measured.cpu_share == 0.5
+        assert len(measured.warnings) == 1
+
+
+def plant_in_decoder(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(decoders, "speculate", slowly(speculate))
+
+
+def plant_in_proposer(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Window, "__del__", lambda self: work(), raising=False)
+
+
+def plant_in_plain(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(decoders, "plain", slowly(plain))
+
+
+@pytest.mark.parametrize("plant", [plant_in_decoder, plant_in_proposer])
+def test_work_outside_the_cycles_is_detected(
+    plant: Callable[[pytest.MonkeyPatch], None], workspace: Workspace, honest: Evaluation
+) -> None:
+    made = by_ticks(workspace, plant)
+    for at, before in zip(made.temperatures, honest.temperatures, strict=True):
+        measured, fair = figures(at), figures(before)
+        assert measured.accounted < 0.98
+        assert measured.plain_accounted == 1
+        assert len(measured.warnings) == 1
+        assert measured.tokens == fair.tokens
+        assert measured.seconds >= fair.seconds + WORK * measured.prompts  # included in the elapsed time
+        assert measured.speedup < fair.speedup
+        assert measured.decode_speedup == fair.decode_speedup
+
+
+def test_work_outside_the_cycles_of_plain_decoding_is_detected(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for at in by_ticks(workspace, plant_in_plain).temperatures:
+        measured = figures(at)
+        assert measured.accounted == 1
+        assert measured.plain_accounted < 0.98
+        assert len(measured.warnings) == 1
+    capsys.readouterr()
+    assert main(["report", "--model", workspace.model, "--runs", str(workspace.root.parent)]) == 0
+    assert f"{measured.plain_accounted:.1%}" in capsys.readouterr().err
+    assert f"{measured.plain_accounted:.1%}" in (workspace.reports / "index.html").read_text()
+
+
+@pytest.fixture(scope="module")
+def made(workspace: Workspace) -> Evaluation:
+    """An evaluation by the real clock."""
+    (one,) = evaluate(workspace, ["lookahead"], SETTINGS)
+    return one
+
+
+def test_the_numbers_of_every_prompt_are_written(workspace: Workspace, made: Evaluation) -> None:
+    file = workspace.reports / "lookahead.json"
+    write(made, file)
+    assert read(file) == made
+    assert made.software is not None
+    assert made.software.torch == torch.__version__
+    greedy, sampled = made.temperatures
+    assert len({one.key for one in greedy.prompts}) == 3
+    for at in (greedy, sampled):
+        for one in at.prompts:
+            assert (one.kind, one.dataset) == ("text", "asked")
+            assert one.plain.calls == one.plain.tokens - 1
+            assert one.drafted.tokens <= one.drafted.calls + one.drafted.accepted + 1
+            assert one.drafted.check == one.plain.check == (None if at is sampled else "identical")
+    assert [one.plain.tokens for one in greedy.prompts] == [one.drafted.tokens for one in greedy.prompts]
+
+
+def test_cycles_are_counted_by_position_of_the_chain(
+    workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    laps = clock.Laps(torch.device("cpu"))
+    cycles = [
+        Cycle([25], 0, (0, 0), [], 0.5, laps),  # the prefill
+        Cycle([21, 22, 23, 24], 3, (3, 3), [], 0.2, laps),
+        Cycle([21, 22], 1, (1, 3), [], 0.2, laps),
+        Cycle([21, 22], 1, (0, 3), [], 0.2, laps),  # along another branch
+        Cycle([21], 0, (0, 1), [], 0.2, laps),
+    ]
+    monkeypatch.setattr(decoders, "speculate", lambda *args, **kwargs: iter(cycles))
+    settings = dataclasses.replace(SETTINGS, temperatures=(1.0,), limit=1)
+    elsewhere = Workspace(workspace.model, tmp_path)
+    (made,) = evaluate(elsewhere, ["lookahead"], settings, prompts_file=workspace.prompts)
+    (shown,) = made.temperatures[0].shown
+    a, b, c, d, e = load(workspace.model).tokenizer.decode(range(21, 26))
+    expected = [(e, False, 0.5), (a + b + c, True, 0.7), (d, False, 0.7), (a, True, 0.9), (b, False, 0.9)]
+    expected += [(a, True, 1.1), (b, False, 1.1), (a, False, 1.3)]
+    assert [(one.text, one.drafted, round(one.seconds or 0, 9)) for one in shown.pieces] == expected
+    one = made.temperatures[0].prompts[0].drafted
+    assert (one.tokens, one.calls, one.accepted) == (10, 4, 5)
+    assert (one.chain_tried, one.chain_accepted) == ((4, 2, 1), (2, 1, 1))
+    assert (one.prefill_seconds, one.decode_seconds) == (0.5, 0.8)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"temperatures": (0.0, 0.5)},
+        {"max_new_tokens": 9},
+        {"limit": 2},
+        {"trees": (Tree.parse("chain-3"),)},
+        {"seed": 1},
+        {"how": {"attention": "eager"}},
+        {"how": {"compiled": True}},
+        {"how": {"dtype": "bfloat16"}},
+        {"threads": 64},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_only_evaluations_with_the_same_settings_are_reused(
+    change: dict[str, Any], workspace: Workspace, made: Evaluation
+) -> None:
+    write(made, workspace.reports / "lookahead.json")
+    assert kept(workspace, ["lookahead"], SETTINGS) == [made]
+    assert kept(workspace, ["lookahead"], dataclasses.replace(SETTINGS, temperatures=(1.0,))) == [made]
+    assert kept(workspace, ["lookahead"], dataclasses.replace(SETTINGS, **change)) == []
+    assert kept(workspace, ["lookahead", "specvlm"], SETTINGS) == []
+    assert made.software is not None
+    updated = dataclasses.replace(made.software, torch="1.0")
+    for elsewhere in ({"hardware": "another"}, {"software": updated}):
+        write(dataclasses.replace(made, **elsewhere), workspace.reports / "lookahead.json")
+        assert kept(workspace, ["lookahead"], SETTINGS) == []
+
+
+def test_a_drafter_of_another_target_is_refused_in_one_line(
+    workspace: Workspace, checkpoint: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    other, kind = load(str(checkpoint("qwen2_5_vl", seed=1))), catalogue.load("eagle2")
+    drafter = kind(kind.Config(), other.info, other.head)
+    assert isinstance(drafter, Drafter)
+    origin = Origin(other.provenance((), "float32"), type(drafter).Training(), {})
+    save(drafter, "eagle2", workspace.drafter("stranger"), origin)
+    with pytest.raises(TrainingError, match="weights_hash"):
+        evaluate(workspace, ["stranger"], SETTINGS)
+    where = ("--model", workspace.model, "--runs", str(workspace.root.parent))
+    capsys.readouterr()
+    assert main(["eval", "stranger", *where]) == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "stranger" in line]
+    assert other.name in line
+    assert not (workspace.reports / "stranger.json").exists()
+
+
+@pytest.mark.parametrize("name", ["tuned/", "./tuned", "../drafters/tuned", "{folder}", "", ".tuned"])
+def test_a_path_is_no_drafters_name(name: str, workspace: Workspace, tuned: Path) -> None:
+    runs = workspace.root.parent
+    before = sorted(runs.rglob("*"))
+    where = ("--model", workspace.model, "--runs", str(runs), "--limit", "1", "--max-new-tokens", "2")
+    assert main(["eval", name.format(folder=tuned), *where]) == 1
+    assert sorted(runs.rglob("*")) == before
+
+
+def test_a_file_of_an_older_format_is_not_reused(workspace: Workspace, made: Evaluation) -> None:
+    file = workspace.reports / "lookahead.json"
+    write(made, file)
+    file.write_text(json.dumps({**json.loads(file.read_text()), "format": 1}))
+    assert kept(workspace, ["lookahead"], SETTINGS) == []

@@ -1,0 +1,404 @@
+"""`vlmdistill eval --engine openai:URL`: what a running server accepts, how fast it is, and when it fails."""
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from itertools import count, groupby
+from pathlib import Path
+from threading import Thread
+from typing import Any, ClassVar
+
+import msgspec
+import pytest
+
+from tests import tiny
+from tests.served_app import Served, serving
+from vlmdistill.cli.main import main
+from vlmdistill.drafters.decoding.decoders import Cycle
+from vlmdistill.pipelines.bench import server_client
+from vlmdistill.pipelines.bench.served import Load, evaluate_server
+from vlmdistill.pipelines.bench.served_records import (
+    ServedEvaluation,
+    ServedLoad,
+    ServerCounts,
+    ServerRun,
+    TimedRequest,
+    load_figures,
+)
+from vlmdistill.pipelines.endpoint.chat import ChatRequest
+from vlmdistill.pipelines.endpoint.metrics import ServingMetrics
+from vlmdistill.pipelines.endpoint.served_decoder import ServedDecoder, open_decoder
+from vlmdistill.pipelines.workspace.workspace import Workspace
+
+TREE, PROMPTS, TOKENS = "chain-4", 8, "24"
+
+
+@pytest.fixture(scope="module")
+def workspace(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    """A tiny target with eight held-out prompts: with no, one, two and three images, some rotated."""
+    folder, model = tmp_path_factory.mktemp("served"), str(checkpoint("qwen2_5_vl"))
+    rows = []
+    for number in range(PROMPTS):
+        parts: list[dict[str, Any]] = [{"type": "text", "text": f"What is {number}?"}]
+        for shown in range(number % 4):
+            name = f"{number}-{shown}.{'png' if shown else 'jpg'}"
+            image = tiny.picture(28 * (1 + shown), 56, number)
+            exif = image.getexif()
+            exif[0x0112] = 6 if number == 3 else 1
+            image.save(folder / name, exif=exif)
+            parts.insert(2 * shown, {"type": "image", "image": name})
+        rows.append({"messages": [{"role": "user", "content": parts}]})
+    (folder / "asked.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    where = ("--split", "eval", "--model", model, "--runs", str(folder / "runs"))
+    assert main(["prompts", str(folder / "asked.jsonl"), *where]) == 0
+    return Workspace.of(model, folder / "runs")
+
+
+@pytest.fixture(scope="module")
+def decoder(workspace: Workspace) -> ServedDecoder:
+    return open_decoder(workspace, "lookahead", tree=TREE)
+
+
+@pytest.fixture(scope="module")
+def server(decoder: ServedDecoder) -> Iterator[Served]:
+    with serving(decoder) as served:
+        yield served
+
+
+@pytest.fixture(autouse=True)
+def _no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+
+def url(served: Served) -> str:
+    return f"http://127.0.0.1:{served.port}"
+
+
+def arguments(workspace: Workspace, *more: str) -> list[str]:
+    runs = str(workspace.root.parent)
+    return ["eval", "--model", workspace.model, "--runs", runs, "--max-new-tokens", TOKENS, *more]
+
+
+def record(workspace: Workspace, name: str) -> ServedEvaluation:
+    file = workspace.reports / "served" / f"{name}.json"
+    return msgspec.json.decode(file.read_bytes(), type=ServedEvaluation)
+
+
+@pytest.fixture
+def measure(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Run the command with --json: its JSON, and stderr if the exit status is 1."""
+
+    def run(*more: str, status: int = 0) -> Any:
+        capsys.readouterr()
+        assert main(arguments(workspace, "--json", *more)) == status
+        shown = capsys.readouterr()
+        return (json.loads(shown.out), shown.err) if status else json.loads(shown.out)
+
+    return run
+
+
+def test_a_server_accepts_what_eval_accepts(
+    server: Served, workspace: Workspace, measure: Callable[..., Any]
+) -> None:
+    (offline,) = measure("lookahead", "--tree", TREE)["lookahead"]["temperatures"]
+    more = ("--concurrency", "1", "--concurrency", "3", "--name", "mine")
+    found = measure("--engine", f"openai:{url(server)}/v1", *more)
+    assert (found["drafter"], [one["concurrency"] for one in found["loads"]]) == ("lookahead", [1, 3])
+    for load in found["loads"]:
+        served = load["server"]
+        assert served["drafts"] == offline["calls"]
+        assert served["tokens"] == offline["tokens"]
+        for name in ("tau", "accepted", "alpha"):
+            assert served[name] == offline[name]
+        assert served["accepted"] > 0
+        assert served["seconds"] > 0
+        assert 0 < served["first_seconds"]["low"] <= served["first_seconds"]["median"]
+    assert [len(load.server.requests) for load in record(workspace, "mine").loads] == [PROMPTS, PROMPTS]
+
+
+def test_a_baseline_gives_speedup_and_identical_responses(
+    server: Served, decoder: ServedDecoder, measure: Callable[..., Any]
+) -> None:
+    with serving(replace(decoder, drafter=None, drafter_name=None)) as plain:
+        found = measure("--engine", f"openai:{url(server)}", "--baseline", url(plain), "--concurrency", "2")
+        alone = measure("--engine", f"openai:{url(plain)}")
+    (load,) = found["loads"]
+    assert (load["identical"], load["compared"]) == (PROMPTS, PROMPTS)
+    assert load["intervals"].keys() == {"speedup", "decode_speedup"}
+    interval = load["intervals"]["speedup"]
+    assert 0 < interval["low"] <= load["speedup"] <= interval["high"]
+    assert load["baseline"]["tokens"] == load["server"]["tokens"]
+    absent = {"drafts", "accepted_tokens", "tau", "accepted", "alpha", "cached_prompts"}
+    assert absent & load["baseline"].keys() == set()  # not zero
+    assert not {"speedup", "identical", "baseline"} & alone["loads"][0].keys()
+
+
+def test_sampling_is_measured_at_each_temperature(server: Served, measure: Callable[..., Any]) -> None:
+    options = ("--temperature", "0", "--temperature", "1", "--limit", "2")
+    loads = measure("--engine", f"openai:{url(server)}", *options)["loads"]
+    assert [(one["temperature"], one["server"]["requests"]) for one in loads] == [(0, 2), (1, 2)]
+
+
+class Flawed(ServedDecoder):
+    """Fails for every second request."""
+
+    asked = count()
+
+    def decode(self, request: ChatRequest, media: Path | None) -> tuple[int, Iterator[Cycle]]:
+        if next(self.asked) % 2:
+            raise RuntimeError("a fault")
+        return super().decode(request, media)
+
+
+def test_requests_that_fail_are_counted_and_end_in_exit_1(
+    decoder: ServedDecoder, measure: Callable[..., Any]
+) -> None:
+    flawed = Flawed(decoder.model, decoder.target, decoder.drafter, decoder.drafter_name, decoder.tree)
+    with serving(flawed) as served:
+        found, said = measure("--engine", f"openai:{url(served)}", status=1)
+    (load,) = found["loads"]
+    assert (load["server"]["requests"], load["server"]["failed"]) == (PROMPTS // 2, PROMPTS // 2)
+    assert "tau" not in load["server"]  # its drafts are those of all requests
+    assert "4 of 8 requests failed" in said
+    assert "HTTP 500" in said
+
+
+@dataclass(frozen=True)
+class Dying(ServedDecoder):
+    """Fails for all requests after the first ones."""
+
+    life: Iterator[int] = field(default_factory=lambda: iter(()))
+
+    def decode(self, request: ChatRequest, media: Path | None) -> tuple[int, Iterator[Cycle]]:
+        if next(self.life, None) is None:
+            raise RuntimeError("it is dead")
+        return super().decode(request, media)
+
+
+def test_a_server_that_dies_loses_no_finished_load(
+    decoder: ServedDecoder,
+    workspace: Workspace,
+    measure: Callable[..., Any],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    more = ("--concurrency", "1", "--concurrency", "2", "--name", "dead")
+    with serving(Dying(decoder.model, decoder.target)) as served:
+        line = failing(workspace, capsys, "--engine", f"openai:{url(served)}", *more)
+    assert "all 16 requests failed" in line
+    assert not (workspace.reports / "served" / "dead.json").exists()
+    life = iter(range(1 + PROMPTS))  # one to warm it up
+    with serving(Dying(decoder.model, decoder.target, life=life)) as served:
+        found, said = measure("--engine", f"openai:{url(served)}", *more, status=1)
+    assert [one["server"]["requests"] for one in found["loads"]] == [PROMPTS, 0]
+    assert "8 of 16 requests failed" in said
+    assert len(record(workspace, "dead").failed) == PROMPTS
+
+
+@dataclass(frozen=True)
+class Interrupting(ServedDecoder):
+    """Interrupts this process, the client's too, at its last request."""
+
+    life: Iterator[int] = field(default_factory=lambda: iter(()))
+
+    def decode(self, request: ChatRequest, media: Path | None) -> tuple[int, Iterator[Cycle]]:
+        if next(self.life, None) is None:
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().decode(request, media)
+
+
+def test_an_interrupt_promises_only_to_continue_what_it_does(
+    decoder: ServedDecoder, workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    life = iter(range(1 + PROMPTS))
+    with serving(Interrupting(decoder.model, decoder.target, life=life)) as served:
+        more = ("--concurrency", "1", "--concurrency", "2", "--name", "halted")
+        assert main(arguments(workspace, "--engine", f"openai:{url(served)}", *more)) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "interrupted"
+    assert len(record(workspace, "halted").loads) == 1
+
+
+def test_a_load_is_in_the_record_before_the_next_ends(server: Served, workspace: Workspace) -> None:
+    kept: list[int] = []
+
+    def look(done: int, total: int, remark: str) -> None:
+        if done == PROMPTS + 1:
+            kept.extend(one.concurrency for one in record(workspace, "early").loads)
+
+    load = Load(concurrencies=(1, 2), max_new_tokens=2)
+    evaluate_server(workspace, url(server), load, name="early", on_prompt=look)
+    assert kept == [1]
+
+
+def test_failed_reads_of_the_metrics_are_not_counted_as_zero(
+    server: Served, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, looks = ServingMetrics.text, count()
+    monkeypatch.setattr(ServingMetrics, "text", lambda self: text(self) if next(looks) % 2 else b"")
+    load = Load(concurrencies=(1, 2), max_new_tokens=8)
+    first, second = (one.server for one in evaluate_server(workspace, url(server), load, name="deaf").loads)
+    assert first.counts == ServerCounts()  # the first look failed
+    assert second.counts.generated == sum(one.tokens or 0 for one in second.requests)
+
+
+class Listed(ServedDecoder):
+    """Lists the servers in the order of their requests."""
+
+    order: ClassVar[list[str | None]] = []
+
+    def decode(self, request: ChatRequest, media: Path | None) -> tuple[int, Iterator[Cycle]]:
+        self.order.append(self.drafter_name)
+        return super().decode(request, media)
+
+
+def test_servers_alternate_at_a_high_concurrency(decoder: ServedDecoder, measure: Callable[..., Any]) -> None:
+    listed = Listed(decoder.model, decoder.target, decoder.drafter, decoder.drafter_name, decoder.tree)
+    with serving(listed) as served, serving(replace(listed, drafter=None, drafter_name=None)) as plain:
+        measure("--engine", f"openai:{url(served)}", "--baseline", url(plain), "--concurrency", "5")
+    turns = [(name, len(list(some))) for name, some in groupby(Listed.order[2:])]  # after the warm-up
+    assert turns == [("lookahead", 5), (None, 8), ("lookahead", 3)]
+
+
+@pytest.mark.parametrize(("tokens", "first"), [(1, 0.5), (4, 2.0)])
+def test_the_decode_speedup_of_one_token_or_one_chunk_is_unknown(tokens: int, first: float) -> None:
+    requests = tuple(
+        TimedRequest(
+            key=str(key), tokens=tokens, seconds=2.0, first_seconds=first, finish="stop", response="hash"
+        )
+        for key in range(PROMPTS)
+    )
+    run = ServerRun(seconds=16.0, requests=requests, failed=(), counts=ServerCounts())
+    found = load_figures(ServedLoad(temperature=0, concurrency=1, server=run, baseline=run))
+    assert (found.speedup, found.decode_speedup) == (1, None)
+    assert found.intervals is not None
+    assert found.intervals.keys() == {"speedup"}
+
+
+class Page(BaseHTTPRequestHandler):
+    """A web site that is no server of the OpenAI API."""
+
+    def do_GET(self) -> None:
+        body = b"<html></html>"
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def site() -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), Page) as http:
+        Thread(target=http.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{http.server_port}"
+        http.shutdown()
+
+
+def failing(workspace: Workspace, capsys: pytest.CaptureFixture[str], *more: str) -> str:
+    """The one line on stderr of a command that fails before it measures."""
+    capsys.readouterr()
+    assert main(arguments(workspace, *more)) == 1
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    (line,) = shown.err.strip().splitlines()
+    return line
+
+
+def test_a_server_that_cannot_be_used_is_one_line(
+    workspace: Workspace,
+    server: Served,
+    decoder: ServedDecoder,
+    site: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def line(engine: str, *more: str) -> str:
+        return failing(workspace, capsys, "--engine", f"openai:{engine}", *more)
+
+    assert "cannot be reached" in line("http://127.0.0.1:1")
+    assert "cannot be reached" in line(url(server), "--baseline", "http://127.0.0.1:1")
+    assert "is not a server of the OpenAI API" in line(site)
+    assert "is not a URL" in line("127.0.0.1:8000")
+    assert "does not serve 'other'" in line(url(server), "--served-model", "other")
+    assert "--concurrency 9" in line(url(server), "--concurrency", "9")
+    assert "--temperature 3" in line(url(server), "--temperature", "3")
+    with serving(decoder, key="a key") as locked:
+        assert "needs a key: set OPENAI_API_KEY" in line(url(locked))
+        monkeypatch.setenv("OPENAI_API_KEY", "another key")
+        assert "refuses the key in OPENAI_API_KEY" in line(url(locked))
+        monkeypatch.setenv("OPENAI_API_KEY", "a key")
+        assert main(arguments(workspace, "--engine", f"openai:{url(locked)}", "--limit", "1")) == 0
+
+
+def test_a_prompt_with_a_video_is_refused_by_name(
+    prompts_file: Path,
+    workspace: Workspace,
+    server: Served,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    tiny.film(tmp_path / "film.mp4", tiny.clip(4, 56, 28, 0))
+    row = {"conversations": [{"from": "human", "value": "What moves?"}], "video": "film.mp4"}
+    (tmp_path / "row.json").write_text(json.dumps([row]))
+    file = tmp_path / "prompts.parquet"
+    assert main(["prompts", str(tmp_path / "row.json"), "--split", "eval", "--out", str(file)]) == 0
+    assert "film.mp4" in failing(
+        workspace, capsys, "--engine", f"openai:{url(server)}", "--prompts", str(file)
+    )
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        ["lookahead", "--concurrency", "2"],
+        ["lookahead", "--baseline", "http://127.0.0.1:1"],
+        ["lookahead", "--engine", "openai:http://127.0.0.1:1"],
+        ["--engine", "openai:http://127.0.0.1:1", "--tree", "chain-4"],
+        ["--engine", "openai:http://127.0.0.1:1", "--compile"],
+        ["--engine", "vllm"],
+        ["lookahead", "--engine", "vllm", "--tree", "chain-4"],
+        ["lookahead", "--engine", "vllm", "--baseline", "http://127.0.0.1:1"],
+        ["lookahead", "--engine", "sglang"],
+    ],
+)
+def test_what_belongs_to_the_other_engine_is_a_usage_error(more: list[str], workspace: Workspace) -> None:
+    assert main(arguments(workspace, *more)) == 2
+
+
+VLLM = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
+# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 10.0
+vllm:spec_decode_num_drafts_total{engine="1",model_name="m"} 6.0
+vllm:spec_decode_num_drafts_created{engine="0",model_name="m"} 1.7e+09
+vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 12.0
+vllm:spec_decode_num_accepted_tokens_total{engine="1",model_name="m"} 3.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} 9.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"} 3.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",model_name="m",position="0"} 3.0
+vllm:generation_tokens_total{engine="0",model_name="m"} 1.23e+02
+vllm:mm_cache_queries_total{engine="0",model_name="m"} 4.0
+vllm:mm_cache_hits_total{engine="0",model_name="m"} 1.0
+"""
+
+
+def test_counters_are_summed_over_engines_and_a_restart_is_not_counted() -> None:
+    whole = server_client.parse(VLLM)
+    assert server_client.between(dict.fromkeys(whole, 0), whole) == ServerCounts(
+        generated=123,
+        images=4,
+        cached_images=1,
+        drafts=16,
+        accepted=15,
+        chain_tried=(16, 12),
+        chain_accepted=(12, 3),
+    )
+    assert server_client.between(whole, whole) == ServerCounts(
+        generated=0, images=0, cached_images=0
+    )  # there was no draft
+    assert server_client.between(whole, {("generated", 0): 1}) == ServerCounts()
+    assert server_client.between({}, whole) == ServerCounts()  # counted since the server started

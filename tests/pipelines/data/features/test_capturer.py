@@ -1,0 +1,492 @@
+"""Features: the store holds every kept response once, from this target, with what the drafters need."""
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests import tiny
+from vlmdistill.cli.main import main
+from vlmdistill.pipelines.cluster.environment import VARIABLE
+from vlmdistill.pipelines.cluster.pool import WorkerOptions
+from vlmdistill.pipelines.cluster.reporting import OnProgress, silent
+from vlmdistill.pipelines.data.features import selection
+from vlmdistill.pipelines.data.features.capturer import Capturer, CaptureSettings, CaptureSummary, capture
+from vlmdistill.pipelines.data.features.shard_plan import CaptureItem, CaptureTask
+from vlmdistill.pipelines.data.prompts.prompt_table import Prompt, read
+from vlmdistill.pipelines.data.responses import dataset
+from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
+from vlmdistill.pipelines.data.responses.quality import Filters
+from vlmdistill.pipelines.data.responses.responder import respond
+from vlmdistill.pipelines.flow import capture_features
+from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint as checkpoint_of
+from vlmdistill.pipelines.targets.checkpoints.registry import Options
+from vlmdistill.stores.errors import DataError, StoreError
+from vlmdistill.stores.integrity.verify import verify
+from vlmdistill.stores.schema import Feature
+from vlmdistill.stores.store import Store
+from vlmdistill.stores.summary import info
+
+pytestmark = pytest.mark.slow
+
+ANY = Filters(min_words=0)
+ONE = WorkerOptions(workers=1)
+
+
+@dataclass(frozen=True)
+class Given:
+    """A target, prompts and its responses."""
+
+    model: str
+    file: Path
+    responses: Path
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        return read(self.file)
+
+    @property
+    def kept(self) -> set[str]:
+        return {row.key for row in dataset.read(self.responses)}
+
+
+@pytest.fixture(scope="module")
+def given(
+    ray: None, prompts_file: Path, tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[..., Path]
+) -> Given:
+    folder = tmp_path_factory.mktemp("features")
+    made = Given(str(checkpoint("qwen2_5_vl", layers=2)), prompts_file, folder / "responses")
+    respond(made.prompts, made.responses, made.model, SamplingSettings(max_new_tokens=10), ANY, ONE)
+    assert len(made.kept) >= 8
+    return made
+
+
+@pytest.fixture(scope="module")
+def stored(given: Given) -> Path:
+    """The features of all kept responses for sparrow, in several shards."""
+    store = given.responses.parent / "stored"
+    summary = run(given, store, ["sparrow"], dtype="float32", batch_tokens=64, shard_bytes=20_000)
+    assert summary.features == ("hidden.span", "hidden.text", "layer1.visual")
+    assert summary.captured == summary.samples == len(given.kept)
+    return store
+
+
+def run(
+    given: Given,
+    store: Path,
+    drafters: list[str] | None = None,
+    *,
+    prompts: list[Prompt] | None = None,
+    responses: Path | None = None,
+    options: WorkerOptions = ONE,
+    report: OnProgress = silent,
+    **settings: Any,
+) -> CaptureSummary:
+    return capture(
+        prompts or given.prompts,
+        responses or given.responses,
+        str(store),
+        given.model,
+        CaptureSettings(drafters=drafters, **settings),
+        options,
+        report,
+    )
+
+
+def test_the_store_holds_every_kept_response_with_what_the_drafters_need(given: Given, stored: Path) -> None:
+    store = Store.open(stored)
+    assert store.keys() == given.kept
+    assert len(set(store.index["unit"])) > 1
+    by_key = {prompt.key: prompt for prompt in given.prompts}
+    for row in dataset.read(given.responses):
+        sample = store.read(row.key)
+        assert sample.ids_T[sample.response_T].tolist() == list(row.ids)
+        assert len(sample.ids_T) + sample.visual_tokens == row.prompt_tokens + len(row.ids)
+        assert len(sample.spans) == len(by_key[row.key].files)
+        assert sample.features[Feature("hidden", "text")].shape == (len(sample.ids_T), tiny.HIDDEN)
+        assert (sample.meta["split"], sample.meta["dataset"]) == (by_key[row.key].split, "mix")
+
+
+def test_the_index_holds_the_media_of_a_sample(given: Given, stored: Path) -> None:
+    store, counts = Store.open(stored), set()
+    for prompt in given.prompts:
+        if prompt.key not in given.kept:
+            continue
+        meta = store.read(prompt.key).meta
+        media = json.loads(str(meta["media"]))
+        assert [one.get("image") or one["video"] for one in media] == prompt.files
+        counts.add((meta["images"], meta["videos"]))
+        assert meta["frames"] == sum(len(one.get("seconds", ())) for one in media)
+        for one in media:
+            if "video" in one:  # ten frames a second; two are shown, four at least
+                total = 2 * int(Path(one["video"]).stem)
+                assert (one["of"], one["fps"]) == (total, 10.0)
+                assert len(one["seconds"]) == 4
+                assert one["seconds"][1] == int(total / 4) / 10
+    assert counts == {(0, 0), (1, 0), (0, 1)}
+
+
+def test_a_rerun_captures_only_what_is_missing(given: Given, tmp_path: Path) -> None:
+    some = given.prompts[:4]
+    first = run(given, tmp_path / "store", ["eagle2"], prompts=some)
+    assert first.captured == len(given.kept & {prompt.key for prompt in some})
+    second = run(given, tmp_path / "store", ["eagle2"])
+    assert second.captured == len(given.kept) - first.captured
+    third = run(given, tmp_path / "store")
+    assert (third.captured, third.samples) == (0, len(given.kept))
+
+
+def test_a_capture_is_announced_before_its_workers_start(given: Given, tmp_path: Path) -> None:
+    store, seen = tmp_path / "store", list[Any]()
+    run(given, store, ["eagle2"], prompts=given.prompts[:4])
+    assert Store.open(store).capture.ended  # type: ignore[union-attr]
+
+    def look(done: int, total: int, remark: str) -> None:
+        seen.append((remark, Store.open(store).capture))
+
+    settings = CaptureSettings(drafters=["eagle2"])
+    capture(given.prompts, given.responses, str(store), given.model, settings, ONE, look)
+    some = responses_of(given, tmp_path / "some")
+    generated = SamplingSettings(max_new_tokens=10)
+    capture_features(
+        given.model, given.prompts, some, str(store), settings, ONE, sampling=generated,
+        bar=lambda *_: nullcontext(look),
+    )  # fmt: skip
+    began = [one for remark, one in seen if remark == "starting"]
+    assert [(one.ended, one.samples >= len(given.kept)) for one in began] == [(False, True)] * 2
+    assert Store.open(store).capture.ended  # type: ignore[union-attr]
+
+
+def responses_of(given: Given, out: Path) -> Path:
+    """A folder of the same settings, with a response to the first prompt alone."""
+    first = list(dataset.read(given.responses, kept=False))[:1]
+    out.mkdir()
+    shutil.copy(given.responses / dataset.SETTINGS, out)
+    dataset.write_part(out, "0", first)
+    return out
+
+
+def test_responses_or_a_store_of_another_target_are_refused_by_name(
+    given: Given, stored: Path, tmp_path: Path, checkpoint: Callable[..., Path]
+) -> None:
+    before = Store.open(stored).keys()
+    other = str(checkpoint("qwen2_5_vl", layers=2, seed=1))
+    with pytest.raises(DataError, match="checkpoint"):
+        capture(given.prompts, given.responses, str(stored), other)
+    theirs = shutil.copytree(given.responses, tmp_path / "theirs")
+    settings = json.loads((theirs / dataset.SETTINGS).read_text())
+    (theirs / dataset.SETTINGS).write_text(json.dumps({**settings, "checkpoint": str(checkpoint_of(other))}))
+    with pytest.raises(StoreError, match="weights_hash"):
+        capture(given.prompts, theirs, str(stored), other)
+    assert Store.open(stored).keys() == before
+
+
+def test_features_are_kept_in_the_encodings_of_the_command_line(
+    given: Given, stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "store")
+    command = [
+        "features",
+        "-m",
+        given.model,
+        "--prompts",
+        str(given.file),
+        "--responses",
+        str(given.responses),
+    ]
+    command += ["--store", path, "--for", "sparrow", "--dtype", "float32", "--workers", "1", "--json"]
+    ways = ["--encoding", "hidden.text=int8", "--encoding", "layer1.visual=raw"]
+
+    assert main([*command, "--encoding", "layer0.visual=int8"]) == 1
+    error = capsys.readouterr().err
+    assert "--encoding layer0.visual=int8" in error
+    assert "hidden.span, hidden.text, layer1.visual" in error
+    assert main([*command, *ways]) == 0
+    held, raw = Store.open(path), Store.open(stored)
+    assert held.keys() == given.kept
+    about = info(held)["fields"]
+    assert {name: one.get("encoding") for name, one in about.items()} == {
+        "tokens": None,
+        "hidden.span": "raw",
+        "hidden.text": "int8",
+        "layer1.visual": "raw",
+    }
+    assert 0 < about["hidden.text"]["relative_error"] < 0.02
+    assert about["hidden.text"]["bytes"] < info(raw)["fields"]["hidden.text"]["bytes"]
+    for key in given.kept:
+        mine, theirs = held.read(key).features, raw.read(key).features
+        for feature in map(Feature.parse, ("layer1.visual", "hidden.span")):
+            np.testing.assert_allclose(mine[feature], theirs[feature], atol=1e-5)
+
+    capsys.readouterr()
+    assert main([*command, *ways[:2]]) == main(command) == 0  # named again or not
+    assert main([*command, "--encoding", "hidden.text=raw"]) == 1
+    error = capsys.readouterr().err
+    assert path in error
+    assert "hidden.text as int8, not raw" in error
+
+
+@pytest.mark.parametrize(
+    ("texts", "values"),
+    [
+        (["hidden.text"], r"--encoding hidden.text: .*raw\|int8"),
+        (["hidden.text=zip"], "--encoding hidden.text=zip"),
+        (["hiden.text=int8"], "'hiden.text'"),
+        (["hidden.text=raw", "hidden.text=int8"], "hidden.text as raw and as int8"),
+    ],
+)
+def test_a_malformed_encoding_is_refused(texts: list[str], values: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=values):
+        selection.encodings(texts, str(tmp_path))
+
+
+def test_features_of_a_target_in_another_dtype_are_not_mixed(given: Given, tmp_path: Path) -> None:
+    half = WorkerOptions(workers=1, load=Options(dtype="bfloat16"))
+    run(given, tmp_path / "store", ["sparrow"], prompts=given.prompts[:4])
+    with pytest.raises(StoreError, match=r"float32.*bfloat16.*--target-dtype float32"):
+        run(given, tmp_path / "store", ["sparrow"], options=half)
+    theirs = shutil.copytree(given.responses, tmp_path / "theirs")
+    next(theirs.glob("part-*")).unlink()
+    with pytest.raises(DataError, match="target_dtype float32, not bfloat16"):
+        respond(given.prompts, theirs, given.model, SamplingSettings(max_new_tokens=10), ANY, half)
+
+
+def test_states_of_another_engine_are_not_mixed_in(
+    given: Given, stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 0.32.0\n")
+    python.chmod(0o755)
+    monkeypatch.setenv(VARIABLE, str(python))
+    with pytest.raises(StoreError, match="--engine transformers"):
+        run(given, stored, options=dataclasses.replace(ONE, engine="vllm"))
+    assert Store.open(stored).provenance.engine == "transformers"
+
+
+def test_a_store_without_what_a_drafter_needs_is_refused_by_name(given: Given, stored: Path) -> None:
+    with pytest.raises(StoreError, match=r"hidden\.visual.*eagle2"):
+        run(given, stored, ["eagle2"])
+
+
+def test_a_response_whose_prompt_has_changed_fails_and_is_not_stored(given: Given, tmp_path: Path) -> None:
+    by_key = {prompt.key: prompt for prompt in given.prompts}
+    items = [CaptureItem(by_key[row.key], row) for row in dataset.read(given.responses)]
+    shown = next(item for item in items if item.prompt.files)
+    first, second = [item for item in items if item is not shown][:2]
+    parts = [part | {"digest": "0" * 32} for part in shown.prompt.messages[0]["content"]]  # of another image
+    stale = dataclasses.replace(shown.prompt, messages=[{"role": "user", "content": parts}])
+    words = [{"role": "user", "content": [{"type": "text", "text": "Quite another question than before"}]}]
+    changed = CaptureItem(dataclasses.replace(first.prompt, messages=words), first.response)
+    settings = CaptureSettings(drafters=["sparrow"], batch_tokens=1024)
+    result = Capturer(given.model, str(tmp_path / "store"), "", settings).work(
+        CaptureTask((changed, CaptureItem(stale, shown.response), second), "task")
+    )
+    assert result.failed.keys() == {first.prompt.key, shown.prompt.key}
+    assert shown.prompt.files[0] in result.failed[shown.prompt.key]
+    assert f"had {first.response.prompt_tokens}" in result.failed[first.prompt.key]
+    assert Store.open(tmp_path / "store").keys() == {second.prompt.key}
+
+
+def test_a_sample_too_large_for_the_device_fails_alone(
+    given: Given, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_key = {prompt.key: prompt for prompt in given.prompts}
+    items = [CaptureItem(by_key[row.key], row) for row in dataset.read(given.responses)]
+    largest = max(items, key=lambda item: item.tokens)
+    worker = Capturer(given.model, str(tmp_path / "store"), "", CaptureSettings(drafters=["sparrow"]))
+    run = worker.target._states
+
+    def tight(prompts: Any, *more: Any) -> Any:
+        if any(prompt.length == largest.response.prompt_tokens for prompt in prompts):
+            raise torch.OutOfMemoryError
+        return run(prompts, *more)
+
+    monkeypatch.setattr(worker.target, "_states", tight)
+    failed = {i.prompt.key for i in items if i.response.prompt_tokens == largest.response.prompt_tokens}
+    result = worker.work(CaptureTask.of(items))
+    assert result.failed.keys() == failed
+    assert all(key in why for key, why in result.failed.items())
+    assert Store.open(tmp_path / "store").keys() == {item.prompt.key for item in items} - failed
+    assert worker.work(CaptureTask.of([largest])).failed.keys() == {largest.prompt.key}
+
+
+def test_without_responses_the_error_names_the_folder(given: Given, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=f"{tmp_path / 'nothing'}.* 12 prompts"):
+        capture(given.prompts, tmp_path / "nothing", str(tmp_path / "store"), given.model)
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize(
+    ("reason", "option"), [("short", "--min-words 0"), ("repetition", "--max-repetition 1"), ("empty", "")]
+)
+def test_without_kept_responses_the_error_says_why_they_were_dropped(
+    given: Given, tmp_path: Path, reason: str, option: str
+) -> None:
+    out = tmp_path / "responses"
+    rows = list(dataset.read(given.responses))
+    dataset.write_part(out, "0", [dataclasses.replace(row, keep=False, reason=reason) for row in rows])
+    with pytest.raises(DataError, match=rf"{reason} {len(rows)}\b") as error:
+        capture(given.prompts, out, str(tmp_path / "store"), given.model)
+    assert [other in str(error.value) for other in ("--min-words 0", "--max-repetition 1")] == [
+        option == other for other in ("--min-words 0", "--max-repetition 1")
+    ]
+
+
+def test_settings_that_are_stated_are_checked_though_nothing_is_missing(given: Given, stored: Path) -> None:
+    with pytest.raises(StoreError, match="float32, not bfloat16"):
+        run(given, stored, ["sparrow"], dtype="bfloat16")
+    assert run(given, stored, ["sparrow"]).captured == 0
+    other, need = SamplingSettings(max_new_tokens=11), CaptureSettings(drafters=["sparrow"])
+    with pytest.raises(DataError, match="max_new_tokens 10, not 11"):
+        capture_features(given.model, given.prompts, given.responses, str(stored), need, ONE, sampling=other)
+
+
+@pytest.mark.parametrize(("names", "value"), [("sparrow,foo", "'foo'"), (" , ", "--for ' , '")])
+def test_unknown_drafters_are_named(names: str, value: str) -> None:
+    with pytest.raises(DataError, match=value):
+        selection.drafters(names)
+
+
+RUN = """
+import sys
+from pathlib import Path
+from vlmdistill.pipelines.cluster.environment import VARIABLE
+from vlmdistill.pipelines.data.features import capturer
+from vlmdistill.pipelines.data.prompts import prompt_table
+from vlmdistill.pipelines.cluster.pool import WorkerOptions
+capturer.capture(
+    prompt_table.read(Path(sys.argv[1])), Path(sys.argv[2]), sys.argv[3], sys.argv[4],
+    capturer.CaptureSettings(shard_bytes=1), WorkerOptions(workers=1),
+)
+"""
+
+
+def test_killed_at_any_moment_every_sample_is_stored_once(given: Given, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    command = [sys.executable, "-c", RUN, str(given.file), str(given.responses), str(store), given.model]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    while len(list(store.glob("commits/*"))) < 3 and process.poll() is None:
+        time.sleep(0.002)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert Store.open(store).keys() < given.kept
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    index = Store.open(store).index
+    assert sorted(index["key"]) == sorted(given.kept)
+    assert len(list(store.glob("commits/*"))) == len(given.kept)
+
+
+def test_a_drafter_is_trained_while_its_features_are_captured(given: Given, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    command = [
+        sys.executable,
+        "-m",
+        "vlmdistill",
+        "train",
+        "sparrow",
+        "-m",
+        given.model,
+        "--runs",
+        str(tmp_path),
+    ]
+    command += ["--follow", "--store", str(store), "--set", "steps=60", "--set", "batch_tokens=64", "--json"]
+    before: list[str] = []  # the figures of steps that were taken before the capture had ended
+
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as training:
+
+        def wait(done: int, total: int, remark: str = "") -> None:
+            while done == total and not before and training.poll() is None:
+                assert not Store.open(store).capture.ended  # type: ignore[union-attr]
+                for file in tmp_path.rglob("metrics.jsonl"):
+                    before.extend(file.read_text().splitlines())
+                time.sleep(0.05)
+
+        how: dict[str, Any] = {"dtype": "float32", "batch_tokens": 64, "shard_bytes": 20_000}
+        run(given, store, ["sparrow"], report=wait, **how)
+        shown, err = training.communicate(timeout=400)
+    assert training.returncode == 0, err
+    assert before
+    facts = json.loads(shown)
+    assert facts["steps"] == 60
+    record = json.loads((Path(facts["drafter"]) / "config.json").read_bytes())
+    assert [*record["training"]["shards"]] == Store.open(store).units()
+    assert min(record["training"]["shards"].values()) > 1
+    assert not verify(store).findings
+
+
+def test_a_terminated_run_reports_what_is_kept_in_one_line(given: Given, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    command = [
+        sys.executable,
+        "-m",
+        "vlmdistill",
+        "features",
+        "-m",
+        given.model,
+        "--store",
+        str(store),
+    ]
+    command += ["--prompts", str(given.file), "--responses", str(given.responses), "--workers", "1"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not list(store.glob("staging/probe-*")) and process.poll() is None:  # workers are about to start
+        time.sleep(0.01)
+    process.terminate()
+    out, err = process.communicate(timeout=400)
+    assert (process.returncode, out) == (143, "")
+    assert err.startswith(f"stopped: 0 of {len(given.kept)} samples are done and kept in {store};")
+    assert len(err.splitlines()) == 1
+    assert not list(store.glob("staging/probe-*"))
+
+
+def test_dropped_responses_are_counted(given: Given, tmp_path: Path) -> None:
+    theirs = shutil.copytree(given.responses, tmp_path / "theirs")
+    rows = list(dataset.read(theirs, kept=False))
+    for part in theirs.glob("part-*"):
+        part.unlink()
+    first, second, _, *others = rows
+    dropped = [
+        dataclasses.replace(row, keep=False, reason=reason)
+        for row, reason in ((first, "empty"), (second, "refused"))
+    ]
+    dataset.write_part(theirs, "edited", [*dropped, *others])  # the third has no response any more
+    summary = run(given, tmp_path / "store", ["sparrow"], responses=theirs)
+    assert summary.no_response == 1
+    assert summary.dropped == {"empty": 1, "refused": 1} | Counter(row.reason for row in others if row.reason)
+    assert summary.captured == sum(row.keep for row in others)
+
+
+def test_samples_that_fail_make_the_command_fail_unless_they_are_allowed(
+    given: Given, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = shutil.copytree(given.responses, tmp_path / "theirs")
+    rows = list(dataset.read(theirs, kept=False))
+    changed = next(row for row in rows if row.keep)
+    longer = dataclasses.replace(
+        changed, prompt_tokens=changed.prompt_tokens + 1
+    )  # as if its image had changed
+    for part in theirs.glob("part-*"):
+        part.unlink()
+    dataset.write_part(theirs, "edited", [longer if row is changed else row for row in rows])
+    command = ["features", "-m", given.model, "--prompts", str(given.file), "--responses", str(theirs)]
+    command += ["--store", str(tmp_path / "store"), "--for", "sparrow", "--workers", "1", "--json"]
+    assert main(command) == 1
+    out, err = capsys.readouterr()
+    facts = json.loads(out)
+    assert (facts["captured"], list(facts["failed"])) == (len(given.kept) - 1, [changed.key])
+    assert "error: 1 of 12 prompts failed: " in err
+    assert "--allow-failed 0.084" in err
+    assert main([*command, "--allow-failed", "0.084"]) == 0

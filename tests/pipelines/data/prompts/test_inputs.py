@@ -1,0 +1,348 @@
+"""The forms of rows that prompts are imported from, in the layouts that are published."""
+
+import base64
+import json
+import math
+import os
+import random
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.pipelines.data.prompts.rows import ALPACA, TALK, imported, one, packed, refused, said, texts
+from vlmdistill.cli.prompts import prompts as command
+from vlmdistill.pipelines.data.prompts.formats import conversation
+from vlmdistill.pipelines.data.prompts.importing import import_prompts
+from vlmdistill.pipelines.data.prompts.prompt_table import read
+from vlmdistill.pipelines.data.prompts.sources import Row
+from vlmdistill.pipelines.media.resolver import BadRowError
+from vlmdistill.stores.errors import DataError
+
+MANY = "".join(f"\n{letter.upper()}. {letter}" for letter in "abcdefghijkl")
+
+
+PAGE = Path(__file__).parents[4] / "docs" / "inputs.md"
+
+
+def examples(text: str) -> list[Any]:
+    """The JSON objects that begin a line of a page or a help text."""
+    starts = [match.start(1) for match in re.finditer(r"^ *(\{)(?=\")", text, re.MULTILINE)]
+    rows, end = [], 0
+    for start in starts:
+        if start >= end:
+            row, end = json.JSONDecoder().raw_decode(text, start)
+            rows.append(row)
+    return rows
+
+
+SHOWN = [*examples(PAGE.read_text()), *examples(command.__doc__ or "")]
+
+
+def test_page_and_help_show_a_row_of_each_form() -> None:
+    forms = ("image", "video", "messages", "instruction")
+    for text in (PAGE.read_text(), command.__doc__ or ""):
+        columns = {column for row in examples(text) for column in row}
+        assert columns >= {*forms, "conversations"}
+
+
+@pytest.mark.parametrize("row", SHOWN, ids=lambda row: "-".join(row))
+def test_every_row_that_is_shown_is_imported(out: Path, row: Any) -> None:
+    for path in re.findall(r'"([\w/]+\.(?:jpg|mp4))"', json.dumps(row)):
+        (out.parents[1] / path).parent.mkdir(exist_ok=True)
+        if not (out.parents[1] / path).exists():
+            shutil.copy(out.parents[1] / f"1{Path(path).suffix}", out.parents[1] / path)
+    summary = imported(out, row)
+    assert (summary.added, summary.skipped, summary.unread_columns) == (1, {}, {})
+
+
+def test_an_image_tag_stands_for_the_video_of_a_row_without_images(out: Path) -> None:
+    # LLaVA-Video-178K: its reader (LLaVA-NeXT, train.py) knows the tag <image> alone.
+    row = said("<image>\nWhat moves?", "A ball.", id="0", video="1.mp4", data_source="0_30_s_academic")
+    assert imported(out, row).unread_columns == {"data_source": 1}
+    (prompt,) = read(out)
+    assert [part["type"] for part in prompt.messages[0]["content"]] == ["video", "text"]
+    both = said("<image> and <video>: the same?", "No.", image="1.jpg", video="1.mp4")
+    assert imported(out, both).skipped == {}
+    parts = [part["type"] for part in read(out)[1].messages[0]["content"]]
+    assert parts == ["image", "text", "video", "text"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "sampling"),
+    [
+        ({"fps": 2}, {"fps": 2.0}),
+        ({"fps": "2"}, {"fps": 2.0}),
+        ({"nframes": 4}, {"frames": 4}),
+        ({"num_frames": 3}, {"frames": 3}),
+        ({"frames": 5}, {"frames": 5}),
+        ({}, {}),
+    ],
+)
+@pytest.mark.parametrize("text", ["<video>\nWhat moves?", "<image>\nWhat moves?", "What moves?"])
+def test_a_row_says_how_its_videos_are_sampled(
+    out: Path, keys: dict[str, Any], sampling: dict[str, Any], text: str
+) -> None:
+    part = one(out, said(text, "A ball.", video="1.mp4", **keys)).messages[0]["content"][0]
+    assert {name: part[name] for name in part if name in ("fps", "frames")} == sampling
+    part = one(out.with_name("chosen"), said(text, "A ball.", video="1.mp4", **keys), fps=0.5).messages[0]
+    assert part["content"][0]["fps"] == 0.5
+    assert "frames" not in part["content"][0]
+
+
+def test_sampling_of_a_row_that_is_overruled_need_not_make_sense(out: Path) -> None:
+    row = said("<video>\nWhat moves?", "A ball.", video="1.mp4", fps=30, num_frames=300)  # facts of the file
+    assert refused(out, row)[0] == "video sampling"
+    assert one(out.with_name("chosen"), row, frames=4).messages[0]["content"][0]["frames"] == 4
+
+
+@pytest.mark.parametrize("keys", [{"video_start": 1.5}, {"video_end": 3}, {"start": 1, "end": 3}])
+def test_a_part_of_a_video_is_refused(out: Path, keys: dict[str, Any]) -> None:
+    # video_start and video_end are those of qwen-vl-utils.
+    reason, detail = refused(out, said("<video>\nWhat moves?", "A ball.", video="1.mp4", **keys))
+    assert reason == "part of a video"
+    assert next(iter(keys)) in detail
+    content = [{"type": "video", "video": "1.mp4", **keys}, {"type": "text", "text": "What moves?"}]
+    assert refused(out, {"messages": [{"role": "user", "content": content}]})[0] == "part of a video"
+
+
+def test_a_list_of_frames_is_refused_and_a_size_is_counted(out: Path) -> None:
+    content = [{"type": "video", "video": ["1.jpg", "1.jpg"], "sample_fps": 1}, "What moves?"]
+    assert refused(out, {"messages": [{"role": "user", "content": content}]})[0] == "list of frames"
+    image = {"type": "image", "image": "1.jpg", "max_pixels": 50176}
+    summary = imported(out, {"messages": [{"role": "user", "content": [image, "What?"]}]})
+    assert summary.unread_columns == {"image.max_pixels": 1}
+
+
+@pytest.mark.parametrize(
+    ("row", "asked"),
+    [
+        (ALPACA, "Summarise the text.\nOnce upon a time."),
+        ({**ALPACA, "input": ""}, "Summarise the text."),
+        ({"input": "Who are you?", "output": "Me."}, "Who are you?"),
+        ({"question": "Who?", "context": "A king.", "answer": "He."}, "Who?\nA king."),
+        ({"question": "Which?", "choices": ["1", "2"], "hint": "Odd."}, "Which?\nOdd.\nA. 1\nB. 2"),
+        ({"question": "Which?", "A": "one", "B": "two", "answer": "B"}, "Which?\nA. one\nB. two"),
+        ({"question": "Is it (A) one or (B) two?", "options": ["one", "two"]}, "Is it (A) one or (B) two?"),
+        ({"question": "Who?", "query": "Answer shortly: Who?"}, "Answer shortly: Who?"),
+    ],
+)  # fmt: skip
+def test_all_columns_of_a_question_are_asked(out: Path, row: dict[str, Any], asked: str) -> None:
+    assert texts(one(out, row)) == [("user", asked)]
+
+
+def test_columns_before_the_question_are_asked(out: Path) -> None:
+    row = {**ALPACA, "system": "Be brief.", "history": [["Hello", "Hi"], ["Well?", "Yes"]]}
+    assert imported(out, row, turns="all").added == 3
+    roles = [role for role, _ in texts(read(out)[-1])]
+    assert roles == ["system", "user", "assistant", "user", "assistant", "user"]
+    assert texts(read(out)[-1])[-1][1] == "Summarise the text.\nOnce upon a time."
+
+
+def test_a_system_column_is_the_system_prompt_unless_there_is_one(out: Path) -> None:
+    row = said("What is this?", "A wall.", system="Be brief.")
+    assert texts(one(out, row)) == [("system", "Be brief."), ("user", "What is this?")]
+    row["conversations"].insert(0, {"from": "system", "value": "Be kind."})
+    assert imported(out, row).unread_columns == {"system": 1}
+
+
+def test_columns_that_are_filled_with_null_are_none_at_all(out: Path) -> None:
+    turn = {"role": None, "from": "human", "content": None, "value": "What is this?", "tool_calls": None}
+    assert texts(one(out, {"conversations": [turn], "system": None, "image": None})) == [
+        ("user", "What is this?")
+    ]
+    assert refused(out, said("What?", "x", system="half \ud83d"))[0] == "text is not Unicode"
+
+
+def test_two_different_questions_are_refused(out: Path) -> None:
+    reason, detail = refused(out, {"question": "Who?", "prompt": "Where?"})
+    assert reason == "several questions"
+    assert "question, prompt" in detail
+
+
+def test_columns_that_no_prompt_holds_are_counted(out: Path) -> None:
+    rows = [said(f"{n}?", "Yes.", id=str(n), note="keep", width=640, empty="") for n in range(3)]
+    rows[0] |= {"images": [], "tools": "[search]"}
+    assert imported(out, *rows).unread_columns == {"note": 3, "tools": 1}
+
+
+def test_pairs_of_user_and_assistant_are_turns(out: Path) -> None:
+    pairs = [{"user": "What?", "assistant": "A wall.", "source": "x"}, {"user": "Red?", "assistant": "No."}]
+    assert imported(out, {"images": ["1.jpg"], "texts": pairs}, turns="all").added == 2
+    last = read(out)[-1]
+    assert [part["type"] for part in last.messages[0]["content"]] == ["image", "text"]
+    assert [message["role"] for message in last.messages] == ["user", "assistant", "user"]
+    human = [{"human": "What?", "assistant": "A wall."}]  # ms-swift
+    assert texts(one(out.with_name("swift"), {"conversation": human})) == [("user", "What?")]
+
+
+def test_roles_are_known_in_any_case(out: Path) -> None:
+    turns = [{"from": "Human", "value": "What is this?"}, {"from": "GPT", "value": "A wall."}]
+    assert one(out, {"conversations": turns}).reference == "A wall."
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "search"}}]},
+        {"role": "assistant", "content": "I look.", "tool_calls": [{"function": {"name": "search"}}]},
+        {"role": "tool", "content": "42"},
+        {"from": "function_call", "value": "{}"},
+        {"from": "observation", "value": "42"},
+    ],
+)
+def test_a_tool_call_is_refused_as_one(out: Path, turn: dict[str, Any]) -> None:
+    row = {"messages": [{"role": "user", "content": "What?"}, turn, {"role": "user", "content": "So?"}]}
+    assert refused(out, row)[0] == "tool call"
+
+
+def test_bytes_in_json_are_base64(out: Path) -> None:
+    data = (out.parents[1] / "1.jpg").read_bytes()
+    row = said(
+        "<image>\nWhat?", "A wall.", image={"bytes": base64.encodebytes(data).decode(), "path": "x.jpg"}
+    )
+    assert Path(one(out, row).files[0]).read_bytes() == data
+    part = {"type": "image", "bytes": base64.b64encode(data).decode()}
+    assert imported(out, {"messages": [{"role": "user", "content": [part, "What?"]}]}).present == 1
+    bare = said("<image>\nWhat?", "A wall.", image=base64.b64encode(data * 9).decode())
+    reason, detail = refused(out, bare)
+    assert (reason, "data URL" in detail) == ("missing image", True)
+    assert refused(out, said("<image>\nWhat?", "x", image={"bytes": "no base64!"}))[0] == "no media file"
+
+
+def test_a_question_is_asked_only_where_there_is_none(out: Path) -> None:
+    rows = [{"image": "1.jpg", "caption": "A wall."}, {"image": "1.jpg", "question": "What?"}, TALK]
+    assert imported(out, *rows, ask="Describe it.").added == 3
+    texts = [prompt.messages[0]["content"][-1]["text"] for prompt in read(out)]
+    assert texts == ["Describe it.", "What?", "What is this?"]
+    assert [prompt.reference for prompt in read(out)] == ["A wall.", None, "A wall."]
+    with pytest.raises(DataError, match="--ask"):
+        imported(out, TALK, ask=" ")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [{"role": "user", "content": "What is this?", "images": ["1.jpg"]}]},
+        {"messages": [{"role": "user", "content": [{"image": "1.jpg"}, {"text": "What is this?"}]}]},
+        {"texts": [{"user": "What is this?", "assistant": "A wall.", "images": ["1.jpg"]}]},
+        {"question": "What is this?", "image": "file:///DIR/a%20b.jpg"},
+    ],
+)  # fmt: skip
+def test_an_image_is_found_in_every_usual_form(out: Path, row: dict[str, Any]) -> None:
+    folder = out.parents[1]
+    shutil.copy(folder / "1.jpg", folder / "a b.jpg")
+    asked = one(out, json.loads(json.dumps(row).replace("/DIR", str(folder)))).messages[0]["content"]
+    assert [part["type"] for part in asked] == ["image", "text"]
+
+
+def test_content_that_is_in_no_prompt_is_counted(tmp_path: Path, out: Path) -> None:
+    part = {"type": "text", "text": "What?", "image": "1.jpg"}
+    turn = {"role": "user", "content": [part], "audio": "1.wav", "name": ""}
+    assert imported(out, {"messages": [turn]}).unread_columns == {"turn.audio": 1, "text.image": 1}
+    rows = [{"question": "Who?", "jpg": b"\xff\xd8"}]
+    summary = import_prompts([str(packed(tmp_path, "a.parquet", rows))], out)
+    assert summary.unread_columns == {"jpg": 1}
+
+
+@pytest.mark.parametrize(
+    ("row", "asked"),
+    [
+        ({"question": "Is it in or on the box?", "choices": ["in", "on", "box"]}, "\nA. in\nB. on\nC. box"),
+        ({"question": "Are there 1 or 2?", "choices": ["1", "2"]}, "\nA. 1\nB. 2"),
+        ({"question": "Is A cat larger?", "choices": ["cat"]}, "\nA. cat"),
+        ({"question": "Which?\nA. one\nB. two", "choices": ["A. one", "B. two"]}, ""),
+        ({"question": "Which?", "choices": list("abcdefghijkl")}, MANY),
+        ({"question": "Which is red?", "hint": "red"}, "\nred"),
+        ({"question": "Hint: red\nWhich?", "hint": "red"}, ""),
+        ({"question": "Which?", "X": "a coordinate"}, ""),
+    ],
+)  # fmt: skip
+def test_choices_and_hints_are_left_out_only_if_the_question_has_them(
+    out: Path, row: dict[str, Any], asked: str
+) -> None:
+    imported(out, row)
+    assert texts(read(out)[0])[0][1] == row["question"] + asked
+    assert refused(out, {"question": "Who?", "choices": ["x"] * 27})[0] == "too many choices"
+
+
+def test_a_value_that_cannot_be_read_costs_its_row_alone(tmp_path: Path, out: Path) -> None:
+    texts = pa.array([b"Who?", b"\xff", b"Where?"]).cast(pa.binary())
+    table = pa.table(
+        {
+            "question": pa.Array.from_buffers(pa.string(), 3, texts.buffers()),
+            "when": pa.array([2**62] * 3, pa.timestamp("us")),
+        }
+    )
+    pq.write_table(table, tmp_path / "a.parquet")
+    summary = import_prompts([str(tmp_path / "a.parquet")], out)
+    assert (summary.added, summary.skipped) == (2, {"unreadable value": 1})
+
+
+KEYS = [
+    "messages",
+    "conversations",
+    "texts",
+    "prompt",
+    "role",
+    "from",
+    "content",
+    "value",
+    "type",
+    "text",
+    "user",
+    "assistant",
+    "tool_calls",
+    "image",
+    "images",
+    "video",
+    "url",
+    "bytes",
+    "path",
+    "fps",
+    "frames",
+    "video_start",
+    "question",
+    "input",
+    "choices",
+    "options",
+    "history",
+    "system",
+    "answer",
+    "A",
+]
+
+
+WORDS = ["user", "human", "gpt", "text", "image", "video_url", "<image>", "a <video>", "1.jpg", "", "\ud83d"]
+
+
+def anything(rng: random.Random, depth: int = 0) -> Any:
+    """A value of JSON or Parquet, from the words that rows are made of."""
+    kind = rng.random()
+    if depth > 4 or kind < 0.35:
+        return rng.choice([None, True, 3, 2.5, math.inf, b"x", *WORDS])
+    if kind < 0.6:
+        return [anything(rng, depth + 1) for _ in range(rng.randrange(4))]
+    return {rng.choice(KEYS): anything(rng, depth + 1) for _ in range(rng.randrange(6))}
+
+
+def test_any_row_is_a_conversation_or_has_a_reason() -> None:
+    rng, reasons = random.Random(1), set()
+    for _ in range(int(os.environ.get("VLMDISTILL_FUZZ_ROWS", "3000"))):
+        part = {"type": rng.choice(["text", "image", "video"]), rng.choice(KEYS): anything(rng, 2)}
+        said = {"role": rng.choice(WORDS[:3]), "content": rng.choice([anything(rng, 1), ["hi", part]])}
+        row = {
+            rng.choice(KEYS): anything(rng, 1),
+            rng.choice(KEYS[:4]): [said, anything(rng, 2)][: rng.randrange(3)],
+        }
+        try:
+            talk = conversation(Row("rows.json", "rows", 1, rng.choice([row, row, anything(rng)])), "llava")
+        except BadRowError as error:
+            reasons.add(error.reason)
+        else:
+            assert {message["role"] for message in talk.messages} <= {"system", "user", "assistant"}
+    assert len(reasons) > 10

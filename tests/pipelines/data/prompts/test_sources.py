@@ -1,0 +1,288 @@
+"""Files that rows come from: formats, folders, archives, damage."""
+
+import bz2
+import gzip
+import io
+import json
+import mimetypes
+import os
+import re
+import shutil
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from PIL import Image
+
+from tests.pipelines.data.prompts.rows import ALPACA, TALK, imported, one, packed, refused, said, texts
+from vlmdistill.pipelines.data.prompts.formats import Format
+from vlmdistill.pipelines.data.prompts.importing import Choices, import_prompts
+from vlmdistill.pipelines.data.prompts.prompt_table import read
+from vlmdistill.stores.errors import DataError
+
+
+@pytest.mark.parametrize("kind", ["auto", "hf"])
+@pytest.mark.parametrize(
+    "name", ["a.parquet", "a.json", "a.json.gz", "a.jsonl.gz", "a.jsonl.bz2", "a.json.xz", "a.parquet.gz"]
+)
+def test_one_file_is_read_by_what_it_holds(
+    tmp_path: Path, out: Path, name: str, kind: Format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)  # neither the package nor the hub is needed
+    rows = [ALPACA, {**ALPACA, "input": "A second one."}]
+    summary = import_prompts([str(packed(tmp_path, name, rows))], out, kind)
+    assert (summary.added, summary.skipped, summary.datasets) == (2, {}, {"a": 2})
+    assert texts(read(out)[1]) == [("user", "Summarise the text.\nA second one.")]
+
+
+def test_parquet_holds_images_as_bytes_and_tells_its_form(tmp_path: Path, out: Path) -> None:
+    image = {"bytes": (tmp_path / "1.jpg").read_bytes(), "path": "1.jpg"}
+    rows = [{**said(f"<image>\nWhat {n}?", "A wall."), "image": image} for n in range(20)]
+    assert import_prompts([str(packed(tmp_path, "train-00000.parquet", rows))], out).added == 20
+    assert Path(read(out)[-1].files[0]).read_bytes() == image["bytes"]
+    assert read(out)[-1].row == 20
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.json", "a.jsonl.gz"])
+def test_a_folder_of_files_is_a_dataset(tmp_path: Path, out: Path, name: str) -> None:
+    (tmp_path / "data").mkdir()
+    shutil.copy(tmp_path / "1.jpg", tmp_path / "data" / "beside.jpg")
+    packed(tmp_path / "data", name, [said("<image>\nWhat is this?", "A wall.", image="beside.jpg")])
+    assert import_prompts([str(tmp_path / "data")], out).added == 1
+    assert read(out)[0].files == [str(tmp_path / "data" / "beside.jpg")]
+
+
+def test_a_path_is_never_asked_of_the_hub(tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    for source in ("absent.parquet", "./absent", "~/absent", "absent.jsonl.gz"):
+        with pytest.raises(DataError, match=re.escape(source)):
+            import_prompts([source], out, "hf")
+    with pytest.raises(DataError, match="datasets"):
+        import_prompts(["someone/data"], out, "hf")
+
+
+def test_a_zip_archive_is_refused_by_name(tmp_path: Path, out: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as zipped:
+        zipped.writestr("a.json", json.dumps([TALK]))
+    with pytest.raises(DataError, match="a zip archive"):
+        import_prompts([str(tmp_path / "a.zip")], out)
+    assert not out.exists()
+
+
+def tar(path: Path, *members: tuple[str, Any], mode: str = "w") -> str:
+    """A tar archive of these contents; None: a symbolic link to /etc/passwd."""
+    with tarfile.open(path, mode) as made:  # type: ignore[call-overload]
+        for name, content in members:
+            entry = tarfile.TarInfo(name)
+            if content is None:
+                entry.type, entry.linkname = tarfile.SYMTYPE, "/etc/passwd"
+                made.addfile(entry)
+                continue
+            data = content if isinstance(content, bytes) else json.dumps(content).encode()
+            entry.size = len(data)
+            made.addfile(entry, io.BytesIO(data))
+    return str(path)
+
+
+def test_a_folder_of_images_and_videos_needs_only_a_question(out: Path, media: Path) -> None:
+    photos = out.parents[1] / "photos"
+    (photos / "sub").mkdir(parents=True)
+    shutil.copy(media / "1.jpg", photos / "sub" / "a.JPG")
+    shutil.copy(media / "1.mp4", photos / "b.mp4")
+    (photos / ".hidden.jpg").write_text("no image")
+    (photos / "notes.txt").write_text("no image")
+    summary = import_prompts([str(photos)], out, choices=Choices(ask="Describe the image.", frames=4))
+    assert (summary.added, summary.skipped) == (2, {"neither image nor video": 1})
+    video, image = (prompt.messages[0]["content"] for prompt in read(out))
+    assert [{name: part[name] for name in part if name != "digest"} for part in image] == [
+        {"type": "image", "path": str(photos / "sub" / "a.JPG")},
+        {"type": "text", "text": "Describe the image."},
+    ]
+    assert (video[0]["type"], video[0]["path"], video[0]["frames"]) == ("video", str(photos / "b.mp4"), 4)
+    assert {prompt.dataset for prompt in read(out)} == {"photos"}
+
+
+@pytest.mark.parametrize("name", ["a.tar", "a.tar.gz", "a.tar.xz"])
+def test_samples_of_a_tar_archive_are_rows(tmp_path: Path, out: Path, media: Path, name: str) -> None:
+    image, video = (media / "1.jpg").read_bytes(), (media / "1.mp4").read_bytes()
+    talk = said("<image>\nWhat is this?", "A wall.", image="of/another/disk.jpg")
+    source = tar(
+        tmp_path / name,
+        ("./x/000.jpg", image),
+        ("./x/000.json", talk),
+        ("001.jpg", image),
+        ("001.txt", b"A wall."),
+        ("002.mp4", video),
+        ("002.txt", b"A ball."),
+        mode="w:" + name.partition("r.")[2].replace("tar", ""),
+    )
+    assert import_prompts([source], out, choices=Choices(ask="Describe it.", frames=4)).skipped == {}
+    prompts = read(out)
+    assert [prompt.reference for prompt in prompts] == ["A wall.", "A wall.", "A ball."]
+    assert [prompt.messages[0]["content"][0]["type"] for prompt in prompts] == ["image", "image", "video"]
+    assert {Path(path).parent for prompt in prompts for path in prompt.files} == {out.parent / "images"}
+
+
+def test_no_member_of_a_tar_archive_leads_out_of_it(tmp_path: Path, out: Path, media: Path) -> None:
+    image = (media / "1.jpg").read_bytes()
+    source = tar(
+        tmp_path / "evil.tar",
+        ("../../escaped.jpg", image),
+        ("/tmp/vlmdistill-escaped.jpg", image),
+        ("2.jpg", None),
+        ("3.jpg", image),
+        ("3.json", [1]),
+        ("4.jpg", b"no image"),
+    )
+    before = set(tmp_path.rglob("*"))
+    summary = import_prompts([source], out, choices=Choices(ask="Describe it."))
+    assert (summary.added, sum(summary.skipped.values())) == (1, 4)  # the same image twice
+    made = set(tmp_path.rglob("*")) - before
+    assert not Path("/tmp/vlmdistill-escaped.jpg").exists()
+    assert all(path.is_relative_to(out.parent) or path == out.parent for path in made)
+
+
+def bombs(tmp_path: Path) -> dict[str, bytes]:
+    """Archives that are cut, or broken, or ask for more memory than they have bytes."""
+    whole = Path(tar(tmp_path / "whole.tar", ("0.json", TALK), ("1.json", TALK))).read_bytes()
+    large = tarfile.TarInfo("0.json")
+    large.type, large.size = tarfile.XHDTYPE, 2**40
+    chain = tarfile.TarInfo("x")
+    chain.type = tarfile.GNUTYPE_LONGNAME
+    return {
+        "cut": whole[:1100],
+        "cut in a header": whole[:1300],
+        "broken": whole[:1024] + b"?" * 512 + whole[1536:],
+        "large name": large.tobuf(),
+        "chain": chain.tobuf() * 3000,
+    }
+
+
+@pytest.mark.parametrize("kind", ["cut", "cut in a header", "broken", "large name", "chain"])
+def test_a_hostile_tar_archive_ends_in_one_line(tmp_path: Path, out: Path, kind: str) -> None:
+    (tmp_path / "a.tar").write_bytes(bombs(tmp_path)[kind])
+    with pytest.raises(DataError, match=r"a\.tar .*tar archive") as caught:
+        import_prompts([str(tmp_path / "a.tar")], out)
+    assert "\n" not in str(caught.value)
+    assert not out.exists()
+
+
+def test_a_member_that_is_too_large_is_skipped(
+    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vlmdistill.pipelines.data.prompts.sources.MOST_BYTES", 200)
+    source = tar(tmp_path / "a.tar", ("0.json", {**TALK, "id": "0" * 200}), ("1.json", TALK))
+    assert import_prompts([source], out).skipped == {"not a file of a sample": 1}
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (b"", "odd.json: .*no rows"),
+        (b"[]", "odd.json: .*no rows"),
+        (b'{"data": [1], "version": 2}', "row 1 .*data, version"),
+        (b'{\n "data": [1],\n "version": 2\n}', "row 1 .*data, version"),
+        (b"[[1], [2]]", "row 1 .*list"),
+        (b"id,question\n1,What?\n", "line 1 .*'id,question'"),
+        (b"Dear diary,\n", "line 1 .*'Dear diary,'"),
+        (b'{"text": "a"}\n{"text": "b"}\n', "row 1 .*text"),
+        (b"[" * 100_000, "odd.json .* line 1"),
+        (gzip.compress(b"[]" * 90, mtime=0)[:20], "odd.json .*decompress"),
+        (b"PAR1 but not really", "odd.json .*Parquet"),
+    ],
+)  # fmt: skip
+def test_an_error_says_what_the_file_holds(tmp_path: Path, out: Path, content: bytes, found: str) -> None:
+    (tmp_path / "odd.json").write_bytes(content)
+    with pytest.raises(DataError, match=found) as caught:
+        import_prompts([str(tmp_path / "odd.json")], out)
+    assert "\n" not in str(caught.value)
+
+
+def test_one_object_over_several_lines_is_one_row(tmp_path: Path, out: Path) -> None:
+    (tmp_path / "one.json").write_text(json.dumps(TALK, indent=2))
+    assert import_prompts([str(tmp_path / "one.json")], out).added == 1
+
+
+def test_a_large_image_is_taken_without_a_word(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 30 * 20 - 1)  # above which Pillow warns
+    one(out, said("<image>\nWhat?", "A wall.", image="1.jpg"))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 30 * 20 // 2 - 1)  # above twice which it refuses
+    assert refused(out, said("<image>\nWho?", "A wall.", image="1.jpg"))[0] == "unreadable image"
+
+
+def test_all_of_what_one_file_holds_is_read_or_refused(tmp_path: Path, out: Path, media: Path) -> None:
+    image = (media / "1.jpg").read_bytes()
+    two = tmp_path / "two.json"
+    two.write_text(json.dumps([TALK]) + "\n" + json.dumps([ALPACA]))
+    with pytest.raises(DataError, match=r"two\.json .* line 2"):
+        import_prompts([str(two)], out)
+    first = tar(tmp_path / "1.tar", ("0.json", TALK))
+    second = tar(tmp_path / "2.tar", ("1.jpg", image), ("1.json", said("<image>\nWhat?", "x")))
+    (tmp_path / "two.tar").write_bytes(Path(first).read_bytes() + Path(second).read_bytes())
+    assert import_prompts([str(tmp_path / "two.tar")], out).added == 2
+
+
+def test_damage_ends_in_one_line(tmp_path: Path, out: Path, media: Path) -> None:
+    broken = bytearray(bz2.compress(json.dumps([TALK]).encode()))
+    broken[20:24] = b"????"
+    (tmp_path / "a.json.bz2").write_bytes(broken)
+    with pytest.raises(DataError, match=r"a\.json\.bz2 .*decompress"):
+        import_prompts([str(tmp_path / "a.json.bz2")], out)
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "a.parquet").write_bytes(b"PAR1 no more")
+    with pytest.raises(DataError, match="saved"):
+        import_prompts([str(tmp_path / "saved")], out)
+    with Image.open(media / "1.jpg") as image:
+        image.save(tmp_path / "whole.avif")
+    whole = (tmp_path / "whole.avif").read_bytes()
+    (tmp_path / "1.avif").write_bytes(whole[:-40])
+    assert refused(out, said("<image>\nWhat?", "x", image="1.avif"))[0] == "unreadable image"
+    os.symlink(os.fsencode(tmp_path) + b"/\xff.jpg", tmp_path / "clean.jpg")
+    os.rename(shutil.copy(media / "1.jpg", tmp_path / "2.jpg"), os.fsencode(tmp_path) + b"/\xff.jpg")
+    assert refused(out, said("<image>\nWhat?", "x", image="clean.jpg"))[0] == "name not UTF-8"
+
+
+def test_linked_folders_of_images_are_read_once(out: Path, media: Path) -> None:
+    photos = out.parents[1] / "photos"
+    photos.mkdir()
+    (photos / "linked").symlink_to(media)
+    (photos / "loop").symlink_to(photos)
+    (photos / "gone.jpg").symlink_to(photos / "nowhere.jpg")
+    summary = import_prompts([str(photos)], out, choices=Choices(ask="Describe it.", frames=4))
+    assert (summary.added, summary.skipped) == (2, {"missing image": 1})
+
+
+def test_a_split_of_a_saved_dataset_is_chosen_by_its_name(tmp_path: Path, out: Path) -> None:
+    splits = {
+        name: datasets.Dataset.from_list([{"question": f"{name}?"}]) for name in ("train", "validation")
+    }
+    datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "coco@2017"))
+    import_prompts([f"{tmp_path}/coco@2017@validation"], out)
+    import_prompts([f"{tmp_path}/coco@2017"], out)
+    assert [texts(prompt)[0][1] for prompt in read(out)] == ["validation?", "train?"]
+    with pytest.raises(DataError, match="train, validation"):
+        import_prompts([f"{tmp_path}/coco@2017@test"], out)
+
+
+def test_what_is_an_image_does_not_depend_on_the_machine(
+    tmp_path: Path, out: Path, media: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mimetypes, "guess_type", lambda *_, **__: (None, None))
+    with Image.open(media / "1.jpg") as image:
+        image.save(tmp_path / "1.webp")
+    webp = (tmp_path / "1.webp").read_bytes()
+    source = tar(
+        tmp_path / "a.tar", ("0.webp", webp), ("0.json", TALK), ("1.json", TALK), ("1.query", b"Who?")
+    )
+    summary = import_prompts([source], out)
+    assert [len(prompt.files) for prompt in read(out)] == [1, 0]
+    assert summary.unread_columns == {"query": 1}
+    (tmp_path / "frames").mkdir()
+    shutil.copy(tmp_path / "1.webp", tmp_path / "frames")
+    row = said("<video>\nWhat moves?", "x", video="frames")
+    assert imported(out, row).added == 1

@@ -1,0 +1,500 @@
+"""The server under the `openai` client: what it generates, what it refuses, and who waits for whom."""
+
+import asyncio
+import base64
+import io
+import json
+import random
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from PIL import Image
+from pydantic import ValidationError
+
+from tests.drafters import synthetic
+from tests.served_app import Served, serving
+from vlmdistill.drafters.checkpoints import checkpoint
+from vlmdistill.drafters.decoding.decoders import Cycle
+from vlmdistill.pipelines.data.responses.generate import generate
+from vlmdistill.pipelines.data.responses.pieces import Piece
+from vlmdistill.pipelines.demo import scenes
+from vlmdistill.pipelines.endpoint import chat, gate
+from vlmdistill.pipelines.endpoint.chat import ChatRequest
+from vlmdistill.pipelines.endpoint.decoder_queue import DecoderQueue
+from vlmdistill.pipelines.endpoint.served_decoder import (
+    ServedDecoder,
+    ServedResponse,
+    open_decoder,
+    until_stop,
+)
+from vlmdistill.pipelines.targets.checkpoints.loading import load
+from vlmdistill.pipelines.workspace.workspace import Workspace
+
+QUESTION = "Describe the scene."
+KEY = "a key"
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    """The demo target's, with a sparrow of random weights."""
+    here = Workspace.of("demo", tmp_path_factory.mktemp("runs"))
+    target = load("demo")
+    drafter = synthetic.untrained("sparrow", target)
+    origin = checkpoint.Origin(target.provenance((), "float32"), type(drafter).Training(), {})
+    checkpoint.save(drafter, "sparrow", here.drafter("sparrow"), origin)  # type: ignore[arg-type]
+    return here
+
+
+@pytest.fixture(scope="module")
+def decoder(workspace: Workspace) -> ServedDecoder:
+    return open_decoder(workspace, "sparrow")
+
+
+@pytest.fixture(scope="module")
+def media(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with scene.png, a link that leads out of it, and a file next to it."""
+    folder = tmp_path_factory.mktemp("shown") / "media"
+    folder.mkdir()
+    image = scenes.draw(scenes.random_scene(random.Random(0)))
+    image.save(folder / "scene.png")
+    image.save(folder.parent / "secret.png")
+    (folder / "link.png").symlink_to(folder.parent / "secret.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(decoder: ServedDecoder, media: Path) -> Iterator[Served]:
+    with serving(decoder, media=media) as served:
+        yield served
+
+
+def ask(client: openai.OpenAI, content: Any = QUESTION, **options: Any) -> Any:
+    """A chat completion at temperature 0, of at most 48 tokens."""
+    messages: Any = [{"role": "user", "content": content}]
+    options = {"model": "demo", "temperature": 0, "max_tokens": 48, **options}
+    return client.chat.completions.create(messages=messages, **options)
+
+
+def shown(url: str) -> list[dict[str, Any]]:
+    """A message content with an image."""
+    return [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": QUESTION}]
+
+
+def data_url(image: Image.Image | bytes, kind: str = "png") -> str:
+    data = image
+    if not isinstance(data, bytes):
+        file = io.BytesIO()
+        image.save(file, kind)  # type: ignore[union-attr]
+        data = file.getvalue()
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def streamed(chunks: Any) -> str:
+    return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+
+
+def test_a_stream_equals_generate_with_and_without_the_drafter(
+    server: Served, workspace: Workspace, media: Path
+) -> None:
+    url = data_url(Image.open(media / "scene.png"))
+    expected = generate(workspace, QUESTION, images=[media / "scene.png"], max_new_tokens=400)
+    text = "".join(piece.text for piece in expected.pieces())
+    assert len(text) > 100
+    for extra in ({}, {"speculate": False}):
+        chunks = list(ask(server.client(), shown(url), max_tokens=400, stream=True, extra_body=extra))
+        assert streamed(chunks) == text
+        assert chunks[-1].choices[0].finish_reason == "stop"
+        assert chunks[-1].decoding["drafter"] == (None if extra else "sparrow")
+    assert ask(server.client(), shown(url), max_tokens=400).choices[0].message.content == text
+
+
+def test_accepted_tokens_are_marked_and_counted(decoder: ServedDecoder, media: Path) -> None:
+    drafter = synthetic.untrained("lookahead", decoder.target)
+    with serving(replace(decoder, drafter=drafter, drafter_name="lookahead"), media=media) as served:
+        url = f"file://{media}/scene.png"
+        options = {"include_usage": True}
+        chunks = list(ask(served.client(), shown(url), stream=True, stream_options=options, max_tokens=400))
+        pieces = [chunk.piece for chunk in chunks if hasattr(chunk, "piece")]
+        (decoding,) = [chunk.decoding for chunk in chunks if hasattr(chunk, "decoding")]
+        usage = chunks[-1].usage
+        assert sum(piece["drafted"] for piece in pieces) == decoding["accepted"] > 10
+        assert usage.completion_tokens == decoding["tokens"] == len(pieces) + 1  # the EOS has no text
+        assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+        assert decoding["tokens_per_call"] == pytest.approx((decoding["tokens"] - 1) / decoding["calls"])
+        times = [piece["seconds"] for piece in pieces]
+        assert times == sorted(times)
+        assert decoding["prefill_seconds"] == times[0] < times[-1] <= decoding["seconds"]
+        assert served.metric("vlmdistill_accepted_tokens_total") == decoding["accepted"]
+        assert served.metric('vlmdistill_requests_total{outcome="stop"}') == 1
+        assert served.metric("vlmdistill_first_text_seconds_count") == 1
+        plain = ask(served.client(), shown(url), max_tokens=400, extra_body={"speculate": False})
+        assert plain.choices[0].message.content == streamed(chunks)
+        assert (plain.decoding["accepted"], plain.decoding["calls"]) == (0, plain.decoding["tokens"] - 1)
+
+
+def test_an_image_decides_the_response(server: Served, media: Path) -> None:
+    client, texts = server.client(), set()
+    for seed in range(2):
+        image = scenes.draw(scenes.random_scene(random.Random(seed)))
+        texts.add(ask(client, shown(data_url(image))).choices[0].message.content)
+    assert len(texts) == 2
+    assert ask(client, shown(f"file://{media}/scene.png")).choices[0].message.content in texts
+
+
+def test_sampling_follows_the_seed(server: Served) -> None:
+    def sample(seed: int | None) -> str:
+        return str(ask(server.client(), temperature=2.0, seed=seed).choices[0].message.content)
+
+    assert sample(1) == sample(1) != sample(2)
+    assert sample(None) != sample(None)
+
+
+def test_a_response_ends_before_a_stop_string(server: Served) -> None:
+    whole = ask(server.client()).choices[0].message.content
+    word = whole[20:31]
+    for options in ({"stop": word}, {"stop": ["no such words", word], "stream": True}):
+        given = ask(server.client(), **options)
+        if "stream" in options:
+            chunks = list(given)
+            text, finish = streamed(chunks), chunks[-1].choices[0].finish_reason
+        else:
+            text, finish = given.choices[0].message.content, given.choices[0].finish_reason
+        assert (text, finish) == (whole[: whole.index(word)], "stop")
+
+
+@pytest.mark.parametrize("stop", [["b"], ["abc", "c"], ["aab", "ba"], ["cab", "zz"], ["a" * 5], []])
+def test_until_stop_is_the_text_before_the_first_stop_string(stop: list[str]) -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        texts = ["".join(rng.choices("abc", k=rng.randint(1, 3))) for _ in range(6)]
+        text, source = "".join(texts), iter([Piece(one, False, 0.0) for one in texts])
+        kept = "".join(piece.text for piece in until_stop(source, stop))
+        found = [text.index(word) for word in stop if word in text]
+        if not found:
+            assert kept == text
+            continue
+        # With several stop strings, the one that is complete first ends the response.
+        assert text.startswith(kept)
+        assert any(text.startswith(word, len(kept)) for word in stop)
+        assert len(kept) <= min(text.index(word) + len(word) for word in stop if word in text)
+
+
+def test_a_conversation_of_several_turns_is_one_prompt(server: Served) -> None:
+    turns = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": QUESTION}]},
+        {"role": "assistant", "content": "A circle.", "refusal": None},
+        {"role": "user", "content": "What else?"},
+    ]
+    client = server.client()
+    given = client.chat.completions.create(model="demo", messages=turns, max_completion_tokens=4)  # type: ignore[arg-type]
+    assert given.usage is not None
+    assert given.usage.completion_tokens == 4
+    assert given.usage.prompt_tokens > ask(client, max_tokens=1).usage.prompt_tokens
+
+
+def test_models_and_health(server: Served) -> None:
+    (model,) = server.client().models.list().data
+    assert (model.id, model.model_extra) == ("demo", {"drafter": "sparrow"})
+    assert server.request("GET", "/health") == (200, b'{"status":"ok"}')
+    status, body = server.request("GET", "/nothing")
+    assert (status, json.loads(body)["error"]["message"]) == (404, "Not Found")
+
+
+def test_the_page_loads_nothing_from_elsewhere(server: Served) -> None:
+    status, body = server.request("GET", "/")
+    page = body.decode()
+    assert status == 200
+    assert "http:" not in page
+    assert "https:" not in page
+    assert "innerHTML" not in page
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"n": 2}, "n"),
+        ({"top_p": 0.5}, "top_p"),
+        ({"logprobs": True}, "logprobs"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"best_of": 2}, "best_of"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"seed": 2**64}, "seed"),
+        ({"stop": [""]}, "stop.0"),
+        ({"stop": list("abcde")}, "stop"),
+        ({"stream": True, "stream_options": {"other": True}}, "stream_options.other"),
+        ({"model": None}, "model"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "messages.0.content.0.type"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "<|image_pad|>"}]}, "messages"),
+    ],
+)
+def test_a_bad_parameter_is_named(server: Served, options: dict[str, Any], param: str) -> None:
+    body = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": QUESTION}],
+        **options.pop("extra_body", {}),
+    }
+    raw = json.dumps({**body, **options}).encode()
+    status, given = server.request("POST", "/v1/chat/completions", raw, Content_Type="application/json")
+    error = json.loads(given)["error"]
+    assert (status, error["param"], error["type"]) == (400, param, "invalid_request_error")
+    assert "Traceback" not in error["message"]
+
+
+def test_the_openai_client_raises_what_it_raises_for_openai(server: Served) -> None:
+    with pytest.raises(openai.BadRequestError, match="'n' is not supported with this value") as bad:
+        ask(server.client(), n=2)
+    assert (bad.value.param, bad.value.code) == ("n", "unsupported_parameter")
+    with pytest.raises(openai.NotFoundError, match="there is no model 'other': this server has 'demo'"):
+        ask(server.client(), model="other")
+    neutral = {"n": 1, "top_p": 1.0, "frequency_penalty": 0, "logprobs": False, "tools": [], "user": "me"}
+    assert ask(server.client(), max_tokens=1, **neutral).usage.completion_tokens == 1
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"5", b"[" * 100_000, b"\xff", b'{"\\ud800": 1}'])
+def test_a_body_that_is_no_request_is_refused(server: Served, body: bytes) -> None:
+    for kind in ("application/json", "text/plain"):
+        status, given = server.request("POST", "/v1/chat/completions", body, Content_Type=kind)
+        assert (status, json.loads(given)["error"]["type"]) == (400, "invalid_request_error")
+
+
+def _bomb() -> str:
+    return data_url(Image.new("1", (9000, 9000)))
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        (lambda _: "http://127.0.0.1/scene.png", "images are not downloaded"),
+        (lambda _: "https://example.com/scene.png", "images are not downloaded"),
+        (lambda _: "scene.png", "images are not downloaded"),
+        (lambda _: "http://[", "Invalid IPv6 URL"),
+        (lambda _: "data:image/png,abc", "a data URL looks like"),
+        (lambda _: "data:image/png;base64,*", "base64"),
+        (lambda _: data_url(b"no image"), "cannot identify image file"),
+        (lambda _: data_url(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"), "cannot identify"),
+        (lambda _: _bomb(), "9000 x 9000 pixels are too many"),
+        (lambda media: f"file://{media}/absent.png", "no such file in the server's media folder"),
+        (lambda media: f"file://{media}/../secret.png", "no such file in the server's media folder"),
+        (lambda media: f"file://{media}/%2e%2e/secret.png", "no such file in the server's media folder"),
+        (lambda media: f"file://{media}/link.png", "no such file in the server's media folder"),
+        (lambda media: f"file://{media}", "no such file in the server's media folder"),
+        (lambda media: f"file://{media}/%00.png", "null byte"),
+        (lambda media: f"file://{media}/{'x' * 300}.png", "File name too long"),
+    ],
+)
+def test_an_image_that_cannot_be_used_is_named(
+    server: Served, media: Path, url: Callable[[Path], str], words: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=words) as bad:
+        ask(server.client(), shown(url(media)))
+    assert bad.value.param == "messages.0.content.0.image_url.url"
+
+
+def test_many_images_share_one_limit_of_pixels(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    part = {"type": "image_url", "image_url": {"url": data_url(Image.new("RGB", (84, 84)))}}
+    monkeypatch.setattr(chat, "MAX_PIXELS", 2 * 84 * 84)
+    monkeypatch.setattr(chat, "MIN_PIXELS", 84 * 84)
+    assert ask(server.client(), [part, part], max_tokens=1).usage.completion_tokens == 1
+    with pytest.raises(openai.BadRequestError, match="84 x 84 pixels are too many") as bad:
+        ask(server.client(), [part, part, part])
+    assert bad.value.param == "messages.0.content.2.image_url.url"
+    part["image_url"] = {"url": data_url(Image.new("RGB", (1, 1)))}  # which a processor enlarges
+    with pytest.raises(openai.BadRequestError, match="1 x 1 pixels are too many"):
+        ask(server.client(), [part, part, part])
+
+
+@pytest.mark.parametrize("field", ["messages", "content", "stream_options", "unknown"])
+def test_a_body_of_many_faults_is_refused_for_the_first(server: Served, field: str) -> None:
+    """An error for each would take a thousand times the memory of the body."""
+    turn = {"role": "user", "content": [0] * 2000 if field == "content" else QUESTION}
+    body: dict[str, Any] = {"model": "demo", "messages": [0] * 2000 if field == "messages" else [turn]}
+    many = {f"field{number}": 0 for number in range(2000)}
+    body |= many if field == "unknown" else {"stream_options": many} if field == "stream_options" else {}
+    with pytest.raises(ValidationError) as found:
+        ChatRequest.model_validate(body)
+    assert len(found.value.errors()) == 1
+    status, _ = server.request(
+        "POST", "/v1/chat/completions", json.dumps(body).encode(), Content_Type="application/json"
+    )
+    assert status == 400
+
+
+def test_without_a_media_folder_no_file_is_read(decoder: ServedDecoder, media: Path) -> None:
+    with serving(decoder) as served, pytest.raises(openai.BadRequestError, match="runs without --media"):
+        ask(served.client(), shown(f"file://{media}/scene.png"))
+
+
+def test_a_body_that_is_too_large_is_refused_before_it_is_read(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "MAX_BODY", 10_000)
+    with pytest.raises(openai.APIStatusError, match="larger than 10000 bytes") as large:
+        ask(server.client(), 20_000 * "x")
+    assert large.value.status_code == 413
+    body, kind = iter([b"x" * 6000] * 2), "application/json"
+    status, _ = server.request("POST", "/v1/chat/completions", body, chunked=True, Content_Type=kind)
+    assert status == 413
+
+
+def test_a_key_is_needed_for_all_but_the_page_and_health(decoder: ServedDecoder) -> None:
+    with serving(decoder, key=KEY) as served:
+        for wrong in ("a", "a keys", "A KEY"):
+            with pytest.raises(openai.AuthenticationError, match="the key is missing or wrong"):
+                served.client(wrong).models.list()
+        assert served.client(KEY).models.list().data[0].id == "demo"
+        status = {
+            path: served.request("GET", path)[0] for path in ("/", "/health", "/metrics", "/openapi.json")
+        }
+        assert status == {"/": 200, "/health": 200, "/metrics": 401, "/openapi.json": 401}
+        assert served.request("GET", "/metrics", Authorization=f"Bearer {KEY}")[0] == 200
+        assert served.request("GET", "/metrics", Authorization=f"Basic {KEY}")[0] == 401
+        # The key is checked before the body is read.
+        assert served.request("POST", "/v1/chat/completions", b"{")[0] == 401
+
+
+def test_another_host_name_is_refused(decoder: ServedDecoder) -> None:
+    with serving(decoder, hosts=["127.0.0.1", "[::1]"]) as served:
+        for host in ("127.0.0.1", "127.0.0.1:80", "[::1]", "[::1]:8000"):
+            assert served.request("GET", "/health", Host=host)[0] == 200
+        for host in ("rebound.example", "127.0.0.1.example", "x@127.0.0.1", "[::1", ""):
+            status, body = served.request("GET", "/health", Host=host)
+            assert (status, json.loads(body)["error"]["code"]) == (400, "invalid_host")
+
+
+def test_a_fault_of_the_server_shows_no_detail(
+    decoder: ServedDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("a detail")
+
+    monkeypatch.setattr(ServedDecoder, "decode", fail)
+    with serving(decoder) as served:
+        with pytest.raises(openai.InternalServerError) as error:
+            ask(served.client())
+        assert "a detail" not in str(error.value)
+        assert served.metric('vlmdistill_requests_total{outcome="error"}') == 1
+        monkeypatch.undo()
+        assert ask(served.client(), max_tokens=1).usage.completion_tokens == 1
+
+
+@dataclass(frozen=True)
+class Braked(ServedDecoder):
+    """Waits for a permit before each cycle."""
+
+    permits: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    begun: list[int] = field(default_factory=list)
+
+    def decode(self, request: ChatRequest, media: Path | None) -> tuple[int, Iterator[Cycle]]:
+        length, cycles = super().decode(request, media)
+
+        def braked() -> Iterator[Cycle]:
+            self.begun.append(0)
+            while self.permits.acquire(timeout=400) and (cycle := next(cycles, None)):
+                self.begun[-1] += 1
+                yield cycle
+
+        return length, braked()
+
+
+@pytest.fixture
+def braked(decoder: ServedDecoder) -> Braked:
+    return Braked(decoder.model, decoder.target)
+
+
+def open_stream(served: Served, **options: Any) -> AbstractContextManager[Any]:
+    client = served.client()
+    stream = ask(client, stream=True, **options)
+    assert isinstance(stream, openai.Stream)
+    return stream
+
+
+def test_a_client_that_disconnects_stops_its_response(braked: Braked) -> None:
+    with serving(braked) as served:
+        braked.permits.release(2)
+        with open_stream(served) as stream:
+            while not next(iter(stream)).choices[0].delta.content:
+                pass
+        served.wait_for('requests_total{outcome="disconnected"}', 1)
+        braked.permits.release(1)  # the step that was under way
+        served.wait_for("requests_running", 0)
+        assert braked.begun[0] <= 3
+        braked.permits.release(100)
+        assert ask(served.client(), max_tokens=5).usage.completion_tokens == 5
+
+
+def test_an_abandoned_response_is_not_decoded_on_for_its_next_text(decoder: ServedDecoder) -> None:
+    turn = {"role": "user", "content": QUESTION}
+    request = ChatRequest.model_validate({"model": "demo", "messages": [turn], "speculate": False})
+    response = ServedResponse(decoder, request)
+    response.abandoned.set()
+    list(response.pieces())
+    assert len(response.cycles) == 1
+
+
+def test_a_client_that_disconnects_before_its_response_frees_its_position(braked: Braked) -> None:
+    with serving(braked) as served, ThreadPoolExecutor(1) as pool:
+        first = pool.submit(ask, served.client(), max_tokens=3)
+        served.wait_for("requests_running", 1)
+        for stream in (True, False):
+            with pytest.raises(openai.APITimeoutError):
+                ask(served.client().with_options(timeout=0.3), stream=stream)
+            served.wait_for("requests_waiting", 0)
+        assert served.metric('vlmdistill_requests_total{outcome="disconnected"}') == 2
+        braked.permits.release(100)
+        assert first.result(60).usage.completion_tokens == 3
+        assert len(braked.begun) == 1
+
+
+def test_clients_wait_for_their_turn_and_more_than_the_limit_are_refused(
+    braked: Braked, server: Served
+) -> None:
+    expected = ask(server.client()).choices[0].message.content
+    with serving(braked, queue_limit=1) as served, ThreadPoolExecutor(2) as pool:
+        first = pool.submit(ask, served.client())
+        served.wait_for("requests_running", 1)
+        second = pool.submit(ask, served.client())
+        served.wait_for("requests_waiting", 1)
+        with pytest.raises(openai.RateLimitError, match="1 requests are waiting: try again later"):
+            ask(served.client())
+        braked.permits.release(200)
+        assert [one.result(60).choices[0].message.content for one in (first, second)] == [expected] * 2
+        assert braked.begun == [48, 48]
+        assert served.metric('vlmdistill_requests_total{outcome="refused"}') == 1
+
+
+def test_requests_share_one_limit_of_bytes(braked: Braked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "MAX_BODIES", 5000)
+    with serving(braked) as served, ThreadPoolExecutor(1) as pool:
+        first = pool.submit(ask, served.client(), "x" * 400, max_tokens=1)
+        served.wait_for("requests_running", 1)
+        with pytest.raises(openai.RateLimitError):
+            ask(served.client(), "x" * 4800)
+        braked.permits.release(100)
+        assert first.result(60).usage.completion_tokens == 1
+        assert ask(served.client(), "x" * 400, max_tokens=1).usage.completion_tokens == 1
+
+
+def test_a_slow_reader_blocks_no_one() -> None:
+    async def read() -> None:
+        queue = DecoderQueue(1)
+        slow = queue.stream(one for one in range(1000))
+        assert await anext(slow) == 0
+        assert [one async for one in queue.stream(one for one in "abc")] == ["a", "b", "c"]
+        assert [one async for one in slow] == list(range(1, 1000))
+
+    asyncio.run(asyncio.wait_for(read(), 30))

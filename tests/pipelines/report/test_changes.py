@@ -1,0 +1,193 @@
+"""What changed between two reports: a planted change is found, a second run is none."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.pipelines.bench.made_up import evaluation, measured
+from vlmdistill.cli.main import main
+from vlmdistill.pipelines.bench.records import Measurement, TargetId, write
+from vlmdistill.pipelines.report.changes import Changes, compare
+from vlmdistill.pipelines.targets.software import Software
+
+SOFTWARE = Software(python="3.11", vlmdistill="1", torch="2.9", transformers="5", commit="abc", command="x")
+COUNTS = ["tau", "accepted"]
+ALL = [*COUNTS, "decode_speedup", "speedup"]
+
+Save = Callable[..., Path]
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Save:
+    """Writes an evaluation into one of two workspaces."""
+
+    def made(side: str, name: str = "sparrow", /, *temperatures: Measurement, **changes: Any) -> Path:
+        file = tmp_path / side / "reports" / f"{name}.json"
+        write(evaluation(name, *temperatures, **changes), file)
+        return file
+
+    return made
+
+
+@pytest.fixture
+def compared(tmp_path: Path) -> Callable[[], Changes]:
+    return lambda: compare(tmp_path / "a", tmp_path / "b")
+
+
+def noisy(seed: int, calls: float = 32, temperature: float = 1.0, count: int = 24) -> Measurement:
+    """Sampled responses, whose calls and seconds vary by a tenth."""
+    at = measured(temperature, noise=0.1, seed=seed, count=count)
+    vary = [round(calls * (1 + 0.1 * ((7 * seed + 11 * number) % 13 - 6) / 6)) for number in range(count)]
+    prompts = [
+        dataclasses.replace(one, drafted=dataclasses.replace(one.drafted, calls=some, accepted=104 - some))
+        for one, some in zip(at.prompts, vary, strict=True)
+    ]
+    return dataclasses.replace(at, prompts=tuple(prompts))
+
+
+def test_a_planted_change_is_found_and_only_there(save: Save, compared: Callable[[], Changes]) -> None:
+    save("a", "sparrow", noisy(1, temperature=0), noisy(2))
+    save("b", "sparrow", noisy(3, temperature=0), noisy(4, calls=27))
+    changed = compared().changed
+    assert [(one.temperature, rate.rate, rate.verdict) for one, rate in changed] == [
+        (1, "tau", "higher"),
+        (1, "accepted", "higher"),
+    ]
+    tau = changed[0][1]
+    assert tau.ratio is not None
+    assert tau.ratio.low < tau.after / tau.before < tau.ratio.high
+
+
+def test_a_second_run_is_no_change(save: Save, compared: Callable[[], Changes]) -> None:
+    pairs = 40
+    for number in range(pairs):
+        save("a", f"d{number}", noisy(number))
+        save("b", f"d{number}", noisy(1000 + number))
+    found = compared()
+    rates = [rate for one in found.drafters for rate in one.rates]
+    assert len(rates) == len(ALL) * pairs
+    assert len(found.changed) <= 0.1 * len(rates)  # 95% intervals
+    assert found.differing == []
+
+
+def test_prompts_are_paired_by_key(save: Save, compared: Callable[[], Changes]) -> None:
+    at = noisy(1)
+    save("a", "sparrow", at)
+    save("b", "sparrow", dataclasses.replace(at, prompts=at.prompts[::-1]))
+    (one,) = compared().drafters
+    assert [rate.verdict for rate in one.rates] == ["equal"] * len(ALL)
+    assert all(rate.ratio and rate.ratio.low == pytest.approx(1) for rate in one.rates)
+
+
+@pytest.mark.parametrize(
+    ("change", "differs", "rates"),
+    [
+        ({"hardware": "Other"}, ["hardware"], COUNTS),
+        ({"dtype": "bfloat16", "threads": 2}, ["dtype", "threads"], COUNTS),
+        ({"attention": "eager", "compiled": True}, ["attention", "compiled"], COUNTS),
+        ({"target": TargetId(name="demo", family="qwen2_5_vl", fingerprint="beef")}, ["target"], []),
+        ({"max_new_tokens": 8}, ["max new tokens"], []),
+        ({"temperatures": (measured(count=23), measured(1.0, count=23))}, ["prompts"], []),
+        ({"tree": "30-3-8"}, ["tree"], ALL),
+    ],
+)
+def test_what_does_not_compare_is_left_out_and_said(
+    save: Save, compared: Callable[[], Changes], change: dict[str, Any], differs: list[str], rates: list[str]
+) -> None:
+    save("a")
+    save("b", "sparrow", **change) if "temperatures" not in change else save(
+        "b", "sparrow", *change["temperatures"]
+    )
+    found = compared()
+    assert [fact.name for fact in found.differing] == differs
+    assert all([rate.rate for rate in one.rates] == rates for one in found.drafters)
+    assert len(found.drafters) == (2 if rates else 0)
+    assert found.refused == ({} if rates else {"sparrow": differs})
+    assert found.untimed == ({"sparrow": differs} if rates == COUNTS else {})
+
+
+def test_versions_and_drafters_that_differ_are_listed(save: Save, compared: Callable[[], Changes]) -> None:
+    save("a", "sparrow", measured(), measured(1.0), software=SOFTWARE)
+    save("a", "old", software=SOFTWARE)
+    save("a", "same")
+    save(
+        "b",
+        "sparrow",
+        measured(),
+        software=dataclasses.replace(SOFTWARE, torch="2.10", commit=None, command="y"),
+    )
+    save("b", "new")
+    save("b", "same", software=SOFTWARE)
+    found = compared()
+    assert [(fact.name, fact.before, fact.after, fact.drafters) for fact in found.differing] == [
+        ("software", "not recorded", "recorded", ("same",)),
+        ("torch", "2.9", "2.10", ("sparrow",)),
+        ("commit", "abc", "none", ("sparrow",)),
+    ]
+    assert found.only_before == ["old", "sparrow at T=1"]
+    assert found.only_after == ["new"]
+
+
+def test_two_files_compare_whatever_their_names(save: Save) -> None:
+    found = compare(save("a", "sparrow", measured(count=5)), save("b", "hivis", measured(count=5, calls=20)))
+    (one,) = found.drafters
+    assert one.name == "sparrow -> hivis"
+    assert {rate.verdict for rate in one.rates} == {"unknown"}  # too few prompts
+
+
+def test_the_command_prints_it_and_exits_0(
+    save: Save, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save("a", "sparrow", measured(), software=SOFTWARE)
+    save("b", "sparrow", measured(calls=26, accepted=78))
+    sides = [str(tmp_path / "a"), str(tmp_path / "b" / "reports")]
+    assert main(["report", *sides]) == 0
+    printed = capsys.readouterr().out
+    for text in ("3.25 -> 4.00 (1.23-1.23)", "2.25 -> 3.00", "1.50 -> 1.50 (1.00-1.00)"):
+        assert text in printed
+    assert main(["report", *sides, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    (one,) = facts["drafters"]
+    assert [rate["verdict"] for rate in one["rates"]] == ["higher", "higher", "equal", "equal"]
+    assert one["rates"][0]["after"] == 4
+    assert facts["differing"][0]["name"] == "software"
+    save("b", "sparrow", measured(count=3))
+    assert main(["report", *sides]) == 0
+    assert "sparrow do not compare: other prompts\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        (["a", "nowhere"], 1),
+        (["a", "empty"], 1),
+        (["a", "text.json"], 1),
+        (["a"], 2),
+        (["a", "a", "a"], 2),
+        (["a", "a", "--format", "csv"], 2),
+        (["a", "a", "--out", "page.html"], 2),
+    ],
+)
+def test_wrong_input_is_one_line(
+    save: Save,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    status: int,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save("a")
+    Path("empty").mkdir()
+    Path("text.json").write_text("no JSON")
+    assert main(["report", *arguments]) == status
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    if status == 1:
+        assert captured.err.startswith("error: ")
+        assert captured.err.count("\n") == 1
+        assert arguments[-1] in captured.err

@@ -1,0 +1,476 @@
+"""The report of evaluations: its numbers and structure, its groups, and that it loads nothing."""
+
+import base64
+import dataclasses
+import hashlib
+import html
+import io
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from PIL import Image
+from typer.testing import CliRunner
+
+from tests.pipelines.bench.conftest import Save
+from tests.pipelines.report.html_page import Page
+from tests.pipelines.bench.made_up import PLAIN, RESPONSE, TIMED, measured, shown
+from vlmdistill.cli.report import report as verb
+from vlmdistill.pipelines.bench import served_records
+from vlmdistill.pipelines.bench.records import (
+    Check,
+    Measurement,
+    TargetId,
+    TrainedSettings,
+    TrainedStage,
+    Training,
+)
+from vlmdistill.pipelines.bench.served_records import (
+    ServedEvaluation,
+    ServedLoad,
+    ServerCounts,
+    ServerRun,
+    TimedRequest,
+)
+from vlmdistill.pipelines.bench.statistics import FEWEST
+from vlmdistill.pipelines.data.responses.pieces import Piece
+from vlmdistill.pipelines.report.comparison import gather
+from vlmdistill.pipelines.report.page import make
+from vlmdistill.pipelines.report.tables import csv, latex, markdown
+from vlmdistill.pipelines.workspace.workspace import Workspace
+from vlmdistill.stores.errors import DataError
+
+
+def run(*arguments: str) -> str:
+    app = typer.Typer()
+    app.command()(verb)
+    result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.stdout
+
+
+def test_page_shows_what_was_measured(workspace: Workspace, save: Save) -> None:
+    save("sparrow")
+    save("eagle2", measured(0.0, speedup=1.2, calls=40), measured(1.0, speedup=0.9))
+    made = make(workspace)
+    page = Page(made.page)
+    (group,) = made.groups
+    for text in (group.verdict.text, *(ranking.text for ranking in group.rankings)):
+        assert text in page.text
+    assert "Some Processor" in page.text
+    for paper in ("ViSpec", "MSD", "Sparrow", "HiViS", "HASS", "SpecFLASH", "SpecVLM"):
+        assert paper in page.text
+    assert "300" in page.text
+    assert "4,200" in page.text
+    drawings = [label for label in page.attributes("aria-label", "svg") if label]
+    assert any("eagle2: 1.20 1.22" in label for label in drawings)
+    assert any("sparrow: 90% 67% 75%" in label for label in drawings)
+    assert any("token 1: 50% 60% 70%" in label for label in drawings)
+    assert page.text.count("0.90\u20130.90") == 1  # the interval of a speedup
+    assert "alert" not in page.attributes("role")
+
+
+def test_charts_of_time_and_of_trees(workspace: Workspace, save: Save) -> None:
+    save("sparrow@chain-4", measured(0.0))  # 0.9 s in 32 cycles, after 0.1 s
+    save("sparrow@30-3-8", measured(0.0, calls=26), tree="30-3-8")
+    labels = Page(make(workspace).page).attributes("aria-label", "svg")
+    (cycle,) = [label for label in labels if label.startswith("Milliseconds of a cycle")]
+    assert "sparrow@chain-4: 8.44 14.06 2.81 2.81" in cycle  # draft, verify, accept, other
+    (prefill,) = [label for label in labels if label.startswith("Milliseconds of the prefill")]
+    assert "sparrow@chain-4: 20.00 70.00 10.00" in prefill
+    (against,) = [label for label in labels if label.startswith("Decode speedup against tau")]
+    assert "sparrow@chain-4: 3.25 1.56 2.00" in against  # the last: 3.25 * 13.46 / (13.46 + 8.44)
+    (trees,) = [label for label in labels if "by tree" in label]
+    assert re.findall(r"@(\S+): [\d.]+ ([\d]\.\d\d)", trees) == [("chain-4", "3.25"), ("30-3-8", "4.00")]
+
+
+def test_an_evaluation_without_phases_has_no_charts_of_time(workspace: Workspace, save: Save) -> None:
+    save("sparrow", measured(0.0, phases=None))
+    labels = Page(make(workspace).page).attributes("aria-label", "svg")
+    assert not [label for label in labels if "Milliseconds" in label or "by tree" in label]
+
+
+def test_points_of_training_are_points(workspace: Workspace, save: Save) -> None:
+    save("sparrow", measured(0.0))
+    page = Page(make(workspace).page)
+    drawn = page.source[page.source.index("Held-out agreement of sparrow") :]
+    drawn = drawn[: drawn.index("</svg>")]
+    assert drawn.count('class="mark"') == 2 * 3  # tokens ahead, times that they were measured
+    assert 'class="line"' not in drawn
+
+
+def test_seconds_that_no_cycle_accounts_for_are_a_warning(
+    workspace: Workspace, save: Save, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save("sparrow", measured(0.0, decode_seconds=0.8))  # of 1 second, 0.1 in the prefill
+    save("eagle2", measured(0.0))
+    made = make(workspace)
+    (warning,) = made.groups[0].warnings
+    assert warning.startswith("sparrow at temperature 0: ")
+    assert "90.0%" in warning
+    page = Page(made.page)
+    assert warning in page.text
+    assert "alert" in page.attributes("role")
+
+
+def test_evaluations_of_separate_runs_are_a_warning(workspace: Workspace, save: Save) -> None:
+    save("sparrow")
+    save("eagle2")
+    assert make(workspace).groups[0].warnings == []
+    save("eagle2", measured="2026-05-05 05:05")
+    made = make(workspace)
+    (group,) = made.groups
+    (warning,) = group.warnings
+    assert warning in Page(made.page).text
+
+
+def test_page_loads_nothing(workspace: Workspace, save: Save, tmp_path: Path) -> None:
+    image = tmp_path / "scene.png"
+    Image.new("RGB", (84, 84), "navy").save(image)
+    save("sparrow", measured(shown=(shown(files=(str(image),)),)))
+    page = Page(make(workspace).page)
+    assert {tag for tag, _ in page.elements}.isdisjoint({"iframe", "object", "embed", "base"})
+    for link in [*page.attributes("src"), *page.attributes("href")]:
+        assert link.startswith(("data:", "#"))
+    assert not re.search(r"https?:|//|@import|url\(", re.sub(r'"data:[^"]*"', "", page.source))
+    assert "default-src 'none'" in page.source
+    assert str(tmp_path) not in page.source
+
+
+def test_the_same_target_in_another_folder_compares(workspace: Workspace, save: Save) -> None:
+    save("sparrow")
+    save("eagle2", target=TargetId(name="/somewhere/demo", family="qwen2_5_vl", fingerprint="f00d"))
+    assert len(gather(workspace)) == 1
+    assert "/somewhere" not in make(workspace).page.read_text()
+
+
+def test_hostile_text_is_only_text(workspace: Workspace, save: Save) -> None:
+    evil = "\"'><script>alert(1)</script><img src=x onerror=alert(2)>{{ 7 * 7 }}</style>"
+    file = f"/nowhere/{evil.replace('/', '')}.png"
+    pieces = (Piece(evil, True, 0.5),)
+    response = shown(prompt=evil, files=(file,), pieces=pieces, plain=pieces)
+    save(
+        evil,
+        measured(shown=(response,)),
+        stem="hostile",
+        hardware=evil,
+        tree=evil,
+        measured=evil,
+        target=TargetId(name=evil, family=evil, fingerprint=evil),
+        training=Training(view=evil),
+        config=TrainedSettings(tree=evil, stages=(TrainedStage(name=evil, epochs=1, hops=1),)),
+    )
+    page = Page(make(workspace).page)
+    tags = [tag for tag, _ in page.elements]
+    assert tags.count("script") == len(page.scripts) == 1
+    assert evil not in page.scripts[0]
+    assert "img" not in tags
+    assert not [name for _, attrs in page.elements for name in attrs if name.startswith("on")]
+    assert "{{ 7 * 7 }}" in page.text
+
+
+def test_responses_are_complete_and_drafted_text_is_marked(workspace: Workspace, save: Save) -> None:
+    save("sparrow", measured(shown=(shown(),)))
+    page = Page(make(workspace).page)
+    parts = [(tags[-1], text) for tags, text in page.texts if "article" in tags and "p" in tags]
+    assert "".join(text for _, text in parts) == "What is k0?" + "".join(piece.text for piece in RESPONSE)
+    assert [text for tag, text in parts if tag == "mark"] == ["board\nis", "& large"]
+
+
+def test_the_policy_of_the_page_allows_its_script_and_no_other(workspace: Workspace, save: Save) -> None:
+    save("sparrow")
+    page = Page(make(workspace).page)
+    (script,) = page.scripts
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    (policy,) = [one for one in page.attributes("content", "meta") if "default-src" in one]
+    assert f"script-src 'sha256-{digest}';" in policy
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_the_script_runs_under_the_policy(workspace: Workspace, save: Save, tmp_path: Path) -> None:
+    for name in ("sparrow", "eagle2"):
+        save(name, measured(shown=(shown(pieces=TIMED, plain=PLAIN),)), measured(1.0))
+    before = make(workspace).page
+    browser = [
+        "chromium",
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={tmp_path}/profile",
+    ]
+    command = [*browser, "--dump-dom", "--virtual-time-budget=1000", before.as_uri()]
+    after = tmp_path / "after.html"
+    after.write_bytes(subprocess.run(command, check=True, capture_output=True, timeout=60).stdout)
+    hidden = [
+        [attrs["class"] for _, attrs in Page(path).elements if {"hidden", "class"} <= attrs.keys()]
+        for path in (before, after)
+    ]
+    assert {"tools", "replay", "player"} <= {*hidden[0]}
+    assert {"tools", "replay"}.isdisjoint(hidden[1])
+    assert "player" in hidden[1]  # nothing plays by itself
+
+
+def test_a_replay_has_the_time_of_every_piece(workspace: Workspace, save: Save) -> None:
+    timed = measured(shown=(shown(pieces=TIMED, plain=PLAIN),))
+    save("sparrow", timed)
+    save("eagle2", timed)
+    source = Page(make(workspace).page).source
+    runs = re.findall(
+        r'class="run (\w+)".*?data-total="([\d.]+)".*?class="text"[^>]*>(.*?)</p>', source, re.DOTALL
+    )
+    assert [run[0] for run in runs] == ["plainly", "drafted", "drafted"]  # plain decoding once for both
+    for (_, total, text), pieces in zip(runs, [PLAIN, TIMED, TIMED], strict=True):
+        times = [float(at) for at in re.findall(r'data-at="([\d.]+)"', text)]
+        assert times == [pytest.approx(1000 * (piece.seconds or 0)) for piece in pieces]
+        assert times == sorted(times)
+        assert times[-1] <= float(total)
+        assert html.unescape(re.sub("<[^>]*>", "", text)) == "".join(piece.text for piece in pieces)
+
+
+@pytest.mark.parametrize("change", [{"plain": PLAIN}, {"pieces": TIMED}, {"key": "k99", "pieces": TIMED}])
+def test_a_response_without_times_has_no_replay(
+    change: dict[str, Any], workspace: Workspace, save: Save
+) -> None:
+    save("sparrow", measured(shown=(shown(**change),)))
+    page = Page(make(workspace).page)
+    assert "replay" not in page.attributes("class")
+    assert "board" in page.text
+
+
+@pytest.mark.parametrize("label", ["kind", "dataset"])
+def test_rows_of_each_kind_and_dataset_add_up(label: str, workspace: Workspace, save: Save) -> None:
+    groups: list[dict[str, Any]] = [{label: ["image", "text", "video"][(at + 6) // 10]} for at in range(24)]
+
+    def mixed(at: Measurement) -> Measurement:
+        prompts = zip(at.prompts, groups, strict=True)
+        return dataclasses.replace(at, prompts=tuple(dataclasses.replace(one, **to) for one, to in prompts))
+
+    save("sparrow", mixed(measured(0.0)), mixed(measured(1.0, calls=40)))
+    save("eagle2", mixed(measured(0.0, calls=50)), mixed(measured(1.0)))
+    made = make(workspace)
+    rows = [row for row in Page(made.page).rows if label in row and "calls" in row]
+    assert len(rows) == 3 * 2 * 2
+    for one in made.groups[0].results:
+        mine = [row for row in rows if row[""].strip() == one.name and row["T"] == f"{one.temperature:g}"]
+        assert sum(int(row["prompts"].replace(",", "")) for row in mine) == one.figures.prompts
+        assert sum(int(row["calls"].replace(",", "")) for row in mine) == one.figures.calls
+        for row in mine:
+            assert row["tau"].startswith(f"{one.figures.tau:.2f}")
+            assert ("\u2013" in row["tau"]) == (int(row["prompts"]) >= FEWEST)
+    save("eagle2")
+    save("sparrow")
+    assert not [row for row in Page(make(workspace).page).rows if label in row]
+
+
+def test_a_prompt_is_shown_once_with_all_its_responses(workspace: Workspace, save: Save) -> None:
+    save("sparrow")
+    save("eagle2")
+    page = Page(make(workspace).page)
+    assert page.text.count("What is k0?") == 1
+    assert page.text.count("board is") == 2 * 2 * 2  # prompts, drafters, temperatures
+
+
+def test_images_are_small_copies(workspace: Workspace, save: Save, tmp_path: Path) -> None:
+    noise = Image.effect_noise((1200, 800), 60).convert("RGB")
+    noise.save(tmp_path / "photo.jpg")
+    Image.new("RGBA", (84, 42), (0, 0, 255, 128)).save(tmp_path / "drawing.png")
+    (tmp_path / "broken.png").write_bytes(b"not an image")
+    (tmp_path / "frames").mkdir()
+    names = ("photo.jpg", "drawing.png", "broken.png", "gone.png", "clip.mp4", "frames")
+    save("sparrow", measured(shown=(shown(files=tuple(str(tmp_path / name) for name in names)),)))
+    page = Page(make(workspace).page)
+    sizes = []
+    for uri in page.attributes("src", "img"):
+        data = base64.b64decode(uri.partition(",")[2])
+        sizes.append((Image.open(io.BytesIO(data)).size, uri.partition(";")[0]))
+    assert sizes == [((320, 213), "data:image/jpeg"), ((84, 42), "data:image/png")]
+    assert all(page.attributes("alt", "img"))
+    for name in ("broken.png", "gone.png", "clip.mp4"):
+        assert name in page.text
+    for name in ("clip.mp4", "frames"):
+        assert f"Video: {name}" in page.text
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"temperatures": (measured(0.0, count=8), measured(1.0, count=8))}, "prompts"),
+        ({"max_new_tokens": 64}, "max new tokens"),
+        ({"hardware": "Other"}, "hardware"),
+        ({"dtype": "bfloat16"}, "dtype"),
+        ({"threads": 2}, "threads"),
+        ({"attention": "eager"}, "attention"),
+        ({"compiled": False}, "compiled"),
+        ({"target": TargetId(name="demo", family="qwen2_5_vl", fingerprint="beef")}, "target"),
+    ],
+)
+def test_evaluations_that_cannot_be_compared_are_in_separate_groups(
+    workspace: Workspace, save: Save, tmp_path: Path, change: dict[str, Any], expected: str
+) -> None:
+    save("sparrow")
+    save("eagle2", measured="2026-05-05 05:05", **change)
+    save("hivis")
+    groups = gather(workspace)
+    assert [[one.name for one in group.rankings[0].results] for group in groups] == [
+        ["eagle2"],
+        ["hivis", "sparrow"],
+    ]
+    page = Page(make(workspace).page)
+    warning = page.text[: page.text.index("Group 1 of 2")]
+    assert expected in warning
+    printed = run("--runs", str(tmp_path / "runs"))
+    assert re.search(rf"^2 .*{expected}$", printed, re.MULTILINE)
+    facts = json.loads(run("--runs", str(tmp_path / "runs"), "--json"))
+    assert facts["differing"] == [expected]
+    assert {(row["name"], row["group"]) for row in facts["rows"]} == {
+        ("eagle2", 1),
+        ("hivis", 2),
+        ("sparrow", 2),
+    }
+
+
+def test_prints_the_table(workspace: Workspace, save: Save, tmp_path: Path) -> None:
+    save("sparrow")
+    save("eagle2", measured(speedup=1.625, count=24, noise=0.1), measured(1.0))
+    lines = run("--runs", str(tmp_path / "runs")).splitlines()
+    assert lines[0].startswith("target demo (f00d), hardware CPU Some Processor")
+    header, *cells = [re.split(r"  +", line) for line in lines[1:6]]
+    assert header[:5] == ["drafter", "T", "tau", "accepted", "speedup"]
+    assert [line[:4] for line in cells[:2]] == [
+        ["eagle2", "0", "3.25 (3.25-3.25)", "2.25 (2.25-2.25)"],
+        ["sparrow", "0", "3.25 (3.25-3.25)", "2.25 (2.25-2.25)"],
+    ]
+    assert cells[1][4] == "1.50 (1.50-1.50)"
+    speedup, low, high = map(float, re.findall(r"[\d.]+", cells[0][4]))
+    assert 1.5 < low < speedup < high < 1.8
+    assert "24/24 identical" in lines[2]
+    assert lines[-1] == f"page  {workspace.reports / 'index.html'}"
+
+
+def test_json_rows_hold_every_figure(save: Save, tmp_path: Path) -> None:
+    save()
+    elsewhere = tmp_path / "page.html"
+    facts = json.loads(run("--runs", str(tmp_path / "runs"), "--json", "--out", str(elsewhere)))
+    assert facts["page"] == str(elsewhere)
+    assert elsewhere.is_file()
+    row = facts["rows"][0]
+    assert {name: row[name] for name in ("name", "temperature", "tau", "calls", "tree", "accounted")} == {
+        "name": "sparrow",
+        "temperature": 0,
+        "tau": 3.25,
+        "calls": 24 * 32,
+        "tree": "chain-4",
+        "accounted": 1,
+    }
+    assert row["intervals"]["speedup"] == pytest.approx({"low": 1.5, "high": 1.5})
+    assert row["conditions"]["dtype"] == "float32"
+
+
+@pytest.mark.parametrize(
+    ("own", "base", "level", "expected"),
+    [
+        (["identical"] * 3, ["identical"] * 3, "lossless", "3"),
+        (["identical"], ["identical"], "lossless", ""),
+        (["identical", "identical", "near_tie"], ["identical"] * 3, "near-ties", "sparrow: 1 of 3"),
+        (["identical", "near_tie", "different"], ["identical"] * 3, "broken", "sparrow: 1 of 3"),
+        (["identical"] * 3, ["identical", "different", "different"], "broken", "plain decoding: 2 of 3"),
+    ],
+)
+def test_verdict(
+    workspace: Workspace, save: Save, own: list[Check], base: list[Check], level: str, expected: str
+) -> None:
+    save("sparrow", measured(own=own, base=base))
+    verdict = gather(workspace)[0].verdict
+    assert verdict.level == level
+    assert expected in verdict.text
+    page = Page(make(workspace).page)
+    assert verdict.text in page.text
+    assert ("alert" in page.attributes("role")) == (level == "broken")
+
+
+def test_the_verdict_names_drafters_that_were_not_checked(workspace: Workspace, save: Save) -> None:
+    save("sparrow", measured(1.0))
+    assert gather(workspace)[0].verdict.level == "unchecked"
+    save("eagle2")
+    verdict = gather(workspace)[0].verdict
+    assert verdict.level == "lossless"
+    assert "sparrow" in verdict.text
+    assert "eagle2" not in verdict.text
+
+
+def test_a_drafter_that_drafted_nothing_has_no_charts(workspace: Workspace, save: Save) -> None:
+    empty: dict[str, Any] = {"calls": 0, "tokens": 1, "accepted": 0, "chain_tried": (), "chain_accepted": ()}
+    save("sparrow", measured(shown=(), **empty), training=Training(), config=TrainedSettings(tree="chain-4"))
+    made = make(workspace)
+    page = Page(made.page)
+    assert made.groups[0].rankings[0].against_plain == "slower"
+    assert len([label for label in page.attributes("aria-label", "svg") if label]) == 1  # of the speedup
+    assert "mark" not in {tags[-1] for tags, _ in page.texts if "article" in tags}
+
+
+def test_extreme_numbers(workspace: Workspace, save: Save) -> None:
+    extreme: dict[str, Any] = {
+        "seconds": 1e-300,
+        "calls": 10**15,
+        "chain_tried": (1, 0),
+        "chain_accepted": (7, 0),
+    }
+    save("sparrow", measured(**extreme))
+    page = Page(make(workspace).page)
+    assert "nan" not in page.source
+    assert "inf" not in re.sub("inform|infer", "", page.source)
+
+
+def test_a_report_without_evaluations_names_the_command_to_run(workspace: Workspace) -> None:
+    with pytest.raises(DataError, match=r"`vlmdistill eval DRAFTER\.\.\. --model demo`"):
+        make(workspace)
+    assert not workspace.root.exists()
+
+
+def test_evaluations_of_servers_are_a_section_of_their_own(workspace: Workspace, save: Save) -> None:
+    def run(seconds: float, **more: Any) -> ServerRun:
+        asked = [
+            TimedRequest(
+                key=f"k{one}", tokens=10, seconds=seconds, first_seconds=0.1, finish="stop", response="r"
+            )
+            for one in range(8)
+        ]
+        return ServerRun(seconds=8 * seconds, requests=tuple(asked), failed=(), **more)
+
+    counts = ServerCounts(generated=80, drafts=24, accepted=48, chain_tried=(24,), chain_accepted=(18,))
+    load = ServedLoad(
+        temperature=0, concurrency=4, server=run(1.0, counts=counts), baseline=run(2.5, counts=ServerCounts())
+    )
+    made_up = ServedEvaluation(
+        format=1,
+        name="in-vllm",
+        url="http://127.0.0.1:8000",
+        model="demo",
+        drafter=None,
+        baseline="http://127.0.0.1:8001",
+        prompt_set="hash",
+        max_new_tokens=64,
+        seed=0,
+        measured="2026-01-01 00:00:00",
+        loads=(load,),
+    )
+    served_records.write(made_up, workspace.reports / "served" / "in-vllm.json")
+    alone = make(workspace)
+    assert (alone.groups, alone.served) == ([], [made_up])
+    save("sparrow")
+    both = make(workspace)
+    text = " ".join(text for _, text in Page(both.page).texts)
+    for cell in ("in-vllm", "3.00", "2.00", "2.50 (2.50\u20132.50)", "8/8"):  # tau to identical responses
+        assert cell in text
+    formats = ((markdown, "2.50 (2.50-2.50)"), (latex, "2.50 (2.50--2.50)"), (csv, "concurrency 4"))
+    for form, number in formats:
+        (line,) = [line for line in form(both).splitlines() if "in-vllm" in line]
+        assert number in line
+    (workspace.reports / "served" / "odd.json").write_text("{}")
+    with pytest.raises(DataError, match=r"odd\.json is not an evaluation of a server"):
+        make(workspace)

@@ -1,0 +1,197 @@
+"""The report in every format, and its charts as files: they have the page's numbers."""
+
+import html
+import io
+import json
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import polars as pl
+import pytest
+
+from tests.pipelines.bench.made_up import evaluation, measured
+from vlmdistill.cli.main import main
+from vlmdistill.pipelines.bench import records
+from vlmdistill.pipelines.report.comparison import gather
+from vlmdistill.pipelines.targets.software import Software
+from vlmdistill.pipelines.workspace.workspace import Workspace
+
+SOFTWARE = Software(
+    python="3.11",
+    vlmdistill="1",
+    torch="2.9",
+    transformers="5",
+    commit="abc-dirty",
+    command="vlmdistill eval x_y",
+)
+ODD = "50%_of|it & {more} \\ #1 $2 ^3 ~4 <b>*[a]*</b>\n_x_"
+
+Report = Callable[..., str]
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Workspace:
+    made = Workspace.of("demo", tmp_path / "runs")
+    changes: dict[str, Any] = {"software": SOFTWARE, "tree": "30-3-8"}
+    records.write(
+        evaluation("text_only", measured(noise=0.1), measured(1.0, speedup=0.8, noise=0.2), **changes),
+        made.reports / "one.json",
+    )
+    records.write(evaluation(ODD, measured(noise=0.1, seed=3), hardware=ODD), made.reports / "two.json")
+    return made
+
+
+@pytest.fixture
+def report(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> Report:
+    """What `vlmdistill report` prints."""
+
+    def printed(*arguments: str, status: int = 0) -> str:
+        assert main(["report", "--runs", str(workspace.root.parent), *arguments]) == status
+        return capsys.readouterr().out
+
+    return printed
+
+
+def sentences(workspace: Workspace) -> list[str]:
+    groups = gather(workspace)
+    return [text for one in groups for text in (*(rank.text for rank in one.rankings), one.verdict.text)]
+
+
+def rates(figures: Any) -> list[str]:
+    found = [
+        (getattr(figures, name), figures.intervals[name]) for name in ("tau", "speedup", "decode_speedup")
+    ]
+    return [f"{value:.2f} ({within.low:.2f}-{within.high:.2f})" for value, within in found]
+
+
+def unescaped(cell: str) -> str:
+    return html.unescape(re.sub(r"\\([^\w\s]|_)", r"\1", cell))
+
+
+def test_markdown_has_the_numbers_the_conditions_and_the_sentences(
+    workspace: Workspace, report: Report
+) -> None:
+    text = report("--format", "md")
+    lines = text.splitlines()
+    table = [
+        [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines if line[:1] == "|"
+    ]
+    rows = [dict(zip(table[0], map(unescaped, row), strict=True)) for row in table]
+    for one in (one for group in gather(workspace) for one in group.results):
+        name = " ".join(one.name.split())
+        (row,) = [row for row in rows if (row["drafter"], row["T"]) == (name, f"{one.temperature:g}")]
+        assert [row["tau"], row["speedup"], row["decode speedup"]] == rates(one.figures)
+    for sentence in (one for one in sentences(workspace) if ODD not in one):
+        assert sentence in text
+    for fact in ("- dtype: float32", "- commit: abc-dirty", "- command: vlmdistill eval x_y"):
+        assert fact in lines
+    assert "<b>" not in text
+
+
+def test_latex_has_only_escaped_names_and_balanced_tables(workspace: Workspace, report: Report) -> None:
+    text = report("--format", "latex")
+    assert r"text\_only" in text
+    assert r"50\%\_of\textbar{}it \& \{more\} \textbackslash{} \#1 \$2 \textasciicircum{}3" in text
+    code = re.sub(r"(?m)(?<!\\)%.*$", "", text)
+    bare = re.sub(r"\\[\\&%$#_{}]", "", code)
+    assert bare.count("{") == bare.count("}")
+    assert bare.count("$") == 2 * 2 * 2  # T and tau in two tables
+    assert not re.search(r"[#^_~|<>]", bare)
+    opened = re.findall(r"\\begin{(\w+\*?)}", bare)
+    assert opened == ["table*", "tabular"] * 2
+    assert sorted(opened) == sorted(re.findall(r"\\end{(\w+\*?)}", bare))
+    assert [bare.count(rule) for rule in (r"\toprule", r"\midrule", r"\bottomrule")] == [2, 2, 2]
+    rows = [line for line in code.splitlines() if line.endswith(r"\\")]
+    columns = {len(re.findall(r"(?<!\\)&", row)) + 1 for row in rows}
+    assert columns == {len(re.search(r"@{}(l+)@{}", bare)[1])}  # type: ignore[index]
+    for one in (one for group in gather(workspace) for one in group.results):
+        assert any(all(cell.replace("-", "--") in row for cell in rates(one.figures)) for row in rows)
+    for sentence in (one for one in sentences(workspace) if "text_only" in one and ODD not in one):
+        assert sentence.replace("%", r"\%").replace("_", r"\_") in text
+
+
+def test_csv_has_raw_numbers_of_all_prompts_and_of_groups(workspace: Workspace, report: Report) -> None:
+    table = pl.read_csv(io.StringIO(report("--format", "csv")))
+    for one in (one for group in gather(workspace) for one in group.results):
+        rows = table.filter((pl.col("drafter") == one.name) & (pl.col("temperature") == one.temperature))
+        assert rows.select("by", "part").rows() == [("all", ""), ("kind", "image"), ("dataset", "made up")]
+        for row in rows.to_dicts():
+            for name, within in one.figures.intervals.items():
+                assert row[name] == getattr(one.figures, name)
+                assert (row[f"{name}_low"], row[f"{name}_high"]) == (within.low, within.high)
+            assert (row["calls"], row["prompts"], row["identical"]) == (
+                one.figures.calls,
+                24,
+                one.figures.lossless.identical,
+            )
+            assert row["alpha_2"] == pytest.approx(12 / 18)
+            assert row["commit"] == ("abc-dirty" if one.name == "text_only" else None)
+
+
+def test_json_is_the_same_by_format_and_beside_another(report: Report, tmp_path: Path) -> None:
+    by_option = json.loads(report("--json"))
+    assert Path(by_option.pop("page")).is_file()
+    assert json.loads(report("--format", "json")) == by_option
+    assert by_option["rows"][-1]["software"] in (msgspec.to_builtins(SOFTWARE), None)
+    file = tmp_path / "new" / "table.md"
+    both = json.loads(report("--json", "--format", "md", "--out", str(file)))  # the file is Markdown
+    assert both.pop("md") == str(file)
+    assert both == by_option
+    assert file.read_text().startswith("# demo")
+    printed = report("--format", "csv", "--out", str(tmp_path / "table.csv"))
+    assert printed.split() == ["csv", str(tmp_path / "table.csv")]
+    assert len(pl.read_csv(tmp_path / "table.csv")) == 3 * 3
+
+
+def test_charts_are_whole_files(workspace: Workspace, report: Report, tmp_path: Path) -> None:
+    report("--format", "csv", "--plots", str(tmp_path / "plots"))
+    page = report("--json") and (workspace.reports / "index.html").read_text()
+    files = sorted((tmp_path / "plots").iterdir())
+    assert len(files) == page.count('<svg class="chart"') > 10
+    for file in files:
+        text = file.read_text()
+        root = ET.fromstring(text)
+        assert root.tag == "{http://www.w3.org/2000/svg}svg"
+        assert not re.search(r"href|url\(|@import|<script|var\(", text)
+        assert "#1f5fbf" in text  # a color of the light page
+    assert any("text_only" in file.name for file in files)
+
+
+def test_an_evaluation_of_an_earlier_version_is_read_and_printed(
+    workspace: Workspace, report: Report
+) -> None:
+    for file in workspace.reports.glob("*.json"):
+        facts = json.loads(file.read_bytes())
+        del facts["software"]
+        file.write_text(json.dumps(facts))
+    assert "software" not in report("--format", "md")
+    assert r"text\_only" in report("--format", "latex")
+    assert "torch" not in pl.read_csv(io.StringIO(report("--format", "csv"))).columns
+    assert "<dt>software</dt>" not in (report() and (workspace.reports / "index.html").read_text())
+
+
+def test_the_page_names_versions_commit_and_command(workspace: Workspace, report: Report) -> None:
+    report()
+    page = (workspace.reports / "index.html").read_text()
+    for value in SOFTWARE.facts.values():
+        assert f">{value}</dd>" in page
+
+
+def test_wrong_options_are_one_line(
+    report: Report, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report("--format", "pdf", status=2)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    for out in ("/dev/null", str(tmp_path / "folder"), str(tmp_path / "file" / "below")):
+        for form in ("html", "md"):
+            assert main(["report", "--runs", str(tmp_path / "runs"), "--format", form, "--out", out]) == 1
+            captured = capsys.readouterr()
+            assert captured.out == ""
+            assert captured.err.startswith("error: ")
+            assert captured.err.count("\n") == 1
+    assert Path("/dev/null").is_char_device()

@@ -1,0 +1,235 @@
+"""An exported drafter, fed by its `Feeding` in steps of any size, drafts what it drafts in our decoder."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from tests.drafters import synthetic
+from tests.drafters.synthetic import INFO, LAYOUTS
+from vlmdistill.drafters.checkpoints import checkpoint
+from vlmdistill.drafters.checkpoints.export import export
+from vlmdistill.drafters.checkpoints.serving import KEY, Feeding
+from vlmdistill.drafters.core import catalogue
+from vlmdistill.drafters.core.batch import Batch
+from vlmdistill.drafters.core.drafter import Drafter
+from vlmdistill.drafters.core.layers import Rotary, apply_rotary
+from vlmdistill.drafters.core.tree import Tree
+from vlmdistill.drafters.core.tree_drafter import TreeDrafter
+from vlmdistill.pipelines.vllm.plugin.compressor import Compressor
+from vlmdistill.pipelines.vllm.plugin.entry_map import EntryMap, Shown
+
+SERVED = [
+    ("eagle2", {}),
+    ("hass", {"kv_heads": "target"}),
+    ("msd", {}),
+    ("msd", {"input_norm": True}),
+    ("msd_vata", {}),
+    ("sparrow", {}),
+    ("sparrow", {"positions": "compact"}),
+    ("text_only", {}),
+    ("hivis", {}),
+    ("hivis", {"threshold": 1, "last_visual": True}),
+    ("vispec", {}),
+    ("vispec", {"num_q": 3}),
+    ("vispec", {"num_q": 1}),
+    ("vispec", {"injection": False}),
+    ("specflash", {"ratio": 2}),
+    ("specflash", {"queries": 0}),
+    ("specflash", {"queries": 1}),
+    ("specflash", {"compress": False}),
+    ("specflash", {"group": 1, "ratio": 2}),
+]
+
+
+class Served:
+    """What the plugin computes, by the names in the folder, with a KV cache of numbered slots."""
+
+    def __init__(self, folder: Path, drafter: Drafter) -> None:
+        self.config = json.loads((folder / "config.json").read_text())
+        self.feeding = msgspec.convert(self.config[KEY], Feeding)
+        weights = load_file(folder / "model.safetensors")
+        self.weights = {name: value.double() for name, value in weights.items()}
+        self.embed_VD, self.lm_head_VD = drafter.embed_VD, drafter.lm_head_VD
+        heads, width = self.config["num_key_value_heads"], self.config["head_dim"]
+        self.key_SHd, self.value_SHd = torch.zeros(2, 64, heads, width, dtype=torch.double)
+        self.rotary = Rotary(width, self.config["rope_theta"])
+        self.compressor: Compressor | None = None
+        if (compression := self.feeding.compression) is not None:
+            bias = self.config["qkv_bias"]
+            self.compressor = Compressor(compression, INFO.hidden_size, width, bias=bias).double()
+            prefix = "compressor."
+            found = {k.removeprefix(prefix): v for k, v in self.weights.items() if k.startswith(prefix)}
+            self.compressor.load_state_dict({"query_QHd": found.pop("query"), **found})
+
+    def linear(self, name: str, x_ND: Tensor) -> Tensor:
+        return F.linear(x_ND, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
+
+    def norm(self, name: str, x_ND: Tensor) -> Tensor:
+        return F.rms_norm(x_ND, (INFO.hidden_size,), self.weights[f"{name}.weight"], INFO.rms_norm_eps)
+
+    def run(
+        self,
+        embed_ND: Tensor,
+        state_ND: Tensor,
+        position_N: Tensor,
+        slot_N: Tensor,
+        bare_N: Tensor,
+        guess: int,
+        joined_ND: Tensor,
+    ) -> Tensor:
+        if "join.weight" in self.weights:
+            state_ND = self.linear("join", torch.cat([state_ND, joined_ND], -1))
+        x_ND = self.linear("fc", torch.cat([embed_ND, state_ND], -1))
+        if self.feeding.guesses:
+            x_ND = x_ND + self.weights["guesses"][min(guess, self.feeding.guesses - 1)]
+        if self.feeding.placeholder and guess:
+            x_ND = self.weights["placeholder"].expand_as(x_ND)
+        x_ND = torch.where(bare_N[:, None], embed_ND, x_ND)
+        normed_ND = self.norm("layer.input_layernorm", x_ND) if self.feeding.input_norm else x_ND
+        query_NHd, key_NKd, value_NKd = (
+            self.linear(f"layer.self_attn.{name}_proj", normed_ND).view(len(x_ND), -1, INFO.head_dim)
+            for name in "qkv"
+        )
+        factors = self.rotary(position_N, x_ND.dtype)
+        self.key_SHd[slot_N], self.value_SHd[slot_N] = apply_rotary(key_NKd, factors), value_NKd
+        seen_NS = torch.arange(len(self.key_SHd)) <= slot_N[:, None]
+        mixed_1HNd = F.scaled_dot_product_attention(
+            apply_rotary(query_NHd, factors).transpose(0, 1)[None],
+            self.key_SHd.transpose(0, 1)[None],
+            self.value_SHd.transpose(0, 1)[None],
+            attn_mask=seen_NS,
+            enable_gqa=True,
+        )
+        x_ND = x_ND + self.linear("layer.self_attn.o_proj", mixed_1HNd[0].transpose(0, 1).flatten(1))
+        normed_ND = self.norm("layer.post_attention_layernorm", x_ND)
+        gate_NM = F.silu(self.linear("layer.mlp.gate_proj", normed_ND))
+        return x_ND + self.linear(
+            "layer.mlp.down_proj", gate_NM * self.linear("layer.mlp.up_proj", normed_ND)
+        )
+
+    def draft(
+        self, visual_P: Tensor, embed_LD: Tensor, state_PD: Tensor, size: int, length: int
+    ) -> list[Tensor]:
+        """The logits of each step of a greedy chain after a prompt that is read `size` entries at a time.
+
+        Entry t has the embedding of token t + 1; the last one is the first token of the response.
+        """
+        none_P, embed_PD = torch.zeros_like(visual_P), embed_LD[1:]
+        dropped_P = visual_P if self.feeding.visual == "dropped" else none_P
+        edges = torch.diff(F.pad(visual_P.int(), (1, 1))).nonzero()[:, 0].tolist()
+        images = [Shown(start, end - start) for start, end in zip(edges[::2], edges[1::2], strict=True)]
+        entries = EntryMap.of(dropped_P.numpy(), self.feeding.after_image, images, self.feeding.compression)
+        outputs = [self.compressed(image, embed_LD, state_PD) for image in images]
+        joined_XD = torch.stack([*(out_QD[-1] for out_QD in outputs), torch.zeros_like(state_PD[0])])
+        held_1D = torch.empty(0)
+        for first in range(0, len(visual_P), size):
+            count = min(size, len(visual_P) - first)
+            step = entries.step(first, count)
+            kept_K = np.flatnonzero(step.kept_N)
+            index_N = torch.arange(first, first + count)
+            slot_K = index_N[kept_K] - torch.from_numpy(step.dropped_N)[kept_K]
+            source_N = np.where(step.source_N >= 0, step.source_N + first, -1)
+            states = [state_PD[s] if s >= 0 else held_1D for s in source_N]
+            bare_N = torch.cat([visual_P[1:], none_P[:1]])[index_N] & (self.feeding.visual == "raw")
+            embed_ND = embed_PD[index_N].clone()
+            for row in np.flatnonzero(step.query_N >= 0):
+                embed_ND[row] = outputs[step.image_N[row]][step.query_N[row]]
+                bare_N[row] = True
+            turned_N = index_N + torch.from_numpy(step.turned_N)
+            out_KD = self.run(
+                embed_ND[kept_K],
+                torch.stack([states[k] if len(states[k]) else state_PD[0] for k in kept_K]),
+                slot_K if self.feeding.positions == "compact" else turned_N[kept_K],
+                slot_K,
+                bare_N[kept_K],
+                0,
+                joined_XD[step.image_N[kept_K]],
+            )
+            held_1D = states[-1]
+        position_1 = slot_K[-1:] if self.feeding.positions == "compact" else index_N[-1:]
+        slot_1, state_1D, scores = slot_K[-1:], out_KD[-1:], list[Tensor]()
+        assert step.dropped == len(visual_P) - len(slot_K[-1:]) - int(slot_K[-1])
+        for guess in range(1, length + 1):
+            scores.append(F.linear(state_1D, self.lm_head_VD)[0])
+            embed_1D = self.embed_VD[scores[-1].argmax()][None]
+            position_1, slot_1 = position_1 + 1, slot_1 + 1
+            state_1D = self.run(
+                embed_1D, state_1D, position_1, slot_1, none_P[:1], guess, joined_XD[len(images) - 1][None]
+            )
+        return scores
+
+    def compressed(self, image: Shown, embed_LD: Tensor, state_PD: Tensor) -> Tensor:
+        """What is left of an image, [Q, D]."""
+        if self.compressor is None:
+            return torch.zeros(1, INFO.hidden_size, dtype=torch.double)
+        read_LD = state_PD if self.feeding.whole_images else embed_LD
+        left_QD: Tensor = self.compressor(read_LD[image.start : image.start + image.length])
+        return left_QD
+
+
+def ours(drafter: Drafter, one: Batch, length: int) -> list[Tensor]:
+    """The logits of our own chain after all tokens but the last."""
+    scores: list[Tensor] = []
+    logits = drafter.logits
+
+    def record(state_ND: Tensor, hop: int = 0) -> Tensor:
+        scores.append(logits(state_ND, hop)[-1])
+        return scores[-1][None]
+
+    drafter.logits = record  # type: ignore[method-assign]
+    last = len(one.ids_T) - 1
+    prompt = synthetic.cut(one, last)
+    draft = TreeDrafter(drafter, prompt)
+    draft.commit(one.ids_T[last:], prompt.feature("hidden", "text")[-1:])
+    draft.grow(Tree.parse(f"chain-{length}"))
+    return scores
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("layout", ["no image", "one image", "several images", "starts with an image"])
+@pytest.mark.parametrize(("name", "settings"), SERVED, ids=lambda value: str(value))
+def test_an_exported_drafter_drafts_what_it_drafts_here(
+    name: str, settings: dict[str, object], layout: str, tmp_path: Path
+) -> None:
+    if name == "msd" and layout == "starts with an image":
+        pytest.skip("our decoder has an entry for a visual token with no token before it, and vLLM has none")
+    drafter = synthetic.build(name, **settings).eval()
+    for parameter in drafter.parameters():
+        nn.init.normal_(parameter, std=0.25)  # with larger weights attention sees one entry alone
+    origin = checkpoint.Origin(synthetic.provenance(), catalogue.config(name).training, {})
+    checkpoint.save(drafter, name, tmp_path / name, origin)
+    export(tmp_path / name, tmp_path / "out", "float32")
+    drafter.double()  # random weights blow rounding up from guess to guess
+
+    letters = {**LAYOUTS, "starts with an image": "vvvvtttrrrr"}[layout]
+    features = drafter.config.needs(INFO, decoding=True) | synthetic.build("eagle2").config.needs(INFO)
+    one = synthetic.batch([letters], features).to("cpu", torch.double)
+    places = [*one.text_tokens.position_N.tolist(), *one.visual_tokens.position_N.tolist()]
+    order = torch.tensor(sorted(range(len(places)), key=places.__getitem__))
+    embed_ND = torch.cat([drafter.embed_VD[one.ids_T], one.feature("embed", "visual")])[order]
+    state_ND = torch.cat([one.feature("hidden", "text"), one.feature("hidden", "visual")])[order]
+    visual_N = torch.tensor([letter == "v" for letter in letters])
+
+    expected = ours(drafter, one, 4)
+    for size in (64, 5, 3, 1):
+        served = Served(tmp_path / "out", drafter)
+        if served.feeding.whole_images and size < 64:
+            continue
+        found = served.draft(visual_N[:-1], embed_ND, state_ND[:-1], size, 4)
+        torch.testing.assert_close([row.float() for row in found], expected)
+
+
+def test_a_step_of_visual_tokens_alone_keeps_one_row_and_its_slot_is_used_again() -> None:
+    entries = EntryMap.of(np.array([False, True, True, True, True, False]), "visual")
+    first, second = entries.step(0, 2), entries.step(2, 4)
+    assert first.kept_N.tolist() == [False, True]
+    assert (1 - first.dropped_N[1], first.dropped) == (0, 1)
+    assert second.kept_N.tolist() == [False, False, True, True]
+    assert (4 - second.dropped_N[2], second.dropped) == (0, 4)
