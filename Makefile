@@ -90,13 +90,13 @@ report: setup  ## the HTML page of all evaluations of MODEL
 bench: setup  ## performance ratios with their floors
 	$(BIN)/python -m benchmarks
 
-results: setup  ## all methods on the demo target, docs/results.md
+results: setup  ## all methods on the demo target, docs/measurements/results.md
 	$(BIN)/python -m benchmarks.methods
 
-video: setup  ## six methods on longer and longer videos: docs/video.md
+video: setup  ## six methods on longer and longer videos: docs/measurements/video.md
 	$(BIN)/python -m benchmarks.video
 
-claims: setup  ## the ablations of five papers, five seeds each, resumable: docs/claims.md
+claims: setup  ## the ablations of five papers, five seeds each, resumable: docs/measurements/claims.md
 	$(BIN)/python -m benchmarks.claims --runs $(RUNS) --jobs $(JOBS) $(if $(filter-out demo,$(MODEL)),--model $(MODEL))
 
 bench-store: setup  ## the store against the disk and one file per sample

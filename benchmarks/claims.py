@@ -105,7 +105,7 @@ margin; else it **cannot be told**, as is a claim whose measurement `eval` would
 many claims go wrong by chance. For a speed, all seeds of both sides decode each prompt in turn in one
 process, without the prefill (the papers' speedups include it); trust only its direction, since the target is
 tiny. CPU-s: CPU seconds of one training of each side. Papers print other quantities as tau
-([methods.md](methods.md)): compare directions, not numbers.
+([methods.md](../methods.md)): compare directions, not numbers.
 
 On the embedded targets tau is counted without decoding, on the target's own responses
 (`benchmarks/trial.py`). As a check, {conditions.compared} responses were decoded too, for the claims on
@@ -161,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--jobs", type=int, default=2, help="drafters trained in parallel")
     parser.add_argument("--model", help="another target, for all claims")
     parser.add_argument("--runs", type=Path, default=Path("runs"))
-    parser.add_argument("--out", type=Path, default=Path("docs/claims.md"))
+    parser.add_argument("--out", type=Path, default=Path("docs/measurements/claims.md"))
     options = parser.parse_args(arguments)
     papers = [replace(one, model=options.model or one.model) for one in PAPERS]
     trials = {

@@ -1,6 +1,6 @@
-"""Trains and evaluates all methods on the demo target over several seeds, and writes `docs/results.md`.
+"""Trains and evaluates all methods on the demo target over several seeds: `docs/measurements/results.md`.
 
-    python -m benchmarks.methods [--seeds 3] [--jobs 2] [--limit 50] [--runs DIR] [--out docs/results.md]
+    python -m benchmarks.methods [--seeds 3] [--jobs 2] [--limit 50] [--runs DIR] [--out FILE]
 
 All methods share one store, recipe, number of steps, tree and set of prompts. The seed changes weights, order
 and noise, not the prompts, responses and features. Finished work is not repeated. Each method is also
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--limit", type=int, default=50, help="held-out prompts")
     parser.add_argument("--drafters", default="all")
     parser.add_argument("--runs", type=Path, default=Path("runs"))
-    parser.add_argument("--out", type=Path, default=Path("docs/results.md"))
+    parser.add_argument("--out", type=Path, default=Path("docs/measurements/results.md"))
     options = parser.parse_args(arguments)
     names = catalogue.NAMES if options.drafters == "all" else tuple(options.drafters.split(","))
     workspace = Workspace.of("demo", options.runs)
@@ -193,8 +193,8 @@ def page(results: dict[str, Any]) -> str:
 {where["hardware"]}. One process decoded everything.
 Recipe `demo`: the same number of optimizer steps, tokens per step (visual ones count for methods that read
 them), learning rate, data and tree for all methods, except `lookahead`, whose tree is its own window. `tau`
-counts the bonus token, `accepted` does not ([methods.md](methods.md) says which of them each paper prints).
-CPU-s: CPU seconds of one training, start-up included; other load on the machine increases it. `tau` pools
+counts the bonus token, `accepted` does not ([methods.md](../methods.md) says which of them each paper
+prints). CPU-s: CPU seconds of one training, start-up included; other load increases it. `tau` pools
 prompts with an image and prompts of text alone: a method whose paper ends with a stage of images alone
 forgets text, and a wide interval is mostly the distance between the two. Untrained, no method has a `tau`
 above {untrained:.2f}.

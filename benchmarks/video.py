@@ -322,7 +322,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=2, help="drafters trained in parallel")
-    parser.add_argument("--out", type=Path, default=Path("docs/video.md"))
+    parser.add_argument("--out", type=Path, default=Path("docs/measurements/video.md"))
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     names, lengths = given.drafter or DRAFTERS, given.length or LENGTHS

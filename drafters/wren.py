@@ -1,4 +1,4 @@
-"""Wren -- a combination of what held in the papers' methods here (docs/wren.md); it has no paper of its own.
+"""Wren -- a combination of what held in the papers' methods; no paper (docs/measurements/wren.md).
 
 Idea: with visual tokens hidden (HiViS), what an image shows must be in the target's text states, and the last
 layer's have the next token alone. So three depths of the target (EAGLE-3) join the last state of every

@@ -16,6 +16,5 @@ def test_the_contents_list_every_page_once() -> None:
     lists = re.findall(r"```\{toctree\}\n(.*?)```", (DOCS / "index.md").read_text(), re.DOTALL)
     lines = [line for part in lists for line in part.splitlines() if line and not line.startswith(":")]
     listed = [re.sub(r".*<(.*)>", r"\1", line) for line in lines]
-    assert sorted(listed) == sorted(
-        ["self", *(file.stem for file in DOCS.glob("*.md") if file.stem != "index")]
-    )
+    pages = [str(file.relative_to(DOCS).with_suffix("")) for file in DOCS.rglob("*.md")]
+    assert sorted(listed) == sorted(["self", *(page for page in pages if page != "index")])

@@ -1,7 +1,7 @@
 """Named evaluation sets: the files that are published, and how each paper asks about them.
 
 A declaration says where a copy has its rows, which columns make the prompt, and which papers use the set.
-`local_copies.py` reads the copies. `docs/evaluation-sets.md` has the source of every row.
+`local_copies.py` reads the copies. `docs/inputs.md` has the source of every row.
 """
 
 from collections.abc import Callable, Mapping

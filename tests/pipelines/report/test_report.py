@@ -18,8 +18,8 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from tests.pipelines.bench.conftest import Save
-from tests.pipelines.report.html_page import Page
 from tests.pipelines.bench.made_up import PLAIN, RESPONSE, TIMED, measured, shown
+from tests.pipelines.report.html_page import Page
 from vlmdistill.cli.report import report as verb
 from vlmdistill.pipelines.bench import served_records
 from vlmdistill.pipelines.bench.records import (
