@@ -16,7 +16,7 @@ AV      ?= av>=15,<19
 VLM      = VLMDISTILL_RUNS=$(RUNS) $(BIN)/vlmdistill
 
 .DEFAULT_GOAL := help
-.PHONY: help setup engine demo test test-engine test-cluster lint types tree pytest test-fast prompts responses features train eval report bench bench-store bench-train results video claims docs wheel clean
+.PHONY: help setup engine demo test test-engine test-cluster lint types pytest test-fast prompts responses features train eval report bench bench-store bench-train results video claims docs wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -42,18 +42,13 @@ demo: setup  ## the whole flow on the embedded target: two drafters trained and 
 
 test: lint types pytest  ## lint, types, import contract and tests: what CI runs
 
-lint: tree  ## ruff and the import contract
+lint: setup  ## ruff and the import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	PYTHONPATH=build/types $(BIN)/lint-imports
+	PYTHONPATH=src $(BIN)/lint-imports
 
-types: tree  ## mypy --strict
+types: setup  ## mypy --strict
 	$(BIN)/mypy
-
-tree: setup  ## build/types: the package as one folder of links, which lint and types look into
-	@mkdir -p build/types/vlmdistill
-	@for p in stores drafters pipelines cli api/*.py api/py.typed; do \
-		ln -sfn ../../../$$p build/types/vlmdistill/$${p#api/}; done
 
 pytest: setup  ## the tests alone, on JOBS processes
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal

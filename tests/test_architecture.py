@@ -2,7 +2,6 @@
 
 import ast
 import re
-import tomllib
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,7 +10,7 @@ from vlmdistill.drafters.core.catalogue import DRAFTERS
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
-TOP = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"].values()
+TOP = ("src/vlmdistill", "cli", "pipelines", "drafters", "stores")
 FOLDERS = sorted({file.parent for top in TOP for file in (ROOT / top).rglob("__init__.py")})
 MOST = 15
 

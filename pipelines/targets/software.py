@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 PACKAGES = ("vlmdistill", "torch", "transformers")
-SOURCES = ("api", "cli", "drafters", "pipelines", "stores")  # of the package, in its repository
+SOURCES = ("src", "cli", "drafters", "pipelines", "stores")  # of the package, in its repository
 GIT_SECONDS = 30
 SECRET = re.compile(r"(?:^|[-_.])(?:key|token|secret|password)$", re.IGNORECASE)  # the name of an option
 HIDDEN = "***"

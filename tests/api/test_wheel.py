@@ -5,12 +5,12 @@ import os
 import shutil
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+FOLDERS = ("src", "cli", "pipelines", "drafters", "stores")
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
 
 pytestmark = pytest.mark.slow
@@ -20,10 +20,10 @@ pytestmark = pytest.mark.slow
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder into which a wheel is installed; built from a copy, so that the checkout stays as it is."""
     folder = tmp_path_factory.mktemp("wheel")
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    for name in project["tool"]["setuptools"]["package-dir"].values():
-        shutil.copytree(ROOT / name, folder / "source" / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", project["project"]["readme"], "LICENSE"):
+    unwanted = shutil.ignore_patterns("__pycache__")
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, folder / "source" / name, ignore=unwanted, symlinks=True)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / "source")
     common = ["--no-deps", "--no-index"]
     subprocess.run(
