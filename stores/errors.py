@@ -16,6 +16,10 @@ class NewerError(StoreError):
     """The data was written by a later version of this program."""
 
 
+class RacedError(StoreError):
+    """Another process has changed the same files meanwhile: another attempt may succeed."""
+
+
 class DataError(VlmdistillError):
     """Input files (prompts, responses, configurations) cannot be used as they are."""
 

@@ -71,8 +71,8 @@ def read_head(backend: Backend, record: HeadRecord, width: int) -> FrozenTables:
     where = f"{backend.url}/{name}"
     try:
         data = backend.read_range(name, 0, size)
-    except FileNotFoundError as error:
-        raise damaged(where, "it is missing") from error
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise damaged(where, error.strerror or one_line(error)) from error
     if digest(data.data) != checksum:
         raise damaged(where)
     try:

@@ -402,7 +402,7 @@ class Store:
         """Let the disk start on all arrays of a sample at once, in the order of reading."""
         shard = self.commit(row["unit"]).named
         specs = [spec for feature in features for spec in self.layout.parts[feature]]
-        with contextlib.suppress(FileNotFoundError):  # reading it reports what is missing
+        with contextlib.suppress(OSError):  # reading it reports what is missing
             for spec in (TOKENS, *specs):
                 if span := self._span(spec.rows, row):
                     self.backend.prefetch(*byte_range(shard, spec, span))

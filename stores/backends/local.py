@@ -19,6 +19,7 @@ import numpy as np
 from vlmdistill.stores.backends.backend import STAGING, Backend
 from vlmdistill.stores.backends.open_files import open_files
 from vlmdistill.stores.errors import StoreError
+from vlmdistill.stores.records import open_regular
 from vlmdistill.stores.schema import Array
 
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
@@ -74,7 +75,7 @@ class Local(Backend):
 
     def read(self, name: str, most: int | None = None) -> bytes:
         """The whole file, or its first `most` bytes; FileNotFoundError when it is missing."""
-        with open(f"{self.url}/{name}", "rb") as file:
+        with open(open_regular(f"{self.url}/{name}"), "rb") as file:
             return file.read(-1 if most is None else min(most, os.fstat(file.fileno()).st_size + 1))
 
     def read_range(self, name: str, start: int, length: int) -> Array:
@@ -352,7 +353,7 @@ def _is(path: Path, handle: int) -> bool:
 
 def lock(path: Path, wait: bool = False) -> int | None:
     """Lock a file or folder; BlockingIOError when another process has it, None without lock support."""
-    handle = os.open(path, os.O_RDONLY)
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # else a FIFO would block
     try:
         fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

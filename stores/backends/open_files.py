@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from vlmdistill.stores.backends.backend import truncated
+from vlmdistill.stores.records import open_regular
 from vlmdistill.stores.schema import Array
 
 OPEN_FILES = 128
@@ -23,7 +24,7 @@ class OpenFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._number = os.open(path, os.O_RDONLY)
+        self._number = open_regular(path)
         weakref.finalize(self, os.close, self._number)
 
     def read_range(self, start: int, length: int) -> Array:

@@ -13,9 +13,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from vlmdistill.stores.backends.backend import Backend, writing
-from vlmdistill.stores.errors import StoreError
+from vlmdistill.stores.errors import RacedError, StoreError
 from vlmdistill.stores.index.arrow import BATCH_ROWS, frame_of, read_arrow, write_arrow
-from vlmdistill.stores.integrity.commits import TRIES, is_complete
+from vlmdistill.stores.integrity.commits import is_complete
 from vlmdistill.stores.integrity.ledger import note
 from vlmdistill.stores.manifest import (
     KINDS,
@@ -27,6 +27,7 @@ from vlmdistill.stores.manifest import (
     read_record,
     seal,
 )
+from vlmdistill.stores.retry import retried
 
 if TYPE_CHECKING:
     import polars as pl
@@ -81,6 +82,7 @@ def index_table(rows: Sequence[Mapping[str, Any]], arrays: Sequence[str]) -> pa.
     return pa.table(columns)
 
 
+@retried()
 def write_table(
     backend: Backend, record: TableRecord, frame: "pl.DataFrame", unchanged: Callable[[], bool] | None = None
 ) -> bool:
@@ -94,18 +96,17 @@ def write_table(
         try:
             entry = write_arrow(folder / "table", frame)
             record = msgspec.structs.replace(record, file=record.file_of(entry), entry=entry)
-            for _ in range(TRIES):
-                # Even if it is there: it may be damaged, or old enough for gc.
-                backend.replace(record.file, folder / "table")
-                if unchanged and not unchanged():
-                    return False
-                backend.replace(name, seal(record))
-                if is_complete(backend, record):
-                    note(backend, name, record)
-                    return True
+            # Even if it is there: it may be damaged, or old enough for gc.
+            backend.replace(record.file, folder / "table")
+            if unchanged and not unchanged():
+                return False
+            backend.replace(name, seal(record))
+            if not is_complete(backend, record):
+                raise RacedError(f"{backend.url}/{record.file} was removed while it was written: try again")
+            note(backend, name, record)
+            return True
         finally:
             backend.release(folder)
-    raise StoreError(f"{backend.url}/{record.file} was removed while it was written: try again")
 
 
 def read_table(backend: Backend, kind: type[T], name: str) -> tuple[T, pa.Table]:

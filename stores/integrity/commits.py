@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable
 
 from vlmdistill.stores.backends.backend import Backend
-from vlmdistill.stores.errors import NewerError, StoreError
+from vlmdistill.stores.errors import NewerError, RacedError, StoreError, one_line
 from vlmdistill.stores.integrity.ledger import find_copy, note
 from vlmdistill.stores.manifest import (
     NAME,
@@ -20,43 +20,33 @@ from vlmdistill.stores.manifest import (
     kind_of,
     seal,
 )
+from vlmdistill.stores.retry import retried
 
-TRIES = 9  # times that vanished files are published again
 SHARD = re.compile(rf"shards/({NAME.pattern})-[0-9a-f]{{16}}")
 TABLE = re.compile(rf"({'|'.join(TABLES)})/({NAME.pattern})-[0-9a-f]{{16}}\.arrow")
 
 
+@retried()
 def commit(backend: Backend, record: Commit, publish: Callable[[], None]) -> Commit:
     """Publish a shard and make it count; returns the record of its unit, another's if that came first.
 
     StoreError when the files of that record are not all there.
     """
     name = commit_name(record.unit)
-    for attempt in range(TRIES):
-        try:
-            publish()
-        except FileNotFoundError as error:
-            if not attempt:
-                raise
-            what = f"unit {record.unit} was committed, and files of it are missing since"
-            raise StoreError(f"{what}: `vlmdistill store verify` says how to repair it") from error
-        made = backend.create(name, seal(record))
-        first = record if made else find_record(backend, name, Commit)
-        if first is None:
-            continue
-        taken = first.shard != record.shard
-        if taken:
-            backend.remove(record.named)  # the unit's name is: nobody can commit this shard
-        if is_complete(backend, first):
-            note(backend, name, first)
-            return first
-        if taken:
-            what = f"files of unit {record.unit}, which another process committed, are missing"
-            raise StoreError(f"{what}: run `store verify`")
-    raise StoreError(
-        f"the files of unit {record.unit} were removed while they were committed: does `store gc` run with "
-        "a short --grace? Write the unit again"
-    )
+    try:
+        publish()
+    except FileNotFoundError as error:
+        what = f"files of unit {record.unit} vanished while it was committed ({one_line(error)})"
+        raise StoreError(f"{what}: `vlmdistill store verify` says how to repair it") from error
+    made = backend.create(name, seal(record))
+    first = record if made else find_record(backend, name, Commit)
+    if first is not None and first.shard != record.shard:
+        backend.remove(record.named)  # the unit's name is taken: nobody can commit this shard
+    if first is not None and is_complete(backend, first):
+        note(backend, name, first)
+        return first
+    what = f"the files of unit {record.unit} were removed while they were committed"
+    raise RacedError(f"{what}: does `store gc` run with a short --grace? Run `store verify`")
 
 
 def find_commit(backend: Backend, unit: str) -> Commit | None:

@@ -14,15 +14,15 @@ import polars as pl
 from msgspec import structs
 
 from vlmdistill.stores.backends.backend import STREAMS, open_backend
-from vlmdistill.stores.errors import StoreError
+from vlmdistill.stores.errors import RacedError, StoreError
 from vlmdistill.stores.index.tables import XXH3, unlike
 from vlmdistill.stores.manifest import STORE
+from vlmdistill.stores.retry import retried
 from vlmdistill.stores.schema import Feature
 from vlmdistill.stores.sharing.merge_tables import bring_tables
 from vlmdistill.stores.sharing.transfer import copy_unit
 from vlmdistill.stores.store import Store
 
-TRIES = 9  # looks at the target, where others keep changing it
 OnSamples = Callable[[int, int], None]  # samples done, samples in all
 
 
@@ -146,14 +146,20 @@ def _copy(
     """
     content = [XXH3 + spec.name for spec in target.layout.arrays]
     sent: set[str] = set()
-    for _ in range(TRIES):
+
+    @retried()
+    def arrive() -> tuple[pl.DataFrame, pl.DataFrame]:
+        """What the target holds, and what it misses as the same is there under another key.
+
+        The first attempt copies; another looks whether all of it is there.
+        """
         there = target.index.select("key", *content)
         fresh = missing = wanted.join(there, on="key", how="anti", maintain_order="left")
         if merging:  # the first by key, so that an interrupted merge goes on to the same end
             new = fresh.join(there.select(content).unique(), on=content, how="anti", maintain_order="left")
             missing = new.unique(content, keep="first", maintain_order=True)
         if not len(missing):
-            break
+            return there, fresh
         done = 0
         by_unit = missing.sort("unit", "sample_row").group_by("unit", maintain_order=True)
         far = source.backend if target.backend.is_local else target.backend
@@ -162,11 +168,12 @@ def _copy(
             if progress:
                 progress(done, len(missing))
         sent.update(missing["key"])
-    else:
-        raise StoreError(
+        raise RacedError(
             f"{len(missing)} of {len(wanted)} samples are not in {target.path} although they were copied, "
             f"the first {missing['key'][0]}: do others remove or replace what is there? Run it again"
         )
+
+    there, fresh = arrive()
     both = wanted.join(there, on="key", how="inner", suffix=".there", maintain_order="left")
     other = both.filter(pl.any_horizontal(pl.col(name) != pl.col(f"{name}.there") for name in content))
     held = both.join(other, on="key", how="anti").select("key")

@@ -12,7 +12,7 @@ import polars as pl
 from msgspec.structs import replace
 
 from vlmdistill.stores.backends.backend import Backend
-from vlmdistill.stores.errors import StoreError
+from vlmdistill.stores.errors import RacedError, StoreError
 from vlmdistill.stores.index.arrow import frame_of
 from vlmdistill.stores.index.tables import read_table, unlike, write_table
 from vlmdistill.stores.manifest import (
@@ -26,9 +26,9 @@ from vlmdistill.stores.manifest import (
     read_record,
     record_names,
 )
+from vlmdistill.stores.retry import retried
 from vlmdistill.stores.store import Store
 
-TRIES = 9  # looks at a table that others keep replacing
 Names = tuple[str, ...]
 Said = tuple[TableRecord, pl.DataFrame]  # the facts of a table, and its rows
 
@@ -55,34 +55,30 @@ def bring_tables(source: Store, target: Store, shared: pl.DataFrame, *, keep: bo
     return tuple(replaced), tuple(left)
 
 
+@retried()
 def _bring(
     source: Backend, target: Backend, folder: str, name: str, shared: pl.DataFrame, keep: bool
 ) -> tuple[bool, bool]:
     """Bring a table: whether the target now says something else than before, and than the source.
 
-    It is looked at just before it is replaced, and again after that: what another process has put there
-    meanwhile is joined as well.
+    It is looked at again just before it is replaced: what another process has put there meanwhile is joined
+    as well.
     """
-    replaced, kind, file = False, TABLES[folder], f"{folder}/{name}.json"
-    for _ in range(TRIES):
-        there = find_record(target, file, kind)
-        if there == read_record(source, file, kind):
-            return replaced, False
-        record, theirs = _read(source, kind, name)
-        theirs = theirs.join(shared, on="key", how="semi", maintain_order="left")
-        older, mine = _read(target, kind, name) if there else (None, None)
-        rows = theirs
-        if older is not None and mine is not None:
-            record, rows = _together((record, theirs), (older, mine), shared, keep)
-            if rows.equals(mine):
-                return replaced, not _says(rows, theirs)
-
-        def unchanged(older: TableRecord | None = older) -> bool:
-            return find_record(target, file, kind) == older
-
-        if _write(target, record, rows, unchanged):
-            replaced = replaced or (mine is not None and not _says(rows, mine))
-    raise StoreError(f"{target.url}/{folder}/{name} is being replaced by others all the time: run it again")
+    kind, file = TABLES[folder], f"{folder}/{name}.json"
+    there = find_record(target, file, kind)
+    if there == read_record(source, file, kind):
+        return False, False
+    record, theirs = _read(source, kind, name)
+    rows = theirs = theirs.join(shared, on="key", how="semi", maintain_order="left")
+    mine = None
+    if there:
+        older, mine = _read(target, kind, name)
+        record, rows = _together((record, theirs), (older, mine), shared, keep)
+        if rows.equals(mine):
+            return False, not _says(rows, theirs)
+    if not _write(target, record, rows, lambda: find_record(target, file, kind) == there):
+        raise RacedError(f"{target.url}/{file} is being replaced by others all the time: run it again")
+    return mine is not None and not _says(rows, mine), not _says(rows, theirs)
 
 
 def _together(said: Said, there: Said, shared: pl.DataFrame, keep: bool) -> Said:

@@ -5,7 +5,6 @@ counts once every checksum was compared on arrival. Of others, and where the tar
 otherwise, the wanted samples are written anew, in the very bits they are stored in.
 """
 
-import hashlib
 import os
 from functools import partial
 from pathlib import Path
@@ -17,16 +16,16 @@ from msgspec.structs import replace
 
 from vlmdistill.stores.arrays import write_file
 from vlmdistill.stores.backends.backend import BLOCK, Backend, check_wanted, writing
-from vlmdistill.stores.errors import StoreError
+from vlmdistill.stores.errors import RacedError, StoreError
 from vlmdistill.stores.index.arrow import read_arrow, to_arrow
 from vlmdistill.stores.index.tables import CORE, LOSS, ROW, XXH3
 from vlmdistill.stores.integrity.commits import commit, find_commit, is_complete
-from vlmdistill.stores.manifest import INDEX, Commit, Entry, Files, damaged, shard_name
+from vlmdistill.stores.manifest import INDEX, Commit, Entry, Files, damaged, digest, shard_name
+from vlmdistill.stores.retry import retried
 from vlmdistill.stores.schema import content_hash
 from vlmdistill.stores.store import Store
 
 LONGEST = 200  # characters in the name of a unit
-TRIES = 9  # names for a unit, where other processes keep taking them
 
 
 def copy_unit(source: Store, target: Store, unit: str, rows: pl.DataFrame) -> None:
@@ -52,38 +51,37 @@ def _another(unit: str, content: Any) -> str:
     return unit[: LONGEST - len(mark)] + mark
 
 
+@retried()
 def _copy_shard(source: Store, target: Store, record: Commit) -> None:
     """Copy a shard's files; without the arrays that the target does not hold.
 
-    When another process commits other samples under the same unit name first, the shard is copied once more,
-    under another name.
+    RacedError when another process commits other samples under the same unit name first: a further attempt
+    takes another name.
     """
     arrays = {spec.name for spec in target.layout.arrays}
-    backend, unit = target.backend, record.unit
+    backend = target.backend
     # A folder of its own name, so that an interrupted copy is found again and continued.
-    label = hashlib.sha256(f"{record.shard} {sorted(arrays)}".encode()).hexdigest()[:16]
-    for _ in range(TRIES):
-        with writing(backend):
-            folder = backend.workspace(f"copy-{label}")
-            keep = True  # what arrived before an interruption is not fetched again
-            try:
-                link = source.backend.is_local and not backend.is_local  # sent from where they lie
-                files = _gather(source, record, folder, arrays, link)
-                unit = _free_unit(backend, unit, files)
-                copy = replace(
-                    record,
-                    unit=unit,
-                    shard=shard_name(unit, files),
-                    files=files,
-                    origin=content_hash(target.provenance.to_dict()),
-                    losses={name: sums for name, sums in record.losses.items() if name in arrays},
-                )
-                if commit(backend, copy, partial(_publish, backend, folder, copy)).shard == copy.shard:
-                    keep = False
-                    return
-            finally:
-                backend.release(folder, keep=keep)
-    raise StoreError(f"{backend.url} is written to by too many others at once: run it again")
+    label = digest(f"{record.shard} {sorted(arrays)}".encode())[:16]
+    with writing(backend):
+        folder = backend.workspace(f"copy-{label}")
+        keep = True  # what arrived before an interruption is not fetched again
+        try:
+            link = source.backend.is_local and not backend.is_local  # sent from where they lie
+            files = _gather(source, record, folder, arrays, link)
+            unit = _free_unit(backend, record.unit, files)
+            copy = replace(
+                record,
+                unit=unit,
+                shard=shard_name(unit, files),
+                files=files,
+                origin=content_hash(target.provenance.to_dict()),
+                losses={name: sums for name, sums in record.losses.items() if name in arrays},
+            )
+            if commit(backend, copy, partial(_publish, backend, folder, copy)).shard != copy.shard:
+                raise RacedError(f"{backend.url} is written to by too many others at once: run it again")
+            keep = False
+        finally:
+            backend.release(folder, keep=keep)
 
 
 def _gather(source: Store, record: Commit, folder: Path, arrays: set[str], link: bool) -> dict[str, Entry]:

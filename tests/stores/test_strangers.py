@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from tests.stores.samples import head, info, make, provenance, same, sample
 from vlmdistill.stores.backends.backend import open_backend
 from vlmdistill.stores.errors import StoreError, VlmdistillError
+from vlmdistill.stores.gc import collect
 from vlmdistill.stores.index.arrow import read_arrow
 from vlmdistill.stores.integrity.verify import verify
 from vlmdistill.stores.loader.epoch import Epoch
@@ -248,6 +249,40 @@ def test_a_folder_with_the_name_of_a_record_is_damage(evil: Path) -> None:
     (evil / "commits/u0.json").mkdir()
     with pytest.raises(StoreError, match=r"commits/u0\.json"):
         assert Store.open(evil).index.is_empty()
+
+
+FIFOS = [
+    "store.json",
+    "capture.json",
+    "commits/u0.json",
+    "commits/extra.json",
+    "views/v.json",
+    "stats/r.json",
+    "cache/index.json",
+    "ledger/commits/u0.json",
+    "heads/*/head.safetensors",
+    "shards/*/index.arrow",
+    "shards/*/zarr.json",
+    "shards/*/tokens/zarr.json",
+    "shards/*/hidden.text/c/0/0",
+    "staging/0123456789abcdef",
+]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("place", FIFOS)
+def test_a_fifo_hangs_nothing_and_is_named(evil: Path, tmp_path: Path, place: str) -> None:
+    path = next(evil.glob(place), evil / place)
+    path.unlink(missing_ok=True)
+    path.parent.mkdir(exist_ok=True)
+    os.mkfifo(path)
+    name = path.relative_to(evil).as_posix()
+    assert "staging" in name or name in {finding.name for finding in verify(evil).damage}
+    for act in (use, lambda path, _: collect(Store.open(path), grace=0)):
+        try:
+            act(evil, tmp_path / "into")
+        except StoreError as error:
+            one_line(error)
 
 
 def _set(name: str, value: Any) -> Callable[[pa.Table], pa.Table]:

@@ -1,0 +1,50 @@
+"""Reading small files that another program may have written: regular ones only, JSON of a declared type."""
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from vlmdistill.stores.errors import DataError, VlmdistillError, one_line
+
+T = TypeVar("T")
+
+
+def open_regular(path: str | Path) -> int:
+    """A descriptor for reading a file.
+
+    IsADirectoryError for all that is no regular file: a FIFO or a device may block for ever.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if stat.S_ISREG(os.fstat(handle).st_mode):
+        return handle
+    os.close(handle)
+    raise OSError(errno.EISDIR, "it is no regular file", str(path))
+
+
+def decode(data: bytes | str, kind: type[T]) -> T:
+    """JSON as a declared type; ValueError when it is none, or is nested too deeply."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except RecursionError as error:
+        raise ValueError(one_line(error)) from None
+
+
+def read(path: Path, kind: type[T], what: str, remedy: str, *, error: type[VlmdistillError] = DataError) -> T:
+    """A JSON file as a declared type.
+
+    FileNotFoundError when it is missing; `error` when it cannot be read, or is not `what` it should be: one
+    line with the path, the reason and the `remedy`.
+    """
+    try:
+        with open(open_regular(path), "rb") as file:
+            return decode(file.read(), kind)
+    except FileNotFoundError:
+        raise
+    except OSError as cause:
+        raise error(f"{path} cannot be read: {cause.strerror or cause}") from None
+    except ValueError as cause:
+        raise error(f"{path} is not {what} ({one_line(cause)}): {remedy}") from None
