@@ -114,12 +114,12 @@ def evaluate(
     kind = _engine(context, engine, drafters or [])
     workspace = console.workspace(model, runs)
     if bench:
-        from vlmdistill.pipelines.flow import import_benchmarks
+        from vlmdistill.pipelines.flow import import_evaluation_sets
 
         if prompts is not None:
             raise typer.BadParameter("--bench has its own", param_hint="--prompts")
         with console.progress("importing", "rows") as read:
-            prompts, limit = import_benchmarks(
+            prompts, limit = import_evaluation_sets(
                 workspace, bench, bench_data, limit, lambda rows: read(rows, 0)
             )
     elif bench_data is not None:

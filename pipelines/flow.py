@@ -27,12 +27,12 @@ from vlmdistill.pipelines.data.features.capturer import CaptureSettings, Capture
 from vlmdistill.pipelines.data.prompts import evaluation_sets, prompt_table
 from vlmdistill.pipelines.data.prompts.formats import Format
 from vlmdistill.pipelines.data.prompts.importing import Choices, ImportSummary, import_prompts, import_rows
-from vlmdistill.pipelines.data.prompts.local_copies import import_benchmark
+from vlmdistill.pipelines.data.prompts.local_copies import import_set
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.data.responses import dataset, responder
 from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
 from vlmdistill.pipelines.data.responses.responder import ResponseSummary
-from vlmdistill.pipelines.demo.prompts import AMOUNTS, benchmark_rows, import_demo
+from vlmdistill.pipelines.demo.prompts import AMOUNTS, evaluation_rows, import_demo
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.pipelines.workspace.workspace import Workspace, only_writer
@@ -268,7 +268,7 @@ def import_sources(
     return import_prompts(sources, out, kind, choices, progress)
 
 
-def import_benchmarks(
+def import_evaluation_sets(
     workspace: Workspace,
     names: Sequence[str],
     data: Path | None = None,
@@ -291,12 +291,12 @@ def import_benchmarks(
         prompts = 0
         for name in names:
             if name in found:
-                benchmark, paper = found[name]
-                prompts += import_benchmark(
-                    benchmark, paper, out, label=name, data=data, limit=limit, progress=progress
+                published, paper = found[name]
+                prompts += import_set(
+                    published, paper, out, label=name, data=data, limit=limit, progress=progress
                 )
             else:
-                rows = benchmark_rows(
+                rows = evaluation_rows(
                     folder / "demo", videos=AMOUNTS.get(workspace.model, AMOUNTS["demo"]).videos > 0
                 )
                 choices = Choices(images=folder / "demo", split="eval", limit=limit)

@@ -72,14 +72,14 @@ def import_demo(
     )
 
 
-EACH = 20  # prompts of each kind in the benchmark
+EACH = 20  # prompts of each kind in the evaluation set `demo`
 KINDS = {  # of questions about one image
     "description": ("describe", "list", "rows", "sizes", "reverse", "story"),
     "questions": ("where", "count"),
 }
 
 
-def benchmark_rows(folder: Path, *, videos: bool) -> Iterator[Row]:
+def evaluation_rows(folder: Path, *, videos: bool) -> Iterator[Row]:
     """Prompts of each kind in turn, of the split `evaluation`; their images and videos are below `folder`."""
     rng = random.Random("demo benchmark")
     folder.mkdir(parents=True, exist_ok=True)

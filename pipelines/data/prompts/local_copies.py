@@ -5,15 +5,16 @@ Of a Parquet file only the row groups with chosen rows are read: the images of a
 
 import glob
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import numpy as np
 
 from vlmdistill.pipelines.data.prompts import sources
-from vlmdistill.pipelines.data.prompts.evaluation_sets import Benchmark, Columns, Paper
+from vlmdistill.pipelines.data.prompts.evaluation_sets import EvaluationSet, Paper
 from vlmdistill.pipelines.data.prompts.importing import Choices, import_rows
 from vlmdistill.pipelines.data.prompts.sources import Row
 from vlmdistill.pipelines.media.resolver import BadRowError
@@ -22,8 +23,8 @@ from vlmdistill.stores.errors import DataError, one_line
 Place = tuple[Path, int]  # a file, and the number of a row in it, from 0
 
 
-def import_benchmark(
-    benchmark: Benchmark,
+def import_set(
+    published: EvaluationSet,
     paper: Paper,
     out: Path,
     *,
@@ -37,38 +38,38 @@ def import_benchmark(
     `label` is their dataset, and `limit` a smaller number of samples. DataError if there is no copy, if a
     column or a file is missing, or if a sample cannot be used.
     """
-    folder = _copy(benchmark, data)
-    files = sorted(path for path in folder.glob(benchmark.files) if path.is_file())
-    _complete(benchmark, folder, files)
-    places = _places(benchmark, files)
+    folder = _copy(published, data)
+    files = sorted(path for path in folder.glob(published.files) if path.is_file())
+    _complete(published, folder, files)
+    places = _places(published, files)
     if not places:
         raise DataError(
-            f"{benchmark.name} in {folder}: {benchmark.files} has no rows to use: download it again"
+            f"{published.name} in {folder}: {published.files} has no rows to use: download it again"
         )
     order = np.random.default_rng(paper.seed or 0).permutation(len(places)).tolist()
-    samples = None if paper.name in benchmark.whole else paper.samples
-    wanted = sorted(order[: min(limit or len(order), samples or len(order))])
-    rows = _rows(benchmark, paper, folder, [places[i] for i in wanted], label)
+    most = len(order) if paper.samples == "all" or paper.name in published.whole else paper.samples
+    wanted = sorted(order[: min(limit or most, most)])
+    rows = _rows(published, paper, folder, [places[i] for i in wanted], label)
     summary = import_rows([(label, rows, "chat")], out, Choices(split="eval", by_dataset=True), progress)
     if lost := {reason: count for reason, count in summary.skipped.items() if reason != "duplicate"}:
         reasons = ", ".join(f"{reason} ({count})" for reason, count in lost.items())
         raise DataError(
-            f"{benchmark.name}: {sum(lost.values())} of {len(wanted)} samples cannot be used, {reasons}: see "
+            f"{published.name}: {sum(lost.values())} of {len(wanted)} samples cannot be used, {reasons}: see "
             f"{summary.skipped_file}"
         )
     return summary.added
 
 
-def _copy(benchmark: Benchmark, data: Path | None) -> Path:
+def _copy(published: EvaluationSet, data: Path | None) -> Path:
     """The folder of a copy: in `data`, else in the hub's cache, after a download if that is possible."""
-    name, repository, reason = benchmark.name, benchmark.repository, ""
+    name, repository, reason = published.name, published.repository, ""
     hub = "://" not in repository
-    wanted = [benchmark.files, *(benchmark.images or ())[:1]]
+    wanted = [published.files, *(published.images or ())[:1]]
     if data is not None:
         for folder in (data / name, data / repository, data / Path(repository).name, data):
-            if next(folder.glob(benchmark.files), None) is not None:
+            if next(folder.glob(published.files), None) is not None:
                 return folder
-    elif hub and benchmark.kind == "image":
+    elif hub and published.kind == "image":
         import huggingface_hub
 
         try:
@@ -80,20 +81,20 @@ def _copy(benchmark: Benchmark, data: Path | None) -> Path:
     where = f"{data or 'DIR'}/{name}"
     get = f"git clone {repository} {where}"
     if hub:
-        options = [f"--revision {benchmark.revision}"] if benchmark.revision else []
-        options += [f"--include '{one}'" for one in wanted if benchmark.kind == "image"]
+        options = [f"--revision {published.revision}"] if published.revision else []
+        options += [f"--include '{one}'" for one in wanted if published.kind == "image"]
         get = " ".join(["hf download --repo-type dataset", repository, *options, f"--local-dir {where}"])
-    unpack = f", unpack {benchmark.unpack} there" if benchmark.unpack else ""
+    unpack = f", unpack {published.unpack} there" if published.unpack else ""
     raise DataError(
-        f"there is no copy of {name} (with {benchmark.files}){f' in {data}' if data else ''}{reason}: "
+        f"there is no copy of {name} (with {published.files}){f' in {data}' if data else ''}{reason}: "
         f"`{get}`{unpack}, and give --bench-data {data or 'DIR'}"
     )
 
 
-def _complete(benchmark: Benchmark, folder: Path, files: Sequence[Path]) -> None:
+def _complete(published: EvaluationSet, folder: Path, files: Sequence[Path]) -> None:
     """DataError if some files of a set are missing: the samples would be chosen from fewer rows."""
     stems = {file.stem for file in files}
-    missing = sorted(benchmark.folders.keys() - stems)
+    missing = sorted(published.folders.keys() - stems)
     for file in files:
         if shards := re.search(r"^(.*-)\d{5}-of-(\d{5})", file.stem):
             numbers = {stem.removeprefix(shards[1])[:5] for stem in stems}
@@ -101,24 +102,24 @@ def _complete(benchmark: Benchmark, folder: Path, files: Sequence[Path]) -> None
             break
     if missing:
         raise DataError(
-            f"{benchmark.name} in {folder}: {benchmark.files} lacks {len(missing)} files, such as "
+            f"{published.name} in {folder}: {published.files} lacks {len(missing)} files, such as "
             f"{missing[0]}: download them too"
         )
 
 
-def _places(benchmark: Benchmark, files: Sequence[Path]) -> list[Place]:
+def _places(published: EvaluationSet, files: Sequence[Path]) -> list[Place]:
     """All rows of a set that its papers choose from."""
     import pyarrow.parquet as pq
 
     places: list[Place] = []
     for file in files:
-        column, value = benchmark.only or ("", "")
+        column, value = published.only or ("", "")
         if file.suffix != ".parquet":
             places += [(file, number) for number, _ in enumerate(sources.read(str(file)))]
             continue
         with _reading(file):
             if column and column not in (names := pq.read_schema(file).names):
-                raise _lacks(benchmark, file, f"'{column}'", names)
+                raise _other_layout(published, file, f"no column '{column}'", names)
             kept: Any = range(pq.read_metadata(file).num_rows)
             if column:
                 kept = pq.read_table(file, columns=[column])[column].to_pylist()
@@ -138,27 +139,26 @@ def _reading(file: Path) -> Iterator[None]:
 
 
 def _rows(
-    benchmark: Benchmark, paper: Paper, folder: Path, places: Sequence[Place], label: str
+    published: EvaluationSet, paper: Paper, folder: Path, places: Sequence[Place], label: str
 ) -> Iterator[Row]:
     """The chosen rows as chat messages."""
-    asked = benchmark.asked[paper.name]
     read = list(_read(places))
-    looked_up = _images(benchmark, folder, [row for _, row in read])
+    looked_up = _images(published, folder, [row for _, row in read])
     for (file, number), row in read:
         try:
-            if benchmark.images:
-                row = {**row, "image": looked_up[row[benchmark.images[1]]]}
-            texts: list[Any] = [{"type": "text", "text": text} for text in asked(row)]
+            if published.images:
+                row = {**row, "image": looked_up[row[published.images[1]]]}
+            texts: list[Any] = [{"type": "text", "text": text} for text in published.texts(paper.name, row)]
             shown = [
-                {"type": benchmark.kind, benchmark.kind: one} for one in _media(benchmark, folder, file, row)
+                {"type": published.kind, published.kind: one} for one in _media(published, folder, file, row)
             ]
-            group = f"{label}/{row[benchmark.by]}" if benchmark.by else label
+            group = f"{label}/{row[published.by]}" if published.by else label
         except BadRowError as error:
             yield Row(str(file), label, number + 1, row, problem=error)
             continue
-        except (KeyError, TypeError, IndexError) as error:
-            raise _lacks(benchmark, file, error, list(row)) from None
-        parts = [*texts, *shown] if paper.image_last and benchmark.kind == "image" else [*shown, *texts]
+        except (jinja2.UndefinedError, KeyError, TypeError, IndexError) as error:
+            raise _other_layout(published, file, error, list(row)) from None
+        parts = [*texts, *shown] if paper.image_last and published.kind == "image" else [*shown, *texts]
         messages: list[Any] = [{"role": "system", "content": paper.system}] if paper.system else []
         messages.append({"role": "user", "content": parts})
         yield Row(str(file), group, number + 1, {"messages": messages})
@@ -189,11 +189,11 @@ def _read(places: Sequence[Place]) -> Iterator[tuple[Place, dict[str, Any]]]:
             start += size
 
 
-def _images(benchmark: Benchmark, folder: Path, rows: Sequence[Columns]) -> dict[Any, Any]:
+def _images(published: EvaluationSet, folder: Path, rows: Sequence[Mapping[str, Any]]) -> dict[Any, Any]:
     """The images of the rows by key, of a set that has them in files of their own."""
     import pyarrow.parquet as pq
 
-    files, key, theirs = benchmark.images or ("", "", "")
+    files, key, theirs = published.images or ("", "", "")
     keys = [row[key] for row in rows if key in row]
     found: dict[Any, Any] = {}
     if not keys:  # no such set, or no such column
@@ -203,30 +203,30 @@ def _images(benchmark: Benchmark, folder: Path, rows: Sequence[Columns]) -> dict
             table = pq.read_table(file, columns=[theirs, "image"], filters=[(theirs, "in", keys)])
             found |= {row[theirs]: row["image"] for row in table.to_pylist()}
     if not found:
-        raise DataError(f"{benchmark.name} in {folder}: {files} has none of its images: download it too")
+        raise DataError(f"{published.name} in {folder}: {files} has none of its images: download it too")
     return found
 
 
-def _media(benchmark: Benchmark, folder: Path, file: Path, row: Columns) -> list[Any]:
+def _media(published: EvaluationSet, folder: Path, file: Path, row: Mapping[str, Any]) -> list[Any]:
     """The images or videos of a row: contents of a column, or paths."""
-    if "{" not in benchmark.media:
-        if not (found := row[benchmark.media]):
-            raise KeyError(benchmark.media)
+    if "{" not in published.media:
+        if not (found := row[published.media]):
+            raise KeyError(published.media)
         return found if isinstance(found, list) else [found]
-    values = {**row, "folder": benchmark.folders.get(file.stem, "")}
-    path = benchmark.media.format_map(values)
+    values = {**row, "folder": published.folders.get(file.stem, "")}
+    path = published.media.format_map(values)
     if Path(path).is_absolute() or ".." in Path(path).parts:
-        raise DataError(f"{benchmark.name}: {file} names the file {path}, which is not in its folder")
-    pattern = benchmark.media.format_map({name: glob.escape(str(value)) for name, value in values.items()})
+        raise DataError(f"{published.name}: {file} names the file {path}, which is not in its folder")
+    pattern = published.media.format_map({name: glob.escape(str(value)) for name, value in values.items()})
     file_found = min(folder.absolute().glob(pattern), default=None)
     if file_found is None:
-        get = f"unpack {benchmark.unpack} there" if benchmark.unpack else "download it again"
-        raise DataError(f"{benchmark.name}: {folder} has no {path}, which {file.name} names: {get}")
+        get = f"unpack {published.unpack} there" if published.unpack else "download it again"
+        raise DataError(f"{published.name}: {folder} has no {path}, which {file.name} names: {get}")
     return [str(file_found)]
 
 
-def _lacks(benchmark: Benchmark, file: Path, column: object, present: Sequence[str]) -> DataError:
+def _other_layout(published: EvaluationSet, file: Path, problem: object, columns: Sequence[str]) -> DataError:
     return DataError(
-        f"{benchmark.name}: the rows of {file} have no usable {column}, but {', '.join(present)}: its layout "
-        "is not the published one; download it again, or import it with --prompts"
+        f"{published.name}: the layout of {file} is not the published one ({problem}; its columns are "
+        f"{', '.join(columns)}): download it again, or import it with --prompts"
     )
