@@ -46,8 +46,8 @@ from vlmdistill.pipelines.targets import batching
 from vlmdistill.pipelines.targets import encode as target_encode
 from vlmdistill.pipelines.targets.batching import packed
 from vlmdistill.pipelines.targets.capture import Leaving, Transcript
-from vlmdistill.pipelines.targets.checkpoints.loading import load_for_capture
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
+from vlmdistill.pipelines.targets.loading import load_for_capture
 from vlmdistill.pipelines.targets.target_model import TargetModel
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.writer import Writer

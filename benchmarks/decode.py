@@ -27,7 +27,7 @@ from vlmdistill.drafters.core.tree import DraftTree, Tree
 from vlmdistill.drafters.core.tree_drafter import TreeDrafter
 from vlmdistill.drafters.decoding.acceptance import verify
 from vlmdistill.drafters.decoding.clock import wait
-from vlmdistill.pipelines.targets.checkpoints.loading import load
+from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 
 TREES = ("chain-3", "chain-5", "chain-8", "8-3-2", "12-4-3", "16-4-4", "30-3-8", "60-5-10")

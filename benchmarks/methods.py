@@ -27,7 +27,7 @@ from vlmdistill.pipelines.bench.records import Evaluation
 from vlmdistill.pipelines.bench.statistics import figures
 from vlmdistill.pipelines.cluster.processes import FunctionDone
 from vlmdistill.pipelines.report.comparison import rank
-from vlmdistill.pipelines.targets.checkpoints.loading import load
+from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.workspace.workspace import Workspace
 
 UNTRAINED = 4  # prompts for the untrained drafters

@@ -36,9 +36,9 @@ from vlmdistill.drafters.decoding.decoders import plain, speculate
 from vlmdistill.pipelines import flow, train
 from vlmdistill.pipelines.demo import narration
 from vlmdistill.pipelines.demo.clips import SECONDS, Clip, frames, patches_for, random_clip
-from vlmdistill.pipelines.targets.checkpoints.loading import load
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.pipelines.targets.encode import EncodedPrompt
+from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import DataError, TrainingError

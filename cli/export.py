@@ -78,7 +78,7 @@ def compare(
 ) -> "Parity":
     """Check an exported drafter; see `parity.check`."""
     from vlmdistill.pipelines.bench import parity
-    from vlmdistill.pipelines.targets.checkpoints.loading import load
+    from vlmdistill.pipelines.targets.loading import load
     from vlmdistill.pipelines.vllm.messages import EngineJob
 
     target = load(workspace.model, dtype=written.dtype)

@@ -24,7 +24,7 @@ def import_drafter(
     of its tensor or setting.
     """
     from vlmdistill.drafters.checkpoints import published
-    from vlmdistill.pipelines.targets.checkpoints.loading import load_embedding
+    from vlmdistill.pipelines.targets.loading import load_embedding
 
     workspace = console.workspace(model, runs)
     published.read(folder, drafter)  # fails before the target is loaded

@@ -15,7 +15,7 @@ from vlmdistill.drafters.decoding.decoders import speculate
 from vlmdistill.pipelines.bench.records import read
 from vlmdistill.pipelines.bench.statistics import figures
 from vlmdistill.pipelines.demo import files as demo_files
-from vlmdistill.pipelines.targets.checkpoints.loading import load
+from vlmdistill.pipelines.targets.loading import load
 
 pytestmark = pytest.mark.slow
 

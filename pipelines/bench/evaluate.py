@@ -95,7 +95,7 @@ def evaluate(
     target.
     """
     from vlmdistill.pipelines.bench.side_by_side import SideBySide
-    from vlmdistill.pipelines.targets.checkpoints.loading import load
+    from vlmdistill.pipelines.targets.loading import load
 
     settings.check()
     software = of_this_process()  # before its files can change

@@ -18,7 +18,7 @@ from vlmdistill.pipelines.media.urls import is_url
 from vlmdistill.pipelines.targets.batching import out_of_memory
 from vlmdistill.pipelines.targets.checkpoints.folder import first_line
 from vlmdistill.pipelines.targets.families.family import IMAGE, VIDEO, Family, Inputs
-from vlmdistill.pipelines.targets.video import FrameProcessor, FrameSampling
+from vlmdistill.pipelines.targets.families.video import FrameProcessor, FrameSampling
 from vlmdistill.stores.errors import DataError, lone_surrogate
 from vlmdistill.stores.schema import Span
 

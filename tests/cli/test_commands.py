@@ -22,7 +22,7 @@ from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.checkpoints.settings import flat
 from vlmdistill.drafters.core import catalogue
 from vlmdistill.pipelines.data.prompts.prompt_table import read
-from vlmdistill.pipelines.targets.checkpoints.loading import load
+from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.train import resolve
 
 COMMAND = [sys.executable, "-m", "vlmdistill"]

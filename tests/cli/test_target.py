@@ -12,9 +12,9 @@ import pytest
 
 from vlmdistill.cli.main import main
 from vlmdistill.drafters.core import catalogue
-from vlmdistill.pipelines.targets.checkpoints.loading import load
 from vlmdistill.pipelines.targets.checkpoints.registry import HUB, REGISTRY, shipped
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
+from vlmdistill.pipelines.targets.loading import load
 
 Checkpoint = Callable[..., Path]
 

@@ -16,7 +16,7 @@ from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.tree import DraftTree, Tree
 from vlmdistill.drafters.decoding.decoders import plain, speculate
 from vlmdistill.drafters.lookahead import Lookahead, Window
-from vlmdistill.pipelines.targets.checkpoints.loading import load
+from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.stores.errors import DataError
 
 SIZE = 50

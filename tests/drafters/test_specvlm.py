@@ -16,7 +16,7 @@ from tests.pipelines.targets.stock import Stock
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.decoding.decoders import plain, speculate
 from vlmdistill.drafters.specvlm import SpecVLM, kept
-from vlmdistill.pipelines.targets.checkpoints.loading import load
+from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 
 Checkpoint = Callable[..., Path]

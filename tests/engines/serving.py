@@ -22,7 +22,7 @@ from vlmdistill.pipelines.bench.evaluate import held_out
 from vlmdistill.pipelines.bench.parity import Parity
 from vlmdistill.pipelines.cluster.environment import engine_python
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
-from vlmdistill.pipelines.targets.checkpoints.loading import load
+from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.vllm import process
 from vlmdistill.pipelines.vllm.messages import EngineJob
 from vlmdistill.pipelines.workspace.workspace import Workspace

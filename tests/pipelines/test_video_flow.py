@@ -13,7 +13,7 @@ from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.checkpoints.checkpoint import Origin
 from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.drafter import Drafter
-from vlmdistill.pipelines.targets.checkpoints.loading import load
+from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.store import Store
 

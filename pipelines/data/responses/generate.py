@@ -14,8 +14,8 @@ from vlmdistill.drafters.decoding import tree_search
 from vlmdistill.drafters.decoding.decoders import Cycle, decode
 from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
 from vlmdistill.pipelines.data.responses.pieces import Piece, pieces
-from vlmdistill.pipelines.targets.checkpoints.loading import load
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
+from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import DataError

@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor
 from transformers.utils import is_torchvision_available
 
-from vlmdistill.pipelines.targets.video import FrameProcessor, concatenated, settings
+from vlmdistill.pipelines.targets.families.video import FrameProcessor, concatenated, settings
 from vlmdistill.stores.errors import TargetError
 
 Inputs = Mapping[str, Tensor]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vlmdistill.pipelines.targets.families.family import Fact, Family, Inputs, Visual, placeholders
-from vlmdistill.pipelines.targets.video import SquareFrames, concatenated
+from vlmdistill.pipelines.targets.families.video import SquareFrames, concatenated
 from vlmdistill.stores.errors import TargetError
 
 FRAMES = 8  # that the vision tower encodes at once: it keeps the states of all its layers

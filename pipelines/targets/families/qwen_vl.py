@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vlmdistill.pipelines.targets.families.family import Fact, Family, Inputs, Visual, placeholders
-from vlmdistill.pipelines.targets.video import GridFrames, TimedGridFrames
+from vlmdistill.pipelines.targets.families.video import GridFrames, TimedGridFrames
 from vlmdistill.stores.errors import TargetError
 
 PATCHES = 16384  # that the vision tower encodes at once, unless one pair of frames has more

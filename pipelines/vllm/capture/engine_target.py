@@ -11,10 +11,10 @@ from torch import Tensor
 
 from vlmdistill.pipelines.cluster.environment import EngineName
 from vlmdistill.pipelines.targets.capture import DTYPES, Transcript
-from vlmdistill.pipelines.targets.checkpoints.loading import load_for_capture
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
 from vlmdistill.pipelines.targets.encode import EncodedPrompt, EncodedResponse
 from vlmdistill.pipelines.targets.families.family import IMAGE, VIDEO
+from vlmdistill.pipelines.targets.loading import load_for_capture
 from vlmdistill.pipelines.targets.target_model import TargetModel
 from vlmdistill.pipelines.targets.text_layers import tapped
 from vlmdistill.pipelines.vllm.capture.engine_process import Captured, EngineProcess

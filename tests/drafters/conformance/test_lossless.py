@@ -19,7 +19,7 @@ from vlmdistill.drafters.decoding import acceptance as verifying
 from vlmdistill.drafters.decoding import decoders
 from vlmdistill.drafters.decoding.acceptance import Acceptance, verify
 from vlmdistill.drafters.decoding.decoders import plain, speculate
-from vlmdistill.pipelines.targets.checkpoints.loading import load
+from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 
 pytestmark = pytest.mark.slow

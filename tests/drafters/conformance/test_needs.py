@@ -24,7 +24,7 @@ from vlmdistill.drafters.core.tree_drafter import TreeDrafter
 from vlmdistill.drafters.decoding.decoders import Cycle, speculate
 from vlmdistill.drafters.training.trainer import train
 from vlmdistill.drafters.training.unroll import unroll
-from vlmdistill.pipelines.targets.checkpoints.loading import load
+from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 from vlmdistill.stores.errors import TrainingError
 from vlmdistill.stores.schema import Feature

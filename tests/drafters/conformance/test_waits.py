@@ -15,7 +15,7 @@ from tests.drafters.synthetic import untrained
 from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.decoding.decoders import Cycle, plain, speculate
-from vlmdistill.pipelines.targets.checkpoints.loading import load
+from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 
 WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "multinomial", "_unique2")

@@ -23,8 +23,8 @@ from examples.demo_target.training import Course, Progress, train
 from examples.demo_target.wiring import wired
 from vlmdistill.cli import console
 from vlmdistill.pipelines.demo.clips import SECONDS, frames, random_clip
-from vlmdistill.pipelines.targets.checkpoints.loading import load
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
+from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.stores.errors import TargetError
 
 pytestmark = pytest.mark.slow

@@ -21,7 +21,7 @@ from vlmdistill.pipelines.demo.clips import (
 )
 from vlmdistill.pipelines.demo.narration import APPEARS, CHANGES, VANISHES
 from vlmdistill.pipelines.demo.scenes import CELLS, draw, random_scene
-from vlmdistill.pipelines.targets.video import GridFrames
+from vlmdistill.pipelines.targets.families.video import GridFrames
 
 
 @pytest.fixture(scope="module")

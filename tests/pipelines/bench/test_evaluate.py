@@ -26,7 +26,7 @@ from vlmdistill.pipelines.bench.records import Evaluation, read, write
 from vlmdistill.pipelines.bench.statistics import figures
 from vlmdistill.pipelines.bench.unfinished import Decoded
 from vlmdistill.pipelines.data.responses.generate import open_pair
-from vlmdistill.pipelines.targets.checkpoints.loading import load
+from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import DataError, TrainingError

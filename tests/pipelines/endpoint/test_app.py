@@ -34,7 +34,7 @@ from vlmdistill.pipelines.endpoint.served_decoder import (
     open_decoder,
     until_stop,
 )
-from vlmdistill.pipelines.targets.checkpoints.loading import load
+from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.workspace.workspace import Workspace
 
 QUESTION = "Describe the scene."

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vlmdistill.pipelines.targets.checkpoints.loading import load
+from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.stores.errors import TargetError
 
 

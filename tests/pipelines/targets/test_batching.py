@@ -9,7 +9,7 @@ import torch
 
 from tests import tiny
 from vlmdistill.pipelines.targets.batching import HalveOnOom, one_ahead
-from vlmdistill.pipelines.targets.checkpoints.loading import load
+from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.stores.errors import DataError, PromptError
 
 Checkpoint = Callable[..., Path]

@@ -14,8 +14,8 @@ from tests import tiny
 from tests.pipelines.targets.stock import Messages, Stock
 from vlmdistill.pipelines.media.images import large_images
 from vlmdistill.pipelines.targets.batching import one_ahead
-from vlmdistill.pipelines.targets.checkpoints.loading import load
 from vlmdistill.pipelines.targets.families import llava, qwen_vl
+from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.stores.errors import DataError, TargetError
 from vlmdistill.stores.schema import Feature, Sample
 

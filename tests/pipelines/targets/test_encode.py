@@ -11,8 +11,8 @@ from PIL import Image
 from tests import tiny
 from vlmdistill.pipelines.media import frames
 from vlmdistill.pipelines.media.images import MediaError
-from vlmdistill.pipelines.targets.checkpoints.loading import load
 from vlmdistill.pipelines.targets.encode import EncodedPrompt
+from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 from vlmdistill.stores.errors import DataError
 

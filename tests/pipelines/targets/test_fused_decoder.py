@@ -14,7 +14,7 @@ from torch._inductor.utils import run_and_get_code
 from tests import tiny
 from tests.pipelines.targets.stock import Messages, Stock
 from vlmdistill.drafters.core.target import Target
-from vlmdistill.pipelines.targets.checkpoints.loading import load
+from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 from vlmdistill.stores.errors import TargetError
 from vlmdistill.stores.schema import Feature

@@ -13,8 +13,8 @@ import transformers
 
 from tests import tiny
 from tests.pipelines.targets.stock import Stock
-from vlmdistill.pipelines.targets.checkpoints.loading import load
 from vlmdistill.pipelines.targets.generation import nucleus
+from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.stores.errors import DataError, PromptError
 
 Checkpoint = Callable[..., Path]

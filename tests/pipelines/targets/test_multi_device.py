@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from tests import tiny
-from vlmdistill.pipelines.targets.checkpoints.loading import load, load_for_capture, skeleton
 from vlmdistill.pipelines.targets.checkpoints.registry import shipped
+from vlmdistill.pipelines.targets.loading import load, load_for_capture, skeleton
 from vlmdistill.pipelines.targets.multi_device import LAYERS, ROOM, MultiDeviceTarget, device_map
 from vlmdistill.pipelines.targets.target_model import TargetModel
 from vlmdistill.stores.errors import TargetError

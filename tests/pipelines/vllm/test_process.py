@@ -15,7 +15,7 @@ from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.pipelines.bench import parity
 from vlmdistill.pipelines.bench.parity import DraftCounts, Parity, questions
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
-from vlmdistill.pipelines.targets.checkpoints.loading import load
+from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.vllm import process
 from vlmdistill.pipelines.vllm.messages import EngineJob, EngineOutcome, Question
 from vlmdistill.pipelines.vllm.process import EngineError

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from vlmdistill.drafters.decoding.clock import Laps
 from vlmdistill.drafters.decoding.decoders import Cycle
 from vlmdistill.pipelines.data.responses.pieces import pieces
-from vlmdistill.pipelines.targets.checkpoints.loading import load
+from vlmdistill.pipelines.targets.loading import load
 
 
 def of_words() -> PreTrainedTokenizerFast:

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from vlmdistill.pipelines.targets.checkpoints.info import target_info
-from vlmdistill.pipelines.targets.checkpoints.loading import skeleton
 from vlmdistill.pipelines.targets.checkpoints.registry import HUB, REGISTRY, shipped
 from vlmdistill.pipelines.targets.families import FAMILIES
+from vlmdistill.pipelines.targets.loading import skeleton
 
 # Layers, width, MLP, heads, key heads, vocabulary, positions, rotary base, one table serves twice.
 SIZES: dict[str, tuple[int, int, int, int, int, int, int, float, bool]] = {

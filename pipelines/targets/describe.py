@@ -10,10 +10,10 @@ from vlmdistill.drafters.core import catalogue as drafters
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import fingerprint
 from vlmdistill.pipelines.targets.checkpoints.folder import family_of, locate, parameters_in, weight_files
 from vlmdistill.pipelines.targets.checkpoints.info import target_info
-from vlmdistill.pipelines.targets.checkpoints.loading import generation_of, processor_of, skeleton
 from vlmdistill.pipelines.targets.checkpoints.registry import REGISTRY
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.pipelines.targets.families import FAMILIES
+from vlmdistill.pipelines.targets.loading import generation_of, processor_of, skeleton
 from vlmdistill.stores.schema import Feature, TargetInfo
 
 BYTES = 2  # per number, in bfloat16

@@ -18,11 +18,11 @@ from vlmdistill.pipelines.data.features.capturer import Capturer, CaptureSetting
 from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
 from vlmdistill.pipelines.data.responses.quality import Filters
 from vlmdistill.pipelines.data.responses.responder import Responder
-from vlmdistill.pipelines.targets.checkpoints.describe import describe
-from vlmdistill.pipelines.targets.checkpoints.loading import load
 from vlmdistill.pipelines.targets.checkpoints.registry import HUB, Options
+from vlmdistill.pipelines.targets.describe import describe
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.pipelines.targets.families import FAMILIES
+from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.workspace.workspace import Workspace, absolute_model
 from vlmdistill.stores.errors import TargetError
 from vlmdistill.stores.schema import Feature

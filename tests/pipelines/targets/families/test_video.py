@@ -15,8 +15,13 @@ from transformers.utils import is_torchvision_available
 
 from tests import tiny
 from vlmdistill.pipelines.media.frames import Footage
-from vlmdistill.pipelines.targets.checkpoints.loading import load
-from vlmdistill.pipelines.targets.video import FrameProcessor, GridFrames, SquareFrames, TimedGridFrames
+from vlmdistill.pipelines.targets.families.video import (
+    FrameProcessor,
+    GridFrames,
+    SquareFrames,
+    TimedGridFrames,
+)
+from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.stores.errors import DataError, TargetError
 
 SMALL = {"size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 20}}

@@ -25,6 +25,7 @@ from transformers.image_utils import (
     OPENAI_CLIP_STD,
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as smart_resize_all
 from transformers.video_utils import VideoMetadata
 
 from vlmdistill.pipelines.media.frames import Footage, read
@@ -266,25 +267,16 @@ class TimedGridFrames(GridFrames):
 
     def target_size(self, count: int, height: int, width: int) -> tuple[int, int]:
         """Both limits count the pixels of all frames."""
-        # The stock rule: resize as one tall image, except that frames are rounded instead of pixels.
-        step, factor, count = self.temporal_patch_size, self._factor, max(count, self.temporal_patch_size)
-        if height < factor or width < factor:
-            scale = max(factor / height, factor / width)
-            height, width = int(height * scale), int(width * scale)
-        if max(height, width) / min(height, width) > 200:
-            raise ValueError(f"absolute aspect ratio must be smaller than 200, got {width} x {height} pixels")
-        high, wide = round(height / factor) * factor, round(width / factor) * factor
-        pixels, least, most = count * height * width, self.min_pixels, self.pixels(count)
-        resized = round(count / step) * step * high * wide
-        if resized > most:
-            shrink = math.sqrt(pixels / most)
-            high = max(factor, math.floor(height / shrink / factor) * factor)
-            wide = max(factor, math.floor(width / shrink / factor) * factor)
-        elif resized < least:
-            grow = math.sqrt(least / pixels)
-            high = math.ceil(height * grow / factor) * factor
-            wide = math.ceil(width * grow / factor) * factor
-        return high, wide
+        size: tuple[int, int] = smart_resize_all(
+            max(count, self.temporal_patch_size),  # the stock rule refuses a single frame
+            height,
+            width,
+            temporal_factor=self.temporal_patch_size,
+            factor=self._factor,
+            min_pixels=self.min_pixels,
+            max_pixels=self.pixels(count),
+        )
+        return size
 
 
 class SquareFrames(FrameProcessor):
