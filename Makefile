@@ -3,6 +3,7 @@
 
 PYTHON  ?= python3
 TORCH   ?= torch==2.13.0
+VISION  ?= torchvision==0.28.0
 MODEL   ?= demo
 DRAFTER ?= sparrow
 RUNS    ?= runs
@@ -50,7 +51,10 @@ lint: setup  ## ruff and the import contracts
 types: setup  ## mypy --strict
 	$(BIN)/mypy
 
-pytest: setup  ## the tests alone, on JOBS processes
+build/torchvision: | setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ "$(VISION)"
+
+pytest: setup build/torchvision  ## the tests alone, on JOBS processes
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 test-fast: setup  ## the tests that are not marked slow: a first answer in a few minutes

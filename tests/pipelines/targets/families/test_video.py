@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from transformers.utils import is_torchvision_available
 
 from tests import tiny
 from vlmdistill.pipelines.media.frames import Footage
@@ -25,14 +24,6 @@ from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.stores.errors import DataError, TargetError
 
 SMALL = {"size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 20}}
-STOCK: dict[str, tuple[type[FrameProcessor], dict[str, Any]]] = {
-    "Qwen2VLVideoProcessor": (GridFrames, SMALL),
-    "Qwen3VLVideoProcessor": (
-        TimedGridFrames,
-        {"size": {"shortest_edge": 4096, "longest_edge": 32 * 32 * 80}},
-    ),
-    "LlavaOnevisionVideoProcessor": (SquareFrames, {"size": {"height": 28, "width": 28}}),
-}
 
 
 def test_patches_are_in_the_order_of_the_formula() -> None:
@@ -144,19 +135,6 @@ def test_settings_that_would_change_pixels_are_refused() -> None:
     for wrong in ({"do_normalize": False}, {"do_center_crop": True}, {"resample": 1}):
         with pytest.raises(TargetError, match=r"do_normalize|crops|resample"):
             GridFrames(wrong)
-
-
-@pytest.mark.skipif(not is_torchvision_available(), reason="the stock video processors need torchvision")
-@pytest.mark.parametrize("name", STOCK)
-def test_the_stock_processor_gives_the_same(name: str, tmp_path: Path) -> None:
-    mine, settings = STOCK[name]
-    stock = getattr(transformers, name)(**settings)
-    for frames, width, height in ((5, 84, 56), (8, 90, 64), (4, 57, 130), (1, 40, 40)):
-        video = tiny.clip(frames, width, height)
-        theirs = stock([video], do_sample_frames=False, return_tensors="pt")
-        for key, value in mine(settings)(video).items():
-            if key != "video_metadata":
-                torch.testing.assert_close(value, theirs[key], atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize(
