@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import typer
 
+from vlmdistill.stores.errors import printable
+
 if TYPE_CHECKING:
     from vlmdistill.pipelines.cluster.environment import EngineName
     from vlmdistill.pipelines.cluster.pool import WorkerOptions
@@ -180,7 +182,7 @@ def result(facts: Mapping[str, Any], as_json: bool) -> None:
             value = ", ".join(f"{key} {_short(count)}" for key, count in value.items()) or "none"
         elif isinstance(value, tuple | list):
             value = ", ".join(map(_short, value)) or "none"
-        typer.echo(f"{name.replace('_', ' '):<{width}}  {_short(value)}")
+        echo(f"{name.replace('_', ' '):<{width}}  {_short(value)}")
 
 
 def rows(header: Sequence[str], lines: Sequence[Sequence[Any]]) -> None:
@@ -188,12 +190,21 @@ def rows(header: Sequence[str], lines: Sequence[Sequence[Any]]) -> None:
     cells = [[_short(cell) for cell in line] for line in [header, *lines]]
     widths = [max(len(line[column]) for line in cells) for column in range(len(header))]
     for line in cells:
-        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+        echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def echo(text: str) -> None:
+    """Print a line on stdout, without what controls a terminal: names may come from others."""
+    typer.echo(_plain(text))
 
 
 def note(text: str) -> None:
-    """Print a line on stderr."""
-    typer.echo(text, err=True)
+    """Print a line on stderr, as `echo`."""
+    typer.echo(_plain(text), err=True)
+
+
+def _plain(text: str) -> str:
+    return "\n".join(map(printable, text.split("\n")))
 
 
 class ProgressCallback(Protocol):
@@ -303,12 +314,17 @@ def waiting(what: str) -> AbstractContextManager[object]:
     return Console(stderr=True).status(what)
 
 
+class _Line(logging.Formatter):
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return _plain(super().formatMessage(record))
+
+
 def log_to_stderr(debug: bool) -> None:
     """Send the project's log lines to stderr."""
     logger = logging.getLogger("vlmdistill")
     if not logger.handlers:
         handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(message)s"))
+        handler.setFormatter(_Line("%(message)s"))
         logger.addHandler(handler)
     logger.setLevel(logging.DEBUG if debug else logging.INFO)
     logger.propagate = False

@@ -226,7 +226,7 @@ def merge(
     for source, one in facts.items():
         for what in ("conflicts", "replaced", "left"):
             if one[what]:
-                typer.echo(f"{what} of {source}: {_some(one[what])}")
+                console.echo(f"{what} of {source}: {_some(one[what])}")
 
 
 @app.command()
@@ -279,7 +279,7 @@ def gc(
         console.result({"removed": names, "bytes": total, "dry_run": dry_run}, True)
         return
     for item in removed:
-        typer.echo(item.name)
+        console.echo(item.name)
     console.result(
         {"would remove" if dry_run else "removed": f"{len(removed)}, {console.size(total)}"}, False
     )

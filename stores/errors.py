@@ -5,7 +5,7 @@ class VlmdistillError(Exception):
     """Base of every error shown to a user as one line, without a traceback."""
 
     def __str__(self) -> str:
-        return " ".join(super().__str__().splitlines())
+        return printable(" ".join(super().__str__().splitlines()))
 
 
 class StoreError(VlmdistillError):
@@ -52,9 +52,14 @@ class StoppedError(VlmdistillError):
         self.signal = signal
 
 
+def printable(text: str) -> str:
+    """Text with all that controls a terminal, such as ESC or bidirectional marks, escaped as in Python."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def one_line(error: BaseException) -> str:
-    """The message of an error without line breaks."""
-    return " ".join(str(error).split())
+    """The message of an error without line breaks, safe for a terminal."""
+    return printable(" ".join(str(error).split()))
 
 
 def lone_surrogate(text: str) -> int | None:

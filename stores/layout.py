@@ -23,6 +23,7 @@ from vlmdistill.stores.schema import Array, Feature, Provenance, Rows, Sample, T
 STORAGE = {"bfloat16": "uint16", "float16": "float16", "float32": "float32"}
 ENCODINGS = ("raw", "int8")
 TOKENS = ArraySpec("tokens", "text", "int32", 4, attributes=(("columns", "ids,position,rope,response"),))
+MOST_ROPE = 1 << 24  # beyond, positions in float32 are not distinct
 TOKEN_SCALE, CHANNEL_SCALE = "token_scale", "channel_scale"
 
 
@@ -33,6 +34,7 @@ class Layout:
     features: tuple[Feature, ...]
     dtype: str
     width: int
+    vocabulary: int
     encoding: Mapping[str, str]  # feature name -> raw | int8; raw when not named
 
     @classmethod
@@ -49,7 +51,7 @@ class Layout:
         features = tuple(Feature.parse(name) for name in provenance.features)
         if len(set(features)) < len(features):
             raise StoreError("a feature is named twice")
-        return cls(features, provenance.dtype, info.hidden_size, dict(encoding))
+        return cls(features, provenance.dtype, info.hidden_size, info.vocab_size, dict(encoding))
 
     @property
     def storage(self) -> str:
@@ -120,9 +122,25 @@ class Layout:
                     f"sample {sample.key}: {feature.name} is {rows.dtype}{list(rows.shape)}, "
                     f"not {self.storage}{list(shape)}"
                 )
-        why = untiled(sample.position_T, [(span.start, span.length) for span in sample.spans])
+        spans = [(span.start, span.length) for span in sample.spans]
+        why = self.unknown(sample.ids_T, sample.rope_T) or untiled(sample.position_T, spans)
         if why:
             raise StoreError(f"sample {sample.key}: {why}")
+
+    def unknown(self, ids_T: Array, rope_T: Array) -> str | None:
+        """Why a target cannot have such tokens: an id outside its vocabulary, an absurd rotary position."""
+        odd_T = self.is_unknown(ids_T, rope_T)
+        if not odd_T.any():
+            return None
+        token, rope = ids_T[odd_T][0], rope_T[odd_T][0]
+        if 0 <= token < self.vocabulary:
+            return f"a token has the rotary position {rope}, not one of 0 to {MOST_ROPE - 1}"
+        return f"a token has the id {token}, the vocabulary those of 0 to {self.vocabulary - 1}"
+
+    def is_unknown(self, ids_T: Array, rope_T: Array) -> Array:
+        """Which tokens [T, bool] a target cannot have."""
+        odd_T: Array = (ids_T < 0) | (ids_T >= self.vocabulary) | (rope_T < 0) | (rope_T >= MOST_ROPE)
+        return odd_T
 
     def split(self, sample: Sample, losses: dict[str, list[float]]) -> Iterator[tuple[ArraySpec, Array]]:
         """The rows of each array for one sample.

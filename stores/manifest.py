@@ -179,6 +179,12 @@ class ViewRecord(TableRecord, frozen=True, kw_only=True):
 
     FOLDER = VIEWS
 
+    def wrong(self, name: str) -> str | None:
+        """Its numbers add up."""
+        if self.rows != self.kept + sum(self.dropped.values()):
+            return f"{self.kept} samples that it keeps and those that it drops are not {self.rows}"
+        return super().wrong(name)
+
 
 class RunRecord(TableRecord, frozen=True, kw_only=True):
     """What a training run says of samples."""
@@ -292,7 +298,7 @@ def read_record(backend: Backend, name: str, kind: type[R], below: str = "") -> 
         raise damaged(where, "no record can have that name")
     try:
         return unseal(backend.read(below + name, kind.MOST + 1), kind, name)
-    except (ValueError, IsADirectoryError) as error:
+    except (ValueError, IsADirectoryError, NotADirectoryError) as error:
         raise damaged(where, one_line(error)) from error
     except NewerError as error:
         what = f"{where} {error}, this vlmdistill reads up to {SCHEMA_VERSION}: update vlmdistill"
@@ -323,7 +329,15 @@ def shard_name(unit: str, files: Files) -> str:
 
 def record_names(backend: Backend, folder: str) -> list[str]:
     """The names of the records in a folder, sorted."""
-    return [name.removesuffix(".json") for name in backend.list_names(folder) if name.endswith(".json")]
+    return [name.removesuffix(".json") for name in names_in(backend, folder) if name.endswith(".json")]
+
+
+def names_in(backend: Backend, folder: str) -> list[str]:
+    """The sorted names in a folder of the store; StoreError when it is a file."""
+    try:
+        return backend.list_names(folder)
+    except NotADirectoryError as error:
+        raise damaged(f"{backend.url}/{folder}", "it is no folder") from error
 
 
 def units(backend: Backend) -> list[str]:

@@ -21,14 +21,16 @@ import numpy as np
 
 from vlmdistill.stores.arrays import ArraySpec, byte_range, read_rows
 from vlmdistill.stores.backends.backend import STAGING, Backend, open_backend, writing
-from vlmdistill.stores.errors import StoreError
+from vlmdistill.stores.errors import StoreError, one_line
 from vlmdistill.stores.heads import read_head, write_head
 from vlmdistill.stores.index.merged import Lines, OnShards, Shards, silent
 from vlmdistill.stores.index.tables import XXH3, reserved
 from vlmdistill.stores.integrity.commits import commit, is_complete
+from vlmdistill.stores.integrity.ledger import require_all
 from vlmdistill.stores.layout import TOKENS, Layout, dequantize, rows_of
 from vlmdistill.stores.manifest import (
     CAPTURE,
+    COMMITS,
     FORMAT,
     HEADS,
     KINDS,
@@ -39,6 +41,7 @@ from vlmdistill.stores.manifest import (
     StoreRecord,
     damaged,
     find_record,
+    names_in,
     read_record,
     seal,
     units,
@@ -56,10 +59,12 @@ from vlmdistill.stores.schema import (
     TargetInfo,
     content_hash,
 )
+from vlmdistill.stores.suggestions import did_you_mean
 from vlmdistill.stores.writer import Writer
 
 if TYPE_CHECKING:
     import polars as pl
+    import zarr
 
 
 class Store:
@@ -255,7 +260,7 @@ class Store:
     def _lines(self) -> Lines:
         from vlmdistill.stores.views.run_stats import join_stats
 
-        there = tuple(units(self.backend)), tuple(self.backend.list_names(STATS))
+        there = tuple(units(self.backend)), tuple(names_in(self.backend, STATS))
         if self._index is None or self._index[0] != there:
             merged = self._shards.merged(there[0], self._report)
             self._meta = {name: kind for name, kind in merged.schema.items() if not reserved(name)}
@@ -272,8 +277,9 @@ class Store:
             The rows of `index` that the view keeps, sorted by key.
 
         Raises:
-            StoreError: There is no such view, or it is damaged.
+            StoreError: There is no such view, it is damaged, or the record of a unit is lost.
         """
+        require_all(self.backend, (COMMITS,))
         if name is None:
             return self.index
         from vlmdistill.stores.views.filters import view_keys
@@ -319,6 +325,33 @@ class Store:
         self._prefetch(row, chosen)
         return self._read(row, chosen)
 
+    def array(self, name: str, unit: str) -> "zarr.Array[Any]":
+        """Open an array of a shard with zarr, for reading alone; zarr compares no checksums.
+
+        Args:
+            name: `tokens` [T, 4], or an array of a feature, such as `hidden.text` [T, D] with the rows
+                of all samples of the shard; `text_row` and the like in the index say which are whose.
+            unit: The shard: a value of the column `unit` of the index.
+
+        Returns:
+            The array as it is stored: bfloat16 as uint16.
+
+        Raises:
+            StoreError: The store has no such array or unit, or zarr cannot open it.
+
+        Example:
+            >>> hidden_TD = store.array("hidden.text", store.index["unit"][0])[:100]
+        """
+        import zarr
+
+        names = [spec.name for spec in self.layout.arrays]
+        if name not in names:
+            raise StoreError(f"a shard has no array '{name}'{did_you_mean(name, names)}: {', '.join(names)}")
+        try:
+            return zarr.open_array(f"{self.path}/{self.commit(unit).named}/{name}", mode="r")
+        except (OSError, ValueError, TypeError, LookupError) as error:
+            raise StoreError(f"{name} of unit {unit} cannot be opened: {one_line(error)}") from error
+
     def _find(self, key: str) -> dict[str, Any] | None:
         """The row of the index of a sample, None when there is none."""
         row = self._index[1].find(key) if self._index else None
@@ -326,7 +359,7 @@ class Store:
 
     def _read(self, row: Mapping[str, Any], features: Sequence[Feature]) -> Sample:
         """The sample of one row of the index."""
-        ids_T, position_T, rope_T, response_T = np.ascontiguousarray(self.rows(TOKENS, row).T)
+        ids_T, position_T, rope_T, response_T = np.ascontiguousarray(self._tokens(row).T)
         written = self.commit(row["unit"]).meta  # without the statistics of training runs
         return Sample(
             key=row["key"],
@@ -365,7 +398,7 @@ class Store:
         held = {feature: self._buffer(feature, ends[feature.where][-1], buffers) for feature in chosen}
         spans = list[tuple[int, int, int]]()
         for at, row in enumerate(rows):
-            self.rows(TOKENS, row, tokens_T4[ends["text"][at] : ends["text"][at + 1]])
+            self._tokens(row, tokens_T4[ends["text"][at] : ends["text"][at + 1]])
             spans += [(at, span.start, span.length) for span in self._spans(row)]
             for feature, block in held.items():
                 self._feature(feature, row, block[ends[feature.where][at] : ends[feature.where][at + 1]])
@@ -383,6 +416,13 @@ class Store:
         if feature not in buffers or len(buffers[feature]) < size:
             buffers[feature] = np.empty(size + size // 4, np.uint8)
         return buffers[feature][:size].view(self.layout.storage).reshape(rows, self.layout.width)
+
+    def _tokens(self, row: Mapping[str, Any], out: Array | None = None) -> Array:
+        """The tokens [T, 4] of one sample, in `out` if given; StoreError when no target can have them."""
+        tokens_T4 = self.rows(TOKENS, row, out)
+        if why := self.layout.unknown(tokens_T4[:, 0], tokens_T4[:, 2]):
+            raise damaged(self._where(self.commit(row["unit"]).named, TOKENS, row), why)
+        return tokens_T4
 
     def _feature(self, feature: Feature, row: Mapping[str, Any], out: Array | None = None) -> Array:
         """The rows [n, D] of a feature of one sample, in `out` if given."""

@@ -6,6 +6,7 @@ Writers share no file, so any number of them may run anywhere.
 """
 
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +23,8 @@ from vlmdistill.stores.integrity.ledger import LEDGER, find_copy
 from vlmdistill.stores.layout import Layout, rows_of
 from vlmdistill.stores.manifest import GROUP, INDEX, Commit, check_name, commit_name, find_record, shard_name
 from vlmdistill.stores.schema import SCHEMA_VERSION, Array, Rows, Sample
+
+log = logging.getLogger("vlmdistill.stores")
 
 
 class Writer:
@@ -42,6 +45,7 @@ class Writer:
         self._torn: str | None = None  # the sample that was not written to its end
         self._added: set[str] = set()
         self._rows: list[dict[str, Any]] = []
+        self._not_finite: list[str] = []  # rows with infinities or NaN, of which array and sample
         self._ends: dict[Rows, int] = {"text": 0, "visual": 0, "span": 0, "sample": 0}
         self._arrays: dict[str, ArrayWriter] = {}
         self._folder: Path | None = None
@@ -112,7 +116,9 @@ class Writer:
         self._torn = key
         with writing(self._backend):
             for spec, array in held:
-                line[XXH3 + spec.name] = self._arrays[spec.name].append(array)
+                line[XXH3 + spec.name], odd = self._arrays[spec.name].append(array)
+                if odd:
+                    self._not_finite.append(f"{odd} rows of {spec.name} of {key}")
         self._torn = None
         line |= {LOSS + name: list(sums) for name, sums in losses.items()}
         for rows in self._ends:
@@ -166,6 +172,9 @@ class Writer:
         if why := self._layout.misfit(record.rows, record.files):
             raise StoreError(f"unit {self.unit} cannot be kept: {why}")
         self._require_unused(record)
+        if self._not_finite:
+            what = f"{len(self._not_finite)} features of unit {self.unit} are not finite, the first"
+            log.warning(f"{what} {self._not_finite[0]}: training on them fails")
         folder = self._folder
         if self._hold:
             self._backend.publish(folder, record.named)

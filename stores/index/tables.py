@@ -128,6 +128,8 @@ def table_of(backend: Backend, record: TableRecord) -> pa.Table:
         reason = kinds.get("reason", pa.bool_())
         if len(kinds) > 2 or not (reason in (pa.string(), pa.null()) or pa.types.is_dictionary(reason)):
             raise damaged(where, "the columns of a view are key and, as text, reason")
+        if (len(table), table["reason"].null_count) != (record.rows, record.kept):
+            raise damaged(where, f"its record says that it keeps {record.kept} of {record.rows} samples")
     return table
 
 

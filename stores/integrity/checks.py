@@ -6,16 +6,19 @@ with the checksums that a reader compares: what passes here is what `Store.read`
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import blake3
 import numpy as np
 import pyarrow as pa
 import xxhash
+import zarr
+from zarr.buffer.cpu import Buffer
+from zarr.storage import MemoryStore
 
-from vlmdistill.stores.arrays import CHUNK_FILE, ArraySpec, chunk_index, metadata, read_rows
+from vlmdistill.stores.arrays import CHUNK_FILE, ArraySpec, chunk_index, metadata, not_finite, read_rows
 from vlmdistill.stores.backends.backend import Backend
 from vlmdistill.stores.errors import StoreError, one_line
 from vlmdistill.stores.heads import read_head
@@ -127,26 +130,38 @@ class StoreChecks:
             return [failed(name, error)]
         return []
 
-    def shard(self, record: Commit) -> tuple[list[Finding], pa.Array | None]:
-        """Compare a shard with its record, and its files with each other; also its keys if it can be read."""
+    def shard(self, record: Commit) -> tuple[list[Finding], pa.Table | None]:
+        """Compare a shard with its record, and its files with each other; also its index if it is good."""
         specs = {f"{spec.name}/{CHUNK_FILE}": spec for spec in self._layout.arrays} if self._layout else {}
         findings = self._files(record, [name for name in record.files if name not in specs])
         if self._layout and (why := self._layout.misfit(record.rows, record.files)):
             findings.append(Finding("damaged", commit_name(record.unit), why))
-        index, table, keys = f"{record.named}/{INDEX}", None, None
+        if not findings:
+            findings += self._group(f"{record.named}/{GROUP}")
+        index, table, good = f"{record.named}/{INDEX}", None, None
         if self._layout and not any(one.name == index for one in findings):
             try:
                 table = read_arrow(self._backend, index, record.files[INDEX])
                 odd = [Finding("damaged", index, why) for why in _odd_index(self._layout, record, table)]
-                keys = None if odd else table["key"].combine_chunks()
+                good = None if odd else table
                 findings += odd
             except (OSError, StoreError) as error:
                 findings.append(failed(index, error))
         if table is None or findings:
-            return findings + self._files(record, specs.keys() & record.files.keys()), keys
+            return findings + self._files(record, specs.keys() & record.files.keys()), good
         for spec in specs.values():
             findings += self._array(record, spec, table)
-        return findings or list(_check_tokens(self._backend, record, table)), keys
+        if self._layout and all(one.kind == "note" for one in findings):
+            findings += _check_tokens(self._backend, record, table, self._layout)
+        return findings, good
+
+    def _group(self, name: str) -> list[Finding]:
+        """Open the description of a shard as zarr does."""
+        try:
+            _opened(zarr.open_group, self._backend, name)
+        except (OSError, StoreError) as error:
+            return [failed(name, error)]
+        return []
 
     def _files(self, record: Commit, names: Iterable[str]) -> list[Finding]:
         return [one for name in names for one in self.file(f"{record.named}/{name}", record.files[name])]
@@ -156,7 +171,7 @@ class StoreChecks:
         name, total = f"{record.named}/{spec.name}/{CHUNK_FILE}", record.rows[spec.rows]
         sizes = (_counts(table)[spec.rows] * spec.row_bytes).tolist()
         checksums = table[XXH3 + spec.name].to_pylist()
-        backend = self._backend
+        backend, strange = self._backend, set[int]()
         try:
             _require_described(backend, f"{record.named}/{spec.name}/{GROUP}", spec, total)
             if not total:
@@ -166,7 +181,8 @@ class StoreChecks:
                 if wrong := self._sized(name, entry):
                     return [wrong]
                 front = Front(backend, name, entry[0])
-                odd = _first_odd(front.parts(total * spec.row_bytes), sizes, checksums)
+                parts = _watched(front.parts(total * spec.row_bytes), spec, strange)
+                odd = _first_odd(parts, sizes, checksums)
                 if front.checksum() != entry[1]:
                     return [Finding("damaged", name, "its checksum does not match")]
                 tail = chunk_index(spec, total)
@@ -174,9 +190,14 @@ class StoreChecks:
                     raise StoreError("its chunk index does not say where its rows are")
         except (OSError, StoreError) as error:
             return [failed(name, error)]
-        if odd is None:
+        if odd is not None:
+            return [Finding("damaged", name, f"sample {table['key'][odd]} has another checksum in the index")]
+        if not strange:
             return []
-        return [Finding("damaged", name, f"sample {table['key'][odd]} has another checksum in the index")]
+        first = table[f"{spec.rows}_row"].to_numpy()
+        samples = np.unique(np.searchsorted(first, sorted(strange), side="right") - 1)
+        what = f"{len(strange)} rows of {len(samples)} samples, the first {table['key'][samples[0]]}, are not"
+        return [Finding("note", name, f"{what} finite: training on them fails, leave them out with a view")]
 
 
 def _odd_index(layout: Layout, record: Commit, table: pa.Table) -> Iterator[str]:
@@ -197,8 +218,13 @@ def _odd_index(layout: Layout, record: Commit, table: pa.Table) -> Iterator[str]
     eights = {name for name, encoding in layout.encoding.items() if encoding == "int8"}
     if record.losses.keys() != eights:
         yield f"its record has losses of {sorted(record.losses)}, the store keeps {sorted(eights)} in 8 bits"
-    if any((_lengths(table[LOSS + name]) != 2).any() for name in record.losses):
-        yield "what 8 bits lost of a sample is not two numbers"
+    for name, sums in record.losses.items():
+        if (_lengths(table[LOSS + name]) != 2).any():
+            yield "what 8 bits lost of a sample is not two numbers"
+            continue
+        each_N2 = table[LOSS + name].combine_chunks().flatten().to_numpy(zero_copy_only=False).reshape(-1, 2)
+        if not np.allclose(each_N2.sum(axis=0), sums, rtol=1e-6, atol=0) or not np.isfinite(sums).all():
+            yield f"its record says that 8 bits lost {list(sums)} of {name}, its samples say another number"
     if len(table["key"].unique()) != len(table):
         yield "a key is there twice"
     for kind, count_N in _counts(table).items():
@@ -226,17 +252,38 @@ def _counts(table: pa.Table) -> dict[Rows, Array]:
 
 
 def _require_described(backend: Backend, name: str, spec: ArraySpec, total: int) -> None:
-    """StoreError when a `zarr.json` does not describe an array as the layout has it."""
+    """StoreError when zarr does not read a `zarr.json` as the array that the layout has."""
     wanted = metadata(spec, total)
+    found: Mapping[str, Any] = _opened(zarr.open_array, backend, name)
+    for fact in ("rows", "dtype"):
+        if found["attributes"].get(fact) != wanted["attributes"].get(fact):
+            raise StoreError(f"the attribute {fact} in {name} is not that of {spec.name}")
+    for member, value in _read_by_zarr(zarr.open_array, json.dumps(wanted).encode()).items():
+        if member not in ("attributes", "dimension_names") and found[member] != value:
+            raise StoreError(f"the {member} in {name} is not that of {spec.name} with {total} rows")
+
+
+def _opened(open_node: Callable[..., Any], backend: Backend, name: str) -> Mapping[str, Any]:
+    """What zarr reads in a `zarr.json`; StoreError when it does not open it."""
     try:
-        found = json.loads(backend.read(name, MOST))
-        for one in (found, wanted):
-            one["attributes"] = {name: one["attributes"].get(name) for name in ("rows", "dtype")}
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-        raise StoreError(f"{name} does not describe an array of this store") from error
-    needed = [member for member in wanted if member not in ("dimension_names", "fill_value")]
-    if odd := [member for member in needed if found.get(member) != wanted[member]]:
-        raise StoreError(f"the {odd[0]} in {name} is not that of {spec.name} with {total} rows")
+        return _read_by_zarr(open_node, backend.read(name, MOST))
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, Warning) as error:
+        raise StoreError(f"zarr cannot open {name} ({one_line(error)})") from error
+
+
+def _read_by_zarr(open_node: Callable[..., Any], data: bytes) -> Mapping[str, Any]:
+    node = open_node(MemoryStore({GROUP: Buffer.from_bytes(data)}), mode="r")
+    facts: Mapping[str, Any] = node.metadata.to_dict()
+    return facts
+
+
+def _watched(parts: Iterator[memoryview], spec: ArraySpec, rows: set[int]) -> Iterator[memoryview]:
+    """The parts of an array; `rows` gains the numbers of rows that are not finite."""
+    at = 0
+    for part in parts:
+        rows.update((at + not_finite(spec, part)) // spec.width)
+        at += len(part) // np.dtype(spec.dtype).itemsize
+        yield part
 
 
 def _first_odd(parts: Iterator[memoryview], sizes: Sequence[int], checksums: Sequence[int]) -> int | None:
@@ -262,15 +309,15 @@ def _checksums(parts: Iterator[memoryview], sizes: Iterable[int]) -> Iterator[in
         yield state.intdigest()
 
 
-def _check_tokens(backend: Backend, record: Commit, table: pa.Table) -> Iterator[Finding]:
-    """Samples whose tokens and spans make no sequence, or are not as many as the index says."""
+def _check_tokens(backend: Backend, record: Commit, table: pa.Table, layout: Layout) -> Iterator[Finding]:
+    """Samples with tokens that the target cannot have, or that make no sequence or another number."""
     index, total = f"{record.named}/{INDEX}", record.rows["text"]
     tokens_T4 = read_rows(backend, record.named, TOKENS, range(total))[0]
     columns = ["key", "text_row", "text_tokens", "visual_tokens", "response_tokens", "spans"]
-    for row in table.select(columns).filter(pa.array(_doubtful(tokens_T4, table))).to_pylist():
+    for row in table.select(columns).filter(pa.array(_doubtful(tokens_T4, table, layout))).to_pylist():
         mine_T4 = tokens_T4[row["text_row"] : row["text_row"] + row["text_tokens"]]
         spans = [(span["start"], span["length"]) for span in row["spans"]]
-        why = untiled(mine_T4[:, 1], spans)
+        why = layout.unknown(mine_T4[:, 0], mine_T4[:, 2]) or untiled(mine_T4[:, 1], spans)
         if not why and sum(length for _, length in spans) != row["visual_tokens"]:
             why = f"it has {row['visual_tokens']} visual tokens, its spans another number"
         if not why and int(mine_T4[:, 3].sum()) != row["response_tokens"]:
@@ -279,7 +326,7 @@ def _check_tokens(backend: Backend, record: Commit, table: pa.Table) -> Iterator
             yield Finding("damaged", index, f"sample {row['key']}: {why}")
 
 
-def _doubtful(tokens_T4: Array, table: pa.Table) -> Array:
+def _doubtful(tokens_T4: Array, table: pa.Table, layout: Layout) -> Array:
     """The samples [N, bool] that need a look of their own: the checks of `_check_tokens`, for all at once."""
     counts, number_N = _counts(table), np.arange(len(table))
     of_T, of_M = np.repeat(number_N, counts["text"]), np.repeat(number_N, counts["span"])
@@ -288,6 +335,7 @@ def _doubtful(tokens_T4: Array, table: pa.Table) -> Array:
     odd_N: Array = np.bincount(of_M, length_M, len(table)) != counts["visual"]
     odd_N |= np.bincount(of_T, tokens_T4[:, 3], len(table)) != table["response_tokens"].to_numpy()
     odd_N[of_M[length_M < 1]] = True
+    odd_N[of_T[layout.is_unknown(tokens_T4[:, 0], tokens_T4[:, 2])]] = True
     for of, at in ((of_T, position_T), (of_M, start_M)):
         odd_N[of[1:][(np.diff(at) < 1) & (np.diff(of) == 0)]] = True
     of, start = np.concatenate([of_T, of_M]), np.concatenate([position_T, start_M])

@@ -6,6 +6,8 @@ between leaves a record without a copy; the next `gc` writes it. What is dropped
 the ledger first.
 """
 
+from collections.abc import Sequence
+
 from vlmdistill.stores.backends.backend import Backend
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.manifest import COMMITS, STATS, VIEWS, R, Record, find_record, record_names, seal
@@ -25,22 +27,14 @@ def find_copy(backend: Backend, name: str, kind: type[R]) -> R | None:
     return find_record(backend, name, kind, f"{LEDGER}/")
 
 
-def noted(backend: Backend) -> list[str]:
-    """The records that have a copy."""
-    listed = ((folder, record_names(backend, f"{LEDGER}/{folder}")) for folder in KEPT)
-    return [f"{folder}/{name}.json" for folder, names in listed for name in names]
-
-
-def lost(backend: Backend) -> list[str]:
-    """The records that are gone though they have a copy."""
-    names = noted(backend)  # first: a record is made before its copy
-    there = {f"{folder}/{leaf}" for folder in KEPT for leaf in backend.list_names(folder)}
-    return [name for name in names if name not in there]
-
-
-def require_all(backend: Backend) -> None:
-    """StoreError when a record is lost."""
-    if gone := lost(backend):
+def require_all(backend: Backend, folders: Sequence[str] = KEPT) -> None:
+    """StoreError when a record is gone though it has a copy."""
+    names = [  # first: a record is made before its copy
+        f"{folder}/{name}" for folder in folders for name in record_names(backend, f"{LEDGER}/{folder}")
+    ]
+    there = {f"{folder}/{name}" for folder in folders for name in record_names(backend, folder)}
+    missing = [f"{name}.json" for name in names if name not in there]
+    if gone := [name for name in missing if backend.size(name) is None]:  # a listing may be an old one
         what = f"{len(gone)} records of {backend.url} are lost, the first {gone[0]}"
         how = f"copy {LEDGER}/{gone[0]} to {gone[0]}, or remove it if that was dropped on purpose"
         raise StoreError(f"{what}. For each: {how}")

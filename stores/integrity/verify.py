@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import polars as pl
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from vlmdistill.stores.backends.backend import STAGING, STREAMS, Backend, in_flight, open_backend
 from vlmdistill.stores.errors import NewerError, StoreError
-from vlmdistill.stores.index.tables import table_of
+from vlmdistill.stores.index.arrow import frame_of
+from vlmdistill.stores.index.tables import XXH3, table_of
 from vlmdistill.stores.integrity.checks import Finding, StoreChecks, failed
 from vlmdistill.stores.integrity.ledger import KEPT, LEDGER, find_copy
 from vlmdistill.stores.layout import Layout
@@ -37,6 +38,7 @@ from vlmdistill.stores.manifest import (
 )
 from vlmdistill.stores.schema import content_hash
 
+NOTHING = pl.DataFrame(schema={"key": pl.String, "unit": pl.String, "content": pl.UInt64})
 FAULTS = ("damaged", "missing", "unreadable")
 T = TypeVar("T")
 
@@ -72,18 +74,18 @@ def verify(
     total = sum(size for record in found.records.values() for _, (size, _) in files_of(record))
     checks = StoreChecks(backend, there, _layout(found))
 
-    def check(record: Record) -> tuple[int, list[Finding], pa.Array | None]:
+    def check(record: Record) -> tuple[int, list[Finding], pl.DataFrame | None]:
         files = files_of(record)
         size = sum(entry[0] for _, entry in files)
         if isinstance(record, Commit):
-            return size, *checks.shard(record)
+            some, index = checks.shard(record)
+            return size, some, None if index is None else _contents(record.unit, index)
         if isinstance(record, StoreRecord):
             return size, checks.head(record), None
         return size, checks.table(record) if isinstance(record, TableRecord) else [], None
 
-    findings, keys, done = found.findings, list[pa.Array | None](), 0
+    findings, contents, done = found.findings, list[pl.DataFrame | None](), 0
     most = threads or (min(4, os.cpu_count() or 1) if backend.is_local else STREAMS)
-    views = any(isinstance(record, ViewRecord) for record in found.records.values())
     checked = in_flight(check, found.records.values(), most)
     for (name, record), (size, some, mine) in zip(found.records.items(), checked, strict=True):
         done += size
@@ -91,10 +93,12 @@ def verify(
             progress(done, total)
         if some and found.is_current(name):  # not when it was removed on purpose meanwhile
             findings += some
-        if views and isinstance(record, Commit):
-            keys.append(mine)
-    if not any(mine is None for mine in keys):
-        findings += _strays(backend, found, keys)
+        if isinstance(record, Commit):
+            contents.append(mine)
+    samples = pl.concat([NOTHING, *(one for one in contents if one is not None)])
+    findings += _differing(samples)
+    if not any(one is None for one in contents):
+        findings += _strays(backend, found, samples)
     promised = {name for record in found.records.values() for name, _ in files_of(record)}
     findings += _others(backend, there, promised)
     return Verification(
@@ -195,22 +199,37 @@ def _layout(found: _Records) -> Layout | None:
         return None
 
 
-def _strays(backend: Backend, found: _Records, keys: Iterable[pa.Array]) -> Iterator[Finding]:
+def _contents(unit: str, index: pa.Table) -> pl.DataFrame:
+    """The samples of a unit: key, unit, and a hash of the checksums of all arrays."""
+    columns = [name for name in index.column_names if name.startswith(XXH3)]
+    content = pl.struct(columns).hash().alias("content")
+    return frame_of(index).select(pl.col("key").cast(pl.String), pl.lit(unit).alias("unit"), content)
+
+
+def _differing(samples: pl.DataFrame) -> Iterator[Finding]:
+    """Samples of several units that do not have the same tensors in all of them."""
+    twice = samples.filter(samples["key"].is_duplicated())
+    odd = twice.group_by("key").agg("unit", pl.col("content").n_unique()).filter(pl.col("content") > 1)
+    if len(odd):
+        key, units, _ = odd.sort("key").row(0)
+        what = f"{len(odd)} samples differ from unit to unit, such as {key} in {' and '.join(units)}"
+        yield Finding("note", COMMITS, f"{what}: the first unit by name counts")
+
+
+def _strays(backend: Backend, found: _Records, samples: pl.DataFrame) -> Iterator[Finding]:
     """Views that keep samples which no unit has."""
-    held = pa.chunked_array([part.cast(pa.large_string()) for part in keys], pa.large_string())
     bad = {finding.name for finding in found.findings}
     for record in found.records.values():
         if not isinstance(record, ViewRecord) or record.file in bad:
             continue
         try:
-            table = table_of(backend, record)
-            kept = table["key"].filter(pc.is_null(table["reason"])).cast(pa.large_string())
-            stray = kept.filter(pc.invert(pc.is_in(kept, held)))
+            kept = frame_of(table_of(backend, record)).filter(pl.col("reason").is_null())
         except (StoreError, OSError) as error:
             yield failed(record.file, error)
             continue
+        stray = kept.join(samples, on="key", how="anti")
         if len(stray):
-            what = f"it keeps {len(stray)} samples that no unit has, such as {stray[0]}"
+            what = f"it keeps {len(stray)} samples that no unit has, such as {stray['key'][0]}"
             yield Finding("damaged", record.file, what)
 
 

@@ -52,7 +52,7 @@ def merge(
     for store in stores[1:]:
         stores[0].require(store.provenance, store.info)
     into = _like(target, stores, stores[0].provenance.features)
-    return [_copy(store, into, store.index, merging=True, progress=progress) for store in stores]
+    return [_copy(store, into, store.view(None), merging=True, progress=progress) for store in stores]
 
 
 def send(

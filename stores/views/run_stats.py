@@ -4,9 +4,11 @@ They only ever add columns: a run whose statistics cannot be read is left out wi
 that needs them says so.
 """
 
+import functools
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import polars as pl
 
@@ -20,17 +22,23 @@ from vlmdistill.stores.schema import SCHEMA_VERSION
 log = logging.getLogger("vlmdistill.stores")
 
 
-class RunStats(NamedTuple):
+@dataclass(frozen=True)
+class RunStats:
     """The statistics of a run: `key` and its columns."""
 
     order: int  # a number, not a clock, which may jump
     name: str
     frame: pl.DataFrame
 
-    @property
-    def columns(self) -> dict[str, str]:
+    @functools.cached_property
+    def schema(self) -> Mapping[str, pl.DataType]:
+        """The types of its columns: polars makes them anew at each look."""
+        return dict(self.frame.schema)
+
+    @functools.cached_property
+    def columns(self) -> Mapping[str, str]:
         """Its columns, and the names they have in the index."""
-        return {column: f"{self.name}.{column}" for column in self.frame.columns if column != "key"}
+        return {column: f"{self.name}.{column}" for column in self.schema if column != "key"}
 
 
 def write_stats(
@@ -83,17 +91,19 @@ def join_stats(backend: Backend, index: pl.DataFrame) -> pl.DataFrame:
     runs, lost = _runs(backend)
     for why in lost.values():
         log.warning(why)
-    own = set(index.columns)
+    own, there = set(index.columns), set(index.columns)
+    parts, keys = [index], index.select("key")
     latest: dict[str, list[RunStats]] = {}
     for run in runs:
-        names = {column: name for column, name in run.columns.items() if name not in index.columns}
+        names = {column: name for column, name in run.columns.items() if name not in there}
+        there.update(names.values())
         for column in sorted(run.columns.keys() - names.keys()):
             log.warning("statistics are left out: the index has a column '%s' already", run.columns[column])
-        index = index.join(
-            run.frame.select("key", *names).rename(names), on="key", how="left", maintain_order="left"
-        )
+        part = run.frame.select("key", *names).rename(names)
+        parts.append(keys.join(part, on="key", how="left", maintain_order="left").drop("key"))
         for column in names.keys() - own:
             latest.setdefault(column, []).insert(0, run)
+    index = pl.concat(parts, how="horizontal")
     plain = []
     for column, of in sorted(latest.items()):
         kinds = [_kind(run, column) for run in of]
@@ -121,12 +131,12 @@ def _runs(backend: Backend, names: Sequence[str] | None = None) -> tuple[list[Ru
             lost[name] = f"{what}. To do without them, remove {where} and its copy in ledger/"
             continue
         runs.append(RunStats(record.order, name, frame_of(table)))
-    return sorted(runs, key=lambda run: run[:2]), lost
+    return sorted(runs, key=lambda run: (run.order, run.name)), lost
 
 
 def _kind(run: RunStats, column: str) -> str | None:
     """What kind of values a run has in a column; None when it has none."""
-    kind = run.frame.schema.get(column, pl.Null())
+    kind = run.schema.get(column, pl.Null())
     if kind == pl.Null:
         return None
     return "a number" if kind.is_numeric() else str(kind)

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 import zarr
 
 from tests.stores.samples import FEATURES, head, make, sample
+from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.layout import ENCODINGS
 from vlmdistill.stores.loader.tensors import as_numpy, as_torch
 from vlmdistill.stores.schema import Feature
@@ -63,6 +66,43 @@ def test_stock_readers_read_every_field_of_every_sample(tmp_path: Path, encoding
                 assert np.abs(back - true).max(initial=0) < 0.05 * np.abs(true).max(initial=1)
             else:
                 assert np.array_equal(stored, rows)
+
+
+@pytest.mark.parametrize("url", ["{tmp}", "memory://{tmp}"])
+def test_a_feature_opens_as_an_array_of_zarr_that_is_not_written_to(tmp_path: Path, url: str) -> None:
+    store = make(url.format(tmp=tmp_path), [range(6)], encoding={"embed.span": "int8"})
+    array: Any = Store.open(store.path).array("hidden.text", "u0")
+    for row in store.index.iter_rows(named=True):
+        rows = array[row["text_row"] : row["text_row"] + row["text_tokens"]]
+        assert np.array_equal(rows, store.read(row["key"]).features[Feature.parse("hidden.text")])
+    assert store.array("embed.span.channel_scale", "u0").shape == (6, 8)
+    with pytest.raises(ValueError, match="read-only"):
+        array[0] = 0
+    with pytest.raises(StoreError, match=r"hidden\.txt.*did you mean 'hidden\.text'"):
+        store.array("hidden.txt", "u0")
+    with pytest.raises(StoreError, match="u7"):
+        store.array("hidden.text", "u7")
+
+
+READS = """
+import sys
+from vlmdistill import open_store
+from vlmdistill.stores.integrity.verify import verify
+store = open_store(sys.argv[1])
+store[next(iter(store))]
+store.view(None)
+assert not verify(sys.argv[1]).damage
+heavy = {"ray", "deepspeed", "transformers", "torch"} & set(sys.modules)
+assert not heavy, heavy
+from vlmdistill.stores.loader.epoch import Epoch
+next(Epoch(store, token_budget=100))
+assert not {"ray", "deepspeed", "transformers"} & set(sys.modules)
+"""
+
+
+def test_reading_a_store_loads_no_library_that_trains_or_captures(tmp_path: Path) -> None:
+    make(tmp_path, [range(3)])
+    subprocess.run([sys.executable, "-c", READS, str(tmp_path)], check=True, cwd=Path(__file__).parents[2])
 
 
 def test_a_stock_reader_finds_the_frozen_head(tmp_path: Path) -> None:

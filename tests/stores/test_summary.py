@@ -1,5 +1,6 @@
 """The command line and the functions behind it tell the truth about a store."""
 
+import dataclasses
 import json
 import logging
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from vlmdistill.stores.errors import DataError, StoreError
 from vlmdistill.stores.schema import Feature
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.summary import info, stats
+from vlmdistill.stores.views.expressions import Filter
 from vlmdistill.stores.views.filters import filter_store
 
 
@@ -63,6 +65,23 @@ def test_what_info_says_of_sizes_adds_up_to_what_lies_there(store: Store) -> Non
     assert any(path.parent.name == "cache" for path in files)
     assert facts["index_bytes"] == sum(path.stat().st_size for path in files if path.match("shards/*/*"))
     assert "64 in 67 shards, and 12 duplicates" in text("info", store.path)
+
+
+def test_names_of_a_stranger_do_not_reach_the_terminal_as_they_are(tmp_path: Path) -> None:
+    evil = "\x1b]0;pwn\x07\u202ex\x9b31m"
+    store = make(tmp_path / "store")
+    with store.writer("u") as writer:
+        given = sample(1, dataset=evil)
+        writer.add(dataclasses.replace(given, meta={**given.meta, evil: 1}))
+    store.write_stats("run", {"key": ["k0001"], evil: [0.5]})
+    filter_store(store, "v", filters=[Filter(evil, lambda rows: rows["words"] > 5)])
+    shown = [text("info", store.path), text("stats", store.path)]
+    with pytest.raises(StoreError) as raised:
+        run("filter", store.path, "--name", "w", "--where", f"nothing > '{evil}'")
+    for line in "\n".join([*shown, str(raised.value)]).split("\n"):
+        assert line.isprintable()
+    assert "pwn" in shown[0]
+    assert "pwn" in shown[1]
 
 
 def test_samples_that_only_one_unit_has_need_no_word(store: Store) -> None:

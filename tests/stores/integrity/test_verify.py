@@ -17,13 +17,15 @@ import pyarrow as pa
 import pytest
 
 from tests.stores.samples import forget, head, info, make, provenance, sample, write
+from vlmdistill.stores import summary
 from vlmdistill.stores.backends.local import Local
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.gc import collect
 from vlmdistill.stores.index import merged
 from vlmdistill.stores.integrity.verify import verify
-from vlmdistill.stores.manifest import COMMITS, Commit, digest, read_record, seal, shard_name
-from vlmdistill.stores.schema import Array, content_hash
+from vlmdistill.stores.loader.epoch import Epoch
+from vlmdistill.stores.manifest import COMMITS, Commit, ViewRecord, digest, read_record, seal, shard_name
+from vlmdistill.stores.schema import Array, Feature, Sample, content_hash
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.views.filters import filter_store
 
@@ -129,6 +131,12 @@ FAULTY: list[tuple[Edit, str]] = [
     (described("layer2.visual", codecs=[]), "layer2.visual/"),
     (described("embed.span", attributes={"rows": "text"}), "embed.span/"),
     (bytes_of("tokens/zarr.json", lambda data: b"[" * 5000), "tokens/"),
+    (described("tokens", news={"name": "news", "must_understand": True}), "tokens/"),
+    (described("tokens", storage_transformers=[{"name": "news"}]), "tokens/"),
+    (described("tokens", fill_value="NaN"), "tokens/"),
+    (described("tokens", fill_value=1), "tokens/"),
+    (bytes_of("zarr.json", lambda data: b"not json"), "zarr.json"),
+    (bytes_of("zarr.json", lambda data: data.replace(b"group", b"array")), "zarr.json"),
     (lambda files: files.pop("hidden.text/zarr.json"), ""),
 ]
 
@@ -143,6 +151,105 @@ def test_what_a_faulty_writer_sealed_is_found(store: Store, edit: Edit, name: st
     assert all(found.name.startswith((f"{shard}/{name}", "commits/")) for found in reported.findings), (
         reported.findings
     )
+
+
+def test_losses_that_the_samples_do_not_have_are_found(store: Store) -> None:
+    forge(store, lambda files: None, losses={"embed.span": (1e308, 0.0)})
+    assert "8 bits lost" in verify(store.path).damage[0].detail
+
+
+@pytest.mark.parametrize(("column", "value"), [(0, 2**31 - 1), (0, -1), (0, 32), (2, -(2**31)), (2, 2**30)])
+def test_a_token_that_the_target_cannot_have_is_found_and_not_read(
+    store: Store, tmp_path: Path, column: int, value: int
+) -> None:
+    """A writer that knew a larger vocabulary, or none, has sealed it."""
+    wrong = sample(6)
+    (wrong.ids_T if column == 0 else wrong.rope_T)[1] = value
+    with store.writer("u1") as writer, pytest.raises(StoreError, match=f"k0006.*{value}"):
+        writer.add(wrong)
+    copy_unchecked(store, "u1", wrong)
+    (found,) = verify(store.path).damage
+    assert wrong.key in found.detail
+    assert str(value) in found.detail
+    with pytest.raises(StoreError, match=f"{wrong.key} is damaged.*{value}"):
+        store.read(wrong.key)
+    with pytest.raises(StoreError, match=f"{wrong.key} is damaged.*{value}"):
+        list(Epoch(store, token_budget=100))
+
+
+def copy_unchecked(store: Store, unit: str, given: Sample) -> None:
+    spans = [{"start": span.start, "length": span.length} for span in given.spans]
+    counts = {
+        "text_tokens": len(given.ids_T),
+        "visual_tokens": given.visual_tokens,
+        "response_tokens": int(given.response_T.sum()),
+    }
+    losses: dict[str, list[float]] = {}
+    with store.writer(unit) as writer:
+        arrays = store.layout.split(given, losses)
+        writer.copy({"key": given.key, "dataset": "", "spans": spans, **counts}, arrays, losses)
+
+
+def test_rows_that_are_not_finite_are_told_by_the_writer_and_by_verify(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    feature, wrong = Feature.parse("hidden.text"), sample(7)
+    wrong.features[feature][1, 3] = 0x7FC0  # NaN
+    wrong.features[feature][2, :] = 0xFF80  # minus infinity
+    with store.writer("u1") as writer:
+        writer.add(sample(5))
+        writer.add(wrong)
+    assert "2 rows of hidden.text of k0007" in caplog.text
+    (found,) = verify(store.path).findings
+    assert found.kind == "note"
+    assert "2 rows of 1 samples, the first k0007" in found.detail
+    assert found.name.endswith(TEXT)
+
+
+def test_samples_that_differ_from_unit_to_unit_are_told(store: Store) -> None:
+    write(store, "u1", [3, 4])  # 3 is there already, and is the same
+    assert not verify(store.path).findings
+    other = sample(4)
+    other.features[Feature.parse("hidden.text")][0, 0] ^= 1
+    copy_unchecked(store, "0evil", other)
+    (found,) = verify(store.path).findings
+    assert found.kind == "note"
+    assert "1 samples" in found.detail
+    assert "k0004 in 0evil and u1" in found.detail
+
+
+@pytest.mark.parametrize(
+    "facts", [{"kept": 10**12}, {"rows": 0}, {"dropped": {"x": 5}}, {"rows": 5, "kept": 2}]
+)
+def test_a_view_whose_numbers_contradict_is_found_and_not_read(store: Store, facts: dict[str, Any]) -> None:
+    filter_store(store, "v", expressions=["words > 2"])
+    record = msgspec.structs.replace(read_record(store.backend, "views/v.json", ViewRecord), **facts)
+    for name in ("views/v.json", "ledger/views/v.json"):
+        store.backend.replace(name, seal(record))
+    assert {found.name.split("/")[-2] for found in verify(store.path).damage} == {"views"}
+    with pytest.raises(StoreError, match="damaged"):
+        store.view("v")
+
+
+def test_a_store_that_has_lost_a_unit_is_not_read_as_a_smaller_one(store: Store) -> None:
+    write(store, "u1", range(4, 6))
+    Path(store.path, "commits/u1.json").unlink()
+    for act in (lambda store: Epoch(store, token_budget=9), lambda store: store.view(None)):
+        with pytest.raises(StoreError, match=r"lost.*ledger/commits/u1\.json"):
+            act(Store.open(store.path))
+    forget(store, "commits/u1.json")
+    assert len(Store.open(store.path).view(None)) == 4
+
+
+@pytest.mark.parametrize("folder", ["commits", "views", "stats", "ledger/commits"])
+def test_a_file_in_the_place_of_a_folder_is_told_in_one_line(store: Store, folder: str) -> None:
+    path = Path(store.path, folder)
+    shutil.rmtree(path, ignore_errors=True)
+    path.touch()
+    opened = Store.open(store.path)
+    with pytest.raises(StoreError, match=rf"{folder} is damaged: it is no folder"):
+        assert len(opened.view(None)) == len(summary.info(opened))
+    assert verify(store.path).damage
 
 
 def test_rows_that_the_record_has_and_no_sample_are_found(store: Store) -> None:

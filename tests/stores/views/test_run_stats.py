@@ -2,6 +2,7 @@
 
 import logging
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,15 @@ def test_a_view_that_is_no_view_is_damaged(
     assert [re.sub(r"-\w+", "", one.name) for one in verify(store.path).damage] == ["views/odd.arrow"]
     with pytest.raises(StoreError, match=r"views/odd-.*damaged"):
         send(store.path, tmp_path / "copy")
+
+
+def test_opening_takes_a_time_linear_in_the_columns_of_runs(tmp_path: Path) -> None:
+    store = dotted(tmp_path)
+    columns = {f"c{number}": [1.0] for number in range(3000)}
+    write_stats(store.backend, "wide", {"key": ["k0001"], **columns})
+    before = time.process_time()
+    assert len(Store.open(store.path).index.columns) > 6000
+    assert time.process_time() - before < 3  # 8 when all columns were looked at for each
 
 
 def test_statistics_from_elsewhere_that_meet_a_name_or_a_kind_stop_no_reader(
