@@ -30,8 +30,8 @@ import numpy as np
 import pyarrow as pa
 from msgspec.structs import replace
 
+from vlmdistill.stores.commits import LEDGER
 from vlmdistill.stores.index.arrow import read_arrow, to_arrow
-from vlmdistill.stores.integrity.ledger import LEDGER
 from vlmdistill.stores.integrity.verify import verify
 from vlmdistill.stores.manifest import CACHE, INDEX, commit_name, digest, seal, shard_name
 from vlmdistill.stores.schema import Sample, content_hash

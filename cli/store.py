@@ -269,7 +269,7 @@ def gc(
     as_json: console.Json = False,
 ) -> None:
     """Remove files that no record refers to, as killed writers leave them; never those of a live writer."""
-    from vlmdistill.stores.gc import collect
+    from vlmdistill.stores.integrity.gc import collect
     from vlmdistill.stores.store import Store
 
     removed = collect(Store.open(store), grace=grace, dry_run=dry_run)

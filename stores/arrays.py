@@ -21,10 +21,9 @@ import numpy as np
 import xxhash
 
 from vlmdistill.stores.backends.backend import Backend
-from vlmdistill.stores.schema import Array, Rows
+from vlmdistill.stores.schema import CHUNK_FILE, Array, Rows
 
 CHUNK_ROWS = 256
-CHUNK_FILE = "c/0/0"
 BUFFER = 1 << 20
 LARGE = 1 << 20  # bytes from which on a thread pays
 SYNC_EVERY = 1 << 26

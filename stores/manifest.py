@@ -18,10 +18,9 @@ import blake3
 import msgspec
 from msgspec import Meta, Struct
 
-from vlmdistill.stores.arrays import CHUNK_FILE
 from vlmdistill.stores.backends.backend import Backend
 from vlmdistill.stores.errors import NewerError, StoreError, one_line
-from vlmdistill.stores.schema import SCHEMA_VERSION, Provenance, Rows, TargetInfo
+from vlmdistill.stores.schema import CHUNK_FILE, SCHEMA_VERSION, Provenance, Rows, TargetInfo
 
 STORE = "store.json"
 COMMITS = "commits"

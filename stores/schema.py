@@ -21,6 +21,7 @@ from vlmdistill.stores.errors import DataError, one_line
 from vlmdistill.stores.suggestions import did_you_mean
 
 SCHEMA_VERSION = 1
+CHUNK_FILE = "c/0/0"  # the one file of rows in the folder of an array
 
 Array = npt.NDArray[Any]
 Where = Literal["text", "visual", "span"]

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vlmdistill.stores.arrays import ArraySpec, byte_range, read_rows
-from vlmdistill.stores.backends.backend import STAGING, Backend, open_backend, writing
+from vlmdistill.stores.backends.backend import STAGING, Backend, writing
+from vlmdistill.stores.backends.opening import open_backend
+from vlmdistill.stores.commits import commit, is_complete, require_all
 from vlmdistill.stores.errors import StoreError, one_line
 from vlmdistill.stores.heads import read_head, write_head
 from vlmdistill.stores.index.merged import Lines, OnShards, Shards, silent
-from vlmdistill.stores.index.tables import XXH3, reserved
-from vlmdistill.stores.integrity.commits import commit, is_complete
-from vlmdistill.stores.integrity.ledger import require_all
+from vlmdistill.stores.index.tables import XXH3, reserved, view_keys
 from vlmdistill.stores.layout import TOKENS, Layout, dequantize, rows_of
 from vlmdistill.stores.manifest import (
     CAPTURE,
@@ -214,7 +214,7 @@ class Store:
         that has a value. Writing a run again replaces it. StoreError on a column that the index has already,
         or that other runs have with another kind of values.
         """
-        from vlmdistill.stores.views.run_stats import write_stats
+        from vlmdistill.stores.index.run_stats import write_stats
 
         write_stats(self.backend, run, table, self.meta)
 
@@ -258,7 +258,7 @@ class Store:
         return self._meta
 
     def _lines(self) -> Lines:
-        from vlmdistill.stores.views.run_stats import join_stats
+        from vlmdistill.stores.index.run_stats import join_stats
 
         there = tuple(units(self.backend)), tuple(names_in(self.backend, STATS))
         if self._index is None or self._index[0] != there:
@@ -282,9 +282,7 @@ class Store:
         require_all(self.backend, (COMMITS,))
         if name is None:
             return self.index
-        from vlmdistill.stores.views.filters import view_keys
-
-        return self.index.join(view_keys(self, name), on="key", how="semi", maintain_order="left")
+        return self.index.join(view_keys(self.backend, name), on="key", how="semi", maintain_order="left")
 
     # Reading
 

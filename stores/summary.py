@@ -9,14 +9,13 @@ import numpy as np
 import polars as pl
 
 from vlmdistill.stores.arrays import ArraySpec
+from vlmdistill.stores.commits import LEDGER
 from vlmdistill.stores.errors import StoreError
-from vlmdistill.stores.index.tables import ROW, reserved
-from vlmdistill.stores.integrity.ledger import LEDGER
+from vlmdistill.stores.index.tables import ROW, reserved, view_keys
 from vlmdistill.stores.layout import TOKENS
 from vlmdistill.stores.manifest import CACHE, COMMITS, STATS, STORE, VIEWS, record_names, units
 from vlmdistill.stores.schema import Array, Feature
 from vlmdistill.stores.store import Store
-from vlmdistill.stores.views.filters import view_keys
 
 BINS = 24
 COUNTS = ("text_tokens", "visual_tokens", "response_tokens")
@@ -91,7 +90,7 @@ def info(store: Store, needs: Mapping[str, Collection[Feature]] | None = None) -
 def _kept(store: Store, view: str) -> tuple[int, int] | tuple[None, None]:
     """How many samples a view keeps, and how many of them are there; None when that cannot be read."""
     try:
-        keys = view_keys(store, view)
+        keys = view_keys(store.backend, view)
     except StoreError as error:
         what = f"the view '{view}' cannot be read: {error}"
         where = f"{store.path}/{VIEWS}/{view}.json"

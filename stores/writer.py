@@ -14,12 +14,11 @@ from typing import Any
 
 from vlmdistill.stores.arrays import ArraySpec, ArrayWriter, write_file
 from vlmdistill.stores.backends.backend import Backend, writing
+from vlmdistill.stores.commits import LEDGER, commit, find_copy
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.index.arrow import read_arrow, to_arrow
 from vlmdistill.stores.index.merged import Shards
 from vlmdistill.stores.index.tables import LOSS, XXH3, index_table, reserved
-from vlmdistill.stores.integrity.commits import commit
-from vlmdistill.stores.integrity.ledger import LEDGER, find_copy
 from vlmdistill.stores.layout import Layout, rows_of
 from vlmdistill.stores.manifest import GROUP, INDEX, Commit, check_name, commit_name, find_record, shard_name
 from vlmdistill.stores.schema import SCHEMA_VERSION, Array, Rows, Sample

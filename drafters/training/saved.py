@@ -26,8 +26,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from vlmdistill.drafters.training.deepspeed_engine import MOMENTS, STEP, PartEntry
-from vlmdistill.stores.backends.backend import open_backend
 from vlmdistill.stores.backends.local import atomic_write
+from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.errors import StoreError, TrainingError, one_line
 from vlmdistill.stores.manifest import Record, seal, unseal
 from vlmdistill.stores.schema import SCHEMA_VERSION

@@ -10,7 +10,8 @@ from typing import Protocol
 from vlmdistill.pipelines.media.images import MediaError
 from vlmdistill.pipelines.media.urls import at_hand
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import Fingerprint, checkpoint
-from vlmdistill.stores.backends.backend import STAGING, open_backend, writing
+from vlmdistill.stores.backends.backend import STAGING, writing
+from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.errors import DataError, StoreError, TargetError, VlmdistillError, one_line
 from vlmdistill.stores.store import require_room
 

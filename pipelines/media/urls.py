@@ -10,8 +10,9 @@ import shutil
 from pathlib import Path
 
 from vlmdistill.pipelines.media.images import MediaError
-from vlmdistill.stores.backends.backend import Backend, open_backend
+from vlmdistill.stores.backends.backend import Backend
 from vlmdistill.stores.backends.local import atomic_write
+from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.errors import DataError, StoreError, one_line
 
 PROTOCOLS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory")  # object stores, not the web

@@ -23,8 +23,9 @@ from vlmdistill.pipelines.targets.checkpoints.registry import hub_id
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.pipelines.workspace.mirror import Mirror, mirror, mirror_of
 from vlmdistill.pipelines.workspace.remote_lock import locked
-from vlmdistill.stores.backends.backend import STAGING, open_backend, writing
+from vlmdistill.stores.backends.backend import STAGING, writing
 from vlmdistill.stores.backends.local import Local
+from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.errors import DataError, lone_surrogate
 from vlmdistill.stores.store import require_room
 

@@ -1,6 +1,5 @@
 """What a store needs of a file system: exclusive creation of whole files, listings, reads of ranges."""
 
-import os
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -9,8 +8,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.schema import Array
@@ -18,7 +15,6 @@ from vlmdistill.stores.schema import Array
 BLOCK = 1 << 24
 REQUESTS = 64  # in flight to a remote backend, where each is small
 STREAMS = 16  # in flight, where each moves up to BLOCK bytes
-PROTOCOLS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "http", "https", "memory")
 T = TypeVar("T")
 U = TypeVar("U")
 STAGING = "staging"  # unfinished local work; readers never look here
@@ -175,34 +171,3 @@ def writing(backend: "Backend") -> Iterator[None]:
     except OSError as error:
         what = f"cannot write to {backend.url}: {error.strerror or error}"
         raise StoreError(f"{what}. No partial data was committed: fix the cause and run again") from error
-
-
-def open_backend(path: str | Path, cache: str | None = None) -> Backend:
-    """The backend of a path or URL; StoreError when the URL is not supported. `file://` is local.
-
-    `cache`, as `DIR:SIZE`, keeps arrays of a URL on a local disk.
-    """
-    text = os.path.expanduser(path)
-    if not text:
-        raise StoreError("the name of a store is empty: give a folder or a URL")
-    protocol = text.partition("://")[0] if "://" in text else ""
-    if "::" in protocol or (protocol and protocol not in (*PROTOCOLS, "file", "local")):
-        raise StoreError(
-            f"{text}: the protocol '{protocol}' is not supported: use a local folder, s3://, gs://, az://, "
-            "or http(s):// to read"
-        )
-    if protocol in PROTOCOLS:
-        from vlmdistill.stores.backends.cached import Cache, Cached
-        from vlmdistill.stores.backends.remote import Remote
-
-        return Cached(text, Cache.of(cache)) if cache else Remote(text)
-    if cache:
-        raise StoreError(f"{text} is local and needs no cache of {cache}: leave --cache out")
-    from vlmdistill.stores.backends.local import Local
-
-    if protocol:
-        url = urlsplit(text)
-        if url.netloc not in ("", "localhost", "~"):
-            raise StoreError(f"{text} names another machine, '{url.netloc}': write file:///absolute/path")
-        text = os.path.expanduser(url.netloc.removeprefix("localhost") + url2pathname(url.path))
-    return Local(Path(text))

@@ -26,10 +26,10 @@ from typing import Any
 
 from blake3 import blake3
 
-from vlmdistill.stores.arrays import CHUNK_FILE
 from vlmdistill.stores.backends.backend import REQUESTS
 from vlmdistill.stores.backends.remote import Remote
 from vlmdistill.stores.errors import StoreError
+from vlmdistill.stores.schema import CHUNK_FILE
 
 GRAIN = 4096  # a file system gives room in blocks
 FREED = 0.1  # share that is freed at once: to choose what goes, the whole folder is listed

@@ -13,21 +13,23 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from vlmdistill.stores.backends.backend import Backend, writing
+from vlmdistill.stores.commits import is_complete, note
 from vlmdistill.stores.errors import RacedError, StoreError
 from vlmdistill.stores.index.arrow import BATCH_ROWS, frame_of, read_arrow, write_arrow
-from vlmdistill.stores.integrity.commits import is_complete
-from vlmdistill.stores.integrity.ledger import note
 from vlmdistill.stores.manifest import (
     KINDS,
+    VIEWS,
     CacheRecord,
     Commit,
     TableRecord,
     ViewRecord,
     damaged,
     read_record,
+    record_names,
     seal,
 )
 from vlmdistill.stores.retry import retried
+from vlmdistill.stores.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     import polars as pl
@@ -131,6 +133,19 @@ def table_of(backend: Backend, record: TableRecord) -> pa.Table:
         if (len(table), table["reason"].null_count) != (record.rows, record.kept):
             raise damaged(where, f"its record says that it keeps {record.kept} of {record.rows} samples")
     return table
+
+
+def view_keys(backend: Backend, name: str) -> "pl.DataFrame":
+    """The keys that a view keeps; StoreError when there is no such view, with those there are."""
+    import polars as pl
+
+    views = record_names(backend, VIEWS)
+    if name not in views:  # which may be a path, and no name at all
+        there = ", ".join(views) or "none yet: make one with `store filter`"
+        near = did_you_mean(name, views)
+        raise StoreError(f"{backend.url} has no view '{name}'{near}. Views: {there}")
+    _, table = read_table(backend, ViewRecord, name)
+    return frame_of(table).filter(pl.col("reason").is_null()).select("key")
 
 
 @functools.lru_cache

@@ -1,1 +1,1 @@
-"""What makes files count, and how damage and loss are found."""
+"""How damage and loss are found, and garbage removed."""

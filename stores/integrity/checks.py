@@ -18,7 +18,7 @@ import zarr
 from zarr.buffer.cpu import Buffer
 from zarr.storage import MemoryStore
 
-from vlmdistill.stores.arrays import CHUNK_FILE, ArraySpec, chunk_index, metadata, not_finite, read_rows
+from vlmdistill.stores.arrays import ArraySpec, chunk_index, metadata, not_finite, read_rows
 from vlmdistill.stores.backends.backend import Backend
 from vlmdistill.stores.errors import StoreError, one_line
 from vlmdistill.stores.heads import read_head
@@ -26,7 +26,7 @@ from vlmdistill.stores.index.arrow import read_arrow
 from vlmdistill.stores.index.tables import CORE, LOSS, XXH3, check_columns, table_of
 from vlmdistill.stores.layout import TOKENS, Layout, untiled
 from vlmdistill.stores.manifest import GROUP, INDEX, Commit, Entry, StoreRecord, TableRecord, commit_name
-from vlmdistill.stores.schema import Array, Rows
+from vlmdistill.stores.schema import CHUNK_FILE, Array, Rows
 
 MOST = 1 << 16  # bytes of a description
 Kind = Literal["damaged", "missing", "unreadable", "orphan", "unfinished", "note"]

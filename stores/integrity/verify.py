@@ -13,12 +13,13 @@ from typing import TypeVar
 import polars as pl
 import pyarrow as pa
 
-from vlmdistill.stores.backends.backend import STAGING, STREAMS, Backend, in_flight, open_backend
+from vlmdistill.stores.backends.backend import STAGING, STREAMS, Backend, in_flight
+from vlmdistill.stores.backends.opening import open_backend
+from vlmdistill.stores.commits import KEPT, LEDGER, find_copy
 from vlmdistill.stores.errors import NewerError, StoreError
 from vlmdistill.stores.index.arrow import frame_of
 from vlmdistill.stores.index.tables import XXH3, table_of
 from vlmdistill.stores.integrity.checks import Finding, StoreChecks, failed
-from vlmdistill.stores.integrity.ledger import KEPT, LEDGER, find_copy
 from vlmdistill.stores.layout import Layout
 from vlmdistill.stores.manifest import (
     CACHE,

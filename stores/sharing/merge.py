@@ -13,7 +13,8 @@ from pathlib import Path
 import polars as pl
 from msgspec import structs
 
-from vlmdistill.stores.backends.backend import STREAMS, open_backend
+from vlmdistill.stores.backends.backend import STREAMS
+from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.errors import RacedError, StoreError
 from vlmdistill.stores.index.tables import XXH3, unlike
 from vlmdistill.stores.manifest import STORE

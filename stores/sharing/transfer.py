@@ -16,10 +16,10 @@ from msgspec.structs import replace
 
 from vlmdistill.stores.arrays import write_file
 from vlmdistill.stores.backends.backend import BLOCK, Backend, check_wanted, writing
+from vlmdistill.stores.commits import commit, find_commit, is_complete
 from vlmdistill.stores.errors import RacedError, StoreError
 from vlmdistill.stores.index.arrow import read_arrow, to_arrow
 from vlmdistill.stores.index.tables import CORE, LOSS, ROW, XXH3
-from vlmdistill.stores.integrity.commits import commit, find_commit, is_complete
 from vlmdistill.stores.manifest import INDEX, Commit, Entry, Files, damaged, digest, shard_name
 from vlmdistill.stores.retry import retried
 from vlmdistill.stores.schema import content_hash

@@ -13,14 +13,13 @@ import polars as pl
 import xxhash
 
 from vlmdistill.stores.errors import StoreError
-from vlmdistill.stores.index.arrow import frame_of
-from vlmdistill.stores.index.tables import read_table, write_table
-from vlmdistill.stores.manifest import VIEWS, ViewRecord, check_name, record_names
+from vlmdistill.stores.index.run_stats import unread
+from vlmdistill.stores.index.tables import write_table
+from vlmdistill.stores.manifest import ViewRecord, check_name
 from vlmdistill.stores.schema import SCHEMA_VERSION
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.suggestions import did_you_mean
 from vlmdistill.stores.views.expressions import Filter, line_of, where
-from vlmdistill.stores.views.run_stats import unread
 from vlmdistill.stores.views.text_stats import BAND, SKETCH
 
 
@@ -186,14 +185,3 @@ def filter_store(
     )
     write_table(store.backend, record, table)
     return record
-
-
-def view_keys(store: Store, name: str) -> pl.DataFrame:
-    """The keys that a view keeps; StoreError when there is no such view, with those there are."""
-    views = record_names(store.backend, VIEWS)
-    if name not in views:  # which may be a path, and no name at all
-        there = ", ".join(views) or "none yet: make one with `store filter`"
-        near = did_you_mean(name, views)
-        raise StoreError(f"{store.path} has no view '{name}'{near}. Views: {there}")
-    _, table = read_table(store.backend, ViewRecord, name)
-    return frame_of(table).filter(pl.col("reason").is_null()).select("key")

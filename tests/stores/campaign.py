@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tests.stores.faults import CALLS, Kill, struck
 from tests.stores.samples import head, info, provenance, sample
-from vlmdistill.stores.gc import collect
+from vlmdistill.stores.integrity.gc import collect
 from vlmdistill.stores.store import Store
 
 UNITS = {f"u{at}": range(at * 3, at * 3 + 3) for at in range(8)}

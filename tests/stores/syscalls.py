@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tests.stores.samples import make, write
 from vlmdistill.stores import arrays
-from vlmdistill.stores.gc import collect
+from vlmdistill.stores.integrity.gc import collect
 from vlmdistill.stores.integrity.verify import verify
 from vlmdistill.stores.manifest import SHARDS
 from vlmdistill.stores.store import Store

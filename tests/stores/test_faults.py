@@ -20,14 +20,15 @@ from tests.stores.campaign import UNITS
 from tests.stores.faults import CALLS, WRITES, Calls, struck
 from tests.stores.samples import forget, make, same, sample, write
 from tests.stores.syscalls import CHANGES, REFUSED, UNIT
-from vlmdistill.stores import gc
 from vlmdistill.stores.backends.local import Local
 from vlmdistill.stores.errors import StoreError
-from vlmdistill.stores.gc import Removed, collect
+from vlmdistill.stores.index.tables import view_keys
+from vlmdistill.stores.integrity import gc
+from vlmdistill.stores.integrity.gc import Removed, collect
 from vlmdistill.stores.integrity.verify import verify
 from vlmdistill.stores.manifest import SHARDS
 from vlmdistill.stores.store import Store
-from vlmdistill.stores.views.filters import filter_store, view_keys
+from vlmdistill.stores.views.filters import filter_store
 
 pytestmark = pytest.mark.slow
 
@@ -97,7 +98,7 @@ def spoilt(data: bytes, rng: random.Random) -> bytes:
 def test_every_flip_and_cut_is_found_and_never_read(whole: Store) -> None:
     root = Path(whole.path)
     truth = {key: whole.read(key) for key in sorted(whole.keys())}
-    kept = view_keys(whole, "some")
+    kept = view_keys(whole.backend, "some")
     kept_index = whole.index
     head = whole.head()
     files = sorted(path for path in root.rglob("*") if path.is_file() and path.stat().st_size)
@@ -112,7 +113,7 @@ def test_every_flip_and_cut_is_found_and_never_read(whole: Store) -> None:
         try:
             store = Store.open(root)
             assert head.embed_VD.tobytes() == store.head().embed_VD.tobytes()
-            assert view_keys(store, "some").equals(kept)
+            assert view_keys(store.backend, "some").equals(kept)
             for key in truth:
                 assert same(store.read(key), truth[key])
             index = store.index  # without the statistics of a damaged run: a view that needs them is refused

@@ -23,11 +23,11 @@ from tests.stores.samples import (
     sample,
     write,
 )
-from vlmdistill.stores.backends.backend import open_backend
 from vlmdistill.stores.backends.local import Local
+from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.errors import StoreError
-from vlmdistill.stores.gc import collect
 from vlmdistill.stores.index import merged
+from vlmdistill.stores.integrity.gc import collect
 from vlmdistill.stores.integrity.verify import verify
 from vlmdistill.stores.layout import widen
 from vlmdistill.stores.manifest import seal

@@ -20,10 +20,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.stores.samples import head, info, make, provenance, same, sample
-from vlmdistill.stores.backends.backend import open_backend
+from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.errors import StoreError, VlmdistillError
-from vlmdistill.stores.gc import collect
 from vlmdistill.stores.index.arrow import read_arrow
+from vlmdistill.stores.integrity.gc import collect
 from vlmdistill.stores.integrity.verify import verify
 from vlmdistill.stores.loader.epoch import Epoch
 from vlmdistill.stores.manifest import (

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from vlmdistill.drafters.core import catalogue
 from vlmdistill.pipelines.cluster.environment import EngineName
-from vlmdistill.stores.backends.backend import open_backend
+from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.errors import DataError, StoreError
 from vlmdistill.stores.layout import ENCODINGS
 from vlmdistill.stores.manifest import STORE

@@ -385,7 +385,7 @@ def test_training_tells_what_it_learnt_about_each_sample(store: Path, tmp_path: 
     train(plan(store, tmp_path / "facts", settings=("stages.multimodal.visual=[1,1]",)))
     opened = Store.open(store)
     images = opened.index.filter(opened.index["visual_tokens"] > 0)
-    from vlmdistill.stores.views.run_stats import join_stats
+    from vlmdistill.stores.index.run_stats import join_stats
 
     table = join_stats(opened.backend, images)
     assert table["kept"].is_between(0, 1).all()

@@ -16,7 +16,7 @@ from tests.stores.pushes import pushed_at_once
 from tests.stores.samples import head, info, make, provenance, same, sample, write
 from vlmdistill.stores.backends.remote import Remote
 from vlmdistill.stores.errors import StoreError
-from vlmdistill.stores.gc import collect
+from vlmdistill.stores.integrity.gc import collect
 from vlmdistill.stores.integrity.verify import verify
 from vlmdistill.stores.loader.epoch import Epoch
 from vlmdistill.stores.sharing.merge import send

@@ -20,11 +20,12 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.stores.samples import make, same, sample, write
 from tests.stores.web import serving
-from vlmdistill.stores.backends.backend import in_flight, open_backend
+from vlmdistill.stores.backends.backend import in_flight
+from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.backends.remote import Remote
 from vlmdistill.stores.errors import StoreError
-from vlmdistill.stores.gc import collect
 from vlmdistill.stores.index import merged
+from vlmdistill.stores.integrity.gc import collect
 from vlmdistill.stores.integrity.verify import verify
 from vlmdistill.stores.sharing.merge import send
 from vlmdistill.stores.store import Store

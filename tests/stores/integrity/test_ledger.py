@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from tests.stores.samples import forget, make, same, sample, write
 from vlmdistill.cli.main import app
 from vlmdistill.stores.errors import NewerError, StoreError
-from vlmdistill.stores.gc import collect
 from vlmdistill.stores.index import merged
+from vlmdistill.stores.integrity.gc import collect
 from vlmdistill.stores.integrity.verify import verify
 from vlmdistill.stores.manifest import seal
 from vlmdistill.stores.sharing.merge import merge, send

@@ -20,8 +20,8 @@ from tests.stores.samples import forget, head, info, make, provenance, sample, w
 from vlmdistill.stores import summary
 from vlmdistill.stores.backends.local import Local
 from vlmdistill.stores.errors import StoreError
-from vlmdistill.stores.gc import collect
 from vlmdistill.stores.index import merged
+from vlmdistill.stores.integrity.gc import collect
 from vlmdistill.stores.integrity.verify import verify
 from vlmdistill.stores.loader.epoch import Epoch
 from vlmdistill.stores.manifest import COMMITS, Commit, ViewRecord, digest, read_record, seal, shard_name
@@ -326,7 +326,7 @@ def test_what_may_not_be_read_is_told_as_that_and_not_as_damage(
 
 LOOKS = """
 import json, os, sys
-from vlmdistill.stores.gc import collect
+from vlmdistill.stores.integrity.gc import collect
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.integrity.verify import verify

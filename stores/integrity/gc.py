@@ -7,9 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from vlmdistill.stores.backends.backend import STAGING, Backend
+from vlmdistill.stores.commits import KEPT, complete_ledger, find_naming, require_all
 from vlmdistill.stores.errors import StoreError
-from vlmdistill.stores.integrity.commits import complete_ledger, find_naming
-from vlmdistill.stores.integrity.ledger import KEPT, require_all
 from vlmdistill.stores.manifest import (
     CACHE,
     HEADS,

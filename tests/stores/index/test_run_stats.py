@@ -11,6 +11,7 @@ import pytest
 
 from tests.stores.samples import make, same, sample
 from vlmdistill.stores.errors import StoreError
+from vlmdistill.stores.index.run_stats import write_stats
 from vlmdistill.stores.index.tables import write_table
 from vlmdistill.stores.integrity.verify import verify
 from vlmdistill.stores.manifest import STATS, RunRecord, ViewRecord
@@ -18,7 +19,6 @@ from vlmdistill.stores.sharing.merge import send
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.summary import info, stats
 from vlmdistill.stores.views.filters import filter_store
-from vlmdistill.stores.views.run_stats import write_stats
 
 
 @pytest.fixture

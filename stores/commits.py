@@ -1,27 +1,38 @@
 """Commits: how a shard or a table comes to count, and which record could name a file.
 
 What is committed is published first and named by a record afterwards. Then its files are looked for once
-more, since `gc` removes what no record names. Only then is the record noted in the ledger.
+more, since `gc` removes what no record names. Only then a copy of the record is kept in the ledger.
+
+A record that is gone looks like one that was never made. So a copy below `ledger/` without its record means
+that this was lost, renamed or overwritten. A writer that dies in between leaves a record without a copy; the
+next `gc` writes it. What is dropped on purpose is removed from the ledger first.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from vlmdistill.stores.backends.backend import Backend
 from vlmdistill.stores.errors import NewerError, RacedError, StoreError, one_line
-from vlmdistill.stores.integrity.ledger import find_copy, note
 from vlmdistill.stores.manifest import (
+    COMMITS,
     NAME,
+    STATS,
     TABLES,
+    VIEWS,
     Commit,
+    R,
+    Record,
     TableRecord,
     commit_name,
     find_record,
     kind_of,
+    record_names,
     seal,
 )
 from vlmdistill.stores.retry import retried
 
+LEDGER = "ledger"
+KEPT = (COMMITS, VIEWS, STATS)  # whose records have copies
 SHARD = re.compile(rf"shards/({NAME.pattern})-[0-9a-f]{{16}}")
 TABLE = re.compile(rf"({'|'.join(TABLES)})/({NAME.pattern})-[0-9a-f]{{16}}\.arrow")
 
@@ -95,3 +106,27 @@ def is_complete(backend: Backend, record: Commit | TableRecord) -> bool:
         return bool(backend.size(record.named) == record.entry[0])
     there = backend.list_files(record.named)
     return all(there.get(file) == size for file, (size, _) in record.files.items())
+
+
+def note(backend: Backend, name: str, record: Record) -> None:
+    """Keep a copy of the record `name`, once it is committed; the cache has no copy."""
+    if name.split("/")[0] in KEPT:
+        backend.replace(f"{LEDGER}/{name}", seal(record))
+
+
+def find_copy(backend: Backend, name: str, kind: type[R]) -> R | None:
+    """The copy of the record `name`, None when it is missing; StoreError when it is damaged or too new."""
+    return find_record(backend, name, kind, f"{LEDGER}/")
+
+
+def require_all(backend: Backend, folders: Sequence[str] = KEPT) -> None:
+    """StoreError when a record is gone though it has a copy."""
+    names = [  # first: a record is made before its copy
+        f"{folder}/{name}" for folder in folders for name in record_names(backend, f"{LEDGER}/{folder}")
+    ]
+    there = {f"{folder}/{name}" for folder in folders for name in record_names(backend, folder)}
+    missing = [f"{name}.json" for name in names if name not in there]
+    if gone := [name for name in missing if backend.size(name) is None]:  # a listing may be an old one
+        what = f"{len(gone)} records of {backend.url} are lost, the first {gone[0]}"
+        how = f"copy {LEDGER}/{gone[0]} to {gone[0]}, or remove it if that was dropped on purpose"
+        raise StoreError(f"{what}. For each: {how}")
