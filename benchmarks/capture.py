@@ -38,6 +38,7 @@ from vlmdistill.drafters.decoding.clock import wait
 from vlmdistill.pipelines.data.features import capturer
 from vlmdistill.pipelines.data.features.capturer import Capturer, CaptureSettings, stored_head
 from vlmdistill.pipelines.data.features.shard_plan import CaptureItem, CaptureTask
+from vlmdistill.pipelines.data.features.store_part import StorePart
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.responses.dataset import ResponseRow
 from vlmdistill.pipelines.demo.prompts import DemoSize, import_demo
@@ -139,7 +140,9 @@ def measure(
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         model = widened(folder / "wide", width) if width else model
-        worker = Capturer(model, str(folder / "store-0"), "", CaptureSettings(batch_tokens=batch_tokens))
+        worker = Capturer(
+            model, StorePart(folder / "store-0"), "", CaptureSettings(batch_tokens=batch_tokens)
+        )
         items = items_of(folder / "data", worker.target, samples)
         tasks = [CaptureTask.of(items[at : at + shard_samples]) for at in range(0, len(items), shard_samples)]
         run = bare(worker, tasks)

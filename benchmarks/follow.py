@@ -19,6 +19,7 @@ from vlmdistill.pipelines.bench.records import read
 from vlmdistill.pipelines.bench.statistics import figures
 from vlmdistill.pipelines.cluster.pool import WorkerOptions
 from vlmdistill.pipelines.data.features.capturer import CaptureSettings, capture
+from vlmdistill.pipelines.data.features.store_part import StorePart
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.workspace.workspace import Workspace
 
@@ -58,7 +59,7 @@ def main() -> None:
         store, name = workspace.root / f"followed{seed}-features", f"followed{seed}"
         following = _train(workspace, store, name, seed, [*words, "--follow"])
         captured = capture(
-            prompts, workspace.responses, str(store), MODEL, settings, WorkerOptions(workers=1)
+            prompts, workspace.responses, StorePart(store), MODEL, settings, WorkerOptions(workers=1)
         )
         facts[name] = {"samples": captured.samples, "steps_during_capture": _steps(workspace, name)}
         if following.wait():

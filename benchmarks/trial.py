@@ -41,6 +41,7 @@ from vlmdistill.pipelines.bench.records import (
 from vlmdistill.pipelines.cluster.pool import WorkerOptions
 from vlmdistill.pipelines.cluster.processes import FunctionDone
 from vlmdistill.pipelines.data.features.capturer import CaptureSettings
+from vlmdistill.pipelines.data.features.store_part import StorePart
 from vlmdistill.pipelines.data.prompts.importing import Choices, import_prompts
 from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
 from vlmdistill.pipelines.demo import files
@@ -278,7 +279,7 @@ class Trial:
             self.base.model,
             evaluate.held_out(workspace.prompts, self.limit, self.base.model),
             root / "responses",
-            str(root / "features"),
+            StorePart(root / "features"),
             CaptureSettings(drafters=TRAINED, dtype="float32"),
             WorkerOptions(),
             sampling=SamplingSettings(max_new_tokens=LONGEST, temperature=0.0),

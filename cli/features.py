@@ -62,19 +62,20 @@ def features(
     """
     from vlmdistill.pipelines import flow
     from vlmdistill.pipelines.cluster.reporting import check_failed
-    from vlmdistill.pipelines.data.features import selection
+    from vlmdistill.pipelines.data.features import store_part
     from vlmdistill.pipelines.data.features.capturer import CaptureSettings
+    from vlmdistill.pipelines.data.features.store_part import StorePart
     from vlmdistill.pipelines.data.prompts import prompt_table
     from vlmdistill.pipelines.flow import import_sources
     from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
 
     workspace = console.workspace(model, runs)
     checkpoint(model)  # report a wrong model first
-    path, file = store or workspace.features, prompts or workspace.prompts
+    part, file = StorePart(store or workspace.features), prompts or workspace.prompts
     settings = CaptureSettings(
-        drafters=selection.drafters(drafters),
+        drafters=store_part.drafters(drafters),
         dtype=dtype,
-        encoding=selection.encodings(encoding or (), path),
+        encoding=store_part.encodings(encoding or ()),
         batch_tokens=batch_tokens,
     )
     if import_ and not file.exists():
@@ -85,7 +86,7 @@ def features(
         model,
         chosen,
         responses or workspace.responses,
-        path,
+        part,
         settings,
         console.worker_options(workers, wait, attention, target_dtype, engine),
         generate=responses is None,

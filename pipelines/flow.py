@@ -3,7 +3,6 @@
 Each stage does only what is missing.
 """
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -21,9 +20,10 @@ from vlmdistill.pipelines.cluster import reporting
 from vlmdistill.pipelines.cluster import session as cluster
 from vlmdistill.pipelines.cluster.pool import WorkerOptions
 from vlmdistill.pipelines.cluster.reporting import OnProgress, check_failed
-from vlmdistill.pipelines.cluster.shared import marked
+from vlmdistill.pipelines.cluster.shared import Shared
 from vlmdistill.pipelines.data.features import capturer, synthesizer
 from vlmdistill.pipelines.data.features.capturer import CaptureSettings, CaptureSummary
+from vlmdistill.pipelines.data.features.store_part import StorePart
 from vlmdistill.pipelines.data.prompts import evaluation_sets, prompt_table
 from vlmdistill.pipelines.data.prompts.formats import Format
 from vlmdistill.pipelines.data.prompts.importing import Choices, ImportSummary, import_prompts, import_rows
@@ -104,7 +104,7 @@ def prepare(workspace: Workspace, plan: Plan, log: Callable[[str], None], bar: P
             workspace.model,
             prompts,
             workspace.responses,
-            workspace.features,
+            StorePart(workspace.features),
             CaptureSettings(drafters=trained),
             plan.workers,
             sampling=_sampling(workspace.responses, plan),
@@ -146,7 +146,7 @@ def capture_features(
     model: str,
     prompts: Sequence[Prompt],
     responses: Path,
-    store: str,
+    part: StorePart,
     settings: CaptureSettings,
     workers: WorkerOptions,
     *,
@@ -166,27 +166,35 @@ def capture_features(
         dataset.check_settings(responses, {"sampling": asdict(sampling)})
     if generate:
         missing = set(prompt_table.facts_of(dataset.without_response(prompts, responses))["key"])
-    there = capturer.keys_in(store, settings, workers.engine) if missing else set()
+    there = capturer.keys_in(part, settings, workers.engine) if missing else set()
     one_pass = workers.engine != "transformers" and not missing & there
-    if missing:
-        capturer.check_origin(checkpoint(model), responses, store)
-        with marked(os.path.expanduser(store)):
-            pass  # it can be written: known before hours of generation, not after
     whole = len(there | missing)
-    respond = (
-        partial(synthesizer.synthesize, store, settings, whole)
-        if one_pass
-        else partial(responder.respond, on_start=partial(capturer.announce, store, whole))
-    )
+    respond = partial(synthesizer.synthesize, part, settings, whole) if one_pass else responder.respond
+    if missing:
+        dataset.check_settings(responses, {"checkpoint": str(checkpoint(model))})
+        part.check_origin(checkpoint(model))
     with cluster.session() if missing else nullcontext():
         if missing:
             known, filters = dataset.read_settings(responses)
-            with bar("generating", "responses", str(responses)) as report:
+            with (
+                bar("generating", "responses", str(responses)) as report,
+                part.writing(),
+                part.marked() as mark,
+            ):
                 generated = respond(
-                    prompts, responses, model, sampling or known, filters, workers, batch=batch, report=report
+                    prompts,
+                    responses,
+                    model,
+                    sampling or known,
+                    filters,
+                    workers,
+                    batch=batch,
+                    report=report,
+                    shared=partial(Shared, store=part.backend, mark=mark),
+                    on_start=partial(part.announce, whole),
                 )
-        with bar("capturing", "samples", store) as report:
-            captured = capturer.capture(prompts, responses, store, model, settings, workers, report)
+        with bar("capturing", "samples", part.path) as report:
+            captured = capturer.capture(prompts, responses, part, model, settings, workers, report)
     if generated and one_pass:
         rows = (row for row in dataset.read(responses) if row.key in missing)
         tokens = sum(row.prompt_tokens + len(row.ids) for row in rows)

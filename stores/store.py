@@ -94,7 +94,7 @@ class Store:
     @classmethod
     def create(
         cls,
-        path: str | Path,
+        path: str | Path | Backend,
         provenance: Provenance,
         info: TargetInfo,
         head: FrozenTables,
@@ -119,7 +119,7 @@ class Store:
                     head=write_head(backend, head),
                 )
                 backend.create(STORE, seal(record))
-        store = cls.open(path)
+        store = cls.open(backend)
         store.require(provenance, info)
         if encoding is not None and dict(encoding) != store.layout.encoding:
             mine = dict(store.layout.encoding)
@@ -127,7 +127,7 @@ class Store:
         return store
 
     @classmethod
-    def open(cls, path: str | Path, cache: str | None = None, report: OnShards = silent) -> "Store":
+    def open(cls, path: str | Path | Backend, cache: str | None = None, report: OnShards = silent) -> "Store":
         """Open a store; StoreError when it is missing, damaged or newer than this code.
 
         `cache`, as `DIR:SIZE`, keeps what is read of a URL on a local disk, in at most so many bytes.
@@ -137,14 +137,15 @@ class Store:
         try:
             record = read_record(backend, STORE, StoreRecord)
         except (FileNotFoundError, NotADirectoryError):
-            what = f"there is no feature store at {path}"
+            what = f"there is no feature store at {backend.url if path is backend else path}"
             raise StoreError(f"{what}: make one with `vlmdistill features`") from None
         return cls(backend, record, report)
 
     @classmethod
-    def find(cls, path: str | Path) -> "Store | None":
+    def find(cls, path: str | Path | Backend) -> "Store | None":
         """Open a store, None when there is none yet; StoreError as from `open`."""
-        return cls.open(path) if open_backend(path).size(STORE) is not None else None
+        backend = open_backend(path)
+        return cls.open(backend) if backend.size(STORE) is not None else None
 
     def require(self, provenance: Provenance, info: TargetInfo | None = None) -> None:
         """StoreError naming the first field in which this store's origin differs."""

@@ -16,7 +16,8 @@ from vlmdistill.pipelines.cluster.shared import Shared, marked, some_files
 from vlmdistill.pipelines.targets import software
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
 from vlmdistill.pipelines.workspace.workspace import absolute_model
-from vlmdistill.stores.backends.backend import STAGING
+from vlmdistill.stores.backends.backend import STAGING, Backend
+from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.errors import VlmdistillError, one_line
 
 PACKAGES = (*software.PACKAGES, "ray")
@@ -53,18 +54,17 @@ def examine(
     seconds for `least` machines, and as long for their reports. The driver has a report of its
     own if something is wrong with it.
     """
-    store = os.path.expanduser(store)
-    store = store if "://" in store else os.path.abspath(store)
     shared, failures = Shared(absolute_model(model), None), dict[str, str]()
     with _noting(failures, "model"):
         shared = replace(shared, checkpoint=checkpoint(model))
     with _noting(failures, "media"):
         shared = replace(shared, media=some_files(media()))
     with contextlib.ExitStack() as held:
-        held.enter_context(_without_new_folders(store))
         with _noting(failures, "store"):
-            shared = replace(shared, mark=held.enter_context(marked(store)))
-        shared = replace(shared, store=store)
+            backend = open_backend(store if "://" in store else Path(store).expanduser().absolute())
+            shared = replace(shared, store=backend)
+            held.enter_context(_without_new_folders(backend))
+            shared = replace(shared, mark=held.enter_context(marked(backend)))
         if not (address or os.environ.get("RAY_ADDRESS")):
             report = examination(shared, versions())
             return {"this machine": replace(report, failures={**report.failures, **failures}, clock=0.0)}
@@ -126,8 +126,9 @@ def examination(shared: Shared, wanted: Mapping[str, str], offered: int | None =
     with _noting(failures, "store"):
         if shared.mark:
             shared.check_store()
-        with marked(shared.store):  # it can be written, too
-            pass
+        if shared.store:
+            with marked(shared.store):  # it can be written, too
+                pass
     folder, free = _free(shared.store)
     if free < LEAST:
         failures["disk"] = f"only {free // MIB} MiB are free in {folder}, where shards are built: make room"
@@ -158,10 +159,10 @@ def _noting(failures: dict[str, str], check: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_new_folders(store: str) -> Iterator[None]:
+def _without_new_folders(store: Backend) -> Iterator[None]:
     """Remove the empty folders that the check of a new store leaves."""
-    inner = Path(store) / STAGING
-    made = [] if "://" in store else [one for one in (inner, *inner.parents) if not one.exists()]
+    inner = Path(store.url) / STAGING
+    made = [] if not store.is_local else [one for one in (inner, *inner.parents) if not one.exists()]
     yield
     for folder in made:
         with contextlib.suppress(OSError):
@@ -197,9 +198,9 @@ def _output(*command: str) -> str:
         return ""
 
 
-def _free(store: str) -> tuple[Path, int]:
+def _free(store: Backend | None) -> tuple[Path, int]:
     """The folder in which shards are built, and its free bytes."""
-    folder = Path(tempfile.gettempdir() if "://" in store else store)
+    folder = Path(store.url if store and store.is_local else tempfile.gettempdir())
     while not folder.exists():
         folder = folder.parent
     return folder, shutil.disk_usage(folder).free

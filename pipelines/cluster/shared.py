@@ -10,8 +10,7 @@ from typing import Protocol
 from vlmdistill.pipelines.media.images import MediaError
 from vlmdistill.pipelines.media.urls import at_hand
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import Fingerprint, checkpoint
-from vlmdistill.stores.backends.backend import STAGING, writing
-from vlmdistill.stores.backends.opening import open_backend
+from vlmdistill.stores.backends.backend import STAGING, Backend
 from vlmdistill.stores.errors import DataError, StoreError, TargetError, VlmdistillError, one_line
 from vlmdistill.stores.store import require_room
 
@@ -35,15 +34,14 @@ class Shared:
     model: str  # a name or an absolute path
     checkpoint: Fingerprint | None  # None: any
     media: tuple[str, ...] = ()  # files that exist on this machine
-    store: str = ""  # a URL or an absolute path; empty if workers do not write
+    store: Backend | None = None  # None if workers do not write
     mark: str = ""  # a file that this run has written into the store
 
     def __call__(self) -> None:
         """TargetError, DataError or StoreError that names what this machine does not see, and what to do."""
         self.check_model()
         self.check_media()
-        if self.store:
-            self.check_store()
+        self.check_store()
 
     def check_model(self) -> None:
         """TargetError if the model is missing or another one."""
@@ -71,17 +69,19 @@ class Shared:
 
     def check_store(self) -> None:
         """StoreError if the store cannot be read or is another one."""
+        if self.store is None:
+            return
         try:
-            seen = open_backend(self.store).size(self.mark) is not None
+            seen = self.store.size(self.mark) is not None
         except (VlmdistillError, OSError, ImportError) as error:
             raise StoreError(
-                f"cannot read the store {self.store} ({type(error).__name__}: {one_line(error)}). Set the "
-                "credentials in the environment of `ray start` on this machine, or with `ray job submit "
+                f"cannot read the store {self.store.url} ({type(error).__name__}: {one_line(error)}). Set "
+                "the credentials in the environment of `ray start` on this machine, or with `ray job submit "
                 "--runtime-env-json`: workers do not get the environment of this command"
             ) from None
         if not seen:
             raise StoreError(
-                f"the store {self.store} is a different folder: {ADVICE}, or give --store a URL such as "
+                f"the store {self.store.url} is a different folder: {ADVICE}, or give --store a URL such as "
                 "s3://bucket/store"
             )
 
@@ -108,14 +108,21 @@ def some_media(prompts: Sequence[HasFiles]) -> tuple[str, ...]:
 
 
 @contextmanager
-def marked(store: str) -> Iterator[str]:
-    """Create a file with a random name in the store: a machine that sees it sees the same store."""
-    backend = open_backend(store)
+def marked(store: Backend) -> Iterator[str]:
+    """Create a file with a random name in the store: a machine that sees it sees the same store.
+
+    StoreError that names the store if it cannot be written.
+    """
     mark = f"{STAGING}/probe-{secrets.token_hex(8)}"
-    require_room(backend)
+    require_room(store)
     try:
-        with writing(backend):
-            backend.create(mark, b"")
+        store.create(mark, b"")
+    except OSError as error:
+        raise StoreError(
+            f"cannot write to the store {store.url} ({error.strerror or error}): give this user, or the "
+            "credentials in the environment of `ray start` on this machine, the right to write there"
+        ) from error
+    try:
         yield mark
     finally:
-        backend.remove(mark)
+        store.remove(mark)

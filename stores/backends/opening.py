@@ -14,11 +14,13 @@ from vlmdistill.stores.errors import StoreError
 PROTOCOLS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "http", "https", "memory")
 
 
-def open_backend(path: str | Path, cache: str | None = None) -> Backend:
+def open_backend(path: str | Path | Backend, cache: str | None = None) -> Backend:
     """The backend of a path or URL; StoreError when the URL is not supported. `file://` is local.
 
-    `cache`, as `DIR:SIZE`, keeps arrays of a URL on a local disk.
+    `cache`, as `DIR:SIZE`, keeps arrays of a URL on a local disk. A backend that is open is returned.
     """
+    if isinstance(path, Backend):
+        return path
     text = os.path.expanduser(path)
     if not text:
         raise StoreError("the name of a store is empty: give a folder or a URL")

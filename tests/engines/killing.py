@@ -20,6 +20,7 @@ import pytest
 from vlmdistill.pipelines import flow
 from vlmdistill.pipelines.cluster.pool import WorkerOptions
 from vlmdistill.pipelines.data.features.capturer import CaptureSettings
+from vlmdistill.pipelines.data.features.store_part import StorePart
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.responses import dataset
 from vlmdistill.pipelines.flow import import_sources
@@ -49,7 +50,7 @@ def capture(folder: Path) -> None:
     settings = CaptureSettings(drafters=["sparrow"], dtype="float32", shard_bytes=SHARD_BYTES)
     options = WorkerOptions(workers=1, engine="vllm")
     flow.capture_features(
-        "demo", prompts, workspace.responses, str(workspace.features), settings, options, batch=BATCH
+        "demo", prompts, workspace.responses, StorePart(workspace.features), settings, options, batch=BATCH
     )
 
 

@@ -6,7 +6,6 @@ need. The actor that computes a shard writes it and returns counts. A rerun capt
 
 import dataclasses
 import json
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -24,14 +23,7 @@ from vlmdistill.pipelines.cluster.environment import EngineName, check_environme
 from vlmdistill.pipelines.cluster.pool import ActorPool, WorkerOptions, weight_bytes
 from vlmdistill.pipelines.cluster.reporting import OnProgress, silent
 from vlmdistill.pipelines.cluster.session import MIB, session
-from vlmdistill.pipelines.cluster.shared import LOOKED_AT, Shared, marked, some_media
-from vlmdistill.pipelines.data.features.selection import (
-    check_dtype,
-    check_encoding,
-    check_engine,
-    select_features,
-    store_at,
-)
+from vlmdistill.pipelines.cluster.shared import LOOKED_AT, Shared, some_media
 from vlmdistill.pipelines.data.features.shard_plan import (
     CaptureFacts,
     CaptureItem,
@@ -39,12 +31,13 @@ from vlmdistill.pipelines.data.features.shard_plan import (
     missing_of,
     tasks,
 )
+from vlmdistill.pipelines.data.features.store_part import StorePart
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt, facts_of
 from vlmdistill.pipelines.data.responses import dataset
 from vlmdistill.pipelines.data.responses.quality import LENIENT
-from vlmdistill.pipelines.targets.checkpoints.fingerprint import Fingerprint, checkpoint
+from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
-from vlmdistill.pipelines.workspace.workspace import absolute_model, only_writer
+from vlmdistill.pipelines.workspace.workspace import absolute_model
 from vlmdistill.stores.errors import DataError, PromptError, StoreError, TargetError, one_line
 from vlmdistill.stores.loader.tensors import as_numpy
 from vlmdistill.stores.schema import FrozenTables, Sample
@@ -105,7 +98,7 @@ class Capturer:
     def __init__(
         self,
         model: str,
-        store: str,
+        part: StorePart,
         sampling: str,
         settings: CaptureSettings,
         load_options: Options | None = None,
@@ -114,10 +107,10 @@ class Capturer:
         from vlmdistill.pipelines.vllm.capture.engine_target import EngineTarget, loaded
 
         self.target = loaded(model, load_options or Options(), engine)
-        there = store_at(store)
-        check_dtype(there, self.target.dtype_name)
-        check_engine(there, engine)
-        self.features = select_features(there, settings.drafters, self.target.info)
+        there = part.store
+        part.check_target_dtype(self.target.dtype_name)
+        part.check_engine(engine)
+        self.features = part.select(settings.drafters, self.target.info)
         self.target.encode([{"role": "user", "content": ""}])  # it sets up the tokenizer; threads must not
         self.settings = settings
         self.dtype = settings.dtype or (there.provenance.dtype if there else "bfloat16")
@@ -126,10 +119,10 @@ class Capturer:
         if engine == "vllm":
             self.engine = EngineTarget(self.target, self.features, settings.batch_tokens)
             provenance = msgspec.structs.replace(provenance, engine=self.engine.name)
-        check_encoding(there, self.features, settings.encoding)
+        part.check_encoding(self.features, settings.encoding)
         encoding = {name: how for name, how in settings.encoding.items() if how != "raw"}
         made = encoding if there is None else None  # an existing store keeps its own
-        self.store = Store.create(store, provenance, self.target.info, stored_head(self.target), made)
+        self.store = Store.create(part.backend, provenance, self.target.info, stored_head(self.target), made)
 
     def facts(self) -> CaptureFacts:
         """What the driver plans shards with."""
@@ -274,13 +267,13 @@ def stored_head(target: Any) -> FrozenTables:
 def capture(
     prompts: Sequence[Prompt],
     responses: Path,
-    store: str,
+    part: StorePart,
     model: str,
     settings: CaptureSettings | None = None,
     options: WorkerOptions | None = None,
     report: OnProgress = silent,
 ) -> CaptureSummary:
-    """Capture the features of all kept responses to `prompts` that `store` lacks.
+    """Capture the features of all kept responses to `prompts` that the store lacks.
 
     Stopped at any time, it keeps what is done. DataError if there are no responses, or if another target
     generated them. StoreError if the store is of another target, keeps a feature in another encoding, or is
@@ -288,10 +281,9 @@ def capture(
     """
     settings, options = settings or CaptureSettings(), options or WorkerOptions()
     check_environment(options.engine)  # before Ray starts
-    store = os.path.expanduser(store)
-    local = "://" not in store
     fingerprint = checkpoint(model)
-    check_origin(fingerprint, responses, store)
+    dataset.check_settings(responses, {"checkpoint": str(fingerprint)})
+    part.check_origin(fingerprint)
     generated = dataset.Responses(responses)
     items = len(missing_of(prompts, generated, set()))
     reasons = facts_of(prompts).select("key").join(dataset.facts(responses), on="key", how="inner")["reason"]
@@ -303,26 +295,25 @@ def capture(
             f"{responses} holds no kept response to any of the {len(prompts)} prompts: generate some with "
             f"`vlmdistill responses -m {model}{other}"
         )
-    with only_writer(store):
-        there = keys_in(store, settings, options.engine)
+    with part.writing():
+        there = keys_in(part, settings, options.engine)
         missing = missing_of(prompts, generated, there)
         start, done, tokens, failed = time.monotonic(), items - len(missing), 0, dict[str, str]()
         if len(missing):
-            announce(store, len(there) + len(missing))  # before the workers start, which takes minutes
+            part.announce(len(there) + len(missing))  # before the workers start, which takes minutes
             report(done, items, "starting")
             sampling = str(dataset.read_settings(responses)[0])
-            url = str(Path(store).absolute()) if local else store
             worker = partial(
-                Capturer, absolute_model(model), url, sampling, settings, options.load, options.engine
+                Capturer, absolute_model(model), part, sampling, settings, options.load, options.engine
             )
             media = some_media([prompts[at] for at in missing["prompt"][:: len(missing) // LOOKED_AT or 1]])
             weights = weight_bytes(model, options.load)
             pool = ActorPool[CaptureTask, CaptureResult]
-            with session(), marked(store) as mark:
-                shared = Shared(absolute_model(model), fingerprint, media, url, mark)
+            with session(), part.marked() as mark:
+                shared = Shared(absolute_model(model), fingerprint, media, part.backend, mark)
                 with pool(worker, shared, options, weights=weights) as workers:
                     work = tasks(prompts, generated, missing, workers.facts(), settings.shard_bytes)
-                    announce(store, len(there) + len(missing))  # in a store that is new
+                    part.announce(len(there) + len(missing))  # in a store that is new
                     start = time.monotonic()
                     for ended in workers.run(work):
                         done += (ended.result.samples if ended.result else 0) + len(ended.failed)
@@ -330,13 +321,13 @@ def capture(
                         failed |= ended.failed
                         report(done, items, f"{tokens / (time.monotonic() - start):.0f} tokens/s")
         seconds = time.monotonic() - start
-        final = Store.open(store)
+        final = part.made
         stored = final.keys()  # this counts, not what workers return
         if len(missing) or (final.capture and not final.capture.ended):  # for those who train on it meanwhile
             final.announce(len(stored), ended=True)
         failed = {
             key: failed.get(
-                key, f"it is not in {store} after capture: check that all machines see this store"
+                key, f"it is not in {part.path} after capture: check that all machines see this store"
             )
             for key in missing["key"].filter(
                 ~missing["key"].is_in(pl.Series(list(stored), dtype=pl.String).implode())
@@ -347,7 +338,7 @@ def capture(
             raise TargetError(f"all {len(failed)} samples failed; {key}: {why}")
         captured = len(missing) - len(failed)
         return CaptureSummary(
-            store=store,
+            store=part.path,
             features=final.provenance.features,
             samples=len(stored),
             captured=captured,
@@ -360,33 +351,14 @@ def capture(
         )
 
 
-def announce(store: str, samples: int) -> None:
-    """Say in the store, if there is one, that it will hold so many samples: who follows it waits."""
-    if there := store_at(store):
-        there.announce(samples, ended=False)
-
-
-def keys_in(store: str, settings: CaptureSettings, engine: EngineName) -> set[str]:
+def keys_in(part: StorePart, settings: CaptureSettings, engine: EngineName) -> set[str]:
     """The keys of the samples in a store, if any; StoreError if the run cannot add to it."""
-    if (there := store_at(store)) is None:
+    if (there := part.store) is None:
         return set()
-    check_engine(there, engine)
+    part.check_engine(engine)
     if settings.dtype and settings.dtype != (theirs := there.provenance.dtype):
-        raise StoreError(f"{store} keeps features in {theirs}, not {settings.dtype}: give another --store")
-    check_encoding(there, select_features(there, settings.drafters, there.info), settings.encoding)
+        raise StoreError(
+            f"{part.path} keeps features in {theirs}, not {settings.dtype}: give another --store"
+        )
+    part.check_encoding(part.select(settings.drafters, there.info), settings.encoding)
     return there.keys()
-
-
-def check_origin(fingerprint: Fingerprint, responses: Path, store: str) -> None:
-    """DataError or StoreError that names the hash in which the responses or the store differ."""
-    dataset.check_settings(responses, {"checkpoint": str(fingerprint)})
-    there = store_at(store)
-    if there is None:
-        return
-    for name in ("config", "weights", "processor"):
-        theirs, mine = getattr(there.provenance, f"{name}_hash"), getattr(fingerprint, name)
-        if theirs != mine:
-            raise StoreError(
-                f"the store {store} is of another target ({name}_hash: {theirs}, not {mine}): give another "
-                "--store"
-            )

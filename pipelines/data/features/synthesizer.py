@@ -6,23 +6,18 @@ whose features `capture` adds.
 """
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vlmdistill.pipelines.cluster.environment import EngineName
-from vlmdistill.pipelines.cluster.pool import WorkerOptions
-from vlmdistill.pipelines.cluster.reporting import OnProgress, silent
-from vlmdistill.pipelines.cluster.shared import Shared, marked
-from vlmdistill.pipelines.data.features.capturer import Capturer, CaptureSettings, announce, media_columns
+from vlmdistill.pipelines.data.features.capturer import Capturer, CaptureSettings, media_columns
 from vlmdistill.pipelines.data.features.shard_plan import SHARD_SAMPLES, CaptureItem
+from vlmdistill.pipelines.data.features.store_part import StorePart
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.data.responses import responder
 from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
-from vlmdistill.pipelines.data.responses.quality import Filters
 from vlmdistill.pipelines.data.responses.responder import (
     Responder,
     ResponseResult,
@@ -30,9 +25,7 @@ from vlmdistill.pipelines.data.responses.responder import (
     ResponseTask,
 )
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
-from vlmdistill.pipelines.workspace.workspace import only_writer
 from vlmdistill.stores.manifest import Commit
-from vlmdistill.stores.store import Store
 from vlmdistill.stores.writer import Writer
 
 if TYPE_CHECKING:
@@ -46,15 +39,15 @@ class Synthesizer(Responder):
     """The worker: generates the responses of a task, and writes the kept ones' features as shards."""
 
     def __init__(
-        self, store: str, settings: CaptureSettings, model: str, sampling: SamplingSettings, *more: Any
+        self, part: StorePart, settings: CaptureSettings, model: str, sampling: SamplingSettings, *more: Any
     ) -> None:
-        self._store, self._settings, self._sampling = store, settings, str(sampling)
+        self._part, self._settings, self._sampling = part, settings, str(sampling)
         super().__init__(model, sampling, *more)
 
     def _load(
         self, model: str, how: Options, engine: EngineName
     ) -> "tuple[TargetModel, EngineTarget | None]":
-        self._capturer = Capturer(model, self._store, self._sampling, self._settings, how, engine)
+        self._capturer = Capturer(model, self._part, self._sampling, self._settings, how, engine)
         self._planned = self._capturer.facts()
         return self._capturer.target, self._capturer.engine
 
@@ -112,50 +105,25 @@ class Synthesizer(Responder):
 
 
 def synthesize(
-    store: str,
+    part: StorePart,
     settings: CaptureSettings,
     whole: int,
-    prompts: Sequence[Prompt],
-    responses: Path,
-    model: str,
-    sampling: SamplingSettings,
-    filters: Filters,
-    options: WorkerOptions,
-    *,
-    batch: int = 32,
-    report: OnProgress = silent,
+    *given: Any,
+    **how: Any,
 ) -> ResponseSummary:
-    """Generate the responses to `prompts` that are missing and capture them, as `respond` and `capture` do.
+    """Generate the responses to prompts that are missing and capture them, as `respond` and `capture` do.
 
-    The store must be of this target, without samples of these prompts, and will hold `whole` samples. Stopped
-    at any time, it keeps what is done.
+    The store must be of this target, without samples of these prompts, and will hold `whole` samples. Further
+    arguments are those of `respond`. Stopped at any time, it keeps what is done.
     """
-    store = os.path.expanduser(store)
-    local = "://" not in store
     announced = False
-    url = str(Path(store).absolute()) if local else store
 
     def count(result: ResponseResult) -> None:
         nonlocal announced
+        if result.shards and not announced:  # a store that is new
+            part.announce(whole)
+            announced = True
         for shard in result.shards:
-            there = Store.open(store)
-            if not announced:  # a store that is new
-                there.announce(whole, ended=False)
-                announced = True
-            there.count(shard)
+            part.made.count(shard)
 
-    with only_writer(store), marked(store) as mark:
-        return responder.respond(
-            prompts,
-            responses,
-            model,
-            sampling,
-            filters,
-            options,
-            batch=batch,
-            report=report,
-            worker=partial(Synthesizer, url, settings),
-            shared=partial(Shared, store=url, mark=mark),
-            on_start=partial(announce, store, whole),
-            on_result=count,
-        )
+    return responder.respond(*given, worker=partial(Synthesizer, part, settings), on_result=count, **how)

@@ -25,6 +25,8 @@ from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
 from vlmdistill.pipelines.data.responses.quality import Filters
 from vlmdistill.pipelines.data.responses.responder import Responder, plan
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint as checkpoint_of
+from vlmdistill.stores.backends.local import Local
+from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.errors import DataError, StoreError, TargetError
 from vlmdistill.stores.store import Store
 
@@ -108,12 +110,16 @@ def features(world: Path, store: str) -> list[str]:
 @on_machines
 def test_a_machine_with_a_disk_of_its_own_is_named_before_any_work(cluster: Cluster, world: Path) -> None:
     cluster.on(B="true", C=own_disk(world))
-    out, err = start(cluster, *features(world, str(world / "store"))).communicate(timeout=SECONDS)
-    assert out == ""
-    (line,) = err.splitlines()
-    assert line.startswith("error: machine C (127.0.0.67): ")
-    assert f"the store {world / 'store'} " in line
+    here, store = ["-m", str(world / "model"), "--runs", str(world / "runs")], str(world / "store")
+    missing = ["-m", "vlmdistill", "features", "--import", str(world / "mix.json"), *here, "--for", "sparrow"]
+    for command in (features(world, store), [*missing, "--store", store, "--json"]):
+        out, err = start(cluster, *command).communicate(timeout=SECONDS)
+        assert out == ""
+        (line,) = err.splitlines()
+        assert line.startswith("error: machine C (127.0.0.67): ")
+        assert f"the store {world / 'store'} " in line
     assert not list((world / "store").glob("commits/*"))
+    assert not list((world / "runs").rglob("part-*"))  # no response was generated
 
 
 CAPTURE = """
@@ -121,12 +127,13 @@ import sys
 from pathlib import Path
 from vlmdistill.cli.console import log_to_stderr
 from vlmdistill.pipelines.data.features import capturer
+from vlmdistill.pipelines.data.features.store_part import StorePart
 from vlmdistill.pipelines.data.prompts import prompt_table
 log_to_stderr(debug=False)
 world = Path(sys.argv[1])
 prompts = prompt_table.read(world / "prompts.parquet")
 summary = capturer.capture(
-    prompts, world / "responses", sys.argv[2], str(world / "model"),
+    prompts, world / "responses", StorePart(sys.argv[2]), str(world / "model"),
     capturer.CaptureSettings(drafters=["sparrow"], shard_bytes=1),
     report=lambda done, total, remark: print(done, flush=True),
 )
@@ -292,12 +299,12 @@ def test_a_machine_names_what_it_does_not_see(world: Path, tmp_path: Path, check
     model, mine = str(world / "model"), checkpoint_of(str(world / "model"))
     media = some_media(read(world / "prompts.parquet"))
     assert len(media) == PROMPTS // 8
-    store = str(tmp_path / "store")
+    store = open_backend(tmp_path / "store")
     with marked(store) as mark:
         Shared(model, mine, media, store, mark)()
         with pytest.raises(StoreError, match=f"the store {tmp_path / 'other'} "):
-            Shared(model, mine, media, str(tmp_path / "other"), mark)()
-    with pytest.raises(StoreError, match=f"the store {store} "):
+            Shared(model, mine, media, open_backend(tmp_path / "other"), mark)()
+    with pytest.raises(StoreError, match=f"the store {store.url} "):
         Shared(model, mine, media, store, mark)()
     assert not [file for file in (tmp_path / "store").rglob("*") if file.is_file()]
     with pytest.raises(DataError, match=f"1 of {len(media) + 1} .*{tmp_path}/gone.png"):
@@ -309,9 +316,23 @@ def test_a_machine_names_what_it_does_not_see(world: Path, tmp_path: Path, check
         Shared(str(other), mine)()
 
 
+class ReadOnly(Local):
+    """A store at a bucket whose keys may only read."""
+
+    def create(self, name: str, data: bytes) -> bool:
+        raise PermissionError("Access Denied")
+
+    remove = create  # type: ignore[assignment]
+
+
+def test_a_store_that_cannot_be_written_is_named_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=rf"{tmp_path} \(Access Denied\): give .* the right to write"):
+        marked(ReadOnly(tmp_path)).__enter__()
+
+
 def test_a_store_is_not_begun_in_a_folder_of_other_things(tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "1.png").touch()
-    with pytest.raises(StoreError, match=r"1\.png"), marked(f"{tmp_path}/photos"):
+    with pytest.raises(StoreError, match=r"1\.png"), marked(open_backend(tmp_path / "photos")):
         pass
     assert os.listdir(tmp_path / "photos") == ["1.png"]

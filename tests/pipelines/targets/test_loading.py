@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from tests import tiny
 from tests.pipelines.targets.spoil import edit, refusal
 from vlmdistill.pipelines.data.features.capturer import Capturer, CaptureSettings
+from vlmdistill.pipelines.data.features.store_part import StorePart
 from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
 from vlmdistill.pipelines.data.responses.quality import Filters
 from vlmdistill.pipelines.data.responses.responder import Responder
@@ -280,7 +281,7 @@ def test_wrong_settings(checkpoint: Checkpoint, settings: dict[str, Any], said: 
 def test_workers_use_the_load_options(checkpoint: Checkpoint, tmp_path: Path) -> None:
     model, how = str(checkpoint("qwen2_vl")), Options(dtype="bfloat16", attention="eager")
     responder = Responder(model, SamplingSettings(), Filters(), 2, how)
-    capturer = Capturer(model, str(tmp_path / "store"), "", CaptureSettings(drafters=["hivis"]), how)
+    capturer = Capturer(model, StorePart(tmp_path / "store"), "", CaptureSettings(drafters=["hivis"]), how)
     for target in (responder.target, capturer.target):
         assert target.dtype == torch.bfloat16
         assert target.model.config.get_text_config()._attn_implementation == "eager"

@@ -24,9 +24,10 @@ from vlmdistill.cli.main import main
 from vlmdistill.pipelines.cluster.environment import VARIABLE
 from vlmdistill.pipelines.cluster.pool import WorkerOptions
 from vlmdistill.pipelines.cluster.reporting import OnProgress, silent
-from vlmdistill.pipelines.data.features import selection
+from vlmdistill.pipelines.data.features import store_part
 from vlmdistill.pipelines.data.features.capturer import Capturer, CaptureSettings, CaptureSummary, capture
 from vlmdistill.pipelines.data.features.shard_plan import CaptureItem, CaptureTask
+from vlmdistill.pipelines.data.features.store_part import StorePart
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt, read
 from vlmdistill.pipelines.data.responses import dataset
 from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
@@ -99,7 +100,7 @@ def run(
     return capture(
         prompts or given.prompts,
         responses or given.responses,
-        str(store),
+        StorePart(store),
         given.model,
         CaptureSettings(drafters=drafters, **settings),
         options,
@@ -159,11 +160,11 @@ def test_a_capture_is_announced_before_its_workers_start(given: Given, tmp_path:
         seen.append((remark, Store.open(store).capture))
 
     settings = CaptureSettings(drafters=["eagle2"])
-    capture(given.prompts, given.responses, str(store), given.model, settings, ONE, look)
+    capture(given.prompts, given.responses, StorePart(store), given.model, settings, ONE, look)
     some = responses_of(given, tmp_path / "some")
     generated = SamplingSettings(max_new_tokens=10)
     capture_features(
-        given.model, given.prompts, some, str(store), settings, ONE, sampling=generated,
+        given.model, given.prompts, some, StorePart(store), settings, ONE, sampling=generated,
         bar=lambda *_: nullcontext(look),
     )  # fmt: skip
     began = [one for remark, one in seen if remark == "starting"]
@@ -186,12 +187,12 @@ def test_responses_or_a_store_of_another_target_are_refused_by_name(
     before = Store.open(stored).keys()
     other = str(checkpoint("qwen2_5_vl", layers=2, seed=1))
     with pytest.raises(DataError, match="checkpoint"):
-        capture(given.prompts, given.responses, str(stored), other)
+        capture(given.prompts, given.responses, StorePart(stored), other)
     theirs = shutil.copytree(given.responses, tmp_path / "theirs")
     settings = json.loads((theirs / dataset.SETTINGS).read_text())
     (theirs / dataset.SETTINGS).write_text(json.dumps({**settings, "checkpoint": str(checkpoint_of(other))}))
     with pytest.raises(StoreError, match="weights_hash"):
-        capture(given.prompts, theirs, str(stored), other)
+        capture(given.prompts, theirs, StorePart(stored), other)
     assert Store.open(stored).keys() == before
 
 
@@ -249,9 +250,9 @@ def test_features_are_kept_in_the_encodings_of_the_command_line(
         (["hidden.text=raw", "hidden.text=int8"], "hidden.text as raw and as int8"),
     ],
 )
-def test_a_malformed_encoding_is_refused(texts: list[str], values: str, tmp_path: Path) -> None:
+def test_a_malformed_encoding_is_refused(texts: list[str], values: str) -> None:
     with pytest.raises(DataError, match=values):
-        selection.encodings(texts, str(tmp_path))
+        store_part.encodings(texts)
 
 
 def test_features_of_a_target_in_another_dtype_are_not_mixed(given: Given, tmp_path: Path) -> None:
@@ -292,7 +293,7 @@ def test_a_response_whose_prompt_has_changed_fails_and_is_not_stored(given: Give
     words = [{"role": "user", "content": [{"type": "text", "text": "Quite another question than before"}]}]
     changed = CaptureItem(dataclasses.replace(first.prompt, messages=words), first.response)
     settings = CaptureSettings(drafters=["sparrow"], batch_tokens=1024)
-    result = Capturer(given.model, str(tmp_path / "store"), "", settings).work(
+    result = Capturer(given.model, StorePart(tmp_path / "store"), "", settings).work(
         CaptureTask((changed, CaptureItem(stale, shown.response), second), "task")
     )
     assert result.failed.keys() == {first.prompt.key, shown.prompt.key}
@@ -307,7 +308,7 @@ def test_a_sample_too_large_for_the_device_fails_alone(
     by_key = {prompt.key: prompt for prompt in given.prompts}
     items = [CaptureItem(by_key[row.key], row) for row in dataset.read(given.responses)]
     largest = max(items, key=lambda item: item.tokens)
-    worker = Capturer(given.model, str(tmp_path / "store"), "", CaptureSettings(drafters=["sparrow"]))
+    worker = Capturer(given.model, StorePart(tmp_path / "store"), "", CaptureSettings(drafters=["sparrow"]))
     run = worker.target._states
 
     def tight(prompts: Any, *more: Any) -> Any:
@@ -326,7 +327,7 @@ def test_a_sample_too_large_for_the_device_fails_alone(
 
 def test_without_responses_the_error_names_the_folder(given: Given, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=f"{tmp_path / 'nothing'}.* 12 prompts"):
-        capture(given.prompts, tmp_path / "nothing", str(tmp_path / "store"), given.model)
+        capture(given.prompts, tmp_path / "nothing", StorePart(tmp_path / "store"), given.model)
     assert not (tmp_path / "store").exists()
 
 
@@ -340,7 +341,7 @@ def test_without_kept_responses_the_error_says_why_they_were_dropped(
     rows = list(dataset.read(given.responses))
     dataset.write_part(out, "0", [dataclasses.replace(row, keep=False, reason=reason) for row in rows])
     with pytest.raises(DataError, match=rf"{reason} {len(rows)}\b") as error:
-        capture(given.prompts, out, str(tmp_path / "store"), given.model)
+        capture(given.prompts, out, StorePart(tmp_path / "store"), given.model)
     assert [other in str(error.value) for other in ("--min-words 0", "--max-repetition 1")] == [
         option == other for other in ("--min-words 0", "--max-repetition 1")
     ]
@@ -352,13 +353,15 @@ def test_settings_that_are_stated_are_checked_though_nothing_is_missing(given: G
     assert run(given, stored, ["sparrow"]).captured == 0
     other, need = SamplingSettings(max_new_tokens=11), CaptureSettings(drafters=["sparrow"])
     with pytest.raises(DataError, match="max_new_tokens 10, not 11"):
-        capture_features(given.model, given.prompts, given.responses, str(stored), need, ONE, sampling=other)
+        capture_features(
+            given.model, given.prompts, given.responses, StorePart(stored), need, ONE, sampling=other
+        )
 
 
 @pytest.mark.parametrize(("names", "value"), [("sparrow,foo", "'foo'"), (" , ", "--for ' , '")])
 def test_unknown_drafters_are_named(names: str, value: str) -> None:
     with pytest.raises(DataError, match=value):
-        selection.drafters(names)
+        store_part.drafters(names)
 
 
 RUN = """
@@ -366,10 +369,11 @@ import sys
 from pathlib import Path
 from vlmdistill.pipelines.cluster.environment import VARIABLE
 from vlmdistill.pipelines.data.features import capturer
+from vlmdistill.pipelines.data.features.store_part import StorePart
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.cluster.pool import WorkerOptions
 capturer.capture(
-    prompt_table.read(Path(sys.argv[1])), Path(sys.argv[2]), sys.argv[3], sys.argv[4],
+    prompt_table.read(Path(sys.argv[1])), Path(sys.argv[2]), StorePart(sys.argv[3]), sys.argv[4],
     capturer.CaptureSettings(shard_bytes=1), WorkerOptions(workers=1),
 )
 """
