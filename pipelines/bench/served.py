@@ -43,8 +43,7 @@ from vlmdistill.pipelines.targets.checkpoints.folder import resolve
 from vlmdistill.pipelines.targets.checkpoints.registry import HUB
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.pipelines.targets.software import of_this_process
-from vlmdistill.pipelines.vllm.process import EngineError
-from vlmdistill.pipelines.vllm.serve import vllm_server
+from vlmdistill.pipelines.vllm.launch import EngineError, vllm_server
 from vlmdistill.pipelines.workspace.workspace import NAME, Workspace
 from vlmdistill.stores.errors import DataError, VlmdistillError
 from vlmdistill.stores.schema import content_hash

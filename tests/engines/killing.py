@@ -33,7 +33,7 @@ KILLS = int(os.environ.get("VLMDISTILL_KILLS", "2"))
 PROMPTS, BATCH = 24, 2  # tasks of 4 prompts
 SHARD_BYTES = 250_000  # two or three samples: a task makes several shards
 PROGRAM = "tests.engines.killing"
-VICTIMS = {"driver": PROGRAM, "worker": "ray::WorkerActor", "engine": "engines.capture.server"}
+VICTIMS = {"driver": PROGRAM, "worker": "ray::WorkerActor", "engine": "vllm.capture.server"}
 PATIENCE = 900.0  # seconds without a new file
 
 pytestmark = pytest.mark.timeout(3600 + 300 * KILLS)

@@ -14,17 +14,17 @@ import torch
 from msgspec.structs import replace as changed
 from safetensors.torch import load_file, save_file
 
+from tests.engines import job as engine
+from tests.engines import parity
 from tests.engines.draws import HIDDEN, Draws
+from tests.engines.job import EngineJob
+from tests.engines.parity import Parity
 from vlmdistill.cli.main import main
 from vlmdistill.drafters.checkpoints.export import Exported, export
-from vlmdistill.pipelines.bench import parity
 from vlmdistill.pipelines.bench.evaluate import held_out
-from vlmdistill.pipelines.bench.parity import Parity
 from vlmdistill.pipelines.cluster.environment import engine_python
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.targets.loading import load
-from vlmdistill.pipelines.vllm import process
-from vlmdistill.pipelines.vllm.messages import EngineJob
 from vlmdistill.pipelines.workspace.workspace import Workspace
 
 MODEL = "demo-video"
@@ -67,7 +67,7 @@ class Served:
         self.prompts = [*prompts[:8], *several_images(prompts), *prompts[8:PROMPTS]]
         questions = parity.questions(self.target, self.prompts)
         self.job = EngineJob(target=str(self.target.folder), questions=questions, max_new_tokens=256)
-        self.plain = process.run(self.job)
+        self.plain = engine.run(self.job)
 
     def exported(self, name: str) -> Exported:
         """A drafter for the engine, trained when it is first asked for."""
@@ -90,7 +90,7 @@ class Served:
             exported,
             self.prompts[:prompts],
             changed(job, questions=job.questions[:prompts]),
-            plain=changed(plain, prompts=plain.prompts[:prompts], responses=plain.responses[:prompts]),
+            changed(plain, prompts=plain.prompts[:prompts], responses=plain.responses[:prompts]),
         )
 
 
@@ -187,9 +187,9 @@ def eight_bits(target: Path, out: Path) -> Path:
 def test_a_quantised_target_is_served_as_it_is(served: Served, tmp_path: Path) -> None:
     folder = str(eight_bits(Path(served.job.target), tmp_path / "eight"))
     job = changed(served.job, target=folder, questions=served.job.questions[:8], max_new_tokens=64)
-    drafter, plain = served.exported("sparrow"), process.run(job)
+    drafter, plain = served.exported("sparrow"), engine.run(job)
     assert plain.responses != [ids[:64] for ids in served.plain.responses[:8]]
-    found = process.run(changed(job, drafter=drafter.out, draft_tokens=drafter.draft_tokens))
+    found = engine.run(changed(job, drafter=drafter.out, draft_tokens=drafter.draft_tokens))
     assert found.responses == plain.responses
     assert found.accepted > 0
 
@@ -207,7 +207,7 @@ def test_sampled_responses_follow_the_distribution_of_the_target(served: Served)
         temperature=0.8,
         top_p=0.9,
     )
-    found, draws = process.run(job), Draws(served.target, 0.8, 0.9)
+    found, draws = engine.run(job), Draws(served.target, 0.8, 0.9)
     prompt = served.target.encode(served.prompts[0].messages)
     for number, ids in enumerate(found.responses):
         (sample,) = served.target.capture([prompt], [ids], {HIDDEN}, "float32", [str(number)])

@@ -1,10 +1,7 @@
 """The engine's process as we see it: start it, submit sequences, receive their states, end it."""
 
 import contextlib
-import os
-import signal
 import socket
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +11,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from vlmdistill.pipelines.cluster.environment import engine_python
+from vlmdistill.pipelines.vllm import launch
 from vlmdistill.pipelines.vllm.capture.wire import (
     PROTOCOL,
     Channel,
@@ -35,12 +33,7 @@ SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in the one process that we start and end
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # on GPUs too: what is tested
     "VLLM_PLUGINS": "",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "HF_HUB_OFFLINE": "1",
 }
-DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # GiB
-STOPPING = 10.0  # seconds
 
 Kind = TypeVar("Kind", bound=Message)
 
@@ -66,13 +59,12 @@ class EngineProcess:
         ours, theirs = socket.socketpair()
         self._control = Channel(ours)
         with theirs:
-            self._process = subprocess.Popen(
-                [python, "-m", SERVER, str(theirs.fileno())],
+            self._process = launch.start(
+                python,
+                ["-m", SERVER, str(theirs.fileno())],
+                self._log,
+                settings=SETTINGS,
                 pass_fds=[theirs.fileno()],
-                env={**DEFAULTS, **os.environ, **SETTINGS},
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=subprocess.STDOUT,
             )
         try:
             # Nothing is left of the folder once the engine is connected.
@@ -133,12 +125,7 @@ class EngineProcess:
         for channel in (self._control, self._states):
             if channel is not None:
                 channel.close()
-        self._process.terminate()
-        try:
-            self._process.wait(STOPPING)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        launch.end(self._process)
         self._log.close()
 
     def _answer(self, kind: type[Kind]) -> Kind:
@@ -159,9 +146,8 @@ class EngineProcess:
             raise TargetError(f"vLLM has ended: {self._reason()}") from error
 
     def _reason(self) -> str:
-        """Why the process ended: a signal, or the last line that it wrote."""
+        """Why the process ended."""
         status = self._process.wait()
-        if status < 0:
-            return f"it was killed by {signal.Signals(-status).name}; run the same command to go on"
         self._log.seek(0)
-        return self._log.read().decode(errors="replace").strip().rpartition("\n")[2] or f"status {status}"
+        why = launch.reason(self._log.read().decode(errors="replace"), status)
+        return f"{why}; run the same command to go on" if status < 0 else why

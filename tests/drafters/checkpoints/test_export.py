@@ -180,7 +180,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
         export(folder, tmp_path / "out")
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["thesis.tex"]
     first = export(folder, tmp_path / "served")
-    assert export(folder, tmp_path / "served") == first  # the same once more: `--check` can be repeated
+    assert export(folder, tmp_path / "served") == first  # the same once more
     with pytest.raises(TrainingError, match="exists: name a new folder"):
         export(folder, tmp_path / "served", "float32")
 

@@ -111,7 +111,7 @@ def test_the_plugin_needs_nothing_that_vllm_does_not_install() -> None:
             *(f"sys.modules[{name!r}] = None" for name in absent),
             *(
                 f"import {package}.{module}"
-                for module in ("plugin", "entry_map", "feeder", "compressor", "limits", "job")
+                for module in ("register", "entry_map", "feeder", "compressor", "limits")
             ),
         ]
     )

@@ -1,27 +1,20 @@
 """Parity: a drafter accepts in the engine what it accepts in our own decoder, on the same prompts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from tests.engines import job as engine
+from tests.engines.job import EngineJob, EngineOutcome, Question, SampledVideo
 from vlmdistill.drafters.checkpoints.export import Exported
 from vlmdistill.drafters.core.drafter import Proposer
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.decoding.decoders import speculate
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.media.frames import media_file
-from vlmdistill.pipelines.vllm import process
-from vlmdistill.pipelines.vllm.messages import EngineJob, EngineOutcome, Question, SampledVideo
-from vlmdistill.pipelines.vllm.process import EngineError
-
-if TYPE_CHECKING:
-    from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
-
-TOLERANCE = 0.01
-"""Largest relative difference of the accepted tokens per draft that counts as parity."""
+from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 
 
 @dataclass(frozen=True)
@@ -30,11 +23,6 @@ class DraftCounts:
 
     drafts: int
     accepted: int
-
-    @property
-    def per_draft(self) -> float:
-        """Drafted tokens accepted per draft, the bonus token not counted."""
-        return self.accepted / self.drafts if self.drafts else 0.0
 
 
 @dataclass(frozen=True)
@@ -46,20 +34,9 @@ class Parity:
     """Responses that are those of the engine without a drafter."""
     ours: DraftCounts
     engine: DraftCounts
-    versions: dict[str, str]
-    tree: str = ""
-    """The draft tree of the drafter itself, if it was asked for."""
-    own: DraftCounts | None = None
-    """Our decoder on that tree."""
-
-    @property
-    def holds(self) -> bool:
-        """All responses are identical, and as many tokens are accepted."""
-        difference = abs(self.engine.per_draft - self.ours.per_draft)
-        return self.identical == self.prompts and difference <= TOLERANCE * self.ours.per_draft
 
 
-def questions(target: "VisionLanguageTarget", prompts: Sequence[Prompt]) -> tuple[Question, ...]:
+def questions(target: VisionLanguageTarget, prompts: Sequence[Prompt]) -> tuple[Question, ...]:
     """The prompts as an engine takes them, with the frames and rotary positions of our own processor."""
     made = []
     for prompt in prompts:
@@ -98,65 +75,44 @@ def _bare(part: dict[str, str]) -> dict[str, str]:
 
 
 def ours(
-    target: "VisionLanguageTarget",
-    drafter: Proposer,
-    prompts: Sequence[Prompt],
-    job: EngineJob,
-    on_prompt: Callable[[int, int, str], None],
-    tree: Tree,
+    target: VisionLanguageTarget, drafter: Proposer, prompts: Sequence[Prompt], job: EngineJob
 ) -> DraftCounts:
-    """What our decoder accepts of a drafter's drafts of this shape, greedily."""
-    drafts = accepted = 0
-    for done, prompt in enumerate(prompts):
+    """What our decoder accepts of a drafter's chains, greedily."""
+    drafts, accepted, chain = 0, 0, Tree.parse(f"chain-{job.draft_tokens}")
+    for prompt in prompts:
         encoded = target.encode(prompt.messages)
-        cycles = list(speculate(target, drafter, encoded, tree=tree, max_new_tokens=job.max_new_tokens))[1:]
+        cycles = list(speculate(target, drafter, encoded, tree=chain, max_new_tokens=job.max_new_tokens))[1:]
         drafts += len(cycles)
         accepted += sum(cycle.accepted for cycle in cycles)
-        on_prompt(done + 1, len(prompts), f"our decoder, {tree}")
     return DraftCounts(drafts, accepted)
 
 
 def check(
-    target: "VisionLanguageTarget",
+    target: VisionLanguageTarget,
     folder: Path,
     exported: Exported,
     prompts: Sequence[Prompt],
     job: EngineJob,
-    *,
-    plain: EngineOutcome | None = None,
-    own_tree: bool = False,
-    on_prompt: Callable[[int, int, str], None] = lambda done, total, remark: None,
+    plain: EngineOutcome,
 ) -> Parity:
     """Decode `prompts` with the drafter of `folder` in our decoder and, as exported, in the engine.
 
-    `job` says how; `plain` is the engine's outcome without a drafter, if it is known. Our decoder drafts the
-    engine's chains and, if asked, the drafter's own tree. EngineError when the engine cannot run, or does not
-    read the prompts as we do.
+    `job` says how; `plain` is the engine's outcome without a drafter.
     """
-    plain = plain or process.run(job)
     for prompt, read in zip(prompts, plain.prompts, strict=True):
-        if target.encode(prompt.messages).ids_L.tolist() != read:
-            raise EngineError(
-                f"vLLM reads prompt {prompt.key} as other tokens than the target's processor does"
-            )
-    drafter = str(Path(exported.out).absolute())
+        assert target.encode(prompt.messages).ids_L.tolist() == read, prompt.key
     served = replace(
         job,
-        drafter=drafter,
+        drafter=str(Path(exported.out).absolute()),
         method=exported.method,
         draft_tokens=exported.draft_tokens,
         whole_images=exported.whole_images,
     )
-    found = process.run(served)
-    loaded = target.drafter(folder)
-    chain = Tree.parse(f"chain-{served.draft_tokens}")
+    found = engine.run(served)
     pairs = zip(plain.responses, found.responses, strict=True)
     return Parity(
         prompts=len(prompts),
         identical=sum(one == other for one, other in pairs),
-        ours=ours(target, loaded, prompts, served, on_prompt, chain),
+        ours=ours(target, target.drafter(folder), prompts, served),
         engine=DraftCounts(found.drafts, found.accepted),
-        versions=found.versions,
-        tree=str(loaded.tree) if own_tree else "",
-        own=ours(target, loaded, prompts, served, on_prompt, loaded.tree) if own_tree else None,
     )

@@ -1,30 +1,99 @@
-"""`vllm serve` as a process that we start, wait for, and always end."""
+"""Processes of vLLM in the engine environment: started, waited for, always ended; and why one has died."""
 
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 import torch
 
 from vlmdistill.drafters.checkpoints.export import Exported
 from vlmdistill.pipelines.cluster.environment import engine_python
 from vlmdistill.pipelines.cluster.session import leave, on_terminate
-from vlmdistill.pipelines.vllm import process
-from vlmdistill.pipelines.vllm.process import EngineError
+from vlmdistill.stores.errors import VlmdistillError
 
+SETTINGS = {
+    "HF_HUB_OFFLINE": "1",  # targets and drafters are folders
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+"""Variables of a process; the environment of this process takes precedence."""
 PATIENCE = 900.0  # seconds until a server is healthy
-STOPPING = 30.0  # seconds for a server to end
+STOPPING = 30.0  # seconds for a process to end
 SHARE = 0.45  # of a GPU's memory: two servers fit
 TAIL = 20  # lines of a log that are shown
+NO_CAUSE = "Engine core initialization failed"  # vLLM's last line: the cause is above it
+NO_PLUGIN = "Vlmdistill'] are not supported"
 CHILD = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.argv[1], sys.argv[1:])"
 """Starts a command that Linux sends SIGTERM (15) when we are killed (PR_SET_PDEATHSIG, 1)."""
+
+
+class EngineError(VlmdistillError):
+    """vLLM has failed; `log` is the end of what it wrote."""
+
+    def __init__(self, line: str, log: str = "") -> None:
+        super().__init__(line)
+        self.log = log
+
+
+def start(
+    python: Path,
+    arguments: Sequence[str | Path],
+    log: IO[bytes],
+    *,
+    settings: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    pass_fds: Sequence[int] = (),
+) -> "subprocess.Popen[bytes]":
+    """Start a Python, which ends when this process does, with its output in `log`.
+
+    `settings` are variables that the environment of this process does not change.
+    """
+    return subprocess.Popen(
+        [python, "-c", CHILD, python, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env=SETTINGS | dict(os.environ) | dict(settings or {}),
+        cwd=cwd,
+        pass_fds=pass_fds,
+        start_new_session=True,  # Ctrl-C reaches us only
+    )
+
+
+def end(run: "subprocess.Popen[bytes]") -> None:
+    """End a process and all that it started."""
+    try:
+        run.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            run.wait(STOPPING)
+    finally:
+        with suppress(ProcessLookupError):  # of its group, nothing is left
+            os.killpg(run.pid, signal.SIGKILL)
+        run.wait()
+
+
+def reason(log: str, status: int) -> str:
+    """Why a process has ended: a signal, the last error in its log that names a cause, or its last line."""
+    if status < 0:
+        return f"it was killed by {signal.Signals(-status).name}"
+    if NO_PLUGIN in log:
+        return (
+            "it has no plugin vlmdistill: install vlmdistill in its environment, and leave VLLM_PLUGINS unset"
+        )
+    errors: list[str] = re.findall(r"\w*Error: .+", log)
+    causes = [line for line in errors if NO_CAUSE not in line]
+    return (causes or errors or log.strip().splitlines() or [f"exit status {status}"])[-1]
 
 
 @contextmanager
@@ -43,29 +112,20 @@ def vllm_server(
     serve = serve_command(
         str(target.absolute()), dtype, drafter, program=vllm(python), whole_images=whole_images
     )
-    command = [str(python), "-c", CHILD, *serve, "--host", "127.0.0.1", "--port", str(port)]
+    command = [*serve, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--served-model-name", name, "--generation-config", "vllm", "--mm-processor-cache-gb", "0"]
     command += ["--gpu-memory-utilization", str(SHARE)]
-    settings = {key: value for key, value in process.SETTINGS.items() if "MULTIPROCESSING" not in key}
     before = signal.getsignal(signal.SIGTERM)
     on_terminate(before if callable(before) else leave)
     log.parent.mkdir(parents=True, exist_ok=True)
     try:
         with log.open("wb") as said:
-            run = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=subprocess.STDOUT,
-                env=settings | dict(os.environ),
-                cwd=log.parent,  # vLLM writes where it is started
-                start_new_session=True,  # Ctrl-C reaches us only
-            )
+            run = start(python, command, said, cwd=log.parent)  # vLLM writes where it is started
         try:
             _wait(run, port, log)
             yield f"http://127.0.0.1:{port}"
         finally:
-            _end(run)
+            end(run)
     finally:
         on_terminate(before)
 
@@ -113,19 +173,7 @@ def _wait(run: "subprocess.Popen[bytes]", port: int, log: Path) -> None:
                 return
         time.sleep(0.5)
     text = log.read_text(errors="replace")
-    end = "\n".join(text.splitlines()[-TAIL:])
+    tail = "\n".join(text.splitlines()[-TAIL:])
     if run.returncode is None:
-        raise EngineError(f"vLLM is not healthy after {PATIENCE:g} seconds: see {log}", end)
-    raise EngineError(f"vLLM has failed: {process.reason(text, run.returncode)}: see {log}", end)
-
-
-def _end(run: "subprocess.Popen[bytes]") -> None:
-    """End a server and all that it started."""
-    try:
-        run.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            run.wait(STOPPING)
-    finally:
-        with suppress(ProcessLookupError):  # of its group, nothing is left
-            os.killpg(run.pid, signal.SIGKILL)
-        run.wait()
+        raise EngineError(f"vLLM is not healthy after {PATIENCE:g} seconds: see {log}", tail)
+    raise EngineError(f"vLLM has failed: {reason(text, run.returncode)}: see {log}", tail)

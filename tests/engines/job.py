@@ -1,28 +1,115 @@
 """One run of vLLM as a process of its own environment: an `EngineJob` is read, an `EngineOutcome` written."""
 
+import os
 import sys
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
+from msgspec import Struct
 from PIL import Image
 
+from vlmdistill.pipelines.cluster.environment import engine_python
 from vlmdistill.pipelines.media.frames import read
 from vlmdistill.pipelines.media.images import upright
-from vlmdistill.pipelines.vllm.messages import EngineJob, EngineOutcome, Question, SampledVideo
-from vlmdistill.pipelines.vllm.plugin.limits import check_version
+
+ROOT = Path(__file__).parents[2]
+
+
+class SampledVideo(Struct, frozen=True, kw_only=True):
+    """The frames of a video that our own processor samples."""
+
+    path: str
+    indices: tuple[int, ...]
+    total: int
+    """Frames of the video."""
+    fps: float
+
+
+class Question(Struct, frozen=True, kw_only=True):
+    """One prompt: the text after the chat template, placeholders not yet expanded, its images and videos."""
+
+    text: str
+    images: tuple[str, ...] = ()
+    """Absolute paths, as those of videos: the engine runs in a folder of its own."""
+    videos: tuple[SampledVideo, ...] = ()
+    rope: list[list[int]] = []
+    """The target's rotary positions on each axis; empty for a text."""
+
+
+class EngineJob(Struct, frozen=True, kw_only=True):
+    """What an engine is to generate."""
+
+    target: str
+    """Its checkpoint folder."""
+    questions: tuple[Question, ...]
+    drafter: str = ""
+    """An exported folder; empty: plain decoding."""
+    method: str = "eagle"
+    draft_tokens: int = 0
+    max_new_tokens: int = 512
+    temperature: float = 0.0
+    top_p: float = 1.0
+    dtype: str = "float32"
+    batch: int = 8
+    """Requests decoded together."""
+    step_tokens: int = 0
+    """Tokens of a prompt in one step; longer ones are read in several. 0: as many as fit."""
+    whole_images: bool = False
+    """All visual tokens of an image in one step."""
+    prefix_caching: bool = False
+
+
+class EngineOutcome(Struct, frozen=True, kw_only=True):
+    """What an engine generated, in the order of the questions."""
+
+    prompts: list[list[int]]
+    """Token ids, placeholders expanded."""
+    responses: list[list[int]]
+    drafts: int
+    """Calls of the target that verified a draft."""
+    accepted: int
+    """Drafted tokens that it accepted."""
+    accepted_at: list[int]
+    """Of these, by position in the draft."""
+    versions: dict[str, str]
 
 
 def run(job: EngineJob) -> EngineOutcome:
+    """Let vLLM do a job in its own environment; EngineError when it cannot."""
+    from vlmdistill.pipelines.vllm import launch
+
+    with tempfile.TemporaryDirectory() as folder:
+        job_file, outcome_file, log = (Path(folder) / name for name in ("job.json", "outcome.json", "log"))
+        job_file.write_bytes(msgspec.json.encode(job))
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        with log.open("wb") as said:
+            running = launch.start(
+                engine_python(),
+                ["-m", "tests.engines.job", job_file, outcome_file],
+                said,
+                settings={"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": os.pathsep.join(paths)},
+                cwd=Path(folder),  # vLLM writes where it is started
+            )
+            try:
+                status = running.wait()
+            finally:
+                launch.end(running)
+        if status:
+            raise launch.EngineError(launch.reason(log.read_text(errors="replace"), status))
+        return msgspec.json.decode(outcome_file.read_bytes(), type=EngineOutcome)
+
+
+def generate(job: EngineJob) -> EngineOutcome:
     """Generate all responses, with the drafter if there is one, and count what was accepted."""
     import transformers
     import vllm
 
     from vlmdistill.pipelines.vllm.capture.positions import set_positions, take_positions
 
-    check_version(vllm.__version__)
     drafter = {
         "method": job.method,
         "model": job.drafter,
@@ -102,11 +189,8 @@ def _frames(clip: SampledVideo) -> tuple[Any, dict[str, Any]]:
     }
 
 
-def main(job_file: str, outcome_file: str) -> None:
-    """Read one file, write the other."""
-    job = msgspec.json.decode(Path(job_file).read_bytes(), type=EngineJob)
-    Path(outcome_file).write_bytes(msgspec.json.encode(run(job)))
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    job_file, outcome_file = map(Path, sys.argv[1:])
+    outcome_file.write_bytes(
+        msgspec.json.encode(generate(msgspec.json.decode(job_file.read_bytes(), type=EngineJob)))
+    )

@@ -16,8 +16,8 @@ from vlmdistill.cli.main import main
 from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.core import catalogue
 from vlmdistill.pipelines.cluster.environment import VARIABLE
-from vlmdistill.pipelines.vllm import serve
-from vlmdistill.pipelines.vllm.process import EngineError
+from vlmdistill.pipelines.vllm import launch
+from vlmdistill.pipelines.vllm.launch import EngineError
 
 PYTHON = """#!/bin/sh
 case "$2" in *distributions*) echo 0.32.0 ;; *) exec {real} "$@" ;; esac
@@ -39,7 +39,7 @@ ASLEEP = "import time; time.sleep(600)"
 IN_BLOCK = """
 import sys, time
 from pathlib import Path
-from vlmdistill.pipelines.vllm.serve import vllm_server
+from vlmdistill.pipelines.vllm.launch import vllm_server
 with vllm_server(Path("target"), "demo", "float32", Path(sys.argv[1]), whole_images=False):
     print("healthy", flush=True)
     time.sleep(600)
@@ -62,7 +62,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], N
 
 
 def server(folder: Path) -> AbstractContextManager[str]:
-    return serve.vllm_server(Path("target"), "demo", "float32", folder / "log", whole_images=False)
+    return launch.vllm_server(Path("target"), "demo", "float32", folder / "log", whole_images=False)
 
 
 def assert_ended(folder: Path) -> None:
@@ -78,6 +78,30 @@ def assert_ended(folder: Path) -> None:
     while (left := list(alive())) and time.monotonic() < end:
         time.sleep(0.05)
     assert left == []
+
+
+@pytest.mark.parametrize(
+    ("log", "status", "words"),
+    [
+        (
+            "ValueError: no room\nRuntimeError: Engine core initialization failed. See",
+            1,
+            "no room",
+        ),
+        (
+            "Model architectures ['EagleVlmdistill'] are not supported: KeyError",
+            1,
+            "no plugin vlmdistill",
+        ),
+        ("ValueError: no room", -9, "SIGKILL"),
+        ("loading\ngone\n", 3, "gone"),
+        ("", 3, "exit status 3"),
+    ],
+)
+def test_the_reason_is_the_error_that_names_the_cause(log: str, status: int, words: str) -> None:
+    found = launch.reason(log, status)
+    assert words in found
+    assert "Engine core" not in found
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError])
@@ -107,7 +131,7 @@ def test_a_server_that_is_not_healthy_in_time_is_ended(
     tmp_path: Path, engine: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine(ASLEEP)
-    monkeypatch.setattr(serve, "PATIENCE", 2.0)
+    monkeypatch.setattr(launch, "PATIENCE", 2.0)
     with pytest.raises(EngineError, match="not healthy after 2 seconds"), server(tmp_path):
         pass
     assert_ended(tmp_path)
