@@ -11,7 +11,7 @@ from PIL import Image
 from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 
 from vlmdistill.pipelines.endpoint.gate import ApiError
-from vlmdistill.pipelines.media.images import BROKEN, large_images, upright
+from vlmdistill.pipelines.media.images import large_images, open_image, upright
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # not all that Pillow reads: for EPS it starts Ghostscript
 MAX_PIXELS = 64 * 1024**2  # all images of a request together; 200 MB once decoded
@@ -125,7 +125,7 @@ class ChatRequest(StrictModel):
                     continue
                 try:
                     image = _image(_source(part.image_url.url, media), pixels)
-                except (ValueError, *BROKEN) as error:
+                except (ValueError, OSError) as error:
                     param = f"messages.{i}.content.{j}.image_url.url"
                     raise ApiError(400, f"{param}: {error}", param=param, code="invalid_image") from None
                 pixels -= max(image.width * image.height, MIN_PIXELS)
@@ -156,8 +156,8 @@ def _source(url: str, media: Path | None) -> Path | io.BytesIO:
 
 
 def _image(source: Path | io.BytesIO, pixels: int) -> Image.Image:
-    """An image upright and in RGB; one of BROKEN when it cannot be read or is too large."""
-    with large_images(), Image.open(source, formats=FORMATS) as image:
+    """An image upright and in RGB; OSError when it cannot be read, ValueError when it is too large."""
+    with large_images(), open_image(source, FORMATS) as image:
         if max(image.width * image.height, MIN_PIXELS) > pixels:
             raise ValueError(
                 f"{image.width} x {image.height} pixels are too many: the images of a request may have "

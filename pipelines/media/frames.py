@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from vlmdistill.pipelines.media.images import BROKEN, MediaError, kind_of, upright
+from vlmdistill.pipelines.media.images import MediaError, decoding, kind_of, open_image, upright
 from vlmdistill.pipelines.media.urls import at_hand, is_url
 from vlmdistill.stores.schema import Array
 
@@ -116,12 +116,10 @@ def _path(path: Path, choose: Choose) -> SampledFrames:
     if not path.exists():
         raise MediaError(f"video {path} does not exist")
     try:
-        with Image.open(path) as image:
+        with open_image(path) as image:
             if image.format != "MPEG":  # which Pillow identifies but cannot decode
                 return _animation(image, path, choose)
-    except MediaError:
-        raise
-    except BROKEN as error:
+    except OSError as error:
         if kind_of(path.name) == "image":
             raise MediaError(f"video {path} cannot be read: {error}") from None
     return _film(path, choose)
@@ -157,10 +155,12 @@ def _images(images: Sequence[Any], what: str, choose: Choose) -> SampledFrames:
 def _image(source: Any, what: str) -> Array:
     try:
         if isinstance(source, str | Path):
-            with Image.open(source) as image:
+            with open_image(source) as image:
                 return _pixels(image)
-        return _pixels(source if isinstance(source, Image.Image) else Image.fromarray(np.asarray(source)))
-    except BROKEN as error:
+        with decoding():
+            image = source if isinstance(source, Image.Image) else Image.fromarray(np.asarray(source))
+        return _pixels(image)
+    except OSError as error:
         name = source if isinstance(source, str | Path) else f"a {type(source).__name__}"
         raise MediaError(f"{what}: {name} cannot be read: {error}") from None
 
@@ -171,17 +171,20 @@ def _pixels(image: Image.Image) -> Array:
 
 def _animation(image: Image.Image, path: Path, choose: Choose) -> SampledFrames:
     """An animated GIF, WebP or PNG; a still image is a video of one frame."""
-    total, milliseconds = int(getattr(image, "n_frames", 1)), 0.0
-    for number in range(total):
-        image.seek(number)
-        image.load()  # a WebP has the duration only after this
-        milliseconds += image.info.get("duration") or GIF_MILLISECONDS
+    milliseconds = 0.0
+    with decoding():
+        total = int(getattr(image, "n_frames", 1))
+        for number in range(total):
+            image.seek(number)
+            image.load()  # a WebP has the duration only after this
+            milliseconds += image.info.get("duration") or GIF_MILLISECONDS
     footage = Footage(total, 1000 * total / milliseconds if total > 1 else None)
     indices = _chosen(footage, choose, f"video {path}")
 
     def frames() -> Iterator[Array]:
         for index in indices:
-            image.seek(index)
+            with decoding():
+                image.seek(index)
             yield _pixels(image)
 
     return SampledFrames(_stacked(frames(), len(indices), f"video {path}"), indices, footage)
@@ -203,7 +206,7 @@ def _film(path: Path, choose: Choose) -> SampledFrames:
             footage = Footage(seen, footage.fps)
             indices = _chosen(footage, choose, f"video {path}")
             frames_FHWC, seen = _decode(av, path, indices)
-    except (av.error.FFmpegError, *BROKEN) as error:
+    except OSError as error:
         raise MediaError(f"video {path} cannot be read: {error}") from None
     if (distinct := sorted(set(indices))) != list(indices):
         frames_FHWC = frames_FHWC[np.searchsorted(distinct, indices)]
@@ -212,9 +215,9 @@ def _film(path: Path, choose: Choose) -> SampledFrames:
 
 def _count(av: Any, path: Path) -> Footage:
     """The number of frames by the packets, since headers may be wrong or missing."""
-    with av.open(str(path)) as container:
+    with decoding(), av.open(str(path)) as container:
         if not container.streams.video:
-            raise MediaError(f"video {path} holds no video stream")
+            raise OSError("it holds no video stream")
         stream = container.streams.video[0]
         packets = [(p.pts, p.duration, p.dts) for p in container.demux(stream) if p.size]
         header = stream.average_rate or stream.guessed_rate
@@ -246,7 +249,7 @@ def _decode(av: Any, path: Path, indices: Sequence[int]) -> tuple[Array, int]:
 
     def frames() -> Iterator[Array]:
         nonlocal seen
-        with av.open(str(path)) as container:
+        with decoding(), av.open(str(path)) as container:
             stream = container.streams.video[0]
             stream.thread_type = "AUTO"
             for frame in container.decode(stream):

@@ -3,30 +3,16 @@
 import base64
 import contextlib
 import io
-import struct
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from vlmdistill.stores.errors import DataError
 
-# The errors of decoders on damaged or unusual files.
-BROKEN = (
-    OSError,
-    SyntaxError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    LookupError,
-    ArithmeticError,
-    EOFError,
-    RuntimeError,
-    struct.error,
-    Image.DecompressionBombError,
-)
 KINDS = {
     "image": "apng avif bmp dib gif heic heif ico jfif jp2 jpe jpeg jpg pbm pgm png pnm ppm svg tga tif tiff "
     "webp",
@@ -56,6 +42,27 @@ def kind_of(name: str) -> str:
 
 
 @contextlib.contextmanager
+def decoding() -> Iterator[None]:
+    """Turn whatever a decoder raises on a damaged or unusual file into an OSError.
+
+    Decoders raise nearly anything, such as TypeError and IndexError. So the block may only call Pillow or
+    PyAV: an error of this project's code would look like a damaged file.
+    """
+    try:
+        yield
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:
+        raise OSError(str(error) or type(error).__name__) from error
+
+
+def open_image(file: Any, formats: tuple[str, ...] | None = None) -> Image.Image:
+    """Open an image, in one of Pillow's `formats` or any; OSError if that is impossible."""
+    with decoding():
+        return Image.open(file, formats=formats)
+
+
+@contextlib.contextmanager
 def large_images() -> Iterator[None]:
     """Suppress Pillow's warning about large images, which names no file; at twice the limit it is an error.
 
@@ -67,13 +74,15 @@ def large_images() -> Iterator[None]:
 
 
 def upright(image: Image.Image, mode: str = "RGB") -> Image.Image:
-    """A copy in `mode`, rotated as its EXIF metadata says, without metadata; raises one of BROKEN.
+    """A copy in `mode`, rotated as its EXIF metadata says, without metadata; OSError if it is damaged.
 
     16-bit pixels are scaled to 8 bits. Transparent pixels keep their hidden color, often black.
     """
-    image.load()
-    turn = _turn(image)
-    picture = _eight_bits(image).convert(mode)
+    with decoding():
+        image.load()
+    turn, bits = _turn(image), _eight_bits(image)
+    with decoding():
+        picture = bits.convert(mode)
     picture.info = {}  # else the next reader might rotate it again
     return picture if turn is None else picture.transpose(turn)
 
@@ -84,7 +93,7 @@ def _eight_bits(image: Image.Image) -> Image.Image:
         grey_HW = np.asarray(image).astype(np.uint32)
         return Image.fromarray(((grey_HW + 128) // 257).astype(np.uint8))
     if image.mode in ("I", "F"):
-        raise ValueError(
+        raise OSError(
             f"its pixels are 32-bit numbers of unknown range (mode {image.mode}): convert it to 8 or 16 bits"
         )
     return image
@@ -94,9 +103,11 @@ def _turn(image: Image.Image) -> Image.Transpose | None:
     """The rotation of EXIF; None if the metadata is unreadable."""
     # `ImageOps.exif_transpose` rewrites the metadata, which fails for unusual tags.
     try:
-        return TURNS.get(image.getexif().get(ORIENTATION, 1))
-    except BROKEN:
+        with decoding():
+            orientation = image.getexif().get(ORIENTATION, 1)
+    except OSError:
         return None
+    return TURNS.get(orientation)
 
 
 def data_url(file: str | Path) -> str:
@@ -105,7 +116,7 @@ def data_url(file: str | Path) -> str:
     The file's own bytes if they need no rotation and no conversion, else a PNG.
     """
     try:
-        with large_images(), Image.open(file) as image:
+        with large_images(), open_image(file) as image:
             kind = image.format or ""
             if kind in PLAIN_FORMATS and image.mode == "RGB" and _turn(image) is None:
                 data = Path(file).read_bytes()
@@ -115,6 +126,6 @@ def data_url(file: str | Path) -> str:
                 data = buffer.getvalue()
     except FileNotFoundError:
         raise MediaError(f"image {file} does not exist") from None
-    except BROKEN as error:
+    except OSError as error:
         raise MediaError(f"image {file} cannot be read: {error}") from None
     return f"data:image/{kind.lower()};base64,{base64.b64encode(data).decode()}"

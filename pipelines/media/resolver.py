@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmdistill.pipelines.media import frames
-from vlmdistill.pipelines.media.images import BROKEN, upright
+from vlmdistill.pipelines.media.images import decoding, open_image, upright
 from vlmdistill.pipelines.media.urls import address, at_hand, copy_of, is_url
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError, lone_surrogate
@@ -74,7 +74,7 @@ class MediaResolver:
             return frames.digest(path)
         except frames.NoDecoderError:  # not a problem of one row
             raise
-        except (DataError, *BROKEN) as error:
+        except (DataError, OSError) as error:
             where = "" if isinstance(error, DataError) else f"{path}: "
             return BadRowError(f"unreadable {kind}", f"{where}{error}")
 
@@ -117,22 +117,18 @@ class MediaResolver:
 
 
 def _image_format(data: bytes) -> str | None:
-    from PIL import Image
-
     try:
-        with Image.open(io.BytesIO(data)) as image:
+        with open_image(io.BytesIO(data)) as image:
             return (image.format or "").lower()
-    except BROKEN:
+    except OSError:
         return None
 
 
 def _decode(path: Path) -> None:
-    """Decode an image fully; raises one of BROKEN."""
-    from PIL import Image
-
+    """Decode an image fully; OSError if it is damaged."""
     if path.stat().st_size == 0:
         raise OSError("the file is empty")
-    with Image.open(path) as image:
-        # A JPEG is read fully, but decoded at an eighth of its size.
-        image.draft("RGB", (max(1, image.width // 8), max(1, image.height // 8)))
+    with open_image(path) as image:
+        with decoding():  # a JPEG is read fully, but decoded at an eighth of its size
+            image.draft("RGB", (max(1, image.width // 8), max(1, image.height // 8)))
         upright(image)

@@ -270,7 +270,7 @@ def _embedded(file: str) -> dict[str, str]:
     """Name and kind of a prompt's file, and for an image a small copy as a data URI."""
     from PIL import Image
 
-    from vlmdistill.pipelines.media.images import BROKEN, MediaError, kind_of, upright
+    from vlmdistill.pipelines.media.images import MediaError, decoding, kind_of, open_image, upright
     from vlmdistill.pipelines.media.urls import at_hand
 
     path = Path(file)
@@ -279,10 +279,11 @@ def _embedded(file: str) -> dict[str, str]:
     try:
         if (local := at_hand(file)).is_dir():
             return {"name": path.name, "kind": "video"}
-        with Image.open(local) as image:
-            image.thumbnail((IMAGE_SIDE, IMAGE_SIDE))
+        with open_image(local) as image:
+            with decoding():
+                image.thumbnail((IMAGE_SIDE, IMAGE_SIDE))
             small = upright(image, "RGBA")
-    except (MediaError, *BROKEN):
+    except (MediaError, OSError):
         return {"name": path.name, "kind": "missing"}
     opaque = Image.new("RGB", small.size, "white")
     opaque.paste(small, mask=small.getchannel("A"))

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from vlmdistill.pipelines.media.frames import check_unchanged, media_file
-from vlmdistill.pipelines.media.images import BROKEN, MediaError, large_images, upright
+from vlmdistill.pipelines.media.images import MediaError, large_images, open_image, upright
 from vlmdistill.pipelines.media.urls import is_url
 from vlmdistill.pipelines.targets.batching import out_of_memory
 from vlmdistill.pipelines.targets.checkpoints.folder import first_line
@@ -194,11 +194,11 @@ def read_image(source: str | Path | Image.Image) -> Image.Image:
     try:
         if isinstance(source, Image.Image):
             return upright(source)
-        with large_images(), Image.open(source) as image:
+        with large_images(), open_image(source) as image:
             return upright(image)
     except FileNotFoundError:
         raise MediaError(f"image {source} does not exist") from None
-    except BROKEN as error:
+    except OSError as error:
         raise MediaError(f"image {source} cannot be read: {error}") from None
 
 
