@@ -17,7 +17,7 @@ AV      ?= av>=15,<19
 VLM      = VLMDISTILL_RUNS=$(RUNS) $(BIN)/vlmdistill
 
 .DEFAULT_GOAL := help
-.PHONY: help setup engine demo test test-engine test-cluster lint types pytest test-fast prompts responses features train eval report bench bench-store bench-train results video claims docs wheel clean
+.PHONY: help setup engine demo test test-nightly test-engine test-cluster lint types pytest test-fast prompts responses features train eval report bench bench-store bench-train results video claims docs wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -42,6 +42,9 @@ demo: setup  ## the whole flow on the embedded target: two drafters trained and 
 	$(VLM) run --model demo --drafters sparrow,eagle2 --max-new-tokens 256 --batch-size 64 --workers 2
 
 test: lint types pytest  ## lint, types, import contract and tests: what CI runs
+
+test-nightly: export VLMDISTILL_THOROUGH = 1
+test-nightly: test  ## the same with the full counts of kills, mutations and combinations
 
 lint: setup  ## ruff and the import contracts
 	$(BIN)/ruff check .

@@ -20,6 +20,7 @@ from tests.stores.campaign import UNITS
 from tests.stores.faults import CALLS, WRITES, Calls, struck
 from tests.stores.samples import forget, make, same, sample, write
 from tests.stores.syscalls import CHANGES, REFUSED, UNIT
+from tests.thorough import count
 from vlmdistill.stores.backends.local import Local
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.index.tables import view_keys
@@ -32,8 +33,9 @@ from vlmdistill.stores.views.filters import filter_store
 
 pytestmark = pytest.mark.slow
 
-KILLS = 200
-FLIPS = 1000
+KILLS = count(30, 200)
+FLIPS = count(100, 1000)
+EVERY = count(2, 1)  # of the system calls at which a writer can be killed
 LEFT = "0123456789abcdef"  # as writers name their folders
 ROOT = Path(__file__).parents[2]
 
@@ -69,11 +71,11 @@ def test_a_writer_killed_between_any_two_system_calls_loses_and_doubles_nothing(
     write(calm, "u", UNIT)
     collect(calm, grace=0)
     storm = tmp_path / "storm"
-    command = [sys.executable, "-m", "tests.stores.syscalls", str(storm)]
+    command = [sys.executable, "-m", "tests.stores.syscalls", str(storm), str(EVERY)]
     done = subprocess.run(command, check=False, stdout=subprocess.PIPE, cwd=ROOT)
     if done.returncode == REFUSED:
         pytest.skip("processes may not trace their children here")
-    assert json.loads(done.stdout)["killed"] > 100
+    assert json.loads(done.stdout)["killed"] > 100 // EVERY
     for path in storm.iterdir():
         assert tree(path) == tree(tmp_path / "calm"), path
 

@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.stores.samples import head, info, make, provenance, same, sample
+from tests.thorough import count
 from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.errors import StoreError, VlmdistillError
 from vlmdistill.stores.index.arrow import read_arrow
@@ -45,7 +46,7 @@ from vlmdistill.stores.views.expressions import where
 from vlmdistill.stores.views.filters import filter_store
 
 FEATURE = Feature.parse("hidden.text")
-EXAMPLES = int(os.environ.get("VLMDISTILL_FUZZ", "500"))
+EXAMPLES = count(60, 500)
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600 + EXAMPLES)]
 MEMORY = 64 << 20  # bytes: the store has some kilobytes
 ROOM = (

@@ -21,13 +21,17 @@ from examples.demo_target.scoring import FACTS
 from examples.demo_target.text import SPECIALS, VOCABULARY, conversation, train_tokenizer
 from examples.demo_target.training import Course, Progress, train
 from examples.demo_target.wiring import wired
+from tests.thorough import THOROUGH
 from vlmdistill.cli import console
 from vlmdistill.pipelines.demo.clips import SECONDS, frames, random_clip
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.stores.errors import TargetError
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not THOROUGH, reason="a build of the demo target: make test-nightly"),
+]
 
 TINY = replace(CLIPS, vision_steps=2, steps=3, tokens=400, polish_steps=1)
 

@@ -3,7 +3,6 @@
 import base64
 import json
 import math
-import os
 import random
 import re
 import shutil
@@ -15,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.pipelines.data.prompts.rows import ALPACA, TALK, imported, one, packed, refused, said, texts
+from tests.thorough import count
 from vlmdistill.cli.prompts import prompts as command
 from vlmdistill.pipelines.data.prompts.formats import conversation
 from vlmdistill.pipelines.data.prompts.importing import import_prompts
@@ -332,7 +332,7 @@ def anything(rng: random.Random, depth: int = 0) -> Any:
 
 def test_any_row_is_a_conversation_or_has_a_reason() -> None:
     rng, reasons = random.Random(1), set()
-    for _ in range(int(os.environ.get("VLMDISTILL_FUZZ_ROWS", "3000"))):
+    for _ in range(count(300, 3000)):
         part = {"type": rng.choice(["text", "image", "video"]), rng.choice(KEYS): anything(rng, 2)}
         said = {"role": rng.choice(WORDS[:3]), "content": rng.choice([anything(rng, 1), ["hi", part]])}
         row = {
