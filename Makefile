@@ -9,6 +9,7 @@ DRAFTER ?= sparrow
 RUNS    ?= runs
 SRC     ?= $(if $(filter demo demo-video,$(MODEL)),demo)
 JOBS    ?= 2
+TESTS    = tests
 VENV    := .venv
 BIN     := $(VENV)/bin
 ENGINE  := .venv-engine
@@ -44,7 +45,8 @@ demo: setup  ## the whole flow on the embedded target: two drafters trained and 
 test: lint types pytest  ## lint, types, import contract and tests: what CI runs
 
 test-nightly: export VLMDISTILL_THOROUGH = 1
-test-nightly: test  ## the same with the full counts of kills, mutations and combinations
+test-nightly: TESTS = tests research
+test-nightly: test  ## the same with full counts of kills, mutations and combinations, and the tests of research/
 
 lint: setup  ## ruff and the import contracts
 	$(BIN)/ruff check .
@@ -58,7 +60,7 @@ build/torchvision: | setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ "$(VISION)"
 
 pytest: setup build/torchvision  ## the tests alone, on JOBS processes
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(TESTS)
 
 test-fast: setup  ## the tests that are not marked slow: a first answer in a few minutes
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow"
@@ -93,13 +95,13 @@ bench: setup  ## performance ratios with their floors
 	$(BIN)/python -m benchmarks
 
 results: setup  ## all methods on the demo target, docs/measurements/results.md
-	$(BIN)/python -m benchmarks.methods
+	$(BIN)/python -m research.methods
 
 video: setup  ## six methods on longer and longer videos: docs/measurements/video.md
-	$(BIN)/python -m benchmarks.video
+	$(BIN)/python -m research.video
 
 claims: setup  ## the ablations of five papers, five seeds each, resumable: docs/measurements/claims.md
-	$(BIN)/python -m benchmarks.claims --runs $(RUNS) --jobs $(JOBS) $(if $(filter-out demo,$(MODEL)),--model $(MODEL))
+	$(BIN)/python -m research.claims --runs $(RUNS) --jobs $(JOBS) $(if $(filter-out demo,$(MODEL)),--model $(MODEL))
 
 bench-store: setup  ## the store against the disk and one file per sample
 	$(BIN)/python -m benchmarks.store

@@ -1,8 +1,1 @@
-"""Benchmarks of the store, of decoding and of all methods."""
-
-import sys
-
-
-def say(text: str) -> None:
-    """A line about the progress, on stderr."""
-    sys.stderr.write(text + "\n")
+"""Performance ratios with their floors: the store, capture, training and decoding."""

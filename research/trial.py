@@ -19,8 +19,8 @@ from typing import TypeVar
 import msgspec
 import torch
 
-from benchmarks import say
-from benchmarks.claimed import Setting
+from research import say
+from research.claimed import Setting
 from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.checkpoints.settings import RECIPES, to_dict
 from vlmdistill.drafters.core import catalogue

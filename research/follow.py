@@ -1,6 +1,6 @@
 """A drafter trained while its store is captured, and one trained afterwards: tau of both, seed by seed.
 
-    python -m benchmarks.follow --runs runs --drafter msd --steps 400 --seeds 2
+    python -m research.follow --runs runs --drafter msd --steps 400 --seeds 2
 
 It needs `vlmdistill prompts demo` and `vlmdistill responses --limit N`. It captures anew for each seed, in
 small shards.

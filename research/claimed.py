@@ -1,4 +1,4 @@
-"""What the five papers claim in their ablations, as data for `benchmarks.claims`.
+"""What the five papers claim in their ablations, as data for `research.claims`.
 
 A claim compares two settings of drafters at one length of the prompt. All settings are trained for the same
 steps, tokens per step and learning rate, on the same store; steps are divided between stages in the ratio

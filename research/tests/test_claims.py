@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import claims
-from benchmarks.claimed import PAPERS, Claim
-from benchmarks.trial import Cost, Measured, Run
+from research import claims
+from research.claimed import PAPERS, Claim
+from research.trial import Cost, Measured, Run
 from tests.pipelines.bench.made_up import drafted, measured
 from vlmdistill.drafters.checkpoints.settings import flat
 from vlmdistill.pipelines import train

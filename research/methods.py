@@ -1,6 +1,6 @@
 """Trains and evaluates all methods on the demo target over several seeds: `docs/measurements/results.md`.
 
-    python -m benchmarks.methods [--seeds 3] [--jobs 2] [--limit 50] [--runs DIR] [--out FILE]
+    python -m research.methods [--seeds 3] [--jobs 2] [--limit 50] [--runs DIR] [--out FILE]
 
 All methods share one store, recipe, number of steps, tree and set of prompts. The seed changes weights, order
 and noise, not the prompts, responses and features. Finished work is not repeated. Each method is also
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import say
+from research import say
 from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.drafter import Proposer
 from vlmdistill.drafters.decoding.decoders import speculate
@@ -187,7 +187,7 @@ def page(results: dict[str, Any]) -> str:
         seeds = f"{results['seeds']} seeds per method: the mean, with minimum and maximum in parentheses"
     return f"""# Results on the demo target
 
-`python -m benchmarks.methods` writes this page; the raw numbers are in [results.json](results.json).
+`python -m research.methods` writes this page; the raw numbers are in [results.json](results.json).
 {seeds};
 {where["prompts"]["count"]} held-out prompts, {where["dtype"]}, {where["threads"]} thread(s),
 {where["hardware"]}. One process decoded everything.

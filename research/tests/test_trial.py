@@ -1,6 +1,6 @@
 """Tau without decoding: a walk over the tokens after which guesses are right takes the cycles of decoding."""
 
-from benchmarks.trial import walk
+from research.trial import walk
 
 
 def test_a_cycle_takes_the_right_guesses_and_the_token_of_the_target() -> None:

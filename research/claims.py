@@ -1,6 +1,6 @@
 """The papers on trial: the ablations of five papers, repeated on the embedded targets over several seeds.
 
-    python -m benchmarks.claims [--only NAME ...] [--seeds 5] [--steps 300] [--jobs 2] [--model M] [--out F]
+    python -m research.claims [--only NAME ...] [--seeds 5] [--steps 300] [--jobs 2] [--model M] [--out F]
 
 `claimed.py` lists the claims. Both settings of a claim are trained on one store and measured on the same
 prompts with a picture; the page says of each claim whether its direction holds. Finished trainings and
@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from benchmarks import say
-from benchmarks.claimed import PAPERS, Claim, Paper, Setting
-from benchmarks.trial import Run, Trial, compare, cost
+from research import say
+from research.claimed import PAPERS, Claim, Paper, Setting
+from research.trial import Run, Trial, compare, cost
 from vlmdistill.pipelines.bench.statistics import FEWEST, FEWEST_SEEDS, Difference, difference, figures
 from vlmdistill.pipelines.targets import software
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
@@ -108,7 +108,7 @@ tiny. CPU-s: CPU seconds of one training of each side. Papers print other quanti
 ([methods.md](../methods.md)): compare directions, not numbers.
 
 On the embedded targets tau is counted without decoding, on the target's own responses
-(`benchmarks/trial.py`). As a check, {conditions.compared} responses were decoded too, for the claims on
+(`research/trial.py`). As a check, {conditions.compared} responses were decoded too, for the claims on
 speed; {conditions.alike} of them gave the same counts.
 
 {sections}

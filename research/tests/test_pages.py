@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import methods, video
+from research import methods, video
 from vlmdistill.drafters.decoding.clock import Laps, Timed
 from vlmdistill.drafters.decoding.decoders import Cycle
 

@@ -1,6 +1,6 @@
 """Measures drafters on long videos: the same clips, sampled at higher and higher rates.
 
-    python -m benchmarks.video [--drafter eagle2 ...] [--length 500 ...] [--clips 3] [--runs DIR] [--out FILE]
+    python -m research.video [--drafter eagle2 ...] [--length 500 ...] [--clips 3] [--runs DIR] [--out FILE]
 
 The embedded video target describes held-out clips at about the given numbers of visual tokens, with plain
 decoding and with each drafter. Missing drafters are trained first, on short videos, images and text. The
@@ -27,8 +27,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks import say
 from examples.demo_target.scoring import score_clip
+from research import say
 from vlmdistill.drafters.core.drafter import Proposer
 from vlmdistill.drafters.core.tree import DraftSession
 from vlmdistill.drafters.decoding.clock import Timed, timed
@@ -291,7 +291,7 @@ def page(result: Mapping[str, Any]) -> str:
     least = min(row["accounted"] for row in rows)
     return f"""# Long videos on the embedded target
 
-`python -m benchmarks.video` writes this page; the raw numbers are in [video.json](video.json).
+`python -m research.video` writes this page; the raw numbers are in [video.json](video.json).
 Target `{result["model"]}`, {result["clips"]} held-out clips of eight seconds, described at {how}.
 Columns are visual tokens: the same clips, sampled at higher and higher rates. The drafters were trained on
 images and on videos of 72 visual tokens, never on longer ones.

@@ -1,8 +1,8 @@
 """The combination `wren` against the papers' methods, and without each of its ingredients.
 
-    python -m benchmarks.combined [--model demo] [--length 0] [--seeds 5] [--steps 300] [--only NAME ...]
+    python -m research.combined [--model demo] [--length 0] [--seeds 5] [--steps 300] [--only NAME ...]
 
-Settings are trained as in `benchmarks.claims`, with as many optimizer steps each, and printed with their CPU
+Settings are trained as in `research.claims`, with as many optimizer steps each, and printed with their CPU
 seconds. Tau is counted without decoding (`trial.py`).
 `--speed` decodes the held-out prompts with all drafters in turn, in one process, each with the tree that is
 fastest for it on other prompts.
@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.claimed import Setting
-from benchmarks.trial import Trial, cost
+from research.claimed import Setting
+from research.trial import Trial, cost
 from vlmdistill.pipelines.bench import evaluate
 from vlmdistill.pipelines.bench.records import Measurement
 from vlmdistill.pipelines.bench.statistics import FEWEST_SEEDS, difference, figures
