@@ -1,4 +1,4 @@
-"""The frame processors against the formulas of the stock ones, and against image processors."""
+"""The frame processors: which frames they sample, and what they refuse."""
 
 import json
 import math
@@ -7,10 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-import transformers
 
 from tests import tiny
 from vlmdistill.pipelines.media.frames import Footage
@@ -22,56 +19,6 @@ from vlmdistill.pipelines.targets.families.video import (
 )
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.stores.errors import DataError, TargetError
-
-SMALL = {"size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 20}}
-
-
-def test_patches_are_in_the_order_of_the_formula() -> None:
-    """Frames of a size that needs no resizing; the last one of an odd number is shown twice."""
-    processor, frames_FHWC = GridFrames(SMALL), tiny.clip(5, 84, 56)
-    out = processor(frames_FHWC)
-    assert out["video_grid_thw"].tolist() == [[3, 4, 6]]
-    mean, std = np.array(processor.stock["image_mean"]), np.array(processor.stock["image_std"])
-    shown = (np.concatenate([frames_FHWC, frames_FHWC[-1:]]) / 255 - mean) / std
-    rows = iter(out["pixel_values_videos"].view(-1, 3, 2, 14, 14).numpy())
-    for pair in range(3):
-        for block_y, block_x in np.ndindex(2, 3):  # 2x2 patches become one token
-            for y, x in np.ndindex(2, 2):
-                top, left = 28 * block_y + 14 * y, 28 * block_x + 14 * x
-                patch_FHWC = shown[2 * pair : 2 * pair + 2, top : top + 14, left : left + 14]
-                np.testing.assert_allclose(next(rows), patch_FHWC.transpose(3, 0, 1, 2), atol=1e-5)
-    assert next(rows, None) is None
-
-
-@pytest.mark.parametrize(("width", "height"), [(84, 56), (90, 64), (57, 130), (200, 31)])
-def test_a_still_video_is_the_still_image(width: int, height: int) -> None:
-    """Two equal frames have the patches of the image; resized, they may round differently by a level."""
-    still_HWC = tiny.clip(1, width, height)[0]
-    image = transformers.Qwen2VLImageProcessorPil(**SMALL)(still_HWC, return_tensors="pt")
-    video = GridFrames(SMALL)(np.stack([still_HWC, still_HWC]))
-    assert torch.equal(video["video_grid_thw"], image["image_grid_thw"])
-    level = 1 / 255 / min(GridFrames.stock["image_std"])
-    tolerance = 1e-5 if (width, height) == (84, 56) else 2 * level
-    torch.testing.assert_close(video["pixel_values_videos"], image["pixel_values"], atol=tolerance, rtol=0)
-
-
-def test_a_frame_of_onevision_is_its_overview_of_an_image() -> None:
-    settings = {"size": {"height": 28, "width": 28}}
-    frames_FHWC = tiny.clip(3, 50, 40)
-    video = SquareFrames(settings)(frames_FHWC)["pixel_values_videos"][0]
-    images = transformers.LlavaOnevisionImageProcessorPil(**settings, image_grid_pinpoints=[[28, 28]])
-    for frame, image_HWC in zip(video, frames_FHWC, strict=True):
-        overview = images(image_HWC, return_tensors="pt")["pixel_values"][0, 0]
-        torch.testing.assert_close(frame, overview, atol=2 / 255 / 0.26, rtol=0)
-
-
-def test_long_videos_are_processed_in_parts() -> None:
-    frames_FHWC = tiny.clip(71, 60, 40)
-    whole = GridFrames(SMALL)(frames_FHWC)
-    rows = whole["video_grid_thw"][0, 1:].prod()
-    for pair in (0, 15, 16, 35):
-        part = GridFrames(SMALL)(frames_FHWC[2 * pair : 2 * pair + 2])["pixel_values_videos"]
-        assert torch.equal(whole["pixel_values_videos"][pair * rows : (pair + 1) * rows], part)
 
 
 @pytest.mark.parametrize(
