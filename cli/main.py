@@ -149,7 +149,23 @@ def _status(run: Callable[[], object], given: Sequence[str], debug: bool) -> int
             traceback.print_exc()
         console.note(f"error: {_line(error)}")
         return 1
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if debug or not (source := _source(package)):
+            raise
+        console.note(f"error: the package {package} is not installed: pip install '{source}'")
+        return 1
     return 0
+
+
+def _source(package: str) -> str:
+    """What to install for a package that this one needs, by its metadata: an extra, or the package."""
+    from importlib import metadata
+
+    for line in metadata.requires("vlmdistill") or ():
+        if found := re.match(rf"{re.escape(package)}\b[^;]*(?:;.*extra == [\"'](\w+)[\"'])?$", line):
+            return f"vlmdistill[{found[1]}]" if found[1] else package
+    return ""
 
 
 def _line(error: VlmdistillError | OSError) -> str:

@@ -42,13 +42,9 @@ def serve(
     """
     import socket
 
-    from vlmdistill.stores.errors import DataError
-
-    try:
-        from vlmdistill.pipelines.endpoint import app as server
-    except ModuleNotFoundError as error:
-        raise DataError(f"serving needs the package {error.name}: pip install 'vlmdistill[serve]'") from None
+    from vlmdistill.pipelines.endpoint import app as server
     from vlmdistill.pipelines.endpoint.served_decoder import open_decoder
+    from vlmdistill.stores.errors import DataError
 
     if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key and key):
         raise DataError("the key must be printable ASCII without spaces around it, and not empty")

@@ -11,7 +11,7 @@ Shapes: N entries, F frontier nodes, A nodes drafted so far, R rows, U visual to
 """
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ from vlmdistill.drafters.core.tree_drafter import TreeDrafter
 from vlmdistill.stores.errors import TrainingError
 
 
-@runtime_checkable
 class PrunableTarget(Target, Protocol):
     """A target that can read its last prompt again without some of the visual tokens."""
 
@@ -40,6 +39,11 @@ class PrunableTarget(Target, Protocol):
     def without(self, keep_U: Tensor) -> Reader:
         """A second sequence on the same weights: the last prompt with only those visual tokens (bool)."""
         ...
+
+
+def prunable(target: Target) -> TypeGuard[PrunableTarget]:
+    """Whether it is a PrunableTarget; also behind a wrapper, at which a Protocol looks statically."""
+    return hasattr(target, "attention") and hasattr(target, "without")
 
 
 class SpecVLM(Drafter):
@@ -59,7 +63,7 @@ class SpecVLM(Drafter):
 
     def draft(self, prompt: Batch, target: Target) -> DraftSession:
         """Let the target read the prompt again without the visual tokens that matter little."""
-        if not isinstance(target, PrunableTarget):
+        if not prunable(target):
             raise TrainingError("specvlm needs a target that can leave out visual tokens: this one cannot")
         keep_U = kept(target.attention(), self.config.drop, self.config.share)
         return TreeDrafter(self, prompt, PrunedCache(target.without(keep_U)))

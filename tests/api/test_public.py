@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -35,6 +36,28 @@ def test_opening_a_store_needs_neither_torch_nor_transformers(demo_folder: Path)
         f"import sys, vlmdistill; vlmdistill.open_store({store!r}).index; print({HEAVY} & sys.modules.keys())"
     )
     assert python(code).strip() == "set()"
+
+
+def test_a_store_is_read_where_only_the_packages_of_the_core_are_installed(demo_folder: Path) -> None:
+    code = f"""import sys
+sys.modules |= dict.fromkeys(["ray", "transformers", "deepspeed", "httpx2", "datasets", "accelerate"])
+import vlmdistill
+store = vlmdistill.open_store({str(demo_folder / "runs/demo/features")!r})
+batches = vlmdistill.iterate_batches(store, tokens=512)
+print(sum(len(store[key].ids_T) > 0 for key in store), next(iter(batches)).ids_T.dtype)"""
+    assert python(code).split() == ["6", "torch.int64"]
+
+
+def test_a_command_that_lacks_a_package_says_what_to_install(tmp_path: Path) -> None:
+    code = """import sys
+sys.modules["transformers"] = None
+from vlmdistill.cli.main import main
+sys.exit(main(["generate", "Hello?", "--model", "demo"]))"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert re.search(r"transformers .*pip install '(vlmdistill\[|transformers)", line)
 
 
 def test_all_names_are_there_and_no_others() -> None:

@@ -346,7 +346,7 @@ def test_the_numbers_of_every_prompt_are_written(workspace: Workspace, made: Eva
     write(made, file)
     assert read(file) == made
     assert made.software is not None
-    assert made.software.torch == torch.__version__
+    assert torch.__version__.startswith(made.software.torch)  # which may add a build
     greedy, sampled = made.temperatures
     assert len({one.key for one in greedy.prompts}) == 3
     for at in (greedy, sampled):

@@ -293,7 +293,7 @@ def _bomb() -> str:
         (lambda media: f"file://{media}/%2e%2e/secret.png", "no such file in the server's media folder"),
         (lambda media: f"file://{media}/link.png", "no such file in the server's media folder"),
         (lambda media: f"file://{media}", "no such file in the server's media folder"),
-        (lambda media: f"file://{media}/%00.png", "null byte"),
+        (lambda media: f"file://{media}/%00.png", "null "),
         (lambda media: f"file://{media}/{'x' * 300}.png", "File name too long"),
     ],
 )
