@@ -6,7 +6,6 @@ Of a Parquet file only the row groups with chosen rows are read: the images of a
 import glob
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,8 @@ from vlmdistill.pipelines.data.prompts.importing import Choices, import_rows
 from vlmdistill.pipelines.data.prompts.sources import Row
 from vlmdistill.pipelines.media.resolver import BadRowError
 from vlmdistill.stores.errors import DataError, one_line
+
+AGAIN = ": download it again"
 
 Place = tuple[Path, int]  # a file, and the number of a row in it, from 0
 
@@ -117,7 +118,7 @@ def _places(published: EvaluationSet, files: Sequence[Path]) -> list[Place]:
         if file.suffix != ".parquet":
             places += [(file, number) for number, _ in enumerate(sources.read(str(file)))]
             continue
-        with _reading(file):
+        with sources.reading_parquet(file, AGAIN):
             if column and column not in (names := pq.read_schema(file).names):
                 raise _other_layout(published, file, f"no column '{column}'", names)
             kept: Any = range(pq.read_metadata(file).num_rows)
@@ -125,17 +126,6 @@ def _places(published: EvaluationSet, files: Sequence[Path]) -> list[Place]:
                 kept = pq.read_table(file, columns=[column])[column].to_pylist()
         places += [(file, number) for number, has in enumerate(kept) if not column or has == value]
     return places
-
-
-@contextmanager
-def _reading(file: Path) -> Iterator[None]:
-    """Say which Parquet file cannot be read."""
-    import pyarrow as pa
-
-    try:
-        yield
-    except (OSError, ValueError, OverflowError, pa.ArrowException) as error:
-        raise DataError(f"{file} cannot be read as Parquet: {one_line(error)}: download it again") from None
 
 
 def _rows(
@@ -176,12 +166,12 @@ def _read(places: Sequence[Place]) -> Iterator[tuple[Place, dict[str, Any]]]:
                 if number in wanted:
                     yield (file, number), row.value if isinstance(row.value, dict) else {}
             continue
-        with _reading(file):
+        with sources.reading_parquet(file, AGAIN):
             parquet, start = pq.ParquetFile(file), 0
         for group in range(parquet.num_row_groups):
             size = parquet.metadata.row_group(group).num_rows
             if inside := [number for number in numbers if start <= number < start + size]:
-                with _reading(file):
+                with sources.reading_parquet(file, AGAIN):
                     rows = (
                         parquet.read_row_group(group).take([number - start for number in inside]).to_pylist()
                     )
@@ -199,7 +189,7 @@ def _images(published: EvaluationSet, folder: Path, rows: Sequence[Mapping[str, 
     if not keys:  # no such set, or no such column
         return found
     for file in sorted(folder.glob(files)):
-        with _reading(file):
+        with sources.reading_parquet(file, AGAIN):
             table = pq.read_table(file, columns=[theirs, "image"], filters=[(theirs, "in", keys)])
             found |= {row[theirs]: row["image"] for row in table.to_pylist()}
     if not found:

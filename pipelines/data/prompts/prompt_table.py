@@ -4,7 +4,6 @@ import dataclasses
 import posixpath
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from vlmdistill.pipelines.data.prompts.augment import Message
+from vlmdistill.pipelines.data.prompts.sources import reading_parquet
 from vlmdistill.pipelines.data.spool import Spool
 from vlmdistill.pipelines.media.urls import address, is_url
 from vlmdistill.stores.backends.local import atomic_write
@@ -78,19 +78,8 @@ def read(path: Path, model: str = "M") -> list[Prompt]:
     """
     _require_there(path, model)
     base = address(path.parent)
-    with _reading(path):
+    with reading_parquet(path):
         return [_prompt(row, base) for row in _file(path).read(schema().names).to_pylist()]
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Say which file cannot be read."""
-    import pyarrow as pa
-
-    try:
-        yield
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise DataError(f"{path} cannot be read as Parquet: {str(error).splitlines()[0]}") from None
 
 
 def _require_there(path: Path, model: str) -> None:
@@ -196,7 +185,7 @@ def load(path: Path, model: str = "M", split: str = "all", limit: int | None = N
 
     def batches() -> Iterator[Any]:
         left = limit
-        with _reading(path):
+        with reading_parquet(path):
             for batch in file.iter_batches(BATCH, columns=schema().names):
                 batch = batch.select(schema().names)
                 if split != "all":
@@ -209,7 +198,7 @@ def load(path: Path, model: str = "M", split: str = "all", limit: int | None = N
                 if left == 0:
                     return
 
-    with _reading(path):
+    with reading_parquet(path):
         file = _file(path)
     kinds = pa.schema([file.schema_arrow.field(name) for name in schema().names])
     try:

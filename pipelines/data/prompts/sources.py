@@ -12,6 +12,7 @@ import re
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path, PurePosixPath
@@ -200,18 +201,26 @@ def _array(text: str, path: Path) -> Iterator[Numbered]:
         raise DataError(f"{path} is not valid JSON: {one_line(error)} at line {line}") from None
 
 
-def _parquet(file: IO[bytes], path: Path) -> Iterator[Row]:
+@contextmanager
+def reading_parquet(path: Path, advice: str = "") -> Iterator[None]:
+    """Say which Parquet file cannot be read, and what to do."""
     import pyarrow as pa
+
+    try:
+        yield
+    except (OSError, ValueError, OverflowError, pa.ArrowException) as error:
+        raise DataError(f"{path} cannot be read as Parquet: {one_line(error)}{advice}") from None
+
+
+def _parquet(file: IO[bytes], path: Path) -> Iterator[Row]:
     import pyarrow.parquet as pq
 
     source, number = str(path.resolve()), 0
-    try:
+    with reading_parquet(path):
         for batch in pq.ParquetFile(file).iter_batches(ROWS_AT_ONCE):
             for value, problem in _values(batch):
                 number += 1
                 yield Row(source, _stem(path), number, value, problem=problem)
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path} cannot be read as Parquet: {one_line(error)}") from None
 
 
 def _values(batch: Any) -> Iterator[tuple[Any, BadRowError | None]]:
