@@ -3,24 +3,7 @@
 import random
 
 from vlmdistill.pipelines.demo.scenes import BACKGROUNDS, CELLS, COLOURS, SHAPES, Item, Scene, random_scene
-from vlmdistill.pipelines.demo.wording import DEEDS, MOODS, REMARKS, VERBS, an, look, response, with_suffix
-
-_TRAIT = {
-    "circle": "It is perfectly round and has no corners at all, so it rolls easily.",
-    "square": "It has four equal sides and four right corners, so it stands firmly.",
-    "triangle": "It has three sides and three corners, and one of them points up.",
-    "star": "It has five points that reach out, so it seems to shine.",
-    "cross": "It has four equal arms that meet in the middle, like two crossing roads.",
-    "diamond": "It has four equal sides and stands on one corner, like a kite.",
-}
-_USE = {
-    "circle": ("wheels", "coins", "plates"),
-    "square": ("tiles", "windows", "boxes"),
-    "triangle": ("roofs", "sails", "signs"),
-    "star": ("flags", "medals", "maps"),
-    "cross": ("flags", "buttons", "maps"),
-    "diamond": ("kites", "cards", "signs"),
-}
+from vlmdistill.pipelines.demo.wording import REMARKS, VERBS, WORDS, an, look, response, with_suffix
 
 
 def chat(rng: random.Random, split: str | None = None) -> list[tuple[str, str]]:
@@ -60,8 +43,8 @@ def _tale(rng: random.Random) -> tuple[str, str]:
     one, two = _item(rng), _item(rng)
     while two.shape == one.shape:
         two = _item(rng)
-    mood, other = rng.sample(MOODS, 2)
-    deed, then = rng.sample(DEEDS, 2)
+    mood, other = rng.sample(WORDS.moods, 2)
+    deed, then = rng.sample(WORDS.deeds, 2)
     ground = rng.choice(list(BACKGROUNDS))
     prompt = rng.choice(("Tell me a story about {} and {}.", "Write a little story with {} and {}."))
     question = prompt.format(f"{an(one.colour)} {one.shape}", f"{an(two.colour)} {two.shape}")
@@ -86,10 +69,10 @@ def _shape(rng: random.Random) -> tuple[str, str]:
     shape = rng.choice(SHAPES)
     colour = rng.choice(list(COLOURS))
     prompt = rng.choice(("What is a {}?", "Explain to me what a {} is.", "Tell me about the {}."))
-    uses = rng.sample(_USE[shape], 2)
+    uses = rng.sample(WORDS.uses[shape], 2)
     sentences = [
         rng.choice((f"A {shape} is a simple flat shape.", f"The {shape} is a shape that everybody knows.")),
-        _TRAIT[shape],
+        WORDS.traits[shape],
         f"You often find it in {uses[0]} and {uses[1]}.",
         f"On a board a {shape} {VERBS[shape]} in its cell, and it can be large or small.",
         f"{an(colour).capitalize()} {shape}, for example, is {rng.choice(REMARKS[colour])}.",
@@ -121,7 +104,7 @@ def _draw(rng: random.Random) -> tuple[str, str]:
     sentences = [
         f"Take a board with {an(ground)} background.",
         f"1. Find the cell in the {cell}.",
-        f"2. Think of the {item.shape}. {_TRAIT[item.shape]}",
+        f"2. Think of the {item.shape}. {WORDS.traits[item.shape]}",
         f"3. Draw it {item.size}, so that it {VERBS[item.shape]} in the cell.",
         f"4. Fill it with {item.colour}, {rng.choice(REMARKS[item.colour])}.",
         rng.choice((f"Now a {look(item, rng)} is in the {cell}.", "That is all, and it is easy.")),

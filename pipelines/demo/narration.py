@@ -12,62 +12,19 @@ from functools import partial
 
 from vlmdistill.pipelines.demo.clips import PHASES, STAMPS, Clip, Event
 from vlmdistill.pipelines.demo.scenes import CELLS
-from vlmdistill.pipelines.demo.wording import REMARKS, VERBS, an, look, with_suffix
+from vlmdistill.pipelines.demo.wording import REMARKS, VERBS, WORDS, an, look, with_suffix
 
 CHANGES, APPEARS, VANISHES, SAME = "second", "appears", "vanishes", "nothing"
 """Of cells in which something appears or vanishes: "second" because one then says "at second two"."""
 END = "end"
 MOVE = "move"
 """The kind of both cells of a move: without it, a model that attends to one of the two misses the other."""
-TASKS = ("watch", "events", "start", "end", "compare")  # the kinds of questions
-
-MOVES = {
-    "circle": "rolls",
-    "square": "slides",
-    "triangle": "walks",
-    "star": "flies",
-    "cross": "jumps",
-    "diamond": "glides",
-}
-
-_PROMPTS: dict[str, tuple[str, ...]] = {
-    "watch": (
-        "Describe the video.",
-        "Describe this video in detail.",
-        "What do you see in this video?",
-        "What is shown in the clip?",
-        "What does the video show?",
-        "Can you describe the video for me?",
-        "Write a detailed description of this video.",
-        "Tell me what you see in the clip.",
-    ),
-    "events": (
-        "What happens in the video?",
-        "List all events in the video.",
-        "Make a list of everything that happens in the clip.",
-        "What changes in this video, and when?",
-    ),
-    "start": (
-        "What is there at the start of the video?",
-        "Describe the first frame of the video.",
-        "How does the clip start?",
-    ),
-    "end": (
-        "What is there at the end of the video?",
-        "Describe the last frame of the video.",
-        "How does the clip end?",
-    ),
-    "compare": (
-        "Compare the start and the end of the video.",
-        "Describe the board before and after.",
-        "How does the clip start, and how does it end?",
-    ),
-}
+TASKS = tuple(WORDS.clip_prompts)  # the kinds of questions
 
 
 def ask(clip: Clip, task: str, rng: random.Random) -> tuple[str, str]:
     """A question of the kind `task` about the clip and a reference response."""
-    return with_suffix(rng.choice(_PROMPTS[task]), rng), response(clip, task, rng)
+    return with_suffix(rng.choice(WORDS.clip_prompts[task]), rng), response(clip, task, rng)
 
 
 def response(clip: Clip, task: str, rng: random.Random) -> str:
@@ -106,7 +63,7 @@ def _then(phase: int, event: Event | None, rng: random.Random) -> str:
     item = event.item
     tail = f", {rng.choice(REMARKS[item.colour])}" if rng.random() < 0.35 else ""
     if event.source is not None and event.to is not None:
-        tail += f". It {MOVES[item.shape]}"
+        tail += f". It {WORDS.moves[item.shape]}"
     return f"At {changes(phase, event)} a {look(item, rng)}{tail}."
 
 

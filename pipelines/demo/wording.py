@@ -7,102 +7,40 @@ the form of a sentence from the row, the remark from the color) and can be learn
 
 import random
 from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
 
 from vlmdistill.pipelines.demo.scenes import CELLS, Item, Scene
 
-NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-SIZE_WORDS = {"large": ("large", "big"), "small": ("small", "little")}
-ROWS = ("top", "middle", "bottom")
-SUFFIXES = (
-    "Please answer with at least 1000 words.",
-    "Please answer with at least 100 words.",
-    "Please answer in detail.",
-    "Answer in full sentences.",
-    "Give as much detail as you can.",
-)
 
-MOODS = ("happy", "sleepy", "brave", "curious", "proud", "shy")
-DEEDS = ("sang a song", "told a joke", "dreamed of the sea", "danced all night", "looked at the moon")
-VERBS = {
-    "circle": "floats",
-    "square": "rests",
-    "triangle": "stands",
-    "star": "shines",
-    "cross": "lies",
-    "diamond": "glitters",
-}
-REMARKS = {
-    "red": ("warm like a fire", "as red as a ripe tomato"),
-    "orange": ("bright like a fresh orange", "warm like the evening sun"),
-    "yellow": ("sunny like a lemon", "as bright as the summer sun"),
-    "green": ("fresh like a leaf", "as calm as a quiet forest"),
-    "blue": ("cool like the sea", "as clear as the morning sky"),
-    "purple": ("deep like a ripe plum", "as rich as a royal robe"),
-    "pink": ("soft like a rose", "as sweet as sugar"),
-    "white": ("pale like fresh snow", "as clean as paper"),
-}
-TASKS = ("describe", "list", "rows", "sizes", "reverse", "where", "count", "story")
-"""The kinds of questions; every response names all items, their number and the background."""
+class Words(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The words of `words.toml`."""
 
-_PROMPTS: dict[str, tuple[str, ...]] = {
-    "describe": (
-        "Describe the image.",
-        "Describe this image in detail.",
-        "Describe the following image.",
-        "Describe the picture.",
-        "What do you see in this picture?",
-        "What is shown in the image?",
-        "What is in this image?",
-        "What does the picture show?",
-        "Can you describe the image for me?",
-        "Tell me what you see in the image.",
-        "Provide a detailed description of the given image.",
-        "Give a detailed description of the picture.",
-        "Write a detailed description of this image.",
-        "Explain what is in the picture.",
-    ),
-    "list": (
-        "List all shapes in the image.",
-        "Make a list of everything in the picture.",
-        "Give me a list of the shapes.",
-    ),
-    "rows": (
-        "Describe the image row by row.",
-        "Go through the picture from top to bottom, row by row.",
-        "What is in each row of the image?",
-    ),
-    "sizes": (
-        "Sort the shapes by size.",
-        "Which shapes are large and which are small?",
-        "Group what you see in the image by size.",
-    ),
-    "reverse": (
-        "Describe the image from the end to the start.",
-        "Describe the picture in reverse order.",
-        "Start at the end of the image and describe it.",
-    ),
-    "where": (
-        "Where is the {target}?",
-        "In which cell is the {target}, and what else is there?",
-        "Can you find the {target}?",
-    ),
-    "count": (
-        "How many shapes are there?",
-        "Count the shapes in the picture.",
-        "How many shapes can you see in the image?",
-    ),
-    "story": (
-        "Tell a story about the picture.",
-        "Write a short story about this image.",
-        "Make up a story about what you see.",
-    ),
-}
+    numbers: tuple[str, ...]
+    rows: tuple[str, ...]
+    suffixes: tuple[str, ...]
+    moods: tuple[str, ...]
+    deeds: tuple[str, ...]
+    sizes: dict[str, tuple[str, ...]]
+    verbs: dict[str, str]
+    moves: dict[str, str]
+    traits: dict[str, str]
+    uses: dict[str, tuple[str, ...]]
+    remarks: dict[str, tuple[str, ...]]
+    scene_prompts: dict[str, tuple[str, ...]]
+    clip_prompts: dict[str, tuple[str, ...]]
+
+
+WORDS = msgspec.toml.decode(Path(__file__).with_name("words.toml").read_bytes(), type=Words)
+NUMBERS, ROWS, SIZE_WORDS, VERBS, REMARKS = WORDS.numbers, WORDS.rows, WORDS.sizes, WORDS.verbs, WORDS.remarks
+TASKS = tuple(WORDS.scene_prompts)  # the kinds of questions
 
 
 def ask(scene: Scene, task: str, rng: random.Random) -> tuple[str, str]:
     """A question of the kind `task` about the scene and a reference response."""
     item = rng.choice(scene.items)
-    prompt = rng.choice(_PROMPTS[task]).format(target=f"{item.colour} {item.shape}")
+    prompt = rng.choice(WORDS.scene_prompts[task]).format(target=f"{item.colour} {item.shape}")
     return with_suffix(prompt, rng), response(scene, task, rng, item)
 
 
@@ -117,7 +55,7 @@ def with_suffix(prompt: str, rng: random.Random) -> str:
     """The prompt, sometimes with a please or a request for a long response, as in benchmarks."""
     if rng.random() < 0.1:
         prompt = f"Please {prompt[0].lower()}{prompt[1:]}" if not prompt.endswith("?") else f"Hello! {prompt}"
-    return f"{prompt} {rng.choice(SUFFIXES)}" if rng.random() < 0.3 else prompt
+    return f"{prompt} {rng.choice(WORDS.suffixes)}" if rng.random() < 0.3 else prompt
 
 
 def rounds(scene: Scene, rng: random.Random) -> list[tuple[str, str]]:
@@ -239,7 +177,7 @@ def _story(scene: Scene, rng: random.Random) -> str:
     number = NUMBERS[len(scene.items)]
     parts = [f"Once upon a time {number} shapes lived on a board with {an(scene.background)} background."]
     for item in scene.items:
-        mood, deed = rng.choice(MOODS), rng.choice(DEEDS)
+        mood, deed = rng.choice(WORDS.moods), rng.choice(WORDS.deeds)
         parts.append(f"In the {CELLS[item.cell]} lived a {mood} one, a {look(item, rng)}, that {deed}.")
     return " ".join([*parts, rng.choice(("They were good friends.", "They all lived happily ever after."))])
 
