@@ -124,32 +124,34 @@ def evaluate(
             )
     elif bench_data is not None:
         raise typer.BadParameter("it needs --bench", param_hint="--bench-data")
-    limit = 100 if limit is None else limit
+    if kind == HERE:
+        prompt_table.load(prompts or workspace.prompts, model, "eval", 1)  # before the slow imports
+    from vlmdistill.drafters.core.tree import Tree
+    from vlmdistill.pipelines.bench import evaluate as pipeline
+
+    settings = pipeline.Settings(
+        temperatures=tuple(dict.fromkeys(temperature or (0.0,))),
+        max_new_tokens=max_new_tokens,
+        limit=100 if limit is None else limit,
+        trees=tuple("auto" if one == "auto" else Tree.parse(one) for one in dict.fromkeys(tree or ())),
+        seed=seed,
+        threads=threads,
+        how=console.loading(attention, target_dtype, compiled=compiled),
+        concurrencies=tuple(dict.fromkeys(concurrency or (1,))),
+    )
     if kind != HERE:
         from vlmdistill.pipelines.bench import served
 
-        load = served.Load(
-            concurrencies=tuple(dict.fromkeys(concurrency or (1,))),
-            temperatures=tuple(dict.fromkeys(temperature or (0.0,))),
-            max_new_tokens=max_new_tokens,
-            limit=limit,
-            seed=seed,
-        )
         with console.progress("sending", "prompts") as report:
             if kind == VLLM:
                 found = served.evaluate_drafters(
-                    workspace,
-                    drafters or [],
-                    load,
-                    dtype=target_dtype,
-                    prompts_file=prompts,
-                    on_prompt=report,
+                    workspace, drafters or [], settings, prompts_file=prompts, on_prompt=report
                 )
             else:
                 one = served.evaluate_server(
                     workspace,
                     engine.removeprefix(SERVER),
-                    load,
+                    settings,
                     baseline=baseline,
                     name=name,
                     served_model=served_model,
@@ -159,19 +161,6 @@ def evaluate(
                 found = served.ServedDrafters([one])
         show_served(found, as_json, by_name=kind == VLLM)
         return
-    prompt_table.load(prompts or workspace.prompts, model, "eval", 1)  # before the slow imports
-    from vlmdistill.drafters.core.tree import Tree
-    from vlmdistill.pipelines.bench import evaluate as pipeline
-
-    settings = pipeline.Settings(
-        temperatures=tuple(dict.fromkeys(temperature or (0.0,))),
-        max_new_tokens=max_new_tokens,
-        limit=limit,
-        trees=tuple("auto" if one == "auto" else Tree.parse(one) for one in dict.fromkeys(tree or ())),
-        seed=seed,
-        threads=threads,
-        how=console.loading(attention, target_dtype, compiled=compiled),
-    )
     with console.progress("decoding", "prompts", str(workspace.reports)) as report:
         evaluations = pipeline.evaluate(
             workspace, drafters or [], settings, prompts_file=prompts, on_prompt=report

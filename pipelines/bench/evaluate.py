@@ -55,6 +55,7 @@ class Settings:
     seed: int = 0
     threads: int = 0  # 0: one or all, whichever is faster for plain decoding
     how: Options = field(default_factory=Options)  # of loading the target
+    concurrencies: tuple[int, ...] = (1,)  # requests at a time; a server only
 
     @property
     def attention(self) -> str:

@@ -14,11 +14,12 @@ from msgspec import Meta
 
 from vlmdistill.pipelines.data.responses.pieces import Amount, Piece
 from vlmdistill.pipelines.targets.software import Software
+from vlmdistill.stores import records
 from vlmdistill.stores.backends.local import atomic_write
-from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import content_hash
 
 FORMAT: Final = 2
+AGAIN: Final = "remove it, or repeat `vlmdistill eval`"
 
 Count = Annotated[int, Meta(ge=0, le=10**15)]
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -215,25 +216,10 @@ class Evaluation:
 
 def read(file: Path) -> Evaluation:
     """Read an evaluation; DataError on an invalid file."""
-    again = "remove it, or repeat `vlmdistill eval`"
-    content = file.read_bytes()
-    try:
-        found = msgspec.json.decode(content, type=_Formatted).format
-        if found != FORMAT:
-            raise DataError(f"{file} has format {found}, not {FORMAT}: {again}")
-        return msgspec.json.decode(content, type=Evaluation)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise DataError(f"{file} is not an evaluation ({error}): {again}") from None
+    return records.read(file, Evaluation, f"an evaluation of format {FORMAT}", AGAIN)
 
 
-def write(evaluation: Evaluation, file: Path) -> None:
+def write(evaluation: object, file: Path) -> None:
     """Replace the file atomically."""
     with atomic_write(file) as aside:
         aside.write_bytes(msgspec.json.format(msgspec.json.encode(evaluation), indent=1))
-
-
-@dataclass(frozen=True)
-class _Formatted:
-    """The one field that all formats have."""
-
-    format: int

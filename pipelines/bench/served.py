@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from vlmdistill.drafters.checkpoints.export import Exported, export
-from vlmdistill.pipelines.bench import served_records
-from vlmdistill.pipelines.bench.evaluate import held_out
+from vlmdistill.pipelines.bench import records, served_records
+from vlmdistill.pipelines.bench.evaluate import Settings, held_out
 from vlmdistill.pipelines.bench.served_records import (
     FailedRequest,
     ServedEvaluation,
@@ -29,7 +29,6 @@ from vlmdistill.pipelines.bench.served_records import (
     TimedRequest,
 )
 from vlmdistill.pipelines.bench.server_client import (
-    Counters,
     ServedModel,
     ServerClient,
     ServerError,
@@ -52,81 +51,41 @@ BLOCK = 2  # prompts for each concurrent request, before the other server has it
 
 Question = tuple[str, list[dict[str, Any]]]
 """The key of a prompt, and its messages."""
-PAUSE, PATIENCE = 0.2, 5.0  # seconds between looks at the metrics, and for all, until they stand still
-
-
-@dataclass(frozen=True, kw_only=True)
-class Load:
-    """What is sent to a server."""
-
-    concurrencies: tuple[int, ...] = (1,)
-    temperatures: tuple[float, ...] = (0.0,)
-    max_new_tokens: int = 512
-    limit: int = 100
-    seed: int = 0
-
-    def check(self, prompts: int) -> None:
-        """DataError on a value that cannot be used with so many prompts."""
-        if odd := [one for one in self.temperatures if not 0 <= one <= 2]:
-            raise DataError(f"--temperature {odd[0]}: servers take 0, greedy decoding, to 2")
-        if odd := [one for one in self.concurrencies if not 1 <= one <= prompts]:
-            raise DataError(
-                f"--concurrency {odd[0]}: give 1 to {prompts}, the number of held-out prompts that are sent"
-            )
 
 
 def evaluate_server(
     workspace: Workspace,
     url: str,
-    load: Load,
+    settings: Settings,
     *,
     baseline: str | None = None,
     name: str | None = None,
     served_model: str | None = None,
     prompts_file: Path | None = None,
+    asked: Sequence[Question] = (),
     on_prompt: Callable[[int, int, str], None] = lambda done, total, remark: None,
 ) -> ServedEvaluation:
     """Measure the server at `url` and write `reports/served/<name>.json`; the name defaults to its address.
 
-    The file is written after each load: an interruption loses only the load that it interrupts. Requests that
-    fail are counted. ServerError when a server cannot be used, or when all requests to the one at `url`
-    failed; DataError when a prompt cannot be sent.
+    `asked` takes the place of the held-out prompts. The file is written after each load: an interruption
+    loses only the load that it interrupts. Requests that fail are counted. ServerError when a server cannot
+    be used, or when all requests to the one at `url` failed; DataError when a prompt cannot be sent.
     """
     if name is not None and not NAME.fullmatch(name):
         raise DataError(f"--name {name}: use letters, digits, '_', '.' and '-'")
-    asked = _questions(workspace, load, prompts_file)
-    return _measured(workspace, url, load, asked, baseline, name, served_model, on_prompt)
-
-
-def _questions(workspace: Workspace, load: Load, prompts_file: Path | None) -> list[Question]:
-    """The held-out prompts; DataError when one cannot be sent."""
-    chosen = held_out(prompts_file or workspace.prompts, load.limit, workspace.model)
-    load.check(len(chosen))
-    return [(prompt.key, chat_messages(prompt)) for prompt in chosen]
-
-
-def _measured(
-    workspace: Workspace,
-    url: str,
-    load: Load,
-    asked: Sequence[Question],
-    baseline: str | None,
-    name: str | None,
-    served_model: str | None,
-    on_prompt: Callable[[int, int, str], None],
-) -> ServedEvaluation:
-    """See `evaluate_server`."""
+    asked = asked or questions(workspace, settings, prompts_file)
 
     async def measured() -> ServedEvaluation:
         clients = [ServerClient(one) for one in (url, baseline) if one is not None]
         try:
             models = [await _model(client, workspace, served_model) for client in clients]
             servers = [
-                _Server(client, model.id, asked, load) for client, model in zip(clients, models, strict=True)
+                _Server(client, model.id, asked, settings)
+                for client, model in zip(clients, models, strict=True)
             ]
             for server in servers:
-                await server.warm_up()
-            total = len(load.temperatures) * len(load.concurrencies) * len(servers) * len(asked)
+                await server.send(0, 0.0)  # to warm up; what fails here fails again when it is counted
+            total = len(settings.temperatures) * len(settings.concurrencies) * len(servers) * len(asked)
             done = 0
 
             def count(remark: str) -> None:
@@ -142,17 +101,17 @@ def _measured(
                 drafter=models[0].drafter,
                 baseline=clients[1].url if baseline else None,
                 prompt_set=content_hash([key for key, _ in asked]),
-                max_new_tokens=load.max_new_tokens,
-                seed=load.seed,
+                max_new_tokens=settings.max_new_tokens,
+                seed=settings.seed,
                 measured=time.strftime("%Y-%m-%d %H:%M:%S"),
                 loads=(),
                 software=of_this_process(),
             )
-            for temperature, concurrency in product(load.temperatures, load.concurrencies):
+            for temperature, concurrency in product(settings.temperatures, settings.concurrencies):
                 one = await _load(servers, temperature, concurrency, count)
                 made = replace(made, loads=(*made.loads, one))
                 if any(one.server.requests for one in made.loads):
-                    served_records.write(made, workspace.reports / "served" / f"{made.name}.json")
+                    records.write(made, workspace.reports / "served" / f"{made.name}.json")
         finally:
             for client in clients:
                 await client.close()
@@ -162,6 +121,19 @@ def _measured(
         return made
 
     return asyncio.run(measured())
+
+
+def questions(workspace: Workspace, settings: Settings, prompts_file: Path | None) -> list[Question]:
+    """The held-out prompts; DataError when one cannot be sent, or the settings are none for a server."""
+    settings.check()
+    chosen = held_out(prompts_file or workspace.prompts, settings.limit, workspace.model)
+    if odd := [one for one in settings.temperatures if one > 2]:
+        raise DataError(f"--temperature {odd[0]}: servers take 0, greedy decoding, to 2")
+    if odd := [one for one in settings.concurrencies if not 1 <= one <= len(chosen)]:
+        raise DataError(
+            f"--concurrency {odd[0]}: give 1 to {len(chosen)}, the number of held-out prompts that are sent"
+        )
+    return [(prompt.key, chat_messages(prompt)) for prompt in chosen]
 
 
 @dataclass
@@ -175,9 +147,8 @@ class ServedDrafters:
 def evaluate_drafters(
     workspace: Workspace,
     names: Sequence[str],
-    load: Load,
+    settings: Settings,
     *,
-    dtype: str,
     prompts_file: Path | None = None,
     on_prompt: Callable[[int, int, str], None] = lambda done, total, remark: None,
 ) -> ServedDrafters:
@@ -187,8 +158,9 @@ def evaluate_drafters(
     served does not stop the next one. TrainingError when a drafter cannot be exported.
     """
     check_environment("vllm")
-    asked = _questions(workspace, load, prompts_file)  # once for all, before a server starts
+    asked = questions(workspace, settings, prompts_file)  # once for all, before a server starts
     target, folder = resolve(workspace.model), workspace.root / "served"
+    dtype = settings.how.get("dtype", "auto")
     if dtype == "auto":
         dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     written = dict[str, Exported]()
@@ -215,7 +187,16 @@ def evaluate_drafters(
                     plain, served_images = baseline.enter_context(server("", images)), images
                 with server(name, images) as url:
                     found.made.append(
-                        _measured(workspace, url, load, asked, plain, name, workspace.model, count)
+                        evaluate_server(
+                            workspace,
+                            url,
+                            settings,
+                            baseline=plain,
+                            name=name,
+                            served_model=workspace.model,
+                            asked=asked,
+                            on_prompt=count,
+                        )
                     )
             except (EngineError, ServerError) as error:
                 found.failed[name] = error
@@ -272,7 +253,7 @@ async def _load(
     size = len(prompts)
     if len(servers) > 1:  # both should be first, which takes two blocks, full if possible
         size = max(concurrency, min(BLOCK * concurrency, (size + 1) // 2))
-    before = [await server.settled() for server in servers]
+    before = [await server.client.settled() for server in servers]
     outcomes: list[list[TimedRequest | FailedRequest]] = [[] for _ in servers]
     seconds = [0.0] * len(servers)
     for number, start in enumerate(range(0, len(prompts), size)):
@@ -288,7 +269,7 @@ async def _load(
     for server, then, took, found in zip(servers, before, seconds, outcomes, strict=True):
         requests = tuple(one for one in found if isinstance(one, TimedRequest))
         failed = tuple(one for one in found if isinstance(one, FailedRequest))
-        counts = between(then, await server.settled())
+        counts = between(then, await server.client.settled())
         runs.append(ServerRun(seconds=took, requests=requests, failed=failed, counts=counts))
     return ServedLoad(
         temperature=temperature,
@@ -298,16 +279,14 @@ async def _load(
     )
 
 
+@dataclass(frozen=True)
 class _Server:
     """A server, and what it is asked."""
 
-    def __init__(self, client: ServerClient, model: str, asked: Sequence[Question], load: Load) -> None:
-        self.client, self.model, self.asked, self.load = client, model, asked, load
-        self.counts = False  # whether it has shown metrics
-
-    async def warm_up(self) -> None:
-        """Send the first prompt, which nobody counts; what fails here fails again when it is counted."""
-        await self.send(0, 0.0)
+    client: ServerClient
+    model: str
+    asked: Sequence[Question]
+    settings: Settings
 
     async def send(self, number: int, temperature: float) -> TimedRequest | FailedRequest:
         """Send one prompt."""
@@ -315,22 +294,14 @@ class _Server:
         options: dict[str, Any] = {
             "model": self.model,
             "temperature": temperature,
-            "max_tokens": self.load.max_new_tokens,
+            "max_tokens": self.settings.max_new_tokens,
         }
         if temperature:
-            options["seed"] = self.load.seed * 1_000_003 + number
+            options["seed"] = self.settings.seed * 1_000_003 + number
         try:
-            got = await self.client.chat(messages, options)
+            return await self.client.chat(key, messages, options)
         except ServerError as error:
             return FailedRequest(key=key, reason=str(error))
-        return TimedRequest(
-            key=key,
-            tokens=got.tokens,
-            seconds=got.seconds,
-            first_seconds=got.first_seconds,
-            finish=got.finish,
-            response=content_hash([got.text]),
-        )
 
     async def drain(
         self, waiting: Iterator[int], temperature: float, count: Callable[[str], None]
@@ -341,19 +312,3 @@ class _Server:
             outcomes.append(await self.send(number, temperature))
             count(f"T={temperature:g}")
         return outcomes
-
-    async def settled(self) -> Counters:
-        """Its counters once they stand still: some are counted after the response has been sent.
-
-        Where it has shown metrics before, an empty page is a failed read, and read again.
-        """
-        before = await self.client.counters()
-        end = time.perf_counter() + PATIENCE
-        while (before or self.counts) and time.perf_counter() < end:
-            await asyncio.sleep(PAUSE)
-            now = await self.client.counters()
-            if now and now == before:
-                break
-            before = now or before
-        self.counts |= bool(before)
-        return before

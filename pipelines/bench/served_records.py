@@ -15,16 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
-import msgspec
 import numpy as np
 from msgspec import Meta
 
-from vlmdistill.pipelines.bench.records import Count, Decoding, Measurement, PromptResult
+from vlmdistill.pipelines.bench.records import AGAIN, Count, Decoding, Measurement, PromptResult
 from vlmdistill.pipelines.bench.statistics import Interval, Rate, figures
 from vlmdistill.pipelines.data.responses.pieces import Amount
 from vlmdistill.pipelines.targets.software import Software
-from vlmdistill.stores.backends.local import atomic_write
-from vlmdistill.stores.errors import DataError
+from vlmdistill.stores import records
 
 FORMAT: Final = 1
 TABLE: Final = (
@@ -162,19 +160,9 @@ class LoadFigures:
     warnings: tuple[str, ...]
 
 
-def write(evaluation: ServedEvaluation, file: Path) -> None:
-    """Replace the file atomically."""
-    with atomic_write(file) as aside:
-        aside.write_bytes(msgspec.json.format(msgspec.json.encode(evaluation), indent=1))
-
-
 def read(file: Path) -> ServedEvaluation:
     """Read an evaluation of a server; DataError on an invalid file."""
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=ServedEvaluation)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        what = f"{file} is not an evaluation of a server ({error})"
-        raise DataError(f"{what}: remove it, or repeat `vlmdistill eval`") from None
+    return records.read(file, ServedEvaluation, "an evaluation of a server", AGAIN)
 
 
 def table(evaluations: Sequence[ServedEvaluation]) -> list[list[str]]:
@@ -216,9 +204,7 @@ def run_figures(run: ServerRun) -> RunFigures:
         for one in done
         if one.tokens is not None and one.tokens > 1
     ]
-    tau = accepted = None
-    if counts.drafts and counts.accepted is not None:
-        accepted = counts.accepted / counts.drafts
+    tau = None
     if counts.drafts and tokens is not None and not run.failed:  # else the two count different requests
         gained = tokens - len(done)
         undrafted = 0 if counts.accepted is None else gained - counts.accepted - counts.drafts
@@ -237,7 +223,7 @@ def run_figures(run: ServerRun) -> RunFigures:
         drafts=counts.drafts,
         accepted_tokens=counts.accepted,
         tau=tau,
-        accepted=accepted,
+        accepted=_share(counts.accepted, counts.drafts),
         alpha=tuple(taken / tried if tried else 0.0 for taken, tried in chain) or None,
     )
 

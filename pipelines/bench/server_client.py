@@ -3,6 +3,7 @@
 Metrics are Prometheus counters, by the names of vLLM, SGLang and `vlmdistill serve`.
 """
 
+import asyncio
 import os
 import re
 import time
@@ -13,12 +14,14 @@ import httpx2
 import msgspec
 from msgspec import Struct
 
-from vlmdistill.pipelines.bench.served_records import ServerCounts
+from vlmdistill.pipelines.bench.served_records import ServerCounts, TimedRequest
 from vlmdistill.stores.errors import VlmdistillError, one_line
+from vlmdistill.stores.schema import content_hash
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 SILENCE_SECONDS = 600  # after which a request has failed
 CONNECT_SECONDS = 10
+PAUSE, PATIENCE = 0.2, 5.0  # seconds between looks at the metrics, and for all, until they stand still
 OTHER = "is not a server of the OpenAI API"
 
 
@@ -95,16 +98,6 @@ class StreamChunk(Struct):
     error: Any = None
 
 
-class Streamed(Struct, frozen=True):
-    """A response, and when it came."""
-
-    text: str
-    tokens: int | None
-    finish: str
-    seconds: float
-    first_seconds: float
-
-
 class ServerClient:
     """One server. ServerError when the URL is none; close it after use."""
 
@@ -120,6 +113,7 @@ class ServerClient:
         if parsed.userinfo:
             raise ServerError(f"the URL of {parsed.host} has a password: set {KEY_VARIABLE} to a key instead")
         self.address = f"{parsed.host}-{parsed.port}" if parsed.port else parsed.host
+        self._counts = False  # whether it has shown metrics
         self._http = httpx2.AsyncClient(
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=httpx2.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS),
@@ -148,16 +142,32 @@ class ServerClient:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ServerError(f"{self.url} {OTHER}: GET /v1/models gives no list ({error})") from None
 
-    async def counters(self) -> Counters:
-        """What it has counted so far; empty if it shows no metrics."""
+    async def settled(self) -> Counters:
+        """What it has counted so far; empty if it shows no metrics.
+
+        Read until it stands still: some is counted after the response has been sent. Where it has shown
+        metrics before, an empty page is a failed read, and read again.
+        """
+        before = await self._counters()
+        end = time.perf_counter() + PATIENCE
+        while (before or self._counts) and time.perf_counter() < end:
+            await asyncio.sleep(PAUSE)
+            now = await self._counters()
+            if now and now == before:
+                break
+            before = now or before
+        self._counts |= bool(before)
+        return before
+
+    async def _counters(self) -> Counters:
         try:
             response = await self._http.get(f"{self.url}/metrics")
         except httpx2.HTTPError:
             return {}
         return parse(response.text) if response.status_code == 200 else {}
 
-    async def chat(self, messages: Sequence[Any], options: Mapping[str, Any]) -> Streamed:
-        """Stream a chat completion; ServerError says why there is no whole response."""
+    async def chat(self, key: str, messages: Sequence[Any], options: Mapping[str, Any]) -> TimedRequest:
+        """Stream the chat completion of a prompt; ServerError says why there is no whole response."""
         body = msgspec.json.encode(
             {"messages": messages, **options, "stream": True, "stream_options": {"include_usage": True}}
         )
@@ -193,7 +203,14 @@ class ServerClient:
             raise ServerError(f"the stream is not that of a chat completion: {error}") from None
         if not finish:
             raise ServerError("the stream ends before the response does")
-        return Streamed("".join(text), tokens, finish, end, first or end)
+        return TimedRequest(
+            key=key,
+            tokens=tokens,
+            seconds=end,
+            first_seconds=first or end,
+            finish=finish,
+            response=content_hash(["".join(text)]),
+        )
 
 
 def parse(text: str) -> Counters:

@@ -1,6 +1,5 @@
 """Processes of vLLM in the engine environment: started, waited for, always ended; and why one has died."""
 
-import http.client
 import json
 import os
 import re
@@ -9,10 +8,11 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+import httpx2
 import torch
 
 from vlmdistill.drafters.checkpoints.export import Exported
@@ -108,7 +108,7 @@ def vllm_server(
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    python = engine_python()
+    url, python = f"http://127.0.0.1:{port}", engine_python()
     serve = serve_command(
         str(target.absolute()), dtype, drafter, program=vllm(python), whole_images=whole_images
     )
@@ -122,8 +122,8 @@ def vllm_server(
         with log.open("wb") as said:
             run = start(python, command, said, cwd=log.parent)  # vLLM writes where it is started
         try:
-            _wait(run, port, log)
-            yield f"http://127.0.0.1:{port}"
+            _wait(run, url, log)
+            yield url
         finally:
             end(run)
     finally:
@@ -162,14 +162,12 @@ def serve_command(
     return command
 
 
-def _wait(run: "subprocess.Popen[bytes]", port: int, log: Path) -> None:
+def _wait(run: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
     """Return when a server is healthy."""
     deadline = time.monotonic() + PATIENCE
     while run.poll() is None and time.monotonic() < deadline:
-        asking = closing(http.client.HTTPConnection("127.0.0.1", port, timeout=5))
-        with suppress(OSError, http.client.HTTPException), asking as connection:
-            connection.request("GET", "/health")
-            if connection.getresponse().status == 200:
+        with suppress(httpx2.HTTPError):
+            if httpx2.get(f"{url}/health", timeout=5).status_code == 200:
                 return
         time.sleep(0.5)
     text = log.read_text(errors="replace")

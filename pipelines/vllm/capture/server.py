@@ -19,9 +19,8 @@ from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from vlmdistill.pipelines.vllm.capture import captured_models
+from vlmdistill.pipelines.vllm.capture.extensions import UndraftedScheduler, register_models
 from vlmdistill.pipelines.vllm.capture.positions import identifier, set_positions, take_positions
-from vlmdistill.pipelines.vllm.capture.undrafted import UndraftedScheduler
 from vlmdistill.pipelines.vllm.capture.wire import (
     PROTOCOL,
     ROPE,
@@ -45,7 +44,7 @@ class VllmEngine:
     """vLLM with the target, driven step by step in this process."""
 
     def __init__(self, start: Start) -> None:
-        captured_models.register()
+        register_models()
         arguments = EngineArgs(
             model=start.folder,
             dtype=start.dtype,

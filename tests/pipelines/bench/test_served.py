@@ -19,7 +19,8 @@ from tests.served_app import Served, serving
 from vlmdistill.cli.main import main
 from vlmdistill.drafters.decoding.decoders import Cycle
 from vlmdistill.pipelines.bench import server_client
-from vlmdistill.pipelines.bench.served import Load, evaluate_server
+from vlmdistill.pipelines.bench.evaluate import Settings
+from vlmdistill.pipelines.bench.served import evaluate_server
 from vlmdistill.pipelines.bench.served_records import (
     ServedEvaluation,
     ServedLoad,
@@ -226,7 +227,7 @@ def test_a_load_is_in_the_record_before_the_next_ends(server: Served, workspace:
         if done == PROMPTS + 1:
             kept.extend(one.concurrency for one in record(workspace, "early").loads)
 
-    load = Load(concurrencies=(1, 2), max_new_tokens=2)
+    load = Settings(concurrencies=(1, 2), max_new_tokens=2)
     evaluate_server(workspace, url(server), load, name="early", on_prompt=look)
     assert kept == [1]
 
@@ -236,7 +237,7 @@ def test_failed_reads_of_the_metrics_are_not_counted_as_zero(
 ) -> None:
     text, looks = ServingMetrics.text, count()
     monkeypatch.setattr(ServingMetrics, "text", lambda self: text(self) if next(looks) % 2 else b"")
-    load = Load(concurrencies=(1, 2), max_new_tokens=8)
+    load = Settings(concurrencies=(1, 2), max_new_tokens=8)
     first, second = (one.server for one in evaluate_server(workspace, url(server), load, name="deaf").loads)
     assert first.counts == ServerCounts()  # the first look failed
     assert second.counts.generated == sum(one.tokens or 0 for one in second.requests)

@@ -21,7 +21,6 @@ from tests.pipelines.bench.conftest import Save
 from tests.pipelines.bench.made_up import PLAIN, RESPONSE, TIMED, measured, shown
 from tests.pipelines.report.html_page import Page
 from vlmdistill.cli.report import report as verb
-from vlmdistill.pipelines.bench import served_records
 from vlmdistill.pipelines.bench.records import (
     Check,
     Measurement,
@@ -29,6 +28,7 @@ from vlmdistill.pipelines.bench.records import (
     TrainedSettings,
     TrainedStage,
     Training,
+    write,
 )
 from vlmdistill.pipelines.bench.served_records import (
     ServedEvaluation,
@@ -459,7 +459,7 @@ def test_evaluations_of_servers_are_a_section_of_their_own(workspace: Workspace,
         measured="2026-01-01 00:00:00",
         loads=(load,),
     )
-    served_records.write(made_up, workspace.reports / "served" / "in-vllm.json")
+    write(made_up, workspace.reports / "served" / "in-vllm.json")
     alone = make(workspace)
     assert (alone.groups, alone.served) == ([], [made_up])
     save("sparrow")
