@@ -13,6 +13,7 @@ from typing import Protocol
 from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.config import DrafterConfig
 from vlmdistill.drafters.core.tree import Tree
+from vlmdistill.drafters.training import ranks
 from vlmdistill.pipelines import train
 from vlmdistill.pipelines.bench import evaluate
 from vlmdistill.pipelines.bench.records import Evaluation
@@ -223,12 +224,13 @@ def fit(
                 watching=plan.watching,
                 report=report,
             )
-    for name, config in configs.items():
-        with bar(f"training {name}", "steps") as report:
-            planned = train.planned(workspace, name, config, seed=plan.seed, watching=plan.watching)
-            train.run(planned, report=report)
-        if name in missing:
-            log(f"trained    {name}, in {workspace.drafter(name)}")
+    with ranks.group():
+        for name, config in configs.items():
+            with bar(f"training {name}", "steps") as report:
+                planned = train.planned(workspace, name, config, seed=plan.seed, watching=plan.watching)
+                train.run(planned, report=report)
+            if name in missing:
+                log(f"trained    {name}, in {workspace.drafter(name)}")
 
 
 def measure(

@@ -90,7 +90,8 @@ def run(plan: Run, force: bool = False, report: OnProgress = silent) -> Path:
 def launch(plan: Run, processes: int, force: bool = False, report: OnProgress = silent) -> Path:
     """Train on several ranks of this machine, unless a launcher has started them; see `run`."""
     if processes == 1 or "RANK" in os.environ:
-        return run(plan, force, report)
+        with ranks.group():
+            return run(plan, force, report)
     gpus = torch.cuda.device_count()
     if 0 < gpus < processes:
         raise DataError(f"--ranks {processes}: this machine has {gpus} GPUs; give at most one rank for each")

@@ -2,16 +2,19 @@
 
 import hashlib
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
+from torch import Tensor
 
 from vlmdistill.drafters.core.batch import Batch
 from vlmdistill.drafters.core.config import Stage, TrainConfig
+from vlmdistill.drafters.training import ranks
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.loader.tensors import as_torch
-from vlmdistill.stores.schema import PackedSamples
+from vlmdistill.stores.schema import Feature, PackedSamples
 from vlmdistill.stores.store import Store
 
 
@@ -82,3 +85,28 @@ def split(
         else:
             (visual if visual_tokens else text).append(key)
     return DataSplit(visual, text, apart)
+
+
+def occurrences(reader: Iterable[PackedSamples], vocab_size: int) -> Tensor:
+    """How often each token [V] occurs in the responses of some batches."""
+    count_V = torch.zeros(vocab_size, dtype=torch.float64)
+    for samples in reader:
+        ids_R = torch.from_numpy(samples.ids_T[samples.response_T]).long()
+        count_V += torch.bincount(ids_R, minlength=vocab_size)
+    return count_V
+
+
+def cure_of(step: Iterable[PackedSamples], store: Store, needs: Collection[Feature]) -> str:
+    """What to do about a step on these samples, and those of the other ranks, whose loss is not finite."""
+    odd = [
+        key
+        for key in chain.from_iterable(samples.keys for samples in step)
+        for rows in store.read(key, needs).features.values()
+        if not as_torch(rows, store.provenance.dtype).isfinite().all()
+    ]
+    if key := next((key for _, keys in ranks.of_each(odd) for key in keys), None):
+        return (
+            f"features of sample {key} are not finite in {store.path}, so train on a --view without it, made "
+            f"by `vlmdistill store filter --where \"key <> '{key}'\"`, or capture it again into another store"
+        )
+    return "lower the learning rate, and start over with --force"

@@ -3,6 +3,7 @@
 The only module that imports DeepSpeed.
 """
 
+import atexit
 import logging
 import os
 import tempfile
@@ -208,5 +209,5 @@ def _start() -> None:
         os.environ.setdefault("LOCAL_RANK", "0")
         alone = distributed.HashStore()  # type: ignore[attr-defined]
         distributed.init_process_group(ranks.backend(), store=alone, rank=0, world_size=1)
-        ranks.leave_at_exit()
+        atexit.register(ranks.leave)  # not before: a second run in this process uses the group again
     deepspeed.init_distributed(dist_backend=ranks.backend(), auto_mpi_discovery=False, verbose=False)

@@ -4,7 +4,7 @@ Rank 0 decides. Its decision or its error reaches all ranks, so that none waits 
 Without a launcher there is one rank.
 """
 
-import atexit
+import gc
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
@@ -42,13 +42,25 @@ def join() -> tuple[int, int]:
             rank=int(os.environ["RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
         )
-        leave_at_exit()
     return distributed.get_rank(), distributed.get_world_size()
 
 
-def leave_at_exit() -> None:
-    """Leave the group when the process ends; a second run in this process uses it again."""
-    atexit.register(lambda: distributed.destroy_process_group() if distributed.is_initialized() else None)
+@contextmanager
+def group() -> Iterator[None]:
+    """Join the group of a launcher and leave it at the end, when the engine is gone and Python is whole."""
+    join()
+    try:
+        yield
+    finally:
+        if "RANK" in os.environ:
+            leave()
+
+
+def leave() -> None:
+    """Leave the group: its threads may abort a process that ends with them."""
+    gc.collect()  # the engine, which holds the group, is part of a circle
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def alone() -> bool:

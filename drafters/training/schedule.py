@@ -30,6 +30,12 @@ class Schedule:
         share = self.config.steps / max(sum(epochs), 1e-9)
         return round(share * after) - round(share * before)
 
+    def share(self, number: int) -> str:
+        """What a stage takes of the run, as text."""
+        if self.config.steps:
+            return f"{self.steps(number)} of {self.config.steps} steps"
+        return f"{self.stages[number].epochs:g} epochs"
+
     def planned(
         self,
         position: Position,

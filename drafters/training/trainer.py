@@ -25,7 +25,7 @@ from vlmdistill.drafters.core.batch import Batch, Head
 from vlmdistill.drafters.core.config import Stage
 from vlmdistill.drafters.core.vocabulary import columns_of
 from vlmdistill.drafters.training import deepspeed_engine, follow, ranks, saved
-from vlmdistill.drafters.training.batches import as_batch
+from vlmdistill.drafters.training.batches import as_batch, cure_of, occurrences
 from vlmdistill.drafters.training.progress import Metrics, SampleStats, TrainingProgress, loss_of, memory
 from vlmdistill.drafters.training.run import Run, RunData, check_follows, finished, furthest, splits
 from vlmdistill.drafters.training.saved import HeldOut, Position, Saved
@@ -201,13 +201,10 @@ class _Trainer:
         if self.capture:
             size = self.store.info.vocab_size
             raise TrainingError(f"--follow cannot choose a draft vocabulary: --set draft_vocab={size}")
-        count_V = torch.zeros(self.store.info.vocab_size, dtype=torch.float64)
         reader = Epoch(
             self.store, (), keys=self.keys, token_budget=self.budget, rank=self.rank, world=self.world
         )
-        for samples in reader:
-            ids_R = torch.from_numpy(samples.ids_T[samples.response_T]).long()
-            count_V += torch.bincount(ids_R, minlength=len(count_V))
+        count_V = occurrences(reader, self.store.info.vocab_size)
         drafter.choose_vocabulary(ranks.total(count_V.to(self.device)))
 
     def fit(self) -> None:
@@ -217,6 +214,9 @@ class _Trainer:
             self.planned = self.schedule.planned(
                 self.position, self._drawn, lambda keys: len(self._read(keys, 0))
             )
+            if self.rank == 0 and not self._drawn(self.position.stage, 0.0):
+                left = f"its {self.schedule.share(self.position.stage)} are left out"
+                log.warning("stage %s has no samples in %s: %s", stage.name, self.run.store, left)
             self._validate(stage)  # if a signal has stopped the run just before
             while not self._over(stage) and self._epoch(stage):
                 self.position.epoch += 1
@@ -276,6 +276,12 @@ class _Trainer:
             waited = time.perf_counter() - started
             rate = schedule.learning_rate(position, read / whole)
             sums, tokens, norm, signal = self._step(stage, group, rate, final)
+            if not isfinite(norm + loss_of(sums)):
+                cure = cure_of(group, self.store, self.needs)
+                raise TrainingError(
+                    f"step {position.total + 1} has a loss of {loss_of(sums):g} and a gradient of norm "
+                    f"{norm:g}: {cure} ({self._where()})"
+                )
             read += len(group)
             position.reader = reader.state
             position.total += 1
@@ -295,11 +301,6 @@ class _Trainer:
                 )
                 self.metrics.step(progress)
                 self.on_step(progress)
-            if not isfinite(norm + loss_of(sums)):
-                raise TrainingError(
-                    f"step {position.total} has a loss of {loss_of(sums):g} and a gradient of norm {norm:g}: "
-                    f"lower the learning rate, and start over with --force ({self._where()})"
-                )
             if signal:
                 self._stop(signal)
             self._validate(stage)

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -28,7 +29,9 @@ from vlmdistill.drafters.training.schedule import Schedule
 from vlmdistill.drafters.training.trainer import train
 from vlmdistill.stores.errors import DataError, StoppedError, StoreError, TrainingError
 from vlmdistill.stores.manifest import digest, seal
+from vlmdistill.stores.schema import Feature
 from vlmdistill.stores.store import Store
+from vlmdistill.stores.views.filters import filter_store
 
 pytestmark = pytest.mark.slow
 
@@ -144,6 +147,34 @@ def test_a_run_whose_loss_is_not_finite_fails_and_saves_nothing_of_it(store: Pat
     assert not diverging.out.exists()
     for file in diverging.state.glob("step*.safetensors"):
         assert all(value.isfinite().all() for value in load_file(file).values())
+
+
+def test_a_sample_that_is_not_finite_is_named_with_a_view_that_trains_without_it(tmp_path: Path) -> None:
+    made = synthetic.store(tmp_path / "store", 20)
+    broken = made.read(next(key for key in made if made.read(key).spans))
+    broken.features[Feature("hidden", "text")][0, 0] = float("nan")
+    with made.writer("broken") as writer:
+        writer.add(replace(broken, key="broken"))
+    run = plan(tmp_path / "store", tmp_path / "out", settings=("steps=40",), save_every=3)
+    with pytest.raises(TrainingError, match=r"sample broken .*key <> 'broken'") as error:
+        train(run)
+    assert "rate" not in str(error.value)
+    lines = (run.state / "metrics.jsonl").read_text().splitlines()
+    assert not any("null" in line for line in lines)
+    filter_store(Store.open(tmp_path / "store"), "finite", expressions=["key <> 'broken'"])
+    train(replace(run, view="finite"), force=True)
+    assert run.out.exists()
+
+
+def test_a_stage_without_samples_is_named_with_its_steps(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = synthetic.store(tmp_path / "store", 20)
+    filter_store(whole, "shown", expressions=["visual_tokens > 0"])
+    settings = ("steps=10", "stages.*.visual=[1,1]", "stages.text.visual=[0,0]")
+    train(plan(tmp_path / "store", tmp_path / "out", settings=settings, view="shown"))
+    (line,) = [one.getMessage() for one in caplog.records if "left out" in one.getMessage()]
+    assert re.search(r"stage text .* \d of 10 steps", line)
 
 
 @pytest.mark.parametrize("steps", range(1, 10))
