@@ -87,11 +87,17 @@ def run(plan: Run, force: bool = False, report: OnProgress = silent) -> Path:
         return train(plan, lambda progress: report(progress.step, progress.total, progress.remark), force)
 
 
+def _as_rank(plan: Run, force: bool, report: OnProgress) -> None:
+    """What the process of a rank does."""
+    with ranks.group():
+        run(plan, force, report)
+
+
 def launch(plan: Run, processes: int, force: bool = False, report: OnProgress = silent) -> Path:
     """Train on several ranks of this machine, unless a launcher has started them; see `run`."""
     if processes == 1 or "RANK" in os.environ:
-        with ranks.group():
-            return run(plan, force, report)
+        _as_rank(plan, force, report)
+        return plan.out
     gpus = torch.cuda.device_count()
     if 0 < gpus < processes:
         raise DataError(f"--ranks {processes}: this machine has {gpus} GPUs; give at most one rank for each")
@@ -99,7 +105,9 @@ def launch(plan: Run, processes: int, force: bool = False, report: OnProgress = 
         common = {ranks.RENDEZVOUS: str(Path(folder) / "ranks"), "WORLD_SIZE": str(processes)}
         common |= _threads(processes)
         for rank in range(processes):
-            children.start("", run, (plan, force), {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            children.start(
+                "", _as_rank, (plan, force), {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            )
         for _, message in children.messages():
             if isinstance(message, FunctionProgress):
                 report(message.done, message.total, message.remark)

@@ -260,9 +260,6 @@ class ActorPool(Generic[T, R]):
             name = f"machine {member.machine.name}"
             self._started += 1
             member.names = (f"worker {self._started} on {name}", name)
-            if self._queue.excludes(member):
-                member.exclude()
-                return
             member.step, member.call = Step.check, member.actor.check.remote()
         elif member.step is Step.check:
             member.step, member.call = Step.load, member.actor.facts.remote()

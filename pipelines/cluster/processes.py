@@ -66,10 +66,9 @@ class _Sender(logging.Handler):
 
 @dataclass(frozen=True)
 class FunctionDone:
-    """A function returned; the resources that its process used."""
+    """A function returned."""
 
-    cpu_seconds: float
-    peak_bytes: int
+    cpu_seconds: float  # of its process
 
 
 @dataclass(frozen=True)
@@ -99,8 +98,8 @@ class Process:
     ) -> None:
         self.name = name
         self.connection, theirs = Pipe()
-        self._result: FunctionFailed | FunctionStopped | None = None
-        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed in `_ended`)
+        self._result: FunctionDone | FunctionFailed | FunctionStopped | None = None
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed in `end`)
         with theirs:
             self._popen = subprocess.Popen(
                 [sys.executable, "-c", CHILD.format(theirs.fileno())],
@@ -140,21 +139,15 @@ class Process:
                 if isinstance(message := self.connection.recv(), FunctionLine):
                     message.log(self.name)
             self.signal(signal.SIGKILL)
-        return self._ended()
-
-    def _ended(self) -> FunctionDone | FunctionFailed | FunctionStopped:
-        _, status, usage = os.wait4(self._popen.pid, 0)
-        code = self._popen.returncode = os.waitstatus_to_exitcode(status)
+        code = self._popen.wait()
         self.connection.close()
         with self._errors as file:
             file.seek(0)
             last = "".join(line.strip() for line in file.readlines()[-1:])
         if self._result is not None:
             return self._result
-        if code:
-            how = f"signal {-code}" if code < 0 else f"status {code}"
-            return FunctionFailed(f"its process ended with {how}{': ' if last else ''}{last}")
-        return FunctionDone(usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
+        how = f"signal {-code}" if code < 0 else f"status {code}"
+        return FunctionFailed(f"its process ended with {how}{': ' if last else ''}{last}")
 
 
 class Processes:
@@ -264,7 +257,7 @@ def work(number: int) -> NoReturn:
     def stop(number: int, frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt  # which no library catches as its own error
 
-    message: FunctionFailed | FunctionStopped
+    message: FunctionDone | FunctionFailed | FunctionStopped
     try:
         for one in ASKING:
             signal.signal(one, stop)
@@ -273,12 +266,11 @@ def work(number: int) -> NoReturn:
         logger.addHandler(_Sender(send))
         logger.setLevel(logging.INFO)
         function(*arguments, report)
+        message = FunctionDone(time.process_time())
     except (StoppedError, KeyboardInterrupt) as error:
         message = FunctionStopped(one_line(error) or "no work was started")
     except (VlmdistillError, OSError) as error:
         message = FunctionFailed(one_line(error), isinstance(error, LostRankError))
-    else:
-        os._exit(0)
     with contextlib.suppress(BrokenPipeError):
         connection.send(message)
     os._exit(0)

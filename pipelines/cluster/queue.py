@@ -1,15 +1,11 @@
 """The queue of tasks: which worker gets which task, and how often a task is retried.
 
 Samples that fail on one machine are retried on another, and so is a task whose worker dies or raises an
-error; the second time, its halves are.
-
-A machine on which at least half of a task failed gets no new task until the retry elsewhere has ended,
-and it is excluded if most of its samples failed but succeed elsewhere: one that fails fast would otherwise
-draw most of the tasks.
+error; the second time, its halves are. A worker is dropped, if others are left, when no sample of its last
+`FAILURES` new tasks succeeded: one that fails fast would draw most of the tasks.
 """
 
 import logging
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -21,7 +17,7 @@ from vlmdistill.stores.errors import VlmdistillError, one_line
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 3  # per task
-STRIKES = 2  # tasks that failed on a machine and succeeded elsewhere, before it can be excluded
+FAILURES = 3  # tasks in a row in which no sample succeeded, after which a worker is dropped
 
 
 class WorkerTask(Protocol):
@@ -67,19 +63,6 @@ class RunningTask(Generic[T]):
     refused: bool = False  # the last attempt ended with an error meant for the user
 
 
-@dataclass(eq=False)
-class Reliability:
-    """How the samples of one worker or machine went."""
-
-    done: int = 0  # samples
-    refuted: int = 0  # samples that failed here and succeeded elsewhere
-    strikes: int = 0  # tasks with such samples
-    on_trial: set[RunningTask[Any]] = field(
-        default_factory=set
-    )  # at least half failed here; retried elsewhere
-    excluded: bool = False
-
-
 class Step(Enum):
     """The last call that a worker got."""
 
@@ -105,6 +88,7 @@ class Member:
     names: tuple[str, ...] = ()  # of the worker and its machine, for messages and `tried`
     running: RunningTask[Any] | None = None
     crashes: int = 0  # workers of this slot that died while they loaded the target, in a row
+    failures: int = 0  # tasks in a row in which no sample succeeded
 
     @property
     def alive(self) -> bool:
@@ -126,7 +110,6 @@ class Queue(Generic[T, R]):
         self._again: list[RunningTask[T]] = []  # failed, or lost with their machine
         self._ended: list[TaskDone[T, R]] = []
         self._several = False  # machines
-        self._reliability = defaultdict[str, Reliability](Reliability)  # by the name of a worker or machine
         self._warned = set[str]()  # machines on which samples failed
         self._done = 0  # tasks
         self._given_up: list[str] = []  # errors of tasks that ended without a result
@@ -153,15 +136,13 @@ class Queue(Generic[T, R]):
                 if not running.attempts:  # its samples failed on every machine
                     self._give_up(running)
                     continue
-                self._end_trial(running)
                 running.tried = []
             idle = [member for member in self._takers(running) if member.step is Step.idle]
             if idle:
                 self._again.remove(running)
                 self._give(idle[0], running)
         for member in self._members:
-            on_trial = any(self._reliability[name].on_trial for name in member.names)
-            if self._next and member.step is Step.idle and not on_trial:
+            if self._next and member.step is Step.idle:
                 self._give(member, RunningTask(self._next))
                 self._next = next(self._fresh, None)
 
@@ -177,19 +158,11 @@ class Queue(Generic[T, R]):
         """Record a result. The samples that failed are retried on another machine."""
         running, machine, failed = self._taken_from(member), member.names[1], dict(result.failed)
         succeeded = len(running.task.keys) - len(failed)
-        for name in member.names:
-            self._reliability[name].done += succeeded
-        self._end_trial(running)
-        for name in running.tried if succeeded else ():
-            self._reliability[name].refuted += succeeded
-            self._reliability[name].strikes += 1
-            self._judge(name, running)
+        self._count(member, running, bool(succeeded), next(iter(failed.values()), ""))
         if failed:
             again = RunningTask(running.task.only(failed), [*running.tried, machine], failed)
             if len(again.tried) < ATTEMPTS and self._takers(again):
                 self._again.append(again)
-                if len(failed) >= succeeded:
-                    self._reliability[machine].on_trial.add(again)
                 if machine not in self._warned:
                     logger.warning(
                         "%s: samples fail and are retried: %s", machine, next(iter(failed.values()))
@@ -204,7 +177,7 @@ class Queue(Generic[T, R]):
     def failed(self, member: Member, name: str, cause: str, *, refused: bool = False) -> None:
         """Record an attempt without a result; the task is retried, if possible not on `name`."""
         running = self._taken_from(member)
-        self._end_trial(running)
+        self._count(member, running, False, cause)
         running.attempts, running.refused = running.attempts + 1, refused
         running.tried.append(name)
         keys = running.task.keys
@@ -219,8 +192,6 @@ class Queue(Generic[T, R]):
             self._give_up(running)
             return
         logger.warning("%s: a task failed and is retried: %s", name, cause)
-        if self._takers(running):
-            self._reliability[name].on_trial.add(running)
         self._again.append(running)
 
     def lost(self, member: Member) -> None:
@@ -231,38 +202,24 @@ class Queue(Generic[T, R]):
     def _taken_from(self, member: Member) -> RunningTask[T]:
         running, member.running, member.step = member.running, None, Step.idle
         assert running is not None
-        if self.excludes(member):
-            member.exclude()
         return running
 
-    def excludes(self, member: Member) -> bool:
-        """Whether a worker or its machine gets no more tasks."""
-        return any(self._reliability[name].excluded for name in member.names)
+    def _count(self, member: Member, running: RunningTask[T], succeeded: bool, why: str) -> None:
+        """Drop a worker whose tasks fail one after the other, unless it is the last one.
 
-    def _end_trial(self, running: RunningTask[T]) -> None:
-        for name in running.tried:
-            self._reliability[name].on_trial.discard(running)
-
-    def _judge(self, name: str, running: RunningTask[T]) -> None:
-        """Exclude a worker or machine if most of its samples failed but succeed elsewhere."""
-        one = self._reliability[name]
-        others = any(member.alive and name not in member.names for member in self._members)
-        if one.excluded or one.strikes < STRIKES or one.refuted <= one.done or not others:
-            return
-        one.excluded = True
-        for member in self._members:
-            if member.step is Step.idle and name in member.names:
-                member.exclude()
-        logger.warning(
-            "%s is excluded: %d of %d samples failed there and succeeded elsewhere, such as: %s",
-            name,
-            one.refuted,
-            one.refuted + one.done,
-            next(iter(running.why.values())),
-        )
+        A task that has failed elsewhere says nothing of this worker.
+        """
+        if succeeded:
+            member.failures = 0
+        elif not running.tried and not running.attempts:
+            member.failures += 1
+        if member.failures >= FAILURES and any(one.alive for one in self._members if one is not member):
+            member.exclude()
+            logger.warning(
+                "%s is dropped: %d tasks in a row failed there: %s", member.names[0], FAILURES, why
+            )
 
     def _give_up(self, running: RunningTask[T]) -> None:
-        self._end_trial(running)
         if running in self._again:
             self._again.remove(running)
         if running.attempts:

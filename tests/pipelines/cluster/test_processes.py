@@ -69,7 +69,7 @@ def test_each_reports_from_an_environment_set_before_anything_is_imported() -> N
     assert reports == [(f"p{number}", FunctionProgress(1, number, "torch is False")) for number in (3, 4)]
     ends = [(name, one) for name, one in said if isinstance(one, FunctionDone)]
     assert sorted(name for name, _ in ends) == ["p3", "p4"]
-    assert all(end.cpu_seconds > 0 and end.peak_bytes > 2**20 for _, end in ends)
+    assert all(end.cpu_seconds > 0 for _, end in ends)
 
 
 def test_what_each_logs_is_logged_here(caplog: pytest.LogCaptureFixture) -> None:
