@@ -5,7 +5,7 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests import tiny
+from vlmdistill.pipelines.cluster.session import session
 
 # What is compared exactly runs in float32 on a CPU; a GPU would be taken by itself, in bfloat16.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -29,6 +30,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what 
 def _one_thread() -> None:
     """Tiny models run slower on several threads, and far slower when the machine is shared."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def ray() -> Iterator[None]:
+    """One Ray session for all tests of a process: commands use the session that is there."""
+    with session():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -32,7 +32,7 @@ SMALL = [
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory: pytest.TempPathFactory, ray: None) -> Path:
     """A folder of workspaces after one `run` on a few scenes."""
     folder = tmp_path_factory.mktemp("flow")
     sides: tuple[tuple[Any, int], ...] = (("drafter", 10), ("evaluation", 2))

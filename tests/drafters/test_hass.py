@@ -143,11 +143,3 @@ def test_the_gradient_is_cut_between_hops_and_nowhere_else() -> None:
     whole = unroll(drafter, one, STAGE).total
     torch.testing.assert_close(whole, naive)
     assert not torch.allclose(torch.autograd.grad(whole, weights)[0], cut[0], rtol=1e-3)
-
-
-def test_the_two_stages_differ_by_the_loss_on_the_likeliest_tokens() -> None:
-    first, second = Hass.Training().schedule
-    assert (first.hops, second.hops) == (3, 3)
-    assert first.losses == {"regression": 1.0, "cross_entropy": 0.1}
-    assert second.losses == {**first.losses, "top_k": 1.0}
-    assert second.learning_rate < first.learning_rate

@@ -159,13 +159,6 @@ def test_the_failing_step_and_all_after_it_do_not_count() -> None:
     assert recovered  # rows that would have been right again
 
 
-def test_defaults_are_the_papers() -> None:
-    assert (FIRST.hops, FIRST.keep_top, SECOND.hops, SECOND.keep_top) == (1, 0, 4, 5)
-    assert FIRST.visual == SECOND.visual == (0.5, 0.5)
-    tree = HiViS.tree
-    assert (tree.total, tree.depth + 1, tree.k) == (60, 7, 10)
-
-
 def test_the_documented_views_keep_what_the_paper_keeps() -> None:
     rows = pl.DataFrame(
         {

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_two_methods_are_compared_on_the_same_prompts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, ray: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     workspace = tmp_path / "runs" / "demo"
     sides: tuple[tuple[files.Side, Split], ...] = (("drafter", "train"), ("evaluation", "eval"))

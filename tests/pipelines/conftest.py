@@ -1,21 +1,12 @@
-"""One Ray session for all pipeline tests, and the prompts they run on."""
+"""The prompts that the tests of pipelines run on."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests import tiny
-from vlmdistill.pipelines.cluster.session import session
 from vlmdistill.pipelines.data.prompts.importing import import_prompts
-
-
-@pytest.fixture(scope="session")
-def ray() -> Iterator[None]:
-    """Starting Ray takes seconds; the pipelines use the session that is there."""
-    with session():
-        yield
 
 
 @pytest.fixture(scope="session")

@@ -12,9 +12,7 @@ from torch import Tensor
 
 from tests import tiny
 from tests.drafters import synthetic
-from tests.drafters.sizes import real
 from tests.drafters.synthetic import ALL, CASES, INFO, TRAINED, batch, build, cut, plan
-from vlmdistill.drafters.checkpoints.settings import override
 from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.batch import Batch
 from vlmdistill.drafters.core.config import Stage
@@ -131,42 +129,3 @@ def test_a_store_that_lacks_a_feature_is_refused_in_one_line(name: str, tmp_path
         assert f"does not hold {feature}, which {catalogue.base(name)} needs" in str(error.value)
         assert f"`vlmdistill features --for {catalogue.base(name)} --store DIR`" in str(error.value)
         assert "\n" not in str(error.value)
-
-
-# Of 1000 text and 2500 visual tokens of one image, in bfloat16
-
-TEXT_ONLY, ENTRIES, RAW = (7.17, 8.19), (43.0, 49.2), (25.1, 28.7)
-MEGABYTES: dict[tuple[str, ...], tuple[float, float]] = {
-    ("hivis",): TEXT_ONLY,
-    ("medusa",): TEXT_ONLY,
-    ("text_only",): TEXT_ONLY,
-    ("vispec",): RAW,
-    ("msd",): RAW,
-    ("msd_vata",): RAW,
-    ("sparrow",): RAW,
-    ("specflash",): RAW,
-    ("viscomp",): RAW,
-    ("eagle2",): ENTRIES,
-    ("hass",): ENTRIES,
-    ("semiar",): ENTRIES,
-    ("eagle3",): (100.4, 114.7),
-    ("eagle3", "visual=none"): (28.7, 32.8),
-    ("wren",): (28.7, 32.8),
-    ("wren", "depths=false"): TEXT_ONLY,
-    ("lookahead",): (0.0, 0.0),
-    ("specvlm",): (0.0, 0.0),
-}
-
-
-@pytest.mark.parametrize("case", MEGABYTES, ids=" ".join)
-def test_a_sample_takes_the_published_space(case: tuple[str, ...]) -> None:
-    name, *settings = case
-    rows = {"text": 1000, "visual": 2500, "span": 1}
-    for target, megabytes in zip(("Qwen2.5-VL 7B", "LLaVA-1.6 7B"), MEGABYTES[case], strict=True):
-        info, config = real(target), override(catalogue.config(name), settings)
-        vectors = sum(rows[feature.where] for feature in config.model.needs(info))
-        assert vectors * info.hidden_size * 2 / 1e6 == pytest.approx(megabytes, abs=0.06, rel=1e-3)
-
-
-def test_the_table_of_sizes_has_every_drafter() -> None:
-    assert {name for name, *_ in MEGABYTES} == {*catalogue.NAMES}
