@@ -10,11 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from vlmdistill.stores.errors import printable
+from vlmdistill.stores.progress import Progress
 
 if TYPE_CHECKING:
     from vlmdistill.pipelines.cluster.environment import EngineName
@@ -207,13 +208,6 @@ def _plain(text: str) -> str:
     return "\n".join(map(printable, text.split("\n")))
 
 
-class ProgressCallback(Protocol):
-    """Shows how much is done."""
-
-    def __call__(self, done: int, total: int, remark: str = "") -> None:
-        """`total` 0 means unknown."""
-
-
 class CommandStopped(SystemExit):
     """The command was interrupted or terminated; `message` says which work is kept."""
 
@@ -223,7 +217,7 @@ class CommandStopped(SystemExit):
 
 
 @contextmanager
-def progress(what: str, unit: str, kept_in: str = "") -> Iterator[ProgressCallback]:
+def progress(what: str, unit: str, kept_in: str = "") -> Iterator[Progress]:
     """Show progress on stderr: a bar on a terminal, else a line every `QUIET_SECONDS`.
 
     If results are kept in `kept_in` as they come, an interrupt raises CommandStopped with that path.
@@ -281,9 +275,10 @@ class _Speed:
 
 
 @contextmanager
-def _bar(what: str, unit: str) -> Iterator[ProgressCallback]:
+def _bar(what: str, unit: str) -> Iterator[Progress]:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
 
     columns = (
         TextColumn("{task.description}"),
@@ -293,7 +288,7 @@ def _bar(what: str, unit: str) -> Iterator[ProgressCallback]:
         TimeElapsedColumn(),
         TextColumn("{task.fields[left]}"),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
         task, speed = bar.add_task(what, total=None, remark="", left=""), _Speed()
 
         def show(done: int, total: int, remark: str = "") -> None:

@@ -17,10 +17,9 @@ from vlmdistill.drafters.training import ranks
 from vlmdistill.pipelines import train
 from vlmdistill.pipelines.bench import evaluate
 from vlmdistill.pipelines.bench.records import Evaluation
-from vlmdistill.pipelines.cluster import reporting
 from vlmdistill.pipelines.cluster import session as cluster
 from vlmdistill.pipelines.cluster.pool import WorkerOptions
-from vlmdistill.pipelines.cluster.reporting import OnProgress, check_failed
+from vlmdistill.pipelines.cluster.reporting import check_failed
 from vlmdistill.pipelines.cluster.shared import Shared
 from vlmdistill.pipelines.data.features import capturer, synthesizer
 from vlmdistill.pipelines.data.features.capturer import CaptureSettings, CaptureSummary
@@ -37,6 +36,7 @@ from vlmdistill.pipelines.demo.prompts import AMOUNTS, evaluation_rows, import_d
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.pipelines.workspace.workspace import Workspace, only_writer
+from vlmdistill.stores import progress
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import content_hash
 
@@ -44,13 +44,13 @@ from vlmdistill.stores.schema import content_hash
 class ProgressBar(Protocol):
     """Shows the progress of one stage."""
 
-    def __call__(self, what: str, unit: str, kept_in: str = "") -> AbstractContextManager[OnProgress]:
+    def __call__(self, what: str, unit: str, kept_in: str = "") -> AbstractContextManager[progress.Progress]:
         """`what` is done to each `unit`; a stage that is stopped keeps its results in `kept_in`."""
 
 
-def silent(what: str, unit: str, kept_in: str = "") -> AbstractContextManager[OnProgress]:
+def silent(what: str, unit: str, kept_in: str = "") -> AbstractContextManager[progress.Progress]:
     """A progress bar that shows nothing."""
-    return nullcontext(reporting.silent)
+    return nullcontext(progress.silent)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,10 +16,10 @@ from vlmdistill.drafters.training import ranks
 from vlmdistill.drafters.training.run import Run
 from vlmdistill.drafters.training.trainer import train
 from vlmdistill.pipelines.cluster.processes import FunctionDone, FunctionProgress, Processes
-from vlmdistill.pipelines.cluster.reporting import OnProgress, silent
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.pipelines.workspace.workspace import Workspace, only_writer
 from vlmdistill.stores.errors import DataError
+from vlmdistill.stores.progress import Progress, silent
 
 
 def default_recipe(model: str) -> str:
@@ -71,7 +71,7 @@ def planned(
     )
 
 
-def run(plan: Run, force: bool = False, report: OnProgress = silent) -> Path:
+def run(plan: Run, force: bool = False, report: Progress = silent) -> Path:
     """Train as one rank, of those that a launcher such as torchrun started; see `trainer.train`.
 
     Only rank 0 locks the drafter's folder and reports steps.
@@ -87,13 +87,13 @@ def run(plan: Run, force: bool = False, report: OnProgress = silent) -> Path:
         return train(plan, lambda progress: report(progress.step, progress.total, progress.remark), force)
 
 
-def _as_rank(plan: Run, force: bool, report: OnProgress) -> None:
+def _as_rank(plan: Run, force: bool, report: Progress) -> None:
     """What the process of a rank does."""
     with ranks.group():
         run(plan, force, report)
 
 
-def launch(plan: Run, processes: int, force: bool = False, report: OnProgress = silent) -> Path:
+def launch(plan: Run, processes: int, force: bool = False, report: Progress = silent) -> Path:
     """Train on several ranks of this machine, unless a launcher has started them; see `run`."""
     if processes == 1 or "RANK" in os.environ:
         _as_rank(plan, force, report)
@@ -137,7 +137,7 @@ def several(
     recipe: str,
     settings: Sequence[str] = (),
     watching: Watching | None = None,
-    report: OnProgress = silent,
+    report: Progress = silent,
     on_done: Callable[[Job, FunctionDone], None] = lambda job, cost: None,
 ) -> None:
     """Train drafters `at_once` at a time, each in its own process; continue those that were stopped.

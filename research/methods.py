@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     say(f"wrote {options.out} and {options.out.with_suffix('.json')}")
 
 
-def _progress(done: int, total: int, remark: str) -> None:
+def _progress(done: int, total: int, remark: str = "") -> None:
     if done % 10 == 0 or done == total:
         say(f"decoded {done} of {total} {remark}")
 

@@ -25,7 +25,7 @@ from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.commits import commit, is_complete, require_all
 from vlmdistill.stores.errors import StoreError, one_line
 from vlmdistill.stores.heads import read_head, write_head
-from vlmdistill.stores.index.merged import Lines, OnShards, Shards, silent
+from vlmdistill.stores.index.merged import Lines, Shards
 from vlmdistill.stores.index.tables import XXH3, reserved, view_keys
 from vlmdistill.stores.layout import TOKENS, Layout, dequantize, rows_of
 from vlmdistill.stores.manifest import (
@@ -46,6 +46,7 @@ from vlmdistill.stores.manifest import (
     seal,
     units,
 )
+from vlmdistill.stores.progress import Progress, silent
 from vlmdistill.stores.schema import (
     SCHEMA_VERSION,
     Array,
@@ -79,7 +80,7 @@ class Store:
         info: Facts of the target, such as `hidden_size` (D) and `vocab_size` (V).
     """
 
-    def __init__(self, backend: Backend, record: StoreRecord, report: OnShards = silent) -> None:
+    def __init__(self, backend: Backend, record: StoreRecord, report: Progress = silent) -> None:
         self.backend, self._report = backend, report
         self.record = record
         self.path = backend.url
@@ -127,7 +128,7 @@ class Store:
         return store
 
     @classmethod
-    def open(cls, path: str | Path | Backend, cache: str | None = None, report: OnShards = silent) -> "Store":
+    def open(cls, path: str | Path | Backend, cache: str | None = None, report: Progress = silent) -> "Store":
         """Open a store; StoreError when it is missing, damaged or newer than this code.
 
         `cache`, as `DIR:SIZE`, keeps what is read of a URL on a local disk, in at most so many bytes.

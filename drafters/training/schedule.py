@@ -9,6 +9,7 @@ from typing import TypeVar
 from vlmdistill.drafters.core.config import Stage, TrainConfig
 from vlmdistill.drafters.training.saved import Position
 from vlmdistill.stores.errors import TrainingError
+from vlmdistill.stores.progress import Progress
 
 SMOOTHING = 0.9  # share of the mean so far in the smoothed loss
 DIVERGED = 4.0  # times the lowest smoothed loss: the test ends
@@ -172,7 +173,7 @@ def rate_test(
     groups: Iterable[Group],
     step: Callable[[Group, float], float],
     sweep: Sweep,
-    on_step: Callable[[int, int, str], None],
+    on_step: Progress,
 ) -> RangeTest:
     """Take steps of rising learning rates, each on a group of batches, until the loss diverges.
 

@@ -36,6 +36,7 @@ from vlmdistill.drafters.training.unroll import Unroll, agreement, supervised
 from vlmdistill.stores.errors import StoppedError, StoreError, TrainingError
 from vlmdistill.stores.loader.epoch import Epoch, select
 from vlmdistill.stores.loader.tensors import as_torch
+from vlmdistill.stores.progress import Progress, silent
 from vlmdistill.stores.schema import PackedSamples, content_hash
 
 log = logging.getLogger(__name__)
@@ -84,9 +85,7 @@ def train(
     return run.out
 
 
-def find_rate(
-    run: Run, sweep: Sweep, on_step: Callable[[int, int, str], None] = lambda done, total, remark: None
-) -> RangeTest:
+def find_rate(run: Run, sweep: Sweep, on_step: Progress = silent) -> RangeTest:
     """Train the weights that `train` begins with at rising learning rates; nothing is kept.
 
     The first stage that has samples is tried. TrainingError as for `train`, or when no stage has samples.
@@ -172,7 +171,7 @@ class _Trainer:
         self.signals.where = self._where
         self.signals.patient = True
 
-    def find_rate(self, sweep: Sweep, on_step: Callable[[int, int, str], None]) -> RangeTest:
+    def find_rate(self, sweep: Sweep, on_step: Progress) -> RangeTest:
         """See `find_rate`."""
         drawn = [
             (stage, samples.draw(stage, 0.5, self.run.seed))

@@ -36,6 +36,7 @@ from vlmdistill.pipelines.targets.checkpoints.registry import Options
 from vlmdistill.pipelines.targets.software import PACKAGES, Software, of_this_process, versions
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import DataError, TrainingError
+from vlmdistill.stores.progress import Progress, silent
 
 if TYPE_CHECKING:
     from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
@@ -85,7 +86,7 @@ def evaluate(
     settings: Settings,
     *,
     prompts_file: Path | None = None,
-    on_prompt: Callable[[int, int, str], None] = lambda done, total, remark: None,
+    on_prompt: Progress = silent,
 ) -> list[Evaluation]:
     """Evaluate drafters by name (folders of the workspace) and write `reports/<name>.json` for each.
 
@@ -265,7 +266,7 @@ def _trees(
     target: "VisionLanguageTarget",
     settings: Settings,
     prompts: Callable[[], Sequence[Prompt]],
-    on_prompt: Callable[[int, int, str], None],
+    on_prompt: Progress,
 ) -> list[Tree]:
     """The trees to decode with. `auto` is kept with the drafter in `folder`, or searched for on `prompts`."""
     wanted = settings.trees or (drafter.tree,)

@@ -45,6 +45,7 @@ from vlmdistill.pipelines.targets.software import of_this_process
 from vlmdistill.pipelines.vllm.launch import EngineError, vllm_server
 from vlmdistill.pipelines.workspace.workspace import NAME, Workspace
 from vlmdistill.stores.errors import DataError, VlmdistillError
+from vlmdistill.stores.progress import Progress, silent
 from vlmdistill.stores.schema import content_hash
 
 BLOCK = 2  # prompts for each concurrent request, before the other server has its turn
@@ -63,7 +64,7 @@ def evaluate_server(
     served_model: str | None = None,
     prompts_file: Path | None = None,
     asked: Sequence[Question] = (),
-    on_prompt: Callable[[int, int, str], None] = lambda done, total, remark: None,
+    on_prompt: Progress = silent,
 ) -> ServedEvaluation:
     """Measure the server at `url` and write `reports/served/<name>.json`; the name defaults to its address.
 
@@ -150,7 +151,7 @@ def evaluate_drafters(
     settings: Settings,
     *,
     prompts_file: Path | None = None,
-    on_prompt: Callable[[int, int, str], None] = lambda done, total, remark: None,
+    on_prompt: Progress = silent,
 ) -> ServedDrafters:
     """Measure each drafter as `evaluate_server` does, with servers of our own: vLLM with it and without.
 
@@ -174,7 +175,7 @@ def evaluate_drafters(
         log, one = folder / f"{drafter or 'baseline'}.log", written.get(drafter)
         return vllm_server(target, workspace.model, dtype, log, one, whole_images=images)
 
-    def count(done: int, total: int, remark: str) -> None:
+    def count(done: int, total: int, remark: str = "") -> None:
         on_prompt(done, total, f"{name} {remark}")
 
     found, plain, served_images = ServedDrafters(), "", None

@@ -251,7 +251,7 @@ def work(number: int) -> NoReturn:
         except BrokenPipeError:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def report(done: int, total: int, remark: str) -> None:
+    def report(done: int, total: int, remark: str = "") -> None:
         send(FunctionProgress(done, total, remark))
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:

@@ -1,15 +1,10 @@
-"""What a stage reports: its progress, and the prompts that failed."""
+"""What a stage reports when prompts failed."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from vlmdistill.stores.errors import DataError
 
 LISTED_CAUSES = 2  # in the error message
-OnProgress = Callable[[int, int, str], None]  # done, total (0: unknown), remark
-
-
-def silent(done: int, total: int, remark: str) -> None:
-    """Report nothing."""
 
 
 def check_failed(failed: Mapping[str, str], total: int, allowed: float) -> None:

@@ -9,7 +9,7 @@ import contextlib
 import logging
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +31,7 @@ from vlmdistill.stores.index.tables import (
 from vlmdistill.stores.layout import Layout
 from vlmdistill.stores.manifest import INDEX, SHARDS, CacheRecord, Commit, commit_name, damaged, read_record
 from vlmdistill.stores.manifest import units as committed
+from vlmdistill.stores.progress import Progress, silent
 from vlmdistill.stores.schema import SCHEMA_VERSION
 
 if TYPE_CHECKING:
@@ -38,12 +39,7 @@ if TYPE_CHECKING:
 
 WORTH = 64  # shards from which on the merged index is kept
 TOGETHER = 256  # shards whose indexes become one frame
-OnShards = Callable[[int, int], None]  # shards read, shards in all
 log = logging.getLogger("vlmdistill.stores")
-
-
-def silent(done: int, total: int) -> None:
-    """Report nothing."""
 
 
 class Lines:
@@ -132,7 +128,7 @@ class Shards:
         fresh = [unit for unit in units if unit not in known]
         return keys.union(*(table["key"].to_pylist() for table in self._backend.map(self.table, fresh)))
 
-    def merged(self, units: Sequence[str], report: OnShards = silent) -> "pl.DataFrame":
+    def merged(self, units: Sequence[str], report: Progress = silent) -> "pl.DataFrame":
         """The index of these units, all there are; kept in the cache when that is worth it."""
         known, frame = self._covered(units)
         fresh = [unit for unit in units if unit not in known]

@@ -37,6 +37,7 @@ from vlmdistill.stores.manifest import (
     kind_of,
     record_names,
 )
+from vlmdistill.stores.progress import Progress, silent
 from vlmdistill.stores.schema import content_hash
 
 NOTHING = pl.DataFrame(schema={"key": pl.String, "unit": pl.String, "content": pl.UInt64})
@@ -59,9 +60,7 @@ class Verification:
         return tuple(finding for finding in self.findings if finding.kind in FAULTS)
 
 
-def verify(
-    path: str | Path, *, threads: int | None = None, progress: Callable[[int, int], None] | None = None
-) -> Verification:
+def verify(path: str | Path, *, threads: int | None = None, progress: Progress = silent) -> Verification:
     """Read everything once and compare it with its record.
 
     `progress` is called with (bytes done, bytes in all). StoreError only when there is no
@@ -90,8 +89,7 @@ def verify(
     checked = in_flight(check, found.records.values(), most)
     for (name, record), (size, some, mine) in zip(found.records.items(), checked, strict=True):
         done += size
-        if progress:
-            progress(done, total)
+        progress(done, total)
         if some and found.is_current(name):  # not when it was removed on purpose meanwhile
             findings += some
         if isinstance(record, Commit):

@@ -5,7 +5,7 @@ missing. Merging brings teams together, so what is there already under another k
 is copied unless all of it fits; where both stores have a key, the sample that is there stays.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,13 +18,12 @@ from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.errors import RacedError, StoreError
 from vlmdistill.stores.index.tables import XXH3, unlike
 from vlmdistill.stores.manifest import STORE
+from vlmdistill.stores.progress import Progress, silent
 from vlmdistill.stores.retry import retried
 from vlmdistill.stores.schema import Feature
 from vlmdistill.stores.sharing.merge_tables import bring_tables
 from vlmdistill.stores.sharing.transfer import copy_unit
 from vlmdistill.stores.store import Store
-
-OnSamples = Callable[[int, int], None]  # samples done, samples in all
 
 
 @dataclass(frozen=True)
@@ -39,9 +38,7 @@ class Copied:
     left: tuple[str, ...] = ()  # those that stay as they are though the source says something else
 
 
-def merge(
-    target: str | Path, sources: Sequence[str | Path], *, progress: OnSamples | None = None
-) -> list[Copied]:
+def merge(target: str | Path, sources: Sequence[str | Path], *, progress: Progress = silent) -> list[Copied]:
     """Copy what `target` misses from each source, making it when it is not there.
 
     Views and statistics of one name are brought together; of samples that both speak of, what is
@@ -62,7 +59,7 @@ def send(
     *,
     view: str | None = None,
     features: Collection[Feature] | None = None,
-    progress: OnSamples | None = None,
+    progress: Progress = silent,
 ) -> Copied:
     """Push or pull: copy a store, or a view of it, or some features of it, where they are missing.
 
@@ -139,7 +136,7 @@ def _copy(
     *,
     merging: bool = False,
     tables: bool = True,
-    progress: OnSamples | None = None,
+    progress: Progress = silent,
 ) -> Copied:
     """Copy the samples of `wanted`, rows of the index of `source`, that `target` misses.
 
@@ -166,8 +163,7 @@ def _copy(
         far = source.backend if target.backend.is_local else target.backend
         for samples in far.map(partial(_copy_unit, source, target), by_unit, STREAMS):
             done += samples
-            if progress:
-                progress(done, len(missing))
+            progress(done, len(missing))
         sent.update(missing["key"])
         raise RacedError(
             f"{len(missing)} of {len(wanted)} samples are not in {target.path} although they were copied, "

@@ -21,7 +21,6 @@ import polars as pl
 
 from vlmdistill.pipelines.cluster.environment import EngineName, check_environment
 from vlmdistill.pipelines.cluster.pool import ActorPool, WorkerOptions, weight_bytes
-from vlmdistill.pipelines.cluster.reporting import OnProgress, silent
 from vlmdistill.pipelines.cluster.session import MIB, session
 from vlmdistill.pipelines.cluster.shared import LOOKED_AT, Shared, some_media
 from vlmdistill.pipelines.data.features.shard_plan import (
@@ -40,6 +39,7 @@ from vlmdistill.pipelines.targets.checkpoints.registry import Options
 from vlmdistill.pipelines.workspace.workspace import absolute_model
 from vlmdistill.stores.errors import DataError, PromptError, StoreError, TargetError, one_line
 from vlmdistill.stores.loader.tensors import as_numpy
+from vlmdistill.stores.progress import Progress, silent
 from vlmdistill.stores.schema import FrozenTables, Sample
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.writer import Writer
@@ -271,7 +271,7 @@ def capture(
     model: str,
     settings: CaptureSettings | None = None,
     options: WorkerOptions | None = None,
-    report: OnProgress = silent,
+    report: Progress = silent,
 ) -> CaptureSummary:
     """Capture the features of all kept responses to `prompts` that the store lacks.
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from vlmdistill.pipelines.cluster.environment import EngineName, check_environment
 from vlmdistill.pipelines.cluster.pool import ActorPool, WorkerOptions, weight_bytes
 from vlmdistill.pipelines.cluster.queue import scattered
-from vlmdistill.pipelines.cluster.reporting import OnProgress, silent
 from vlmdistill.pipelines.cluster.session import session
 from vlmdistill.pipelines.cluster.shared import Shared, some_media
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt, facts_of
@@ -29,6 +28,7 @@ from vlmdistill.pipelines.targets.checkpoints.registry import Options
 from vlmdistill.pipelines.workspace.workspace import absolute_model, only_writer
 from vlmdistill.stores.errors import DataError, PromptError, TargetError, one_line
 from vlmdistill.stores.manifest import Commit
+from vlmdistill.stores.progress import Progress, silent
 from vlmdistill.stores.schema import content_hash
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ def respond(
     *,
     batch: int = 32,
     task_size: int | None = None,
-    report: OnProgress = silent,
+    report: Progress = silent,
     worker: Callable[..., Responder] = Responder,
     shared: Callable[..., Shared] = Shared,
     on_start: Callable[[], None] = lambda: None,

@@ -18,6 +18,7 @@ from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.training.schedule import RangeTest, Sweep, rate_test
 from vlmdistill.drafters.training.trainer import find_rate, train
 from vlmdistill.stores.errors import StoppedError, TrainingError
+from vlmdistill.stores.progress import silent
 
 pytestmark = pytest.mark.slow
 STILL = ("stages.*.learning_rate=0", "steps=4")  # what is trained stays as it began
@@ -137,9 +138,9 @@ NAN = float("nan")
 def test_a_range_test_that_learnt_nothing_suggests_nothing(losses: list[float]) -> None:
     sweep = Sweep(steps=len(losses))
     with pytest.raises(TrainingError):
-        rate_test("text", losses, lambda loss, rate: loss, sweep, lambda done, total, remark: None)
+        rate_test("text", losses, lambda loss, rate: loss, sweep, silent)
     falls = [5.0, 4.0, 3.0, 9.0]
-    test = rate_test("text", falls, lambda loss, rate: loss, Sweep(), lambda done, total, remark: None)
+    test = rate_test("text", falls, lambda loss, rate: loss, Sweep(), silent)
     assert test.lowest == test.rates[2]
 
 

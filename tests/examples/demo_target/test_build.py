@@ -26,6 +26,7 @@ from vlmdistill.cli import console
 from vlmdistill.pipelines.demo.clips import SECONDS, frames, random_clip
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.pipelines.targets.loading import load
+from vlmdistill.stores import progress
 from vlmdistill.stores.errors import TargetError
 
 pytestmark = [
@@ -229,7 +230,7 @@ def test_the_script_starts_the_whole_recipe_and_can_be_interrupted(
     seen: list[tuple[int, int]] = []
 
     @contextmanager
-    def stopping(what: str, unit: str) -> Iterator[console.ProgressCallback]:
+    def stopping(what: str, unit: str) -> Iterator[progress.Progress]:
         def report(done: int, total: int, remark: str = "") -> None:
             seen.append((done, total))
             if done == 2:

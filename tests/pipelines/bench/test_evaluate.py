@@ -30,6 +30,7 @@ from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import DataError, TrainingError
+from vlmdistill.stores.progress import Progress
 
 SETTINGS = Settings(max_new_tokens=8, temperatures=(0.0, 1.0))
 WORK = 200  # operations
@@ -190,13 +191,13 @@ def test_the_fastest_tree_is_kept_with_the_drafter(workspace: Workspace, tuned: 
     settings = dataclasses.replace(SETTINGS, trees=("auto",), limit=1, temperatures=(0.0,), threads=1)
     rounds: list[str] = []
     (first,) = evaluate(
-        workspace, ["tuned"], settings, on_prompt=lambda done, total, remark: rounds.append(remark)
+        workspace, ["tuned"], settings, on_prompt=lambda done, total, remark="": rounds.append(remark)
     )
     (best,) = msgspec.json.decode((tuned / FILE).read_bytes(), type=list[BestTree])
     assert first.tree == best.tree in best.tokens_per_second
     assert len([one for one in rounds if "trees" in one]) == 4
     (again,) = evaluate(
-        workspace, ["tuned"], settings, on_prompt=lambda done, total, remark: rounds.append(remark)
+        workspace, ["tuned"], settings, on_prompt=lambda done, total, remark="": rounds.append(remark)
     )
     assert again.tree == first.tree
     assert len([one for one in rounds if "trees" in one]) == 4  # not searched for again
@@ -237,12 +238,12 @@ def test_an_interrupted_evaluation_continues_after_its_last_prompt(
     elsewhere = Workspace(workspace.model, tmp_path)
     remarks: list[int] = []
 
-    def until_second(done: int, total: int, remark: str) -> None:
+    def until_second(done: int, total: int, remark: str = "") -> None:
         remarks.append(done)
         if done == 2:
             raise KeyboardInterrupt
 
-    def run(settings: Settings, on_prompt: Callable[[int, int, str], None]) -> Evaluation:
+    def run(settings: Settings, on_prompt: Progress) -> Evaluation:
         return evaluate(
             elsewhere, ["lookahead"], settings, prompts_file=workspace.prompts, on_prompt=on_prompt
         )[0]
@@ -256,7 +257,7 @@ def test_an_interrupted_evaluation_continues_after_its_last_prompt(
     assert run(other, lambda *_: None).seed == 5  # of its own
     eager = run(dataclasses.replace(SETTINGS, how={"attention": "eager"}), lambda *_: None)  # likewise
     assert (eager.attention, eager.compiled) == ("eager", False)
-    made = run(SETTINGS, lambda done, total, remark: remarks.append(done))
+    made = run(SETTINGS, lambda done, total, remark="": remarks.append(done))
     assert remarks == [1, 2, 1, *range(2, 7)]
     first = msgspec.json.decode(lines[0], type=Decoded).results["lookahead"]
     assert made.temperatures[0].prompts[0] == first

@@ -223,7 +223,7 @@ def test_an_interrupt_promises_only_to_continue_what_it_does(
 def test_a_load_is_in_the_record_before_the_next_ends(server: Served, workspace: Workspace) -> None:
     kept: list[int] = []
 
-    def look(done: int, total: int, remark: str) -> None:
+    def look(done: int, total: int, remark: str = "") -> None:
         if done == PROMPTS + 1:
             kept.extend(one.concurrency for one in record(workspace, "early").loads)
 

@@ -136,7 +136,7 @@ prompts = prompt_table.read(world / "prompts.parquet")
 summary = capturer.capture(
     prompts, world / "responses", StorePart(sys.argv[2]), str(world / "model"),
     capturer.CaptureSettings(drafters=["sparrow"], shard_bytes=1),
-    report=lambda done, total, remark: print(done, flush=True),
+    report=lambda done, total, remark="": print(done, flush=True),
 )
 print(summary.captured, len(summary.failed))
 """

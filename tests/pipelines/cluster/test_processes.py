@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from vlmdistill.pipelines.cluster.processes import FunctionDone, FunctionProgress, Processes
-from vlmdistill.pipelines.cluster.reporting import OnProgress
 from vlmdistill.stores.errors import DataError, LostRankError, StoppedError, TrainingError
+from vlmdistill.stores.progress import Progress
 
 pytestmark = pytest.mark.slow
 
@@ -28,15 +28,15 @@ def _found_by_children(monkeypatch: pytest.MonkeyPatch) -> None:
 # What the children do
 
 
-def count(report: OnProgress) -> None:
+def count(report: Progress) -> None:
     report(1, int(os.environ["STEPS"]), f"torch is {'torch' in sys.modules}")
 
 
-def warn(report: OnProgress) -> None:
+def warn(report: Progress) -> None:
     logging.getLogger("vlmdistill.child").warning("the disk is %s", "slow")
 
 
-def saving(file: Path, report: OnProgress) -> None:
+def saving(file: Path, report: Progress) -> None:
     """Wait for a signal; then write how often one came."""
     heard: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -49,11 +49,11 @@ def saving(file: Path, report: OnProgress) -> None:
     raise StoppedError("all saved", heard[0])
 
 
-def follow(report: OnProgress) -> None:
+def follow(report: Progress) -> None:
     raise LostRankError("another has gone")
 
 
-def break_off(line: str, report: OnProgress) -> None:
+def break_off(line: str, report: Progress) -> None:
     time.sleep(0.5)
     if line:
         raise DataError(line)
@@ -127,7 +127,7 @@ with Processes() as processes:
 """
 
 
-def beating(file: Path, report: OnProgress) -> None:
+def beating(file: Path, report: Progress) -> None:
     try:
         while True:
             report(os.getpid(), 0, "")

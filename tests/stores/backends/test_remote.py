@@ -175,7 +175,7 @@ def test_a_first_open_asks_twice_for_each_shard_and_the_next_for_none(
 
     monkeypatch.setattr(Remote, "_get", counting)
     seen = list[tuple[int, int]]()
-    assert len(Store.open(store.path, report=lambda done, total: seen.append((done, total)))) == 40
+    assert len(Store.open(store.path, report=lambda done, total, remark="": seen.append((done, total)))) == 40
     shards = [name for name in asked if name.startswith(("commits/", "shards/"))]
     assert len(shards) == len(set(shards)) == 40
     assert seen[-1] == (20, 20)

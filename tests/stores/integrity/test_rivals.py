@@ -87,7 +87,7 @@ def test_samples_that_do_not_stay_are_not_reported_as_copied(tmp_path: Path) -> 
     target = make(tmp_path / "there")
     removed = list[int]()
 
-    def remove(done: int, total: int) -> None:
+    def remove(done: int, total: int, remark: str = "") -> None:
         forget(target, "commits/u0.json")
         removed.append(done)
 

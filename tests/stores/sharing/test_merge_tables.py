@@ -358,7 +358,7 @@ def test_any_merge_is_the_union_of_samples_and_of_what_is_said_of_them(
                 loss.setdefault(key, float(at))
         calls = 0
 
-        def interrupt(done: int, total: int) -> None:
+        def interrupt(done: int, total: int, remark: str = "") -> None:
             nonlocal calls
             calls += 1
             if calls == stop:

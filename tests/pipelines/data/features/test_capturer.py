@@ -23,7 +23,6 @@ from tests import tiny
 from vlmdistill.cli.main import main
 from vlmdistill.pipelines.cluster.environment import VARIABLE
 from vlmdistill.pipelines.cluster.pool import WorkerOptions
-from vlmdistill.pipelines.cluster.reporting import OnProgress, silent
 from vlmdistill.pipelines.data.features import store_part
 from vlmdistill.pipelines.data.features.capturer import Capturer, CaptureSettings, CaptureSummary, capture
 from vlmdistill.pipelines.data.features.shard_plan import CaptureItem, CaptureTask
@@ -38,6 +37,7 @@ from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint as c
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
 from vlmdistill.stores.errors import DataError, StoreError
 from vlmdistill.stores.integrity.verify import verify
+from vlmdistill.stores.progress import Progress, silent
 from vlmdistill.stores.schema import Feature
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.summary import info
@@ -94,7 +94,7 @@ def run(
     prompts: list[Prompt] | None = None,
     responses: Path | None = None,
     options: WorkerOptions = ONE,
-    report: OnProgress = silent,
+    report: Progress = silent,
     **settings: Any,
 ) -> CaptureSummary:
     return capture(
@@ -156,7 +156,7 @@ def test_a_capture_is_announced_before_its_workers_start(given: Given, tmp_path:
     run(given, store, ["eagle2"], prompts=given.prompts[:4])
     assert Store.open(store).capture.ended  # type: ignore[union-attr]
 
-    def look(done: int, total: int, remark: str) -> None:
+    def look(done: int, total: int, remark: str = "") -> None:
         seen.append((remark, Store.open(store).capture))
 
     settings = CaptureSettings(drafters=["eagle2"])
