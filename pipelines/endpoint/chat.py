@@ -16,6 +16,7 @@ from vlmdistill.pipelines.media.images import large_images, open_image, upright
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # not all that Pillow reads: for EPS it starts Ghostscript
 MAX_PIXELS = 64 * 1024**2  # all images of a request together; 200 MB once decoded
 MIN_PIXELS = 512**2  # that an image counts as: processors enlarge a smaller one
+MAX_STOP = 256  # characters of a stop string: as many are searched after each piece of text
 MAX_FIELDS = 64  # of an object: each unknown one is an error to report
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -95,7 +96,7 @@ class ChatRequest(StrictModel):
     max_tokens: Annotated[int, Field(ge=1)] | None = None  # its older name
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=4)] = []
+    stop: Annotated[list[Annotated[str, Field(min_length=1, max_length=MAX_STOP)]], Field(max_length=4)] = []
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     user: str = ""  # the client's own id of its user; not used
@@ -110,6 +111,11 @@ class ChatRequest(StrictModel):
         if isinstance(kept.get("stop"), str):
             kept["stop"] = [kept["stop"]]
         return kept
+
+    @property
+    def characters(self) -> int:
+        """The length of all its texts."""
+        return sum(len(part.text) for message in self.messages for part in message.content)
 
     def conversation(self, media: Path | None) -> list[dict[str, Any]]:
         """The messages as a target encodes them; ApiError names the image that cannot be used.

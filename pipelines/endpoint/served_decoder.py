@@ -3,6 +3,7 @@
 import secrets
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from threading import Event
 
@@ -32,8 +33,18 @@ class ServedDecoder:
     tree: Tree | None = None  # None: the drafter's own
     max_new_tokens: int = 512  # of a request that sets no limit
 
+    @cached_property
+    def max_characters(self) -> int:
+        """More characters than this have more tokens than the target has positions."""
+        return int(self.target.info.max_position * max(map(len, self.target.tokenizer.get_vocab())))
+
     def decode(self, request: ChatRequest, media: Path | None) -> tuple[int, Iterator[Cycle]]:
         """The length of the prompt and the cycles; DataError or ApiError when the prompt cannot be used."""
+        if request.characters > self.max_characters:  # before they are tokenized, which takes long
+            raise DataError(
+                f"the messages have {request.characters} characters: at most {self.max_characters} fit into "
+                f"the target's {self.target.info.max_position} positions"
+            )
         prompt = self.target.encode(request.conversation(media))
         room = self.target.info.max_position - prompt.length
         if room < 1:
@@ -107,7 +118,9 @@ def until_stop(pieces: Iterable[Piece], stop: Sequence[str]) -> Generator[Piece,
         held.append(piece)
         text = "".join(one.text for one in held)
         found = [at for word in stop if (at := text.find(word)) >= 0]
-        open_ends = [n for word in stop for n in range(1, len(word)) if text.endswith(word[:n])]
+        open_ends = [
+            n for word in stop for n in range(1, min(len(word), len(text) + 1)) if text.endswith(word[:n])
+        ]
         ready = min(found) if found else len(text) - max(open_ends, default=0)
         while held and (len(held[0].text) <= ready or found):
             first = held.pop(0)

@@ -36,6 +36,7 @@ from vlmdistill.pipelines.endpoint.served_decoder import (
 )
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.workspace.workspace import Workspace
+from vlmdistill.stores.errors import DataError
 
 QUESTION = "Describe the scene."
 KEY = "a key"
@@ -186,6 +187,20 @@ def test_until_stop_is_the_text_before_the_first_stop_string(stop: list[str]) ->
         assert len(kept) <= min(text.index(word) + len(word) for word in stop if word in text)
 
 
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
+    decoder: ServedDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = "a" * (decoder.max_characters + 1)
+    request = ChatRequest.model_validate(
+        {"model": "demo", "messages": [{"role": "user", "content": content}]}
+    )
+    encoded: list[object] = []
+    monkeypatch.setattr(type(decoder.target), "encode", lambda *given: encoded.append(given))
+    with pytest.raises(DataError, match=str(len(content))):
+        decoder.decode(request, None)
+    assert not encoded
+
+
 def test_a_conversation_of_several_turns_is_one_prompt(server: Served) -> None:
     turns = [
         {"role": "developer", "content": "Be brief."},
@@ -231,6 +246,7 @@ def test_the_page_loads_nothing_from_elsewhere(server: Served) -> None:
         ({"seed": 2**64}, "seed"),
         ({"stop": [""]}, "stop.0"),
         ({"stop": list("abcde")}, "stop"),
+        ({"stop": "a" * 1_000_000}, "stop.0"),
         ({"stream": True, "stream_options": {"other": True}}, "stream_options.other"),
         ({"model": None}, "model"),
         ({"messages": []}, "messages"),
