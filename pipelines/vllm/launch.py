@@ -12,7 +12,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-import httpx2
 import torch
 
 from vlmdistill.drafters.checkpoints.export import Exported
@@ -164,6 +163,8 @@ def serve_command(
 
 def _wait(run: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
     """Return when a server is healthy."""
+    import httpx2  # of the extra `eval`; a capture starts an engine without it
+
     deadline = time.monotonic() + PATIENCE
     while run.poll() is None and time.monotonic() < deadline:
         with suppress(httpx2.HTTPError):

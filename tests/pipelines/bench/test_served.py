@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import count, groupby
 from pathlib import Path
 from threading import Thread
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 import pytest
@@ -143,40 +143,39 @@ def test_sampling_is_measured_at_each_temperature(server: Served, measure: Calla
     assert [(one["temperature"], one["server"]["requests"]) for one in loads] == [(0, 2), (1, 2)]
 
 
-class Flawed(ServedDecoder):
-    """Fails for every second request."""
+@dataclass(frozen=True)
+class Hooked(ServedDecoder):
+    """Calls a function with the number of each request before it is decoded; the first one warms it up."""
 
-    asked = count()
+    before: Callable[[int], None] = field(default=lambda number: None)
+    asked: Iterator[int] = field(default_factory=count)
 
     def decode(self, request: ChatRequest, media: Path | None) -> tuple[int, Iterator[Cycle]]:
-        if next(self.asked) % 2:
-            raise RuntimeError("a fault")
+        self.before(next(self.asked))
         return super().decode(request, media)
+
+
+def hooked(decoder: ServedDecoder, before: Callable[[int], None], *, drafts: bool = True) -> Hooked:
+    """The decoder with a hook, and without its drafter."""
+    drafting = (decoder.drafter, decoder.drafter_name) if drafts else (None, None)
+    return Hooked(decoder.model, decoder.target, *drafting, decoder.tree, before=before)
+
+
+def fail(wrong: bool) -> None:
+    if wrong:
+        raise RuntimeError("a fault")
 
 
 def test_requests_that_fail_are_counted_and_end_in_exit_1(
     decoder: ServedDecoder, measure: Callable[..., Any]
 ) -> None:
-    flawed = Flawed(decoder.model, decoder.target, decoder.drafter, decoder.drafter_name, decoder.tree)
-    with serving(flawed) as served:
+    with serving(hooked(decoder, lambda number: fail(number % 2 == 1))) as served:
         found, said = measure("--engine", f"openai:{url(served)}", status=1)
     (load,) = found["loads"]
     assert (load["server"]["requests"], load["server"]["failed"]) == (PROMPTS // 2, PROMPTS // 2)
     assert "tau" not in load["server"]  # its drafts are those of all requests
     assert "4 of 8 requests failed" in said
     assert "HTTP 500" in said
-
-
-@dataclass(frozen=True)
-class Dying(ServedDecoder):
-    """Fails for all requests after the first ones."""
-
-    life: Iterator[int] = field(default_factory=lambda: iter(()))
-
-    def decode(self, request: ChatRequest, media: Path | None) -> tuple[int, Iterator[Cycle]]:
-        if next(self.life, None) is None:
-            raise RuntimeError("it is dead")
-        return super().decode(request, media)
 
 
 def test_a_server_that_dies_loses_no_finished_load(
@@ -186,34 +185,26 @@ def test_a_server_that_dies_loses_no_finished_load(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     more = ("--concurrency", "1", "--concurrency", "2", "--name", "dead")
-    with serving(Dying(decoder.model, decoder.target)) as served:
+    with serving(hooked(decoder, lambda number: fail(True))) as served:
         line = failing(workspace, capsys, "--engine", f"openai:{url(served)}", *more)
     assert "all 16 requests failed" in line
     assert not (workspace.reports / "served" / "dead.json").exists()
-    life = iter(range(1 + PROMPTS))  # one to warm it up
-    with serving(Dying(decoder.model, decoder.target, life=life)) as served:
+    with serving(hooked(decoder, lambda number: fail(number > PROMPTS))) as served:
         found, said = measure("--engine", f"openai:{url(served)}", *more, status=1)
     assert [one["server"]["requests"] for one in found["loads"]] == [PROMPTS, 0]
     assert "8 of 16 requests failed" in said
     assert len(record(workspace, "dead").failed) == PROMPTS
 
 
-@dataclass(frozen=True)
-class Interrupting(ServedDecoder):
-    """Interrupts this process, the client's too, once: at the first request of the second load."""
-
-    asked: Iterator[int] = field(default_factory=count)
-
-    def decode(self, request: ChatRequest, media: Path | None) -> tuple[int, Iterator[Cycle]]:
-        if next(self.asked) == 1 + PROMPTS:  # one to warm it up
-            os.kill(os.getpid(), signal.SIGINT)
-        return super().decode(request, media)
-
-
 def test_an_interrupt_promises_only_to_continue_what_it_does(
     decoder: ServedDecoder, workspace: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with serving(Interrupting(decoder.model, decoder.target)) as served:
+    def interrupt(number: int) -> None:
+        """At the first request of the second load; the server runs in this process."""
+        if number == 1 + PROMPTS:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with serving(hooked(decoder, interrupt)) as served:
         more = ("--concurrency", "1", "--concurrency", "2", "--name", "halted")
         assert main(arguments(workspace, "--engine", f"openai:{url(served)}", *more)) == 130
     assert capsys.readouterr().err.splitlines()[-1] == "interrupted"
@@ -243,21 +234,13 @@ def test_failed_reads_of_the_metrics_are_not_counted_as_zero(
     assert second.counts.generated == sum(one.tokens or 0 for one in second.requests)
 
 
-class Listed(ServedDecoder):
-    """Lists the servers in the order of their requests."""
-
-    order: ClassVar[list[str | None]] = []
-
-    def decode(self, request: ChatRequest, media: Path | None) -> tuple[int, Iterator[Cycle]]:
-        self.order.append(self.drafter_name)
-        return super().decode(request, media)
-
-
 def test_servers_alternate_at_a_high_concurrency(decoder: ServedDecoder, measure: Callable[..., Any]) -> None:
-    listed = Listed(decoder.model, decoder.target, decoder.drafter, decoder.drafter_name, decoder.tree)
-    with serving(listed) as served, serving(replace(listed, drafter=None, drafter_name=None)) as plain:
+    order: list[str | None] = []
+    drafting = hooked(decoder, lambda number: order.append("lookahead"))
+    alone = hooked(decoder, lambda number: order.append(None), drafts=False)
+    with serving(drafting) as served, serving(alone) as plain:
         measure("--engine", f"openai:{url(served)}", "--baseline", url(plain), "--concurrency", "5")
-    turns = [(name, len(list(some))) for name, some in groupby(Listed.order[2:])]  # after the warm-up
+    turns = [(name, len(list(some))) for name, some in groupby(order[2:])]  # after the warm-up
     assert turns == [("lookahead", 5), (None, 8), ("lookahead", 3)]
 
 
