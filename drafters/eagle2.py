@@ -12,12 +12,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from vlmdistill.drafters.checkpoints.serving import ServedDrafter, served_block
-from vlmdistill.drafters.core.batch import Batch, Entries, Head
+from vlmdistill.drafters.core import Batch, Drafter, EagleBlock, Entries, Head, KVCache
 from vlmdistill.drafters.core.config import ModelConfig, Stage, TrainConfig, features
-from vlmdistill.drafters.core.drafter import Drafter
-from vlmdistill.drafters.core.kv_cache import KVCache
-from vlmdistill.drafters.core.layers import EagleBlock
+from vlmdistill.drafters.core.serving import ServedDrafter, served_block
 from vlmdistill.stores.schema import Feature, TargetInfo
 
 

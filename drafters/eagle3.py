@@ -21,18 +21,16 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from vlmdistill.drafters.checkpoints.serving import (
+from vlmdistill.drafters.core import Batch, Drafter, Entries, Head, KVCache
+from vlmdistill.drafters.core.config import ModelConfig, Stage, TrainConfig, at_least, depths, features
+from vlmdistill.drafters.core.layers import DecoderLayer, layer_names
+from vlmdistill.drafters.core.serving import (
     Feeding,
     ServedDrafter,
     layer_settings,
     layer_weights,
     unserved,
 )
-from vlmdistill.drafters.core.batch import Batch, Entries, Head
-from vlmdistill.drafters.core.config import ModelConfig, Stage, TrainConfig, at_least, depths, features
-from vlmdistill.drafters.core.drafter import Drafter
-from vlmdistill.drafters.core.kv_cache import KVCache
-from vlmdistill.drafters.core.layers import DecoderLayer, layer_names
 from vlmdistill.stores.schema import Feature, TargetInfo
 
 

@@ -14,13 +14,9 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from vlmdistill.drafters.checkpoints.serving import ServedDrafter, served_block
-from vlmdistill.drafters.core.batch import Entries, Head
+from vlmdistill.drafters.core import Drafter, EagleBlock, Entries, Head, KVCache, Tree
 from vlmdistill.drafters.core.config import ModelConfig, Positions, Stage, TrainConfig, at_least, features
-from vlmdistill.drafters.core.drafter import Drafter
-from vlmdistill.drafters.core.kv_cache import KVCache
-from vlmdistill.drafters.core.layers import EagleBlock
-from vlmdistill.drafters.core.tree import Tree
+from vlmdistill.drafters.core.serving import ServedDrafter, served_block
 from vlmdistill.stores.schema import Feature, TargetInfo
 
 

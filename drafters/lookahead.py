@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlmdistill.drafters.core.batch import Batch
+from vlmdistill.drafters.core import Batch
 from vlmdistill.drafters.core.config import ModelConfig, at_least
 from vlmdistill.drafters.core.drafter import Proposer
 from vlmdistill.drafters.core.target import Target

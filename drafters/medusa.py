@@ -15,12 +15,9 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from vlmdistill.drafters.checkpoints.serving import Feeding, ServedDrafter
-from vlmdistill.drafters.core.batch import Entries, Head
+from vlmdistill.drafters.core import Drafter, Entries, Head, KVCache, Tree
 from vlmdistill.drafters.core.config import ModelConfig, Stage, TrainConfig, at_least, features
-from vlmdistill.drafters.core.drafter import Drafter
-from vlmdistill.drafters.core.kv_cache import KVCache
-from vlmdistill.drafters.core.tree import Tree
+from vlmdistill.drafters.core.serving import Feeding, ServedDrafter
 from vlmdistill.stores.schema import Feature, TargetInfo
 
 

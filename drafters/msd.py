@@ -14,13 +14,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from vlmdistill.drafters.checkpoints.serving import ServedDrafter, served_block
-from vlmdistill.drafters.core.batch import Batch, Entries, Head
+from vlmdistill.drafters.core import Batch, Drafter, Entries, Head, KVCache, Tree
 from vlmdistill.drafters.core.config import ModelConfig, Stage, TrainConfig, features
-from vlmdistill.drafters.core.drafter import Drafter
-from vlmdistill.drafters.core.kv_cache import KVCache
 from vlmdistill.drafters.core.layers import EAGLE_NAMES, EagleBlock
-from vlmdistill.drafters.core.tree import Tree
+from vlmdistill.drafters.core.serving import ServedDrafter, served_block
 from vlmdistill.stores.schema import Feature, TargetInfo
 
 

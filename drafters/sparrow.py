@@ -10,17 +10,13 @@ Differs from EAGLE by: the input at visual positions, in training and in decodin
 Shapes: N entries, R rows, U visual tokens, D hidden.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from vlmdistill.drafters.checkpoints.serving import ServedDrafter, served_block, unserved
-from vlmdistill.drafters.core.batch import Batch, Entries, Head
-from vlmdistill.drafters.core.config import ModelConfig, Stage, TrainConfig, features
-from vlmdistill.drafters.core.drafter import Drafter
-from vlmdistill.drafters.core.kv_cache import KVCache
-from vlmdistill.drafters.core.layers import EagleBlock
-from vlmdistill.drafters.core.tree import Tree
+from vlmdistill.drafters.core import Batch, Drafter, EagleBlock, Entries, Head, KVCache, Tree
+from vlmdistill.drafters.core.config import ModelConfig, Stage, TwoPasses, features
+from vlmdistill.drafters.core.serving import ServedDrafter, served_block, unserved
 from vlmdistill.stores.schema import Feature, TargetInfo
 
 
@@ -45,11 +41,9 @@ class Sparrow(Drafter):
             return always | features(f"{source}.visual")
 
     @dataclass(frozen=True, kw_only=True)
-    class Training(TrainConfig):
+    class Training(TwoPasses):
         """Section 4, appendix C.3; losses of ViSpec's code."""
 
-        mtp: bool = True
-        """A second pass on the drafter's own states (eq. 4); off: every stage has one hop."""
         stages: tuple[Stage, ...] = (
             Stage(
                 name="text",
@@ -67,11 +61,6 @@ class Sparrow(Drafter):
                 losses={"l1": 10.0, "list_mle": 0.1},
             ),
         )
-
-        @property
-        def schedule(self) -> tuple[Stage, ...]:
-            """The stages, with one hop each when `mtp` is off."""
-            return self.stages if self.mtp else tuple(replace(stage, hops=1) for stage in self.stages)
 
     tree = Tree(30, 4, 8)
     config: Config

@@ -16,13 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from vlmdistill.drafters.checkpoints.serving import Compression, ServedDrafter, served_block, unserved
+from vlmdistill.drafters.core import Drafter, EagleBlock, KVCache, Tree
 from vlmdistill.drafters.core.batch import Batch, Entries, Head, TokenIndex
 from vlmdistill.drafters.core.config import ModelConfig, Stage, TrainConfig, at_least, features
-from vlmdistill.drafters.core.drafter import Drafter
-from vlmdistill.drafters.core.kv_cache import KVCache
-from vlmdistill.drafters.core.layers import EagleBlock
-from vlmdistill.drafters.core.tree import Tree
+from vlmdistill.drafters.core.serving import Compression, ServedDrafter, served_block, unserved
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import Feature, TargetInfo
 

@@ -16,9 +16,9 @@ from typing import Protocol, TypeGuard
 import torch
 from torch import Tensor
 
+from vlmdistill.drafters.core import Drafter
 from vlmdistill.drafters.core.batch import Batch, Entries, TokenIndex
 from vlmdistill.drafters.core.config import ModelConfig
-from vlmdistill.drafters.core.drafter import Drafter
 from vlmdistill.drafters.core.kv_cache import GrowingKVCache, KVCache
 from vlmdistill.drafters.core.target import Reader, Target
 from vlmdistill.drafters.core.tree import DraftSession, Tree

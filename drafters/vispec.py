@@ -12,19 +12,17 @@ H heads, d head width, D hidden.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from vlmdistill.drafters.checkpoints.serving import Compression, ServedDrafter, served_block
+from vlmdistill.drafters.core import Drafter, KVCache, Tree
 from vlmdistill.drafters.core.batch import Batch, Entries, Head, TokenIndex
-from vlmdistill.drafters.core.config import ModelConfig, Stage, TrainConfig, at_least, features
-from vlmdistill.drafters.core.drafter import Drafter
-from vlmdistill.drafters.core.kv_cache import KVCache
+from vlmdistill.drafters.core.config import ModelConfig, Stage, TwoPasses, at_least, features
 from vlmdistill.drafters.core.layers import EAGLE_NAMES, EagleBlock
-from vlmdistill.drafters.core.tree import Tree
+from vlmdistill.drafters.core.serving import Compression, ServedDrafter, served_block
 from vlmdistill.stores.schema import Feature, TargetInfo
 
 
@@ -48,11 +46,9 @@ class ViSpec(Drafter):
             return features("hidden.text", "hidden.span", "embed.visual")
 
     @dataclass(frozen=True, kw_only=True)
-    class Training(TrainConfig):
+    class Training(TwoPasses):
         """Appendix A; losses and passes of the official code."""
 
-        mtp: bool = True
-        """A second pass on the drafter's own states (section 4.3); off: every stage has one hop."""
         stages: tuple[Stage, ...] = (
             Stage(
                 name="text",
@@ -70,11 +66,6 @@ class ViSpec(Drafter):
                 losses={"l1": 10.0, "list_mle": 0.1},
             ),
         )
-
-        @property
-        def schedule(self) -> tuple[Stage, ...]:
-            """The stages, with one hop each when `mtp` is off."""
-            return self.stages if self.mtp else tuple(replace(stage, hops=1) for stage in self.stages)
 
     tree = Tree(30, 3, 8)
     published_names: ClassVar[Mapping[str, str]] = {

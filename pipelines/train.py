@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from vlmdistill.drafters.checkpoints.settings import override, with_file, with_recipe
 from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.config import DrafterConfig
+from vlmdistill.drafters.core.settings import override, with_file, with_recipe
 from vlmdistill.drafters.training import ranks
 from vlmdistill.drafters.training.run import Run
 from vlmdistill.drafters.training.trainer import train

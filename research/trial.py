@@ -22,11 +22,11 @@ import torch
 from research import say
 from research.claimed import Setting
 from vlmdistill.drafters.checkpoints import checkpoint
-from vlmdistill.drafters.checkpoints.settings import RECIPES, to_dict
 from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.batch import Head
 from vlmdistill.drafters.core.config import Stage
 from vlmdistill.drafters.core.drafter import Drafter
+from vlmdistill.drafters.core.settings import RECIPES, to_dict
 from vlmdistill.drafters.decoding import tree_search
 from vlmdistill.drafters.training.batches import as_batch
 from vlmdistill.drafters.training.unroll import supervised, unroll

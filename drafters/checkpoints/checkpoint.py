@@ -14,11 +14,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from vlmdistill.drafters.checkpoints.settings import from_dict, to_dict
 from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.batch import Head
 from vlmdistill.drafters.core.config import DrafterConfig, TrainConfig, at_least
 from vlmdistill.drafters.core.drafter import Drafter, Proposer
+from vlmdistill.drafters.core.settings import from_dict, to_dict
 from vlmdistill.drafters.core.vocabulary import check_columns
 from vlmdistill.stores.backends.local import sync
 from vlmdistill.stores.errors import DataError, TrainingError, one_line

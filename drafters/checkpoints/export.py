@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from vlmdistill.drafters.checkpoints import checkpoint
-from vlmdistill.drafters.checkpoints.serving import KEY, Exportable
 from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.batch import Head
+from vlmdistill.drafters.core.serving import KEY, Exportable
 from vlmdistill.stores.errors import TrainingError
 from vlmdistill.stores.schema import TargetInfo
 

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from vlmdistill.drafters.checkpoints import checkpoint, published
-from vlmdistill.drafters.checkpoints.settings import from_dict
 from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.config import ModelConfig
 from vlmdistill.drafters.core.drafter import Drafter
+from vlmdistill.drafters.core.settings import from_dict
 from vlmdistill.drafters.core.vocabulary import check_columns
 from vlmdistill.stores.errors import DataError, TrainingError, one_line
 from vlmdistill.stores.schema import TargetInfo

@@ -5,6 +5,7 @@ counterpart here, or is the target's and is compared with it, or the checkpoint 
 """
 
 import json
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,19 +20,23 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from vlmdistill.drafters.checkpoints import checkpoint
-from vlmdistill.drafters.checkpoints.settings import override
 from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.batch import Head
 from vlmdistill.drafters.core.config import DrafterConfig
 from vlmdistill.drafters.core.drafter import Drafter
+from vlmdistill.drafters.core.settings import override
 from vlmdistill.drafters.core.vocabulary import check_columns, columns_of
 from vlmdistill.stores.errors import DataError, TrainingError, one_line
 from vlmdistill.stores.schema import Provenance, TargetInfo
+
+log = logging.getLogger(__name__)
 
 FILES = ("pytorch_model.bin", "model.safetensors")
 EMBEDDING, SPOKEN, FREQUENCIES = "embed_tokens.weight", "t2d", ".rotary_emb.inv_freq"
 """What follows from the target, or from other tensors."""
 NEAR = 1e-2  # of a table that was kept in half precision
+PADDING = 512
+"""Tables of one vocabulary differ by fewer rows: Qwen2-VL's has 151,936 in the small sizes, 152,064 in 7B."""
 UNKNOWN = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """Switches of later EAGLE-3 trainers that compute something else."""
 PLAIN_AXES = "qwen2_vl"
@@ -57,6 +62,7 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
     model_type: str = "llama"
+    vocab_size: Size | None = None
     eagle_aux_hidden_state_layer_ids: tuple[int, ...] | None = None
 
 
@@ -150,6 +156,12 @@ def load(
             f"{folder}: hidden_size is {found.layer.hidden_size} and the target's {target.hidden_size}: it "
             "was trained for another target"
         )
+    vocabulary = found.layer.vocab_size
+    if vocabulary is not None and abs(vocabulary - target.vocab_size) >= PADDING:
+        raise TrainingError(
+            f"{folder}: vocab_size is {vocabulary} and the target's {target.vocab_size}, more than padding "
+            "explains: it was trained for another target"
+        )
     try:
         config = override(paper, [f"{key}={json.dumps(value)}" for key, value in found.settings.items()])
     except DataError as error:
@@ -159,6 +171,8 @@ def load(
     zeros = _fill(folder, drafter, found)
     check_columns(folder, drafter, target.vocab_size)
     checked = check_copies(folder, drafter, found)
+    if EMBEDDING not in checked:
+        log.warning("%s has no %s: whether it is of this target could not be checked", folder, EMBEDDING)
     if odd := sorted({*found.others} - {*checked}):
         raise TrainingError(f"{folder}: {odd[0]} has no counterpart in this method")
     facts = {"from": str(folder), "hash": found.hash, "zero": zeros, "checked": checked}

@@ -1,1 +1,9 @@
-"""What drafters share: contract, batches, layers, KV caches, losses, draft trees and the catalogue."""
+"""What methods share. A method's file imports these names from here."""
+
+from vlmdistill.drafters.core.batch import Batch, Entries, Head
+from vlmdistill.drafters.core.drafter import Drafter
+from vlmdistill.drafters.core.kv_cache import KVCache
+from vlmdistill.drafters.core.layers import EagleBlock
+from vlmdistill.drafters.core.tree import Tree
+
+__all__ = ["Batch", "Drafter", "EagleBlock", "Entries", "Head", "KVCache", "Tree"]

@@ -2,9 +2,9 @@
 
 import importlib
 
-from vlmdistill.drafters.checkpoints.settings import override
 from vlmdistill.drafters.core.config import DrafterConfig
 from vlmdistill.drafters.core.drafter import Drafter, Proposer
+from vlmdistill.drafters.core.settings import override
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.suggestions import did_you_mean
 

@@ -130,6 +130,19 @@ class TrainConfig:
         return self.stages
 
 
+@dataclass(frozen=True, kw_only=True)
+class TwoPasses(TrainConfig):
+    """Training whose stages may have a second pass, on the drafter's own states."""
+
+    mtp: bool = True
+    """Multi-token prediction: run the stages' later passes; off: every stage has one hop."""
+
+    @property
+    def schedule(self) -> tuple[Stage, ...]:
+        """The stages, with one hop each when `mtp` is off."""
+        return self.stages if self.mtp else tuple(replace(stage, hops=1) for stage in self.stages)
+
+
 @dataclass(frozen=True)
 class DrafterConfig:
     """All settings of a drafter."""

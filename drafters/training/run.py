@@ -11,8 +11,8 @@ import torch
 
 from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.checkpoints.initial import Initial
-from vlmdistill.drafters.checkpoints.settings import flat, to_dict
 from vlmdistill.drafters.core.config import DrafterConfig
+from vlmdistill.drafters.core.settings import flat, to_dict
 from vlmdistill.drafters.training import ranks, saved
 from vlmdistill.drafters.training.batches import DataSplit, split
 from vlmdistill.drafters.training.saved import Saved

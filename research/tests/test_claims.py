@@ -12,7 +12,7 @@ from research import claims
 from research.claimed import PAPERS, Claim
 from research.trial import Cost, Measured, Run
 from tests.pipelines.bench.made_up import drafted, measured
-from vlmdistill.drafters.checkpoints.settings import flat
+from vlmdistill.drafters.core.settings import flat
 from vlmdistill.pipelines import train
 from vlmdistill.pipelines.bench.records import Measurement
 from vlmdistill.pipelines.bench.statistics import Difference, Interval, difference

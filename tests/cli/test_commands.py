@@ -19,8 +19,8 @@ from tests.drafters import synthetic
 from vlmdistill.cli import console
 from vlmdistill.cli.main import GROUPS, VERBS, main
 from vlmdistill.drafters.checkpoints import checkpoint
-from vlmdistill.drafters.checkpoints.settings import flat
 from vlmdistill.drafters.core import catalogue
+from vlmdistill.drafters.core.settings import flat
 from vlmdistill.pipelines.data.prompts.prompt_table import read
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.train import resolve

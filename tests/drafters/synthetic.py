@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from vlmdistill.drafters.checkpoints.checkpoint import build as build_drafter
-from vlmdistill.drafters.checkpoints.settings import override
 from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.batch import Batch, Head
 from vlmdistill.drafters.core.drafter import Drafter, Proposer
 from vlmdistill.drafters.core.layers import DecoderLayer, apply_rotary
+from vlmdistill.drafters.core.settings import override
 from vlmdistill.drafters.training.run import Run
 from vlmdistill.stores import schema
 from vlmdistill.stores.schema import Feature, Provenance, Sample, Span, TargetInfo

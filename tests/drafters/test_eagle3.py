@@ -10,12 +10,12 @@ from torch import Tensor
 from tests.drafters import synthetic
 from tests.drafters.synthetic import INFO, LAYOUTS, batch, cut, head
 from vlmdistill.drafters.checkpoints import checkpoint
-from vlmdistill.drafters.checkpoints.settings import override
 from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.batch import Batch, Entries, TokenIndex
 from vlmdistill.drafters.core.config import Stage, depths
 from vlmdistill.drafters.core.kv_cache import GrowingKVCache
 from vlmdistill.drafters.core.losses import TargetRows, score
+from vlmdistill.drafters.core.settings import override
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.core.tree_drafter import TreeDrafter
 from vlmdistill.drafters.core.vocabulary import columns_of

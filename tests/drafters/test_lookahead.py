@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests import tiny
-from vlmdistill.drafters.checkpoints.settings import override
 from vlmdistill.drafters.core import catalogue
+from vlmdistill.drafters.core.settings import override
 from vlmdistill.drafters.core.tree import DraftTree, Tree
 from vlmdistill.drafters.decoding.decoders import plain, speculate
 from vlmdistill.drafters.lookahead import Lookahead, Window

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from tests.drafters.synthetic import INFO, LAYOUTS, batch, cut, head
-from vlmdistill.drafters.checkpoints.settings import override
 from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.batch import Batch, Head
 from vlmdistill.drafters.core.config import Stage
+from vlmdistill.drafters.core.settings import override
 from vlmdistill.drafters.core.tree import DraftTree, Tree
 from vlmdistill.drafters.core.tree_drafter import TreeDrafter
 from vlmdistill.drafters.medusa import Medusa

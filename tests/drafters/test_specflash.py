@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from tests.drafters.synthetic import INFO, LAYOUTS, batch, cut, head, plain_layer
-from vlmdistill.drafters.checkpoints.settings import override
 from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.batch import Batch, TokenIndex
 from vlmdistill.drafters.core.config import Stage
 from vlmdistill.drafters.core.kv_cache import GrowingKVCache, PackedKVCache
 from vlmdistill.drafters.core.losses import Scores, TargetRows
+from vlmdistill.drafters.core.settings import override
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.core.tree_drafter import TreeDrafter
 from vlmdistill.drafters.eagle2 import Eagle2

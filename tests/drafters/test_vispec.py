@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from tests.drafters.sizes import real
 from tests.drafters.synthetic import INFO, LAYOUTS, batch, head, plain_layer
-from vlmdistill.drafters.checkpoints.settings import override
 from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.batch import Batch, Head, TokenIndex
 from vlmdistill.drafters.core.kv_cache import PackedKVCache
+from vlmdistill.drafters.core.settings import override
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.vispec import Adaptor, ViSpec
 from vlmdistill.stores.errors import DataError

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vlmdistill.drafters.checkpoints.serving import Compression
+from vlmdistill.drafters.core.serving import Compression
 
 
 class Compressor(nn.Module):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vlmdistill.drafters.checkpoints.serving import AfterImage, Compression
+from vlmdistill.drafters.core.serving import AfterImage, Compression
 
 
 class Shown(NamedTuple):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vlmdistill.drafters.checkpoints.serving import Feeding
+from vlmdistill.drafters.core.serving import Feeding
 from vlmdistill.pipelines.vllm.plugin.entry_map import EntryMap, Shown, StepRows
 
 

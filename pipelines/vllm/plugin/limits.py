@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from vlmdistill.drafters.checkpoints.serving import KEY, Feeding
+from vlmdistill.drafters.core.serving import KEY, Feeding
 from vlmdistill.pipelines.cluster.environment import SUPPORTED
 
 

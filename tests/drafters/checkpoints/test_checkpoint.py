@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.drafters import synthetic
 from vlmdistill.drafters.checkpoints import checkpoint
-from vlmdistill.drafters.checkpoints.settings import from_dict, override, to_dict, with_file
 from vlmdistill.drafters.core import catalogue
+from vlmdistill.drafters.core.settings import from_dict, override, to_dict, with_file
 from vlmdistill.drafters.sparrow import Sparrow
 from vlmdistill.stores.errors import TrainingError
 

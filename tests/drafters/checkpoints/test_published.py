@@ -315,6 +315,28 @@ def test_what_has_no_counterpart_is_refused_by_its_name(odd: str, tmp_path: Path
     assert not (tmp_path / "ours").exists()
 
 
+def test_a_vocabulary_that_differs_by_more_than_padding_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path / "theirs", Eagle(), vocab_size=32000)
+    with pytest.raises(TrainingError, match=f"vocab_size is 32000 and the target's {INFO.vocab_size}"):
+        imported(folder, "eagle2", tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+    write(folder, Eagle(), vocab_size=INFO.vocab_size + 64)
+    imported(folder, "eagle2", tmp_path / "ours")
+
+
+def test_a_checkpoint_without_a_table_to_compare_gives_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write(tmp_path / "theirs", Eagle())
+    imported(folder, "eagle2", tmp_path / "compared")
+    assert not caplog.records
+    tensors = torch.load(folder / "pytorch_model.bin", weights_only=True)
+    del tensors["embed_tokens.weight"]
+    put(folder, tensors)
+    imported(folder, "eagle2", tmp_path / "ours")
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
 def test_tables_that_are_not_the_targets_are_refused(tmp_path: Path) -> None:
     folder = write(tmp_path / "theirs", Eagle3(2, CHOSEN), num_key_value_heads=2)
     tensors = torch.load(folder / "pytorch_model.bin", weights_only=True)

@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 from tests.drafters import synthetic
 from tests.drafters.synthetic import plan
 from vlmdistill.drafters.checkpoints import checkpoint
-from vlmdistill.drafters.checkpoints.settings import from_dict, override, to_dict
 from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.config import ModelConfig
+from vlmdistill.drafters.core.settings import from_dict, override, to_dict
 from vlmdistill.drafters.training.progress import TrainingProgress
 from vlmdistill.drafters.training.run import Run
 from vlmdistill.drafters.training.saved import Position

@@ -15,11 +15,11 @@ from tests.drafters import synthetic
 from tests.drafters.synthetic import INFO, LAYOUTS
 from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.checkpoints.export import export
-from vlmdistill.drafters.checkpoints.serving import KEY, Feeding
 from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.batch import Batch
 from vlmdistill.drafters.core.drafter import Drafter
 from vlmdistill.drafters.core.layers import Rotary, apply_rotary
+from vlmdistill.drafters.core.serving import KEY, Feeding
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.core.tree_drafter import TreeDrafter
 from vlmdistill.pipelines.vllm.plugin.compressor import Compressor

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from vlmdistill.drafters.checkpoints.serving import KEY, Compression, Feeding
+from vlmdistill.drafters.core.serving import KEY, Compression, Feeding
 from vlmdistill.pipelines.vllm.plugin.limits import check_limits, check_version, feeding_of
 
 SPARROW = Feeding(drafter="sparrow", visual="dropped")
