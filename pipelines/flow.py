@@ -31,7 +31,7 @@ from vlmdistill.pipelines.data.prompts.local_copies import import_set
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.data.responses import dataset, responder
 from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
-from vlmdistill.pipelines.data.responses.responder import ResponseSummary
+from vlmdistill.pipelines.data.responses.responder import Responder, ResponseSummary
 from vlmdistill.pipelines.demo.prompts import AMOUNTS, evaluation_rows, import_demo
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
@@ -168,9 +168,9 @@ def capture_features(
     if generate:
         missing = set(prompt_table.facts_of(dataset.without_response(prompts, responses))["key"])
     there = capturer.keys_in(part, settings, workers.engine) if missing else set()
-    one_pass = workers.engine != "transformers" and not missing & there
+    at_once = workers.engine != "transformers" and not missing & there
     whole = len(there | missing)
-    respond = partial(synthesizer.synthesize, part, settings, whole) if one_pass else responder.respond
+    how = synthesizer.one_pass(part, settings, whole) if at_once else (Responder, lambda result: None)
     if missing:
         dataset.check_settings(responses, {"checkpoint": str(checkpoint(model))})
         part.check_origin(checkpoint(model))
@@ -182,7 +182,7 @@ def capture_features(
                 part.writing(),
                 part.marked() as mark,
             ):
-                generated = respond(
+                generated = responder.respond(
                     prompts,
                     responses,
                     model,
@@ -191,12 +191,14 @@ def capture_features(
                     workers,
                     batch=batch,
                     report=report,
+                    worker=how[0],
+                    on_result=how[1],
                     shared=partial(Shared, store=part.backend, mark=mark),
                     on_start=partial(part.announce, whole),
                 )
         with bar("capturing", "samples", part.path) as report:
             captured = capturer.capture(prompts, responses, part, model, settings, workers, report)
-    if generated and one_pass:
+    if generated and at_once:
         rows = (row for row in dataset.read(responses) if row.key in missing)
         tokens = sum(row.prompt_tokens + len(row.ids) for row in rows)
         captured = captured.after(generated.seconds, len(there), tokens)

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 from vlmdistill.stores.errors import DataError, VlmdistillError, one_line
+from vlmdistill.stores.retry import retried
 
 logger = logging.getLogger(__name__)
 
@@ -95,21 +96,19 @@ def _hush() -> None:
     worker.print_to_stdstream = log
 
 
+@retried(2, on=VlmdistillError)
 def _start(quiet: dict[str, Any]) -> None:
-    """Start Ray on this machine, in two attempts: a busy machine may exceed Ray's limit of half a minute."""
+    """Start Ray on this machine; again if that fails, since a busy machine may exceed Ray's half a minute."""
     import ray
 
-    for attempt in range(2):
-        try:
-            # No tensors travel through the object store, so the smallest size is enough.
-            ray.init(address="local", include_dashboard=False, object_store_memory=100 * MIB, **quiet)
-            return
-        except Exception as error:  # Ray has no type for a failed start
-            ray.shutdown()
-            if attempt:
-                raise VlmdistillError(
-                    f"Ray did not start ({cause_of(error)}): is the machine out of memory or very busy?"
-                ) from error
+    try:
+        # No tensors travel through the object store, so the smallest size is enough.
+        ray.init(address="local", include_dashboard=False, object_store_memory=100 * MIB, **quiet)
+    except Exception as error:  # Ray has no type for a failed start
+        ray.shutdown()
+        raise VlmdistillError(
+            f"Ray did not start ({cause_of(error)}): is the machine out of memory or very busy?"
+        ) from error
 
 
 def _connect(address: str, quiet: dict[str, Any]) -> None:

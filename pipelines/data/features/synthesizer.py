@@ -6,7 +6,7 @@ whose features `capture` adds.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,12 +16,10 @@ from vlmdistill.pipelines.data.features.capturer import Capturer, CaptureSetting
 from vlmdistill.pipelines.data.features.shard_plan import SHARD_SAMPLES, CaptureItem
 from vlmdistill.pipelines.data.features.store_part import StorePart
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
-from vlmdistill.pipelines.data.responses import responder
 from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
 from vlmdistill.pipelines.data.responses.responder import (
     Responder,
     ResponseResult,
-    ResponseSummary,
     ResponseTask,
 )
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
@@ -104,17 +102,12 @@ class Synthesizer(Responder):
         )
 
 
-def synthesize(
-    part: StorePart,
-    settings: CaptureSettings,
-    whole: int,
-    *given: Any,
-    **how: Any,
-) -> ResponseSummary:
-    """Generate the responses to prompts that are missing and capture them, as `respond` and `capture` do.
+def one_pass(
+    part: StorePart, settings: CaptureSettings, whole: int
+) -> tuple[Callable[..., Synthesizer], Callable[[ResponseResult], None]]:
+    """The `worker` of `respond` that captures what it generates, and what to do `on_result`.
 
-    The store must be of this target, without samples of these prompts, and will hold `whole` samples. Further
-    arguments are those of `respond`. Stopped at any time, it keeps what is done.
+    The store must be of this target, without samples of these prompts, and will hold `whole` samples.
     """
     announced = False
 
@@ -126,4 +119,4 @@ def synthesize(
         for shard in result.shards:
             part.made.count(shard)
 
-    return responder.respond(*given, worker=partial(Synthesizer, part, settings), on_result=count, **how)
+    return partial(Synthesizer, part, settings), count
