@@ -52,7 +52,7 @@ def response(scene: Scene, task: str, rng: random.Random, item: Item | None = No
 
 
 def with_suffix(prompt: str, rng: random.Random) -> str:
-    """The prompt, sometimes with a please or a request for a long response, as in benchmarks."""
+    """The prompt, sometimes with a please or a request for a long response, as in evaluation sets."""
     if rng.random() < 0.1:
         prompt = f"Please {prompt[0].lower()}{prompt[1:]}" if not prompt.endswith("?") else f"Hello! {prompt}"
     return f"{prompt} {rng.choice(WORDS.suffixes)}" if rng.random() < 0.3 else prompt

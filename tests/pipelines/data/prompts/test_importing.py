@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from tests import tiny
+from tests.pipelines.data.prompts.rows import said
 from vlmdistill.pipelines.data.prompts.importing import Choices, ImportSummary, import_prompts
 from vlmdistill.pipelines.data.prompts.prompt_table import load, read
 from vlmdistill.stores.errors import DataError
@@ -35,13 +36,8 @@ def write(path: Path, rows: Any) -> str:
     return str(path)
 
 
-def said(*turns: tuple[str, Any]) -> dict[str, Any]:
-    return {"conversations": [{"from": role, "value": text} for role, text in turns]}
-
-
-def talk(*turns: str, **more: Any) -> dict[str, Any]:
-    """A row in from/value style; turns alternate, beginning with the human."""
-    return {"id": "7", **said(*((("human", "gpt")[i % 2], text) for i, text in enumerate(turns))), **more}
+def turns(*pairs: tuple[str, Any]) -> dict[str, Any]:
+    return {"conversations": [{"from": role, "value": text} for role, text in pairs]}
 
 
 def skipped(summary: ImportSummary) -> list[dict[str, Any]]:
@@ -56,9 +52,9 @@ def out(tmp_path: Path) -> Path:
 def test_llava_rows_keep_their_image_where_its_tag_stood(tmp_path: Path, out: Path) -> None:
     picture(tmp_path / "coco" / "1.jpg", 1)
     rows = [
-        talk("<image>\nWhat is this?", "A wall.", image="coco/1.jpg"),
-        talk("And this?\n<image>", "The wall.", image="coco/1.jpg"),
-        talk("No tag at all", "Yes.", image="coco/1.jpg"),
+        said("<image>\nWhat is this?", "A wall.", image="coco/1.jpg"),
+        said("And this?\n<image>", "The wall.", image="coco/1.jpg"),
+        said("No tag at all", "Yes.", image="coco/1.jpg"),
     ]
     import_prompts([write(tmp_path / "mix.json", rows)], out)
     parts = [[part["type"] for part in prompt.messages[0]["content"]] for prompt in read(out)]
@@ -71,19 +67,19 @@ def test_llava_rows_keep_their_image_where_its_tag_stood(tmp_path: Path, out: Pa
 
 def test_images_are_found_in_the_folder_that_is_given(tmp_path: Path, out: Path) -> None:
     picture(tmp_path / "elsewhere" / "1.png")
-    source = write(tmp_path / "mix.json", [talk("<image>\nWhat?", "That.", image="1.png")])
+    source = write(tmp_path / "mix.json", [said("<image>\nWhat?", "That.", image="1.png")])
     import_prompts([source], out, choices=Choices(images=tmp_path / "elsewhere"))
     assert read(out)[0].files == [str(tmp_path / "elsewhere" / "1.png")]
 
 
 def test_sharegpt_takes_tags_in_text_for_text(tmp_path: Path, out: Path) -> None:
-    rows = [talk("What does <image> mean in SVG?", "It embeds one."), talk("Hello", "Hi", "And?", "Well")]
+    rows = [said("What does <image> mean in SVG?", "It embeds one."), said("Hello", "Hi", "And?", "Well")]
     import_prompts([write(tmp_path / "share.json", rows)], out)
     assert read(out)[0].messages[0]["content"] == [{"type": "text", "text": "What does <image> mean in SVG?"}]
 
 
 def test_every_turn_becomes_a_prompt_with_its_history(tmp_path: Path, out: Path) -> None:
-    source = write(tmp_path / "share.json", [talk("a", "b", "c", "d")])
+    source = write(tmp_path / "share.json", [said("a", "b", "c", "d")])
     import_prompts([source], out, choices=Choices(turns="all"))
     prompts = read(out)
     assert [[m["content"][0]["text"] for m in prompt.messages] for prompt in prompts] == [
@@ -94,7 +90,7 @@ def test_every_turn_becomes_a_prompt_with_its_history(tmp_path: Path, out: Path)
 
 
 def test_what_an_assistant_says_first_is_left_out_and_counted(tmp_path: Path, out: Path) -> None:
-    row = talk("a", "b")
+    row = said("a", "b")
     row["conversations"].insert(0, {"from": "gpt", "value": "Earlier I said"})
     summary = import_prompts([write(tmp_path / "share.json", [row])], out)
     assert summary.trimmed == 1
@@ -137,7 +133,7 @@ def test_videos_are_files_folders_and_bytes(tmp_path: Path, out: Path) -> None:
         picture(tmp_path / "frames" / f"{number}.png", number)
     data = "data:video/mp4;base64," + base64.b64encode(film.read_bytes()).decode()
     rows = [shows(video="clip.mp4"), shows(path="frames"), shows(video_url={"url": data}, fps=3)]
-    llava = talk("<video>\nWhat moves?", "That.", video="clip.mp4")
+    llava = said("<video>\nWhat moves?", "That.", video="clip.mp4")
     import_prompts([write(tmp_path / "chat.jsonl", rows), write(tmp_path / "mix.json", [llava])], out)
     file, folder, given = read(out)  # the LLaVA row asks what the first one asks
     assert [file.files, folder.files] == [[str(film)], [str(tmp_path / "frames")]]
@@ -170,7 +166,7 @@ def test_how_a_video_is_sampled_is_part_of_the_prompt(tmp_path: Path, out: Path)
     [{"fps": math.inf}, {"frames": math.inf}, {"fps": -1}, {"frames": "many"}, {"nframes": 5_000_000_000}],
 )
 def test_a_video_sampled_by_nonsense_is_skipped(tmp_path: Path, out: Path, way: dict[str, Any]) -> None:
-    rows = [shows(video="clip.mp4", **way), talk("fine", "yes")]
+    rows = [shows(video="clip.mp4", **way), said("fine", "yes")]
     sources = [write(tmp_path / "chat.jsonl", rows[:1]), write(tmp_path / "mix.json", rows[1:])]
     assert import_prompts(sources, out).skipped == {"video sampling": 1}
 
@@ -201,7 +197,7 @@ def test_datasets_from_a_folder(tmp_path: Path, out: Path) -> None:
 
 def test_a_file_whose_name_is_not_utf8_is_skipped(tmp_path: Path, out: Path) -> None:
     os.rename(picture(tmp_path / "1.png"), os.fsencode(tmp_path) + b"/\xff.png")
-    rows = [talk("<image>\nWhat?", "x", image="\udcff.png"), talk("fine", "yes")]
+    rows = [said("<image>\nWhat?", "x", image="\udcff.png"), said("fine", "yes")]
     assert import_prompts([write(tmp_path / "mix.json", rows)], out, "llava").skipped == {"name not UTF-8": 1}
     os.rename(tmp_path / "mix.json", os.fsencode(tmp_path) + b"/\xff.json")
     with pytest.raises(DataError, match="UTF-8"):
@@ -209,24 +205,24 @@ def test_a_file_whose_name_is_not_utf8_is_skipped(tmp_path: Path, out: Path) -> 
 
 
 BROKEN: dict[str, Any] = {
-    "missing image": talk("<image>\nWhat?", "x", image="nowhere.png"),
-    "unreadable image": talk("<image>\nWhat?", "x", image="broken.png"),
-    "missing video": talk("<video>\nWhat?", "x", video="nowhere.mp4"),
-    "unreadable video": talk("<video>\nWhat?", "x", video="broken.mp4"),
+    "missing image": said("<image>\nWhat?", "x", image="nowhere.png"),
+    "unreadable image": said("<image>\nWhat?", "x", image="broken.png"),
+    "missing video": said("<video>\nWhat?", "x", video="nowhere.mp4"),
+    "unreadable video": said("<video>\nWhat?", "x", video="broken.mp4"),
     "video sampling": shows(video="broken.mp4", fps=2, frames=4),
-    "image is a URL": talk("<image>\nWhat?", "x", image="https://example.org/1.png"),
-    "image count": talk("<image>\n<image>\nWhat?", "x", image="1.png"),
-    "empty turn": talk("Hello", "  "),
+    "image is a URL": said("<image>\nWhat?", "x", image="https://example.org/1.png"),
+    "image count": said("<image>\n<image>\nWhat?", "x", image="1.png"),
+    "empty turn": said("Hello", "  "),
     "unknown role": {"messages": [{"role": ["user"], "content": "a"}]},
-    "no user turn": said(("gpt", "a")),
-    "roles do not alternate": said(("human", "a"), ("user", "b")),
-    "late system turn": said(("human", "a"), ("system", "b")),
+    "no user turn": turns(("gpt", "a")),
+    "roles do not alternate": turns(("human", "a"), ("user", "b")),
+    "late system turn": turns(("human", "a"), ("system", "b")),
     "no conversation": {"text": "a book"},
     "not an object": 7,
-    "text is not a string": said(("human", 5)),
-    "text is not Unicode": talk("half \ud83d of an emoji", "x"),
+    "text is not a string": turns(("human", 5)),
+    "text is not Unicode": said("half \ud83d of an emoji", "x"),
     "unknown part": {"messages": [{"role": "user", "content": [{"type": "audio", "audio": "a.wav"}]}]},
-    "duplicate": talk("fine", "yes"),
+    "duplicate": said("fine", "yes"),
 }
 
 
@@ -236,7 +232,7 @@ def test_broken_rows_are_listed_with_reason_and_line(tmp_path: Path, out: Path, 
     whole = picture(tmp_path / "whole.png").read_bytes()
     (tmp_path / "broken.png").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "broken.mp4").write_bytes(b"\0" * 100)
-    rows = [talk("fine", "yes"), *BROKEN.values()]
+    rows = [said("fine", "yes"), *BROKEN.values()]
     path = tmp_path / ("rows.jsonl" if lines else "rows.json")
     text = "\n".join(map(json.dumps, rows)) if lines else "[\n" + ",\n".join(map(json.dumps, rows)) + "\n]"
     path.write_text(text + ("\n{nonsense\n" if lines else "\n"))
@@ -272,7 +268,7 @@ def test_an_unusable_file_is_named_with_the_problem(
 
 
 def test_a_missing_source_stops_before_anything_is_written(tmp_path: Path, out: Path) -> None:
-    source = write(tmp_path / "share.json", [talk("a", "b")])
+    source = write(tmp_path / "share.json", [said("a", "b")])
     with pytest.raises(DataError, match=r"absent\.json"):
         import_prompts([source, str(tmp_path / "absent.json")], out)
     assert not out.exists()
@@ -295,7 +291,7 @@ def test_a_missing_source_stops_before_anything_is_written(tmp_path: Path, out: 
 )
 def test_an_option_out_of_range_is_named(tmp_path: Path, out: Path, choices: Choices, option: str) -> None:
     with pytest.raises(DataError, match=option):
-        import_prompts([write(tmp_path / "share.json", [talk("a", "b")])], out, choices=choices)
+        import_prompts([write(tmp_path / "share.json", [said("a", "b")])], out, choices=choices)
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -303,7 +299,7 @@ def test_an_option_out_of_range_is_named(tmp_path: Path, out: Path, choices: Cho
 def test_importing_twice_gives_the_same_keys(tmp_path: Path, texts: list[str]) -> None:
     out = tmp_path / "prompts.parquet"
     out.unlink(missing_ok=True)
-    source = write(tmp_path / "share.json", [talk(text, "ok") for text in texts])
+    source = write(tmp_path / "share.json", [said(text, "ok") for text in texts])
     import_prompts([source], out)
     first = read(out)
     again = import_prompts([source], out)
@@ -314,7 +310,7 @@ def test_importing_twice_gives_the_same_keys(tmp_path: Path, texts: list[str]) -
 
 def test_keys_follow_content_wherever_the_images_lie(tmp_path: Path, out: Path) -> None:
     picture(tmp_path / "here" / "1.png")
-    here = write(tmp_path / "here" / "mix.json", [talk("<image>\nWhat?", "That.", image="1.png")])
+    here = write(tmp_path / "here" / "mix.json", [said("<image>\nWhat?", "That.", image="1.png")])
     import_prompts([here], out)
     first = read(out)
     shutil.copytree(tmp_path / "here", tmp_path / "there")
@@ -326,27 +322,14 @@ def test_keys_follow_content_wherever_the_images_lie(tmp_path: Path, out: Path) 
 
 
 def test_a_second_import_adds_and_never_moves_what_is_held_out(tmp_path: Path, out: Path) -> None:
-    one = write(tmp_path / "one.json", [talk(f"question {i}", "x") for i in range(200)])
-    two = write(tmp_path / "two.json", [talk(f"question {i}", "x") for i in range(100, 300)])
+    one = write(tmp_path / "one.json", [said(f"question {i}", "x") for i in range(200)])
+    two = write(tmp_path / "two.json", [said(f"question {i}", "x") for i in range(100, 300)])
     import_prompts([one], out, choices=Choices(eval_share=0.3))
     held = {prompt.key for prompt in read(out) if prompt.split == "eval"}
     summary = import_prompts([two], out, choices=Choices(eval_share=0))
     assert (summary.added, summary.present, summary.total) == (100, 100, 300)
     assert {prompt.key for prompt in read(out) if prompt.split == "eval"} == held
     assert 30 <= len(held) <= 90
-
-
-def test_prompts_of_one_image_are_on_one_side(tmp_path: Path, out: Path) -> None:
-    rows = []
-    for i in range(40):
-        picture(tmp_path / f"{i}.png", i)
-        rows += [talk(f"<image>\nWhat {j}?", "x", image=f"{i}.png") for j in range(3)]
-    import_prompts([write(tmp_path / "mix.json", rows)], out, choices=Choices(eval_share=0.4))
-    sides: dict[str, set[str]] = {}
-    for prompt in read(out):
-        sides.setdefault(prompt.files[0], set()).add(prompt.split)
-    assert all(len(side) == 1 for side in sides.values())
-    assert {"train", "eval"} == {next(iter(side)) for side in sides.values()}
 
 
 def sides_of_images(out: Path) -> dict[str, set[str]]:
@@ -363,7 +346,7 @@ def test_images_that_are_shown_together_are_on_one_side(tmp_path: Path, out: Pat
     for i in range(40):
         pair = [picture(tmp_path / f"{i}{which}.png", 2 * i + n).name for n, which in enumerate("ab")]
         for shown in (pair[:1], pair[1:], pair, pair[::-1]):
-            rows.append(talk("<image>\n" * len(shown) + "What?", "x", images=shown))
+            rows.append(said("<image>\n" * len(shown) + "What?", "x", images=shown))
     import_prompts([write(tmp_path / "mix.json", rows)], out, choices=Choices(eval_share=0.4))
     sides = sides_of_images(out)
     assert (len(sides), {len(side) for side in sides.values()}) == (80, {1})
@@ -374,7 +357,7 @@ def test_a_later_import_keeps_the_side_of_each_image(tmp_path: Path, out: Path) 
     names = [picture(tmp_path / f"{i}.png", i).name for i in range(30)]
 
     def ask(text: str, **choices: Any) -> ImportSummary:
-        rows = [talk(f"<image>\n{text}", "x", image=name) for name in names]
+        rows = [said(f"<image>\n{text}", "x", image=name) for name in names]
         return import_prompts([write(tmp_path / "mix.json", rows)], out, choices=Choices(**choices))
 
     ask("What?", eval_share=0.4)
@@ -385,7 +368,7 @@ def test_a_later_import_keeps_the_side_of_each_image(tmp_path: Path, out: Path) 
     assert ask("What?", split="eval").present == 30
     left = next(name for name in names if str(tmp_path / name) not in held)
     right = Path(next(iter(held))).name
-    both = write(tmp_path / "both.json", [talk("Compare.", "x", images=[left, right]), talk("Fine", "yes")])
+    both = write(tmp_path / "both.json", [said("Compare.", "x", images=[left, right]), said("Fine", "yes")])
     assert import_prompts([both], out).skipped == {"images of the other split": 1}
     sides = sides_of_images(out)
     assert {path for path, side in sides.items() if side == {"eval"}} == held
@@ -393,7 +376,7 @@ def test_a_later_import_keeps_the_side_of_each_image(tmp_path: Path, out: Path) 
 
 
 def test_two_imports_at_once_are_refused(tmp_path: Path, out: Path) -> None:
-    one, two = (write(tmp_path / f"{name}.json", [talk(name, "x")]) for name in ("one", "two"))
+    one, two = (write(tmp_path / f"{name}.json", [said(name, "x")]) for name in ("one", "two"))
 
     def meanwhile(rows: int) -> None:
         with pytest.raises(DataError, match="another run"):
@@ -406,7 +389,7 @@ def test_two_imports_at_once_are_refused(tmp_path: Path, out: Path) -> None:
 
 def test_augmentations_are_added_and_recorded(tmp_path: Path, out: Path) -> None:
     picture(tmp_path / "1.png")
-    rows = [talk("<image>\nWhat?", "x", image="1.png"), talk("Hello", "x")]
+    rows = [said("<image>\nWhat?", "x", image="1.png"), said("Hello", "x")]
     choices = Choices(augment=["none", "long", "reason", "describe"])
     summary = import_prompts([write(tmp_path / "mix.json", rows)], out, choices=choices)
     made = {prompt.augmentation: prompt for prompt in read(out) if prompt.files}
@@ -421,23 +404,23 @@ def test_augmentations_are_added_and_recorded(tmp_path: Path, out: Path) -> None
 
 
 def test_the_limit_counts_prompts(tmp_path: Path, out: Path) -> None:
-    source = write(tmp_path / "share.json", [talk(f"question {i}", "x") for i in range(50)])
+    source = write(tmp_path / "share.json", [said(f"question {i}", "x") for i in range(50)])
     assert import_prompts([source], out, choices=Choices(limit=7)).added == 7
     assert [prompt.row for prompt in read(out)] == list(range(1, 8))
 
 
 def test_nothing_is_read_beyond_the_limit(tmp_path: Path, out: Path) -> None:
-    one = write(tmp_path / "one.json", [talk("a", "x"), talk("b", "x"), talk("", "x")])
-    two = write(tmp_path / "two.jsonl", [talk("", "x"), talk("c", "x")])
+    one = write(tmp_path / "one.json", [said("a", "x"), said("b", "x"), said("", "x")])
+    two = write(tmp_path / "two.jsonl", [said("", "x"), said("c", "x")])
     assert import_prompts([one, two], out, choices=Choices(limit=2)).skipped == {}
 
 
 def test_the_side_file_forgets_what_was_repaired(tmp_path: Path, out: Path) -> None:
-    other = write(tmp_path / "other.json", [talk("a", "b"), talk("", "b")])
+    other = write(tmp_path / "other.json", [said("a", "b"), said("", "b")])
     repaired = tmp_path / "repaired.json"
-    write(repaired, [talk("c", "d"), talk("", "d")])
+    write(repaired, [said("c", "d"), said("", "d")])
     assert import_prompts([other, str(repaired)], out).skipped == {"empty turn": 2}
-    write(repaired, [talk("c", "d"), talk("e", "d")])
+    write(repaired, [said("c", "d"), said("e", "d")])
     summary = import_prompts([str(repaired)], out)
     assert [Path(entry["source"]).name for entry in skipped(summary)] == ["other.json"]
 
@@ -450,7 +433,7 @@ def test_another_file_is_refused_as_prompts(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_not_taken_for_a_broken_file(tmp_path: Path, out: Path) -> None:
-    import_prompts([write(tmp_path / "share.json", [talk("a", "b")])], out)
+    import_prompts([write(tmp_path / "share.json", [said("a", "b")])], out)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
@@ -462,13 +445,13 @@ def test_a_full_disk_is_not_taken_for_a_broken_file(tmp_path: Path, out: Path) -
 
 def test_the_prompts_of_a_changed_image_replace_the_old_ones(tmp_path: Path, out: Path) -> None:
     first, moved = picture(tmp_path / "1.png", 1), picture(tmp_path / "2.png", 2)
-    rows = [talk(f"<image>\nWhat is {name}?", "x", image=name) for name in ("1.png", "2.png")]
-    asked = write(tmp_path / "mix.json", [*rows, talk("Hello", "x")])
+    rows = [said(f"<image>\nWhat is {name}?", "x", image=name) for name in ("1.png", "2.png")]
+    asked = write(tmp_path / "mix.json", [*rows, said("Hello", "x")])
     import_prompts([asked], out)
     _, same, text = read(out)
     moved.rename(tmp_path / "3.png")
     picture(first, 4)
-    only = write(tmp_path / "more.json", [rows[0], talk("<image>\nWhat is 2.png?", "x", image="3.png")])
+    only = write(tmp_path / "more.json", [rows[0], said("<image>\nWhat is 2.png?", "x", image="3.png")])
     summary = import_prompts([only], out)
     assert (summary.added, summary.outdated, summary.present, summary.total) == (1, 1, 1, 3)
     new = {prompt.key: prompt.files for prompt in read(out)}
