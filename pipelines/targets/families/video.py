@@ -93,9 +93,14 @@ class FrameProcessor(abc.ABC):
     def _read(self, values: Mapping[str, Any]) -> None:
         """Read the settings of the family."""
 
-    @abc.abstractmethod
     def count(self, footage: Footage, fps: float | None, frames: int | None) -> int:
-        """How many frames to sample by `fps` per second or by a number of `frames`; one of them is given."""
+        """How many frames to sample by `fps` per second or by a number of `frames`; one of them is given.
+
+        By `fps`, the number is within the limits of frames.
+        """
+        if frames is not None:
+            return frames
+        return min(max(int(at_rate(footage, fps)), self.min_frames), self.max_frames)
 
     @abc.abstractmethod
     def indices(self, total: int, count: int) -> list[int]:
@@ -247,12 +252,7 @@ class TimedGridFrames(GridFrames):
         "max_video_tokens": 768,
     }
 
-    def count(self, footage: Footage, fps: float | None, frames: int | None) -> int:
-        """By `fps`, within the limits of frames."""
-        if frames is not None:
-            return frames
-        wanted = int(at_rate(footage, fps))
-        return min(max(wanted, self.min_frames), self.max_frames)
+    count = FrameProcessor.count  # not in pairs
 
     def indices(self, total: int, count: int) -> list[int]:
         """From the first to the last one in equal steps."""
@@ -298,12 +298,6 @@ class SquareFrames(FrameProcessor):
             )
         self.height: int = size["height"]
         self.width: int = size["width"]
-
-    def count(self, footage: Footage, fps: float | None, frames: int | None) -> int:
-        """As many as asked for."""
-        if frames is not None:
-            return frames
-        return int(at_rate(footage, fps))
 
     def indices(self, total: int, count: int) -> list[int]:
         """From the first one in equal steps, rounded down."""
