@@ -5,7 +5,7 @@ speed drifts affects all alike (`side_by_side.py`).
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -29,7 +29,7 @@ from vlmdistill.pipelines.bench.records import (
     TrainedSettings,
     Training,
 )
-from vlmdistill.pipelines.bench.unfinished import Unfinished
+from vlmdistill.pipelines.bench.unfinished import Decoded, Unfinished
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt, Prompts
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
@@ -96,7 +96,6 @@ def evaluate(
     DataError if there are no prompts, TrainingError if a drafter is missing or was trained for another
     target.
     """
-    from vlmdistill.pipelines.bench.side_by_side import SideBySide
     from vlmdistill.pipelines.targets.loading import load
 
     settings.check()
@@ -127,29 +126,8 @@ def evaluate(
             label = name if len(settings.trees) < 2 or not drafter.shaped else f"{name}@{tree}"
             decoders[label], names_of[label] = (drafter, tree), name
     decoded = {at: one for at, one in decoded.items() if one.results.keys() == decoders.keys()}
-    total = len(chosen) * len(settings.temperatures)
-    for temperature in settings.temperatures:
-        bench = SideBySide(
-            target,
-            decoders,
-            temperature=temperature,
-            max_new_tokens=settings.max_new_tokens,
-            seed=settings.seed,
-        )
-        for number, prompt in enumerate(chosen):
-            if (temperature, number) not in decoded:
-                decoded[temperature, number] = bench.decode(number, prompt)
-                unfinished.add(decoded[temperature, number])
-            on_prompt(len(decoded), total, f"T={temperature:g}")
+    _decode(target, decoders, chosen, settings, decoded, unfinished, on_prompt)
     now, hardware = time.strftime("%Y-%m-%d %H:%M:%S"), tree_search.hardware(target.device)
-
-    def measurement(label: str, temperature: float) -> Measurement:
-        rows = [decoded[temperature, number] for number in range(len(chosen))]
-        return Measurement(
-            temperature=temperature,
-            prompts=tuple(row.results[label] for row in rows),
-            shown=tuple(row.shown[label] for row in rows if row.shown),
-        )
 
     made = [
         Evaluation(
@@ -167,7 +145,10 @@ def evaluate(
             max_new_tokens=settings.max_new_tokens,
             seed=settings.seed,
             measured=now,
-            temperatures=tuple(measurement(label, temperature) for temperature in settings.temperatures),
+            temperatures=tuple(
+                _measurement(label, temperature, [decoded[temperature, at] for at in range(len(chosen))])
+                for temperature in settings.temperatures
+            ),
             software=software,
             attention=settings.attention,
             compiled=settings.compiled,
@@ -178,6 +159,43 @@ def evaluate(
         records.write(one, workspace.reports / f"{one.name}.json")
     unfinished.remove()
     return made
+
+
+def _decode(
+    target: "VisionLanguageTarget",
+    decoders: Mapping[str, tuple[Proposer, Tree]],
+    chosen: Sequence[Prompt],
+    settings: Settings,
+    decoded: dict[tuple[float, int], Decoded],
+    unfinished: Unfinished,
+    on_prompt: Callable[[int, int, str], None],
+) -> None:
+    """Decode the prompts that `decoded` lacks with all decoders, and keep each at once."""
+    from vlmdistill.pipelines.bench.side_by_side import SideBySide
+
+    total = len(chosen) * len(settings.temperatures)
+    for temperature in settings.temperatures:
+        bench = SideBySide(
+            target,
+            decoders,
+            temperature=temperature,
+            max_new_tokens=settings.max_new_tokens,
+            seed=settings.seed,
+        )
+        for number, prompt in enumerate(chosen):
+            if (temperature, number) not in decoded:
+                decoded[temperature, number] = bench.decode(number, prompt)
+                unfinished.add(decoded[temperature, number])
+            on_prompt(len(decoded), total, f"T={temperature:g}")
+
+
+def _measurement(label: str, temperature: float, rows: Sequence[Decoded]) -> Measurement:
+    """What one decoder did at one temperature."""
+    return Measurement(
+        temperature=temperature,
+        prompts=tuple(row.results[label] for row in rows),
+        shown=tuple(row.shown[label] for row in rows if row.shown),
+    )
 
 
 def kept(workspace: Workspace, names: Sequence[str], settings: Settings) -> list[Evaluation]:
