@@ -19,6 +19,7 @@ from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.schema import content_hash
 
 FORMAT: Final = 2
+MAX_CHAIN = 4096  # positions of a draft; with far more, a report would take minutes
 AGAIN: Final = "remove it, or repeat `vlmdistill eval`"
 
 Count = Annotated[int, Meta(ge=0, le=10**15)]
@@ -59,6 +60,8 @@ class Decoding:
     def __post_init__(self) -> None:
         if len(self.chain_tried) != len(self.chain_accepted):
             raise ValueError("chain_tried and chain_accepted differ in length")
+        if len(self.chain_tried) > MAX_CHAIN:
+            raise ValueError(f"chain_tried has {len(self.chain_tried)} positions: at most {MAX_CHAIN}")
 
 
 def chain_counts(chains: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
+from pathlib import Path
 from typing import Literal
 
 from vlmdistill.pipelines.bench import records
@@ -240,13 +241,21 @@ def differing(groups: Sequence[Group]) -> list[str]:
     return [name for name in CONDITIONS if len({group.conditions[name] for group in groups}) > 1]
 
 
+def records_in(folder: Path) -> list[Path]:
+    """The JSON files of a folder; DataError on what only has such a name, as a FIFO, which has no end."""
+    found = sorted(folder.glob("*.json"))
+    if odd := [str(file) for file in found if not file.is_file()]:
+        raise DataError(f"{', '.join(odd)}: not a regular file; remove it")
+    return found
+
+
 def gather(workspace: Workspace) -> list[Group]:
     """Read all evaluations of a workspace and group those that can be compared, the latest first.
 
     DataError if there are none, not even of a server, or if a JSON file in their folder is not an evaluation.
     """
-    files = sorted(workspace.reports.glob("*.json"))
-    if not files and not any(workspace.reports.glob("served/*.json")):
+    files = records_in(workspace.reports)
+    if not files and not records_in(workspace.reports / "served"):
         raise DataError(
             f"no evaluations in {shown(workspace.reports)}: evaluate a drafter first with "
             f"`vlmdistill eval DRAFTER... --model {workspace.model}`"

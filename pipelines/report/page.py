@@ -6,11 +6,13 @@ Evaluations that cannot be compared are in separate groups (`comparison.gather`)
 """
 
 import base64
+import contextlib
 import hashlib
 import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,10 +21,12 @@ from vlmdistill.pipelines.bench import served_records
 from vlmdistill.pipelines.bench.records import LABELS, Decoding, Evaluation, ShownResponse
 from vlmdistill.pipelines.bench.served_records import ServedEvaluation
 from vlmdistill.pipelines.bench.statistics import FEWEST
+from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.responses.pieces import Piece
+from vlmdistill.pipelines.media.urls import at_hand, is_url
 from vlmdistill.pipelines.report import charts
 from vlmdistill.pipelines.report.charts import Chart
-from vlmdistill.pipelines.report.comparison import DrafterResult, Group, differing, gather
+from vlmdistill.pipelines.report.comparison import DrafterResult, Group, differing, gather, records_in
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError
@@ -70,10 +74,37 @@ class ShownPrompt:
 
 
 @dataclass(frozen=True)
+class OwnFiles:
+    """The files that a page may show: below the workspace, or media of its prompts.
+
+    A record may come from a stranger, and name any file of this machine or bucket of its user.
+    """
+
+    workspace: Workspace
+
+    def __contains__(self, file: str) -> bool:
+        if not is_url(file) and Path(file).resolve().is_relative_to(self.workspace.root.resolve()):
+            return True
+        return file in self._media
+
+    @cached_property
+    def _media(self) -> set[str]:
+        sets = sorted((self.workspace.root / "benchmarks").glob("*.parquet"))
+        media: set[str] = set()
+        for file in (self.workspace.prompts, *sets):
+            with contextlib.suppress(DataError):  # no held-out prompts
+                media.update(
+                    path for prompt in prompt_table.load(file, split="eval") for path in prompt.files
+                )
+        return media
+
+
+@dataclass(frozen=True)
 class GroupView:
     """The charts and samples of a group."""
 
     group: Group
+    own: OwnFiles
     styles: Mapping[str, int]  # of each drafter, the same on the whole page
 
     @property
@@ -140,7 +171,9 @@ class GroupView:
             measured = {prompt.key: prompt for prompt in one.measurement.prompts}
             for sample in one.measurement.shown:
                 if sample.key not in shown:
-                    shown[sample.key] = ShownPrompt(sample.prompt, [_embedded(file) for file in sample.files])
+                    shown[sample.key] = ShownPrompt(
+                        sample.prompt, [_embedded(file, self.own) for file in sample.files]
+                    )
                 prompt, counts = shown[sample.key], measured.get(sample.key)
                 prompt.responses.setdefault(one.temperature, []).append((one.name, sample))
                 if counts is not None and _timed(sample.pieces) and _timed(sample.plain):
@@ -165,13 +198,14 @@ class ReportPage:
     title: str
     groups: list[Group]
     served: list[ServedEvaluation]  # of servers, by name
+    own: OwnFiles
 
     @property
     def views(self) -> list[GroupView]:
         """The charts and samples of each group."""
         names = sorted({one.name for group in self.groups for one in group.evaluations})
         styles = {name: number for number, name in enumerate(names)}
-        return [GroupView(group, styles) for group in self.groups]
+        return [GroupView(group, self.own, styles) for group in self.groups]
 
     @property
     def html(self) -> str:
@@ -195,8 +229,10 @@ def read(workspace: Workspace, out: Path | None = None) -> ReportPage:
     DataError if there are none, or if a JSON file in their folder is not an evaluation.
     """
     groups = gather(workspace)
-    served = [served_records.read(file) for file in sorted(workspace.reports.glob("served/*.json"))]
-    return ReportPage(out or workspace.reports / "index.html", workspace.root.name, groups, served)
+    served = [served_records.read(file) for file in records_in(workspace.reports / "served")]
+    return ReportPage(
+        out or workspace.reports / "index.html", workspace.root.name, groups, served, OwnFiles(workspace)
+    )
 
 
 def make(workspace: Workspace, out: Path | None = None) -> ReportPage:
@@ -266,19 +302,21 @@ def _found(maybe: Iterable[Chart | None]) -> list[Chart]:
     return [chart for chart in maybe if chart is not None]
 
 
-def _embedded(file: str) -> dict[str, str]:
+def _embedded(file: str, own: OwnFiles) -> dict[str, str]:
     """Name and kind of a prompt's file, and for an image a small copy as a data URI."""
     from PIL import Image
 
     from vlmdistill.pipelines.media.images import MediaError, decoding, kind_of, open_image, upright
-    from vlmdistill.pipelines.media.urls import at_hand
 
     path = Path(file)
     if kind_of(path.name) == "video":
         return {"name": path.name, "kind": "video"}
     try:
-        if (local := at_hand(file)).is_dir():
+        local = at_hand(file) if file in own else None
+        if local is not None and local.is_dir():
             return {"name": path.name, "kind": "video"}
+        if local is None or not local.is_file():  # a FIFO would never end
+            return {"name": path.name, "kind": "missing"}
         with open_image(local) as image:
             with decoding():
                 image.thumbnail((IMAGE_SIDE, IMAGE_SIDE))

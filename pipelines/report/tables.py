@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlmdistill.pipelines.bench.served_records import cell
 from vlmdistill.pipelines.bench.statistics import Checks, Figures, Rate
+from vlmdistill.stores.errors import printable
 
 if TYPE_CHECKING:
     from vlmdistill.pipelines.report.comparison import DrafterResult
@@ -30,6 +31,7 @@ COLUMNS: "dict[str, Callable[[DrafterResult], str]]" = {
 WIDE = ("prefill", "plain tokens/s", "parameters", "calls")  # columns that a printed page has no room for
 RATES = ("tau", "accepted", "speedup", "decode_speedup")
 SYMBOLS = {"tau": r"$\tau$", "T": "$T$"}
+FORMULA = ("=", "+", "-", "@")  # what a formula of a spreadsheet begins with
 LATEX = {
     "\\": r"\textbackslash{}",
     **{one: f"\\{one}" for one in "&%$#_{}"},
@@ -117,8 +119,17 @@ def csv(report: "ReportPage") -> str:
     """Rows for each drafter and temperature: all prompts, each kind and each dataset; then servers."""
     import polars as pl
 
-    rows = [*_own_rows(report), *_served_rows(report)]
+    rows = [
+        {name: _inert(value) if isinstance(value, str) else value for name, value in row.items()}
+        for row in (*_own_rows(report), *_served_rows(report))
+    ]
     return pl.DataFrame(rows, infer_schema_length=None).write_csv()
+
+
+def _inert(text: str) -> str:
+    """Text that a spreadsheet does not take for a formula, nor a terminal for a command."""
+    plain = "\n".join(map(printable, text.split("\n")))
+    return f"'{plain}" if plain.startswith(FORMULA) else plain
 
 
 def _own_rows(report: "ReportPage") -> Iterator[dict[str, Any]]:

@@ -6,12 +6,14 @@ import hashlib
 import html
 import io
 import json
+import os
 import re
 import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 import typer
 from PIL import Image
@@ -38,9 +40,11 @@ from vlmdistill.pipelines.bench.served_records import (
     TimedRequest,
 )
 from vlmdistill.pipelines.bench.statistics import FEWEST
+from vlmdistill.pipelines.data.prompts import prompt_table
+from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.data.responses.pieces import Piece
 from vlmdistill.pipelines.report.comparison import gather
-from vlmdistill.pipelines.report.page import make
+from vlmdistill.pipelines.report.page import make, read
 from vlmdistill.pipelines.report.tables import csv, latex, markdown
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import DataError
@@ -130,7 +134,8 @@ def test_evaluations_of_separate_runs_are_a_warning(workspace: Workspace, save: 
 
 
 def test_page_loads_nothing(workspace: Workspace, save: Save, tmp_path: Path) -> None:
-    image = tmp_path / "scene.png"
+    image = workspace.root / "scene.png"
+    workspace.root.mkdir(parents=True)
     Image.new("RGB", (84, 84), "navy").save(image)
     save("sparrow", measured(shown=(shown(files=(str(image),)),)))
     page = Page(make(workspace).page)
@@ -275,14 +280,16 @@ def test_a_prompt_is_shown_once_with_all_its_responses(workspace: Workspace, sav
     assert page.text.count("board is") == 2 * 2 * 2  # prompts, drafters, temperatures
 
 
-def test_images_are_small_copies(workspace: Workspace, save: Save, tmp_path: Path) -> None:
+def test_images_are_small_copies(workspace: Workspace, save: Save) -> None:
+    folder = workspace.root
+    folder.mkdir(parents=True)
     noise = Image.effect_noise((1200, 800), 60).convert("RGB")
-    noise.save(tmp_path / "photo.jpg")
-    Image.new("RGBA", (84, 42), (0, 0, 255, 128)).save(tmp_path / "drawing.png")
-    (tmp_path / "broken.png").write_bytes(b"not an image")
-    (tmp_path / "frames").mkdir()
+    noise.save(folder / "photo.jpg")
+    Image.new("RGBA", (84, 42), (0, 0, 255, 128)).save(folder / "drawing.png")
+    (folder / "broken.png").write_bytes(b"not an image")
+    (folder / "frames").mkdir()
     names = ("photo.jpg", "drawing.png", "broken.png", "gone.png", "clip.mp4", "frames")
-    save("sparrow", measured(shown=(shown(files=tuple(str(tmp_path / name) for name in names)),)))
+    save("sparrow", measured(shown=(shown(files=tuple(str(folder / name) for name in names)),)))
     page = Page(make(workspace).page)
     sizes = []
     for uri in page.attributes("src", "img"):
@@ -294,6 +301,65 @@ def test_images_are_small_copies(workspace: Workspace, save: Save, tmp_path: Pat
         assert name in page.text
     for name in ("clip.mp4", "frames"):
         assert f"Video: {name}" in page.text
+
+
+@pytest.mark.parametrize("outside", ["passport.png", "s3://bucket/passport.png", "link.png"])
+def test_a_record_shows_no_file_that_is_not_the_workspaces(
+    workspace: Workspace, save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outside: str
+) -> None:
+    workspace.root.mkdir(parents=True)
+    secret = tmp_path / "passport.png"
+    Image.new("RGB", (84, 84), "navy").save(secret)
+    (workspace.root / "link.png").symlink_to(secret)
+    monkeypatch.setenv("VLMDISTILL_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "cache/s3/bucket").mkdir(parents=True)
+    Image.new("RGB", (84, 84), "navy").save(tmp_path / "cache/s3/bucket/passport.png")
+    file = {"link.png": str(workspace.root / "link.png")}.get(outside, outside)
+    file = file if "/" in file else str(tmp_path / file)
+    save("sparrow", measured(shown=(shown(files=(file,)),)))
+    page = Page(make(workspace).page)
+    assert page.attributes("src", "img") == []
+
+
+def test_a_record_shows_the_images_that_the_held_out_prompts_name(
+    workspace: Workspace, save: Save, tmp_path: Path
+) -> None:
+    image = tmp_path / "photo.png"
+    Image.new("RGB", (84, 84), "navy").save(image)
+    part = {"type": "image", "path": str(image), "digest": "0"}
+    question = {"type": "text", "text": "What is it?"}
+    message: Any = {"role": "user", "content": [part, question]}
+    workspace.root.mkdir(parents=True)
+    prompt = Prompt("k0", "photos", "eval", [message], "none", "", None, "photos", 0, 1)
+    prompt_table.write(workspace.prompts, [prompt])
+    save("sparrow", measured(shown=(shown(files=(str(image),)),)))
+    assert len(Page(make(workspace).page).attributes("src", "img")) == 1
+
+
+def test_pipes_among_records_and_files_end_no_report(workspace: Workspace, save: Save) -> None:
+    workspace.root.mkdir(parents=True)
+    os.mkfifo(workspace.root / "pipe.png")
+    save("sparrow", measured(shown=(shown(files=(str(workspace.root / "pipe.png"),)),)))
+    assert "pipe.png" in Page(make(workspace).page).text
+    os.mkfifo(workspace.reports / "pipe.json")
+    with pytest.raises(DataError, match=r"pipe\.json"):
+        make(workspace)
+
+
+def test_a_record_of_absurdly_long_chains_is_refused(workspace: Workspace, save: Save) -> None:
+    file = save("sparrow")
+    record = json.loads(file.read_text())
+    chain = record["temperatures"][0]["prompts"][0]["drafted"]
+    chain["chain_tried"] = chain["chain_accepted"] = [1] * 200_000
+    file.write_text(json.dumps(record))
+    with pytest.raises(DataError, match="200000"):
+        make(workspace)
+
+
+def test_csv_has_no_formulas(workspace: Workspace, save: Save) -> None:
+    save("sparrow", hardware="=HYPERLINK(1)", dtype="@SUM(1)")
+    row = pl.read_csv(io.StringIO(csv(read(workspace)))).row(0, named=True)
+    assert (row["hardware"], row["dtype"]) == ("'=HYPERLINK(1)", "'@SUM(1)")
 
 
 @pytest.mark.parametrize(
