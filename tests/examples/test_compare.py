@@ -7,27 +7,16 @@ import pytest
 from examples.compare import compare
 from vlmdistill.pipelines.bench.records import read
 from vlmdistill.pipelines.bench.statistics import figures
-from vlmdistill.pipelines.data.prompts.importing import Choices, import_prompts
-from vlmdistill.pipelines.data.prompts.prompt_table import Split
-from vlmdistill.pipelines.demo import files
 
 pytestmark = pytest.mark.slow
 
 
-def test_two_methods_are_compared_on_the_same_prompts(
-    tmp_path: Path, ray: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    workspace = tmp_path / "runs" / "demo"
-    sides: tuple[tuple[files.Side, Split], ...] = (("drafter", "train"), ("evaluation", "eval"))
-    for side, split in sides:
-        made = files.write(tmp_path / side, images=4, dialogues=3, seed=6, split=side)
-        choices = Choices(images=made.images, split=split)
-        import_prompts([str(made.llava), str(made.sharegpt)], workspace / "prompts.parquet", choices=choices)
+def test_two_methods_are_compared_on_the_same_prompts(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     few = ["--set", "steps=2", "--set", "batch_tokens=512", "--limit", "2"]
-    assert compare(["sparrow", "text_only", "--seeds", "1", "--runs", str(tmp_path / "runs"), *few]) == 0
+    assert compare(["sparrow", "text_only", "--seeds", "1", "--runs", str(runs), *few]) == 0
     taus = []
     for name in ("sparrow-0", "text_only-0"):
-        evaluation = read(workspace / "reports" / f"{name}.json")
+        evaluation = read(runs / "demo" / "reports" / f"{name}.json")
         assert evaluation.training.seed == 0
         taus.append(figures(evaluation.temperatures[0]).tau)
     printed = capsys.readouterr().out.splitlines()

@@ -3,46 +3,20 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from tests.examples.conftest import SMALL
 from vlmdistill.cli.main import main
 from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.decoding.decoders import speculate
 from vlmdistill.pipelines.bench.records import read
 from vlmdistill.pipelines.bench.statistics import figures
-from vlmdistill.pipelines.demo import files as demo_files
 from vlmdistill.pipelines.targets.loading import load
 
 pytestmark = pytest.mark.slow
-
-SMALL = [
-    "--set",
-    "steps=60",
-    "--set",
-    "batch_tokens=1024",
-    "--max-new-tokens",
-    "160",
-    "--limit",
-    "2",
-]
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, ray: None) -> Path:
-    """A folder of workspaces after one `run` on a few scenes."""
-    folder = tmp_path_factory.mktemp("flow")
-    sides: tuple[tuple[Any, int], ...] = (("drafter", 10), ("evaluation", 2))
-    for split, images in sides:
-        made = demo_files.write(folder / split, images=images, dialogues=4, seed=5, split=split)
-        side = "train" if split == "drafter" else "eval"
-        files = [str(made.llava), *([str(made.sharegpt)] if side == "train" else [])]
-        assert command(folder, "prompts", *files, "--images", str(made.images), "--split", side) == 0
-    assert command(folder, "run", "--drafters", "sparrow,eagle2", *SMALL) == 0
-    return folder
 
 
 def command(runs: Path, verb: str, *words: str) -> int:
