@@ -1,7 +1,6 @@
 """Damaged images and videos: one line for each, and no error of this project's code among them."""
 
 import io
-import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +10,13 @@ import pytest
 from PIL import Image
 
 from tests import tiny
+from tests.thorough import count
 from vlmdistill.pipelines.media import frames, images
 from vlmdistill.pipelines.media.images import MediaError
 from vlmdistill.pipelines.media.resolver import BadRowError, MediaResolver
 from vlmdistill.pipelines.targets.encode import read_image
 
-MUTATIONS = int(os.environ.get("VLMDISTILL_FUZZ_FILES", "25"))  # of each file
+MUTATIONS = count(10, 600)  # of each file
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "TGA", "ICO", "AVIF", "JPEG2000")
 ANIMATED = ("GIF", "WEBP", "PNG", "TIFF", "AVIF")
 
