@@ -166,6 +166,25 @@ class _Teacher:
             logits_UV = logits_UV[:, vocabulary_K]
         return cls(index_HC, hidden_UD, Logits(logits_UV), best_U)
 
+    def losses(self, names: Sequence[str], estimate_ND: Tensor, draft_NV: Tensor, token_N: Tensor) -> Tensor:
+        """The named terms of estimates and their logits against these tokens: [N, L]."""
+        draft = Logits(draft_NV)
+        found = [
+            regression(estimate_ND, self.hidden_UD[token_N])
+            if name == "regression"
+            else TERMS[name](draft, self.logits, token_N)
+            for name in names
+        ]
+        return torch.stack(found, dim=-1)
+
+
+def _kept(draft_NV: Tensor, best_N: Tensor, keep_top: int) -> Tensor:
+    """Rows whose target token is among the drafter's `keep_top` best; all of them when it is 0: [N]."""
+    if not keep_top:
+        return torch.ones_like(best_N, dtype=torch.bool)
+    best_NK = draft_NV.topk(min(keep_top, draft_NV.shape[-1])).indices
+    return (best_NK == best_N[:, None]).any(-1)
+
 
 def score(
     estimates: Sequence[Tensor],
@@ -214,18 +233,9 @@ def score(
             estimate_ND = estimate_RD.detach()[index_N].requires_grad_(track)
             with torch.set_grad_enabled(track):
                 draft_NV = logits(estimate_ND)
-                draft = Logits(draft_NV)
-                losses = [
-                    regression(estimate_ND, teacher.hidden_UD[token_N])
-                    if name == "regression"
-                    else TERMS[name](draft, teacher.logits, token_N)
-                    for name in names
-                ]
-                loss_NL = torch.stack(losses, dim=-1)
+                loss_NL = teacher.losses(names, estimate_ND, draft_NV, token_N)
             draft_NV = draft_NV.detach()
-            kept_N = torch.ones_like(best_N, dtype=torch.bool)
-            if keep_top:
-                kept_N = (draft_NV.topk(min(keep_top, draft_NV.shape[-1])).indices == best_N[:, None]).any(-1)
+            kept_N = _kept(draft_NV, best_N, keep_top)
             counted_N = kept_N | keep_failing
             has_loss_N1 = (counted_N & (best_N >= 0))[:, None]
             if track:
