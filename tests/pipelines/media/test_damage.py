@@ -16,7 +16,7 @@ from vlmdistill.pipelines.media.images import MediaError
 from vlmdistill.pipelines.media.resolver import BadRowError, MediaResolver
 from vlmdistill.pipelines.targets.encode import read_image
 
-MUTATIONS = count(10, 600)  # of each file
+MUTATIONS = count(25, 600)  # of each file
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "TGA", "ICO", "AVIF", "JPEG2000")
 ANIMATED = ("GIF", "WEBP", "PNG", "TIFF", "AVIF")
 
