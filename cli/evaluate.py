@@ -247,7 +247,7 @@ def show(evaluations: "list[Evaluation]") -> None:
     show_sets(evaluations)
     show_budgets(rankings)
     for ranking in rankings:
-        typer.echo(ranking.text)
+        console.echo(ranking.text)
     for warning in warnings:
         console.note(f"warning: {warning}")
 

@@ -7,6 +7,7 @@ import functools
 import os
 import re
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -147,7 +148,9 @@ def _status(run: Callable[[], object], given: Sequence[str], debug: bool) -> int
     except (VlmdistillError, OSError) as error:
         if debug:
             traceback.print_exc()
-        console.note(f"error: {_line(error)}")
+        surprise = isinstance(error, OSError) and not debug and not _is_users(error, given)
+        log = _logged() if surprise else ""
+        console.note(f"error: {_line(error)}{log}")
         return 1
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
@@ -166,6 +169,28 @@ def _source(package: str) -> str:
         if found := re.match(rf"{re.escape(package)}\b[^;]*(?:;.*extra == [\"'](\w+)[\"'])?$", line):
             return f"vlmdistill[{found[1]}]" if found[1] else package
     return ""
+
+
+def _is_users(error: OSError, given: Sequence[str]) -> bool:
+    """Whether the error is of a file below the current folder, or below or above a path of the command line.
+
+    Any other may come from a bug.
+    """
+    if not isinstance(error.filename, str) or "\0" in error.filename:
+        return False
+    file = Path(error.filename).resolve()
+    paths = [Path(word.rpartition("=")[2]).resolve() for word in ("", *given) if "\0" not in word]
+    return any(file.is_relative_to(path) or path.is_relative_to(file) for path in paths)
+
+
+def _logged() -> str:
+    """Write the traceback of the current error to a new file of the temporary folder; what to say of it."""
+    try:
+        with tempfile.NamedTemporaryFile("w", prefix="vlmdistill-", suffix=".log", delete=False) as file:
+            file.write(traceback.format_exc())
+    except OSError:  # such as a full disk
+        return "; --debug shows where"
+    return f"; if you did not expect this, report it with the traceback in {file.name}"
 
 
 def _line(error: VlmdistillError | OSError) -> str:

@@ -103,17 +103,17 @@ def _show(found: "ReportPage") -> None:
     from vlmdistill.pipelines.report.tables import COLUMNS
 
     if apart := differing(found.groups):
-        typer.echo(f"{len(found.groups)} groups that do not compare; they differ in {', '.join(apart)}")
+        console.echo(f"{len(found.groups)} groups that do not compare; they differ in {', '.join(apart)}")
     for group in found.groups:
         conditions = ", ".join(f"{name} {value}" for name, value in group.conditions.items())
-        typer.echo(f"\ngroup {group.number}: {conditions}" if apart else conditions)
+        console.echo(f"\ngroup {group.number}: {conditions}" if apart else conditions)
         console.rows([*COLUMNS], [[cell(one) for cell in COLUMNS.values()] for one in group.results])
         for text in (*(ranking.text for ranking in group.rankings), group.verdict.text):
-            typer.echo(text)
+            console.echo(text)
         for warning in group.warnings:
             console.note(f"warning: {warning}")
     if found.served:
-        typer.echo("\nserving engines, by eval --engine")
+        console.echo("\nserving engines, by eval --engine")
         console.rows(TABLE, table(found.served))
     if apart:
         typer.echo()
@@ -163,19 +163,19 @@ def _compare(before: Path, after: Path, as_json: bool) -> None:
                 rate["verdict"] = change.verdict
         console.result({"before": str(before), "after": str(after), **facts}, as_json=True)
         return
-    typer.echo(f"A  {before}\nB  {after}")
+    console.echo(f"A  {before}\nB  {after}")
     for fact in found.differing:
         some = "" if len(fact.drafters) == len(found.both) else f" ({', '.join(fact.drafters)})"
-        typer.echo(f"{fact.name}: {fact.before} -> {fact.after}{some}")
+        console.echo(f"{fact.name}: {fact.before} -> {fact.after}{some}")
     for where, names in (("A", found.only_before), ("B", found.only_after)):
         if names:
-            typer.echo(f"only in {where}: {', '.join(names)}")
+            console.echo(f"only in {where}: {', '.join(names)}")
     for what, differing in (("", found.refused), ("times of ", found.untimed)):
         for reason in dict.fromkeys(map(tuple, differing.values())):
             names = [name for name, one in differing.items() if tuple(one) == reason]
-            typer.echo(f"{what}{', '.join(names)} do not compare: other {' and other '.join(reason)}")
+            console.echo(f"{what}{', '.join(names)} do not compare: other {' and other '.join(reason)}")
     if not found.drafters:
-        typer.echo("nothing compares")
+        console.echo("nothing compares")
         return
     rates = (*changes.COUNTED, *changes.TIMED)
     typer.echo()
@@ -186,16 +186,16 @@ def _compare(before: Path, after: Path, as_json: bool) -> None:
             for one in found.drafters
         ],
     )
-    typer.echo(
+    console.echo(
         f"A -> B; in parentheses the 95% interval of the ratio, over prompts; {HIGHER} higher, {LOWER} lower"
     )
     for one in found.drafters:
         for warning in one.warnings:
             console.note(f"warning: {one.name} at temperature {one.temperature:g} in {warning}")
     count = sum(len(one.rates) for one in found.drafters)
-    typer.echo(f"\n{len(found.changed)} of {count} rates changed by more than noise")
+    console.echo(f"\n{len(found.changed)} of {count} rates changed by more than noise")
     for one, rate in found.changed:
-        typer.echo(f"{one.name} at temperature {one.temperature:g}: {rate.sentence}")
+        console.echo(f"{one.name} at temperature {one.temperature:g}: {rate.sentence}")
 
 
 def _change(change: "Change | None") -> str:

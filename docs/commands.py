@@ -53,8 +53,8 @@ def _prose(text: str) -> str:
 
 
 def _code(text: str) -> str:
-    """Options in running text as code."""
-    return OPTION.sub(r"`\g<0>`", text)
+    """Options in running text as code, but for those that are in code already."""
+    return re.sub(rf"`[^`]*`|{OPTION.pattern}", lambda found: f"`{found[0].strip('`')}`", text)
 
 
 def _table(command: Any, context: typer.Context) -> str:

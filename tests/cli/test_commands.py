@@ -1,11 +1,13 @@
 """The command line: one line per error, the right exit status, and no lost work."""
 
+import errno
 import json
 import resource
 import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +24,7 @@ from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.settings import flat
 from vlmdistill.pipelines.data.prompts.prompt_table import read
+from vlmdistill.pipelines.report import page
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.train import resolve
 
@@ -167,6 +170,25 @@ def test_debug_shows_the_traceback(workplace: Path, capsys: pytest.CaptureFixtur
     shown = capsys.readouterr().err
     assert "Traceback (most recent call last)" in shown
     assert shown.splitlines()[-1].startswith("error: ")
+
+
+def test_an_error_of_the_system_that_no_path_of_the_user_explains_leaves_its_traceback(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def bug(*_: object) -> None:
+        raise OSError(errno.EBADF, "Bad file descriptor")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert main(["report"]) == 1
+    assert main(["report", "absent.json", "/absent.json"]) == 1
+    assert not [*tmp_path.glob("*.log")]
+    monkeypatch.setattr(page, "read", bug)
+    capsys.readouterr()
+    assert main(["report"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    (log,) = tmp_path.glob("*.log")
+    assert str(log) in line
+    assert "in bug" in log.read_text()
 
 
 def test_prompts_go_to_the_workspace_of_the_model(

@@ -114,6 +114,8 @@ def weight_files(folder: Path) -> list[Path]:
         if not isinstance(names, dict) or not all(isinstance(shard, str) for shard in names.values()):
             raise TargetError(f"{folder / INDEX} is corrupt (weight_map is invalid): download it again")
         shards = sorted(set(names.values()))
+        if outside := [name for name in shards if Path(name).name != name]:
+            raise TargetError(f"{folder / INDEX} names '{outside[0]}', a file outside the folder")
     missing = [shard for shard in shards if not (folder / shard).is_file()]
     if missing or not shards:
         pickled = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
@@ -130,7 +132,7 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
         value = json.loads((folder / name).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise TargetError(f"{folder} has no {name}: not a checkpoint, or an incomplete download") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise TargetError(f"{folder / name} cannot be read: {error}") from None
     if not isinstance(value, dict):
         raise TargetError(f"{folder / name} is not a JSON object: download the checkpoint again")

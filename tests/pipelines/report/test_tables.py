@@ -147,6 +147,13 @@ def test_json_is_the_same_by_format_and_beside_another(report: Report, tmp_path:
     assert len(pl.read_csv(tmp_path / "table.csv")) == 3 * 3
 
 
+@pytest.mark.parametrize("form", ["html", "md", "csv", "latex"])
+def test_a_record_sends_no_command_to_the_terminal(workspace: Workspace, report: Report, form: str) -> None:
+    odd = "\x1b]0;pwn\x07\u202e"
+    records.write(evaluation("eagle2", measured(), hardware=odd), workspace.reports / "odd.json")
+    assert not {*odd[:1], *odd[-2:]} & {*report("--format", form)}
+
+
 def test_charts_are_whole_files(workspace: Workspace, report: Report, tmp_path: Path) -> None:
     report("--format", "csv", "--plots", str(tmp_path / "plots"))
     page = report("--json") and (workspace.reports / "index.html").read_text()

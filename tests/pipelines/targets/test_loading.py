@@ -165,6 +165,20 @@ def test_a_broken_weight_index(copy: Callable[[str], Path], places: object) -> N
     assert "model.safetensors.index.json is corrupt" in refusal(folder)
 
 
+def test_an_index_names_no_file_outside_its_folder(copy: Callable[[str], Path]) -> None:
+    folder = copy("llava")
+    (folder / "model.safetensors").rename(folder.parent / "model-1.safetensors")
+    index = {"weight_map": {"a": "../model-1.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "'../model-1.safetensors'" in refusal(folder)
+
+
+def test_a_configuration_of_endless_nesting_is_refused(copy: Callable[[str], Path]) -> None:
+    folder = copy("llava")
+    (folder / "config.json").write_text("[" * 200_000)
+    assert "config.json" in refusal(folder)
+
+
 @pytest.mark.parametrize("part", ["text_config", "vision_config"])
 def test_a_part_of_the_configuration_that_is_null(copy: Callable[[str], Path], part: str) -> None:
     folder = copy("llava")
