@@ -24,6 +24,10 @@ class DataError(VlmdistillError):
     """Input files (prompts, responses, configurations) cannot be used as they are."""
 
 
+class LostError(DataError):
+    """Another machine has published its work on the same part meanwhile; what was done here is kept."""
+
+
 class TargetError(VlmdistillError):
     """The target VLM cannot be found, loaded or used."""
 

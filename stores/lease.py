@@ -1,0 +1,153 @@
+"""A lock at a store: it saves double work, and is nothing that safety rests on.
+
+    <name>.<generation>.json   who holds it; created, never replaced
+    <name>.<generation>.alive  replaced by the holder every minute
+
+Whoever finds a lock waits for a sign of life, and is refused if there is one. A lock that shows none for five
+minutes, measured by the process that waits, is taken over by creating the next generation; at once, if its
+holder was a process of this machine that has ended.
+"""
+
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+
+from vlmdistill.stores.backends.backend import Backend
+from vlmdistill.stores.errors import DataError, VlmdistillError
+
+TOUCHED = 60.0  # seconds between two signs of life
+ABANDONED = 300.0  # seconds without one
+POLL = 2.0  # seconds between two looks at the lock of another
+log = logging.getLogger("vlmdistill.stores")
+
+
+class Holder(msgspec.Struct, frozen=True):
+    """The content of a lock."""
+
+    host: str
+    machine: str
+    process: int
+    token: str
+
+    @property
+    def ended(self) -> bool:
+        """Whether it was a process of this machine, which has ended."""
+        if not self.machine or self.machine != machine():
+            return False
+        try:
+            os.kill(self.process, 0)
+        except (OSError, OverflowError) as error:
+            return not isinstance(error, PermissionError)
+        return self.process == os.getpid()  # an earlier one of that number, as in a container
+
+
+def machine() -> str:
+    """This machine and this container, until they start again; hosts may share a name. Empty if unknown."""
+    try:
+        booted = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{socket.gethostname()} {booted} {os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""
+
+
+class Lease:
+    """A lock that this process holds."""
+
+    def __init__(self, there: Backend, name: str) -> None:
+        self._there, self._name = there, name
+        self._mine = Holder(socket.gethostname(), machine(), os.getpid(), secrets.token_hex(8))
+        self._generation = 0
+        self._ended = threading.Event()
+        self._touching = threading.Thread(target=self._touch, name="vlmdistill-lease", daemon=True)
+
+    def acquire(self) -> None:
+        """DataError if a process that is alive has the lock. OSError as the backend raises it."""
+        seen, since = None, 0.0  # of the lock of another: generation and last sign of life
+        while not self._take(generation := self._latest()):
+            other, now = self._holder(generation), time.monotonic()
+            if other is None:  # released
+                continue
+            sign = generation, self._alive(generation)
+            if seen is None:
+                log.info("%s is locked by %s: waiting for a sign of life", self._there.url, other.host)
+            elif sign != seen:
+                raise DataError(
+                    f"another run, process {other.process} on {other.host}, is writing to {self._there.url}: "
+                    "wait until it ends, or stop it"
+                )
+            since = since if seen else now
+            seen = sign
+            time.sleep(POLL)
+            if now - since > ABANDONED and self._create(generation + 1):
+                break
+        self._touching.start()
+
+    def _take(self, generation: int) -> bool:
+        """Take a lock that nobody holds, or whose holder was a process of this machine that has ended."""
+        other = self._holder(generation) if generation else None
+        free = generation == 0 or (other is not None and other.ended)
+        return free and self._create(generation + 1)
+
+    def _create(self, generation: int) -> bool:
+        self._generation = generation
+        data = msgspec.json.encode(self._mine)
+        return self._there.create(self._file(generation), data) or self._holder(generation) == self._mine
+
+    def release(self) -> None:
+        """Remove the lock, and those that it has taken over."""
+        self._ended.set()
+        if self._touching.ident:
+            self._touching.join()
+        with suppress(OSError, VlmdistillError):
+            for generation in range(self._latest(), 0, -1):
+                if generation > self._generation:
+                    return
+                for end in ("alive", "json"):
+                    self._there.remove(f"{self._name}.{generation}.{end}")
+
+    def _touch(self) -> None:
+        count = 0
+        while not self._ended.wait(TOUCHED):
+            with suppress(OSError, VlmdistillError):  # the next one may succeed
+                count += 1
+                self._there.replace(self._file(self._generation, "alive"), str(count).encode())
+
+    def _latest(self) -> int:
+        folder, _, leaf = self._name.rpartition("/")
+        names = (name.removeprefix(f"{leaf}.").partition(".") for name in self._there.list_names(folder))
+        return max((int(one) for one, _, end in names if one.isdecimal() and end == "json"), default=0)
+
+    def _alive(self, generation: int) -> bytes:
+        with suppress(FileNotFoundError):
+            return self._there.read(self._file(generation, "alive"), 32)
+        return b""
+
+    def _holder(self, generation: int) -> Holder | None:
+        try:
+            return msgspec.json.decode(self._there.read(self._file(generation), 1 << 12), type=Holder)
+        except FileNotFoundError:
+            return None
+        except msgspec.DecodeError:
+            return Holder("an unknown machine", "", 0, "")
+
+    def _file(self, generation: int, end: str = "json") -> str:
+        return f"{self._name}.{generation}.{end}"
+
+
+@contextmanager
+def leased(there: Backend, name: str) -> Iterator[None]:
+    """Hold the lock `name` at a store; DataError if a process that is alive has it."""
+    lease = Lease(there, name)
+    lease.acquire()
+    try:
+        yield
+    finally:
+        lease.release()
