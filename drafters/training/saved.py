@@ -4,7 +4,8 @@
                    step<N>.safetensors  weights, Adam's moments and steps, buffers; see `deepspeed_engine`
                    metrics.jsonl        figures of each step and validation; see `progress`
 
-A copy, in another folder or at a URL, has `checkpoint.json` and `step<N>-<checksum>/step<N>.safetensors`.
+A copy, in another folder or at a URL, is a part with versions (see `stores.sharing.part`): of two machines
+that go on from the same version, the second one is told so and changes nothing.
 
 Rank 0 writes it; the others get it from the rank that has it. Nothing in it can run code, and all of it is
 checked before use: a checkpoint may come from someone else.
@@ -16,6 +17,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any, ClassVar, Literal
 
 from blake3 import blake3
@@ -28,9 +30,10 @@ from torch import Tensor
 from vlmdistill.drafters.training.deepspeed_engine import MOMENTS, STEP, PartEntry
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.backends.opening import open_backend
-from vlmdistill.stores.errors import StoreError, TrainingError, one_line
+from vlmdistill.stores.errors import LostError, StoreError, TrainingError, one_line
 from vlmdistill.stores.manifest import Record, seal, unseal
 from vlmdistill.stores.schema import SCHEMA_VERSION
+from vlmdistill.stores.sharing.part import Copy
 
 log = logging.getLogger(__name__)
 RECORD = "checkpoint.json"
@@ -87,11 +90,6 @@ class Saved(Record, frozen=True, kw_only=True):
         """The name of its tensors' file: never taken from the record itself."""
         return f"step{self.position.total}.safetensors"
 
-    @property
-    def copied(self) -> str:
-        """The folder of that file in a copy."""
-        return f"step{self.position.total}-{self.checksum[:16]}"
-
     def wrong(self, name: str) -> str | None:
         """Check the part of the position that has no type: the reader."""
         legs = self.position.reader.get("history", ()) if self.position.reader is not None else ()
@@ -118,66 +116,60 @@ def write(folder: Path, saved: Saved, tensors: Mapping[str, Tensor]) -> None:
                 shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
 
 
-def send(folder: Path, url: str) -> str:
-    """Copy the checkpoint of a folder to another folder or a URL, then delete the copy before.
+class Copied:
+    """The copy of a run's folder, in another folder or at a URL."""
 
-    Returns why it failed, which is also logged: the checkpoint in the folder is whole.
-    """
-    try:
-        there, saved = open_backend(url), unseal((folder / RECORD).read_bytes(), Saved, RECORD)
-        aside = there.workspace()
+    def __init__(self, folder: Path, url: str) -> None:
+        self.folder, self.url = folder, url
+        record = folder.with_name(f".{folder.name}.version.json")
+        self._copy = Copy(open_backend(url), folder, record, lambda name: not name.startswith("."))
+
+    def begin(self, signature: str, force: bool = False) -> None:
+        """Take over the copy if it is further than the checkpoint here; with `force`, it will be replaced.
+
+        TrainingError when it is of a run of another signature, or damaged.
+        """
         try:
-            shutil.copyfile(folder / saved.file, aside / saved.file)
-            there.publish(aside, saved.copied)
-        finally:
-            there.release(aside)
-        there.replace(RECORD, seal(saved))
-        discard(url, but=saved.copied)
-    except (OSError, StoreError) as error:
-        why = f"no checkpoint can be copied to {url} ({one_line(error)})"
-        log.warning("%s: the next one is tried again", why)
-        return why
-    return ""
+            latest = self._copy.part.latest()
+            stored = latest.files.get(RECORD) if latest else None
+            there = None
+            if stored and not force:
+                with TemporaryDirectory() as aside:
+                    self._copy.part.download(stored, Path(aside) / RECORD)
+                    there = read(Path(aside))
+                here = read(self.folder)
+                if there and there.signature != signature:
+                    raise TrainingError(
+                        f"{self.url} holds the checkpoint of a run with other settings or data: give this "
+                        "one a --name of its own, or --force to start over"
+                    )
+                if there and (here is None or here.position.total < there.position.total):
+                    self._copy.update()
+                    return
+            self._copy.adopt()
+        except StoreError:
+            raise _damaged(self.url) from None
 
+    def send(self) -> str:
+        """Publish what is in the folder; why that failed, which is also logged: the next one tries again.
 
-def discard(url: str, but: str = "") -> None:
-    """Delete a copy, or what of it does not belong to the tensors in the folder `but`."""
-    there = open_backend(url)
-    if not but:
-        there.remove(RECORD)
-    for name in there.list_names(""):
-        if name.startswith("step") and name != but:
-            there.remove(name)
-
-
-def fetch(url: str, folder: Path, signature: str) -> None:
-    """Take over the copy at a folder or URL if it is further than the checkpoint of `folder`.
-
-    TrainingError when it is of a run of another signature, or damaged.
-    """
-    there = open_backend(url)
-    try:
-        saved = unseal(there.read(RECORD, Saved.MOST + 1), Saved, RECORD)
-        here = read(folder)
-        if saved.signature != signature:
+        TrainingError when another machine has gone on with the run.
+        """
+        try:
+            self._copy.publish()
+        except LostError as error:
+            latest = self._copy.part.latest()
+            theirs = sorted(name for name in (latest.files if latest else ()) if name.startswith("step"))
+            mine = sorted(path.name for path in self.folder.glob("step*"))
             raise TrainingError(
-                f"{url} holds the checkpoint of a run with other settings or data: give this one a --name of "
-                "its own, or --force to start over"
-            )
-        if here is not None and here.position.total >= saved.position.total:
-            return
-        name = f"{saved.copied}/{saved.file}"
-        folder.mkdir(parents=True, exist_ok=True)
-        with atomic_write(folder / saved.file, alone=True) as new:
-            there.copy(name, there.size(name) or 0, new)
-            if _hash(new) != saved.checksum:
-                raise _damaged(f"{url}/{name}")
-        with atomic_write(folder / RECORD, alone=True) as new:
-            new.write_bytes(seal(saved))
-    except FileNotFoundError:
-        return
-    except (StoreError, ValueError):
-        raise _damaged(f"{url}/{RECORD}") from None
+                f"another machine has gone on with this run: it has {', '.join(theirs) or 'no checkpoint'}, "
+                f"this machine {', '.join(mine) or 'none'}; {one_line(error)}"
+            ) from None
+        except (OSError, StoreError) as error:
+            why = f"no checkpoint can be copied to {self.url} ({one_line(error)})"
+            log.warning("%s: the next one is tried again", why)
+            return why
+        return ""
 
 
 def read(folder: Path) -> Saved | None:

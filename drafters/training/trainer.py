@@ -71,10 +71,7 @@ def train(
             trainer = _Trainer(run, data, signals, on_step)
             if force:
                 shutil.rmtree(run.state, ignore_errors=True)
-            if url := run.checkpoints:
-                ranks.first(
-                    lambda: saved.discard(url) if force else saved.fetch(url, run.state, data.signature)
-                )
+            trainer.fetch(force)
             trainer.begin(*furthest(run, data))
             if force:
                 shutil.rmtree(run.out, ignore_errors=True)
@@ -108,6 +105,7 @@ class _Trainer:
         self.capture = follow.Capture(run.store, run.wait) if run.follow else None
         self.allowed = sys.maxsize  # steps, as far as the capture is
         self.saved = 0  # the step of the last checkpoint
+        self.copied = saved.Copied(run.state, run.checkpoints) if run.checkpoints else None
         self.missing = ""  # why its copy failed
         self.metrics: Metrics | None = None  # on rank 0
         self.best: dict[str, torch.Tensor] = {}  # weights at `position.best`, on rank 0, if the run validates
@@ -137,6 +135,11 @@ class _Trainer:
             zero=run.zero,
             dtype=self.dtype,
         )
+
+    def fetch(self, force: bool) -> None:
+        """Take over the copy of the run's checkpoint if it is further; with `force`, it will be replaced."""
+        if copied := self.copied:
+            ranks.first(lambda: copied.begin(self.data.signature, force))
 
     def begin(self, found: Saved | None, source: int) -> None:
         """Continue from a checkpoint, which the rank `source` has; without one, start."""
@@ -230,8 +233,7 @@ class _Trainer:
             raise TrainingError(f"no step was taken: {self.run.store} has no samples for {stages}")
         self.measures.gather()
         ranks.first(self._publish)
-        if self.missing:
-            self._copy()
+        self._copy()  # the last figures, too
         if self.missing:
             raise TrainingError(f"{self.missing}; the drafter is done, in {self.run.out}")
 
@@ -454,8 +456,8 @@ class _Trainer:
         self._copy()
 
     def _copy(self) -> None:
-        if url := self.run.checkpoints:
-            self.missing = ranks.first(lambda: saved.send(self.run.state, url))
+        if self.copied:
+            self.missing = ranks.first(self.copied.send)
 
     def _stop(self, number: int) -> None:
         """Write a checkpoint and end the run, as a signal asked."""

@@ -7,7 +7,7 @@ runs/<model>/prompts.parquet    imported prompts (prompts.skipped.jsonl: rows th
              reports/           evaluations, those of servers in served/, and the report
              served/            what `eval --engine vllm` exports, and the logs of its servers
 
-`runs` may be a URL; see `mirror`.
+`runs` may be a URL; see `parts`.
 """
 
 import fcntl
@@ -21,12 +21,12 @@ from pathlib import Path
 from vlmdistill.pipelines.media.urls import copy_of, is_url
 from vlmdistill.pipelines.targets.checkpoints.registry import hub_id
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
-from vlmdistill.pipelines.workspace.mirror import Mirror, mirror, mirror_of
-from vlmdistill.pipelines.workspace.remote_lock import locked
+from vlmdistill.pipelines.workspace.parts import Parts, Publishing, parts, parts_of
 from vlmdistill.stores.backends.backend import STAGING, writing
 from vlmdistill.stores.backends.local import Local
 from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.errors import DataError, lone_surrogate
+from vlmdistill.stores.lease import leased
 from vlmdistill.stores.store import require_room
 
 RUNS_VARIABLE = "VLMDISTILL_RUNS"
@@ -39,7 +39,7 @@ class Workspace:
 
     model: str
     root: Path
-    mirror: Mirror | None = None  # of a workspace at a URL, which `root` is a copy of
+    parts: Parts | None = None  # of a workspace at a URL, which `root` is a copy of
 
     @classmethod
     def of(cls, model: str, runs: str | Path | None = None) -> "Workspace":
@@ -67,13 +67,12 @@ class Workspace:
         name = folder.name if folder else model.strip("/").replace("/", "--")
         if folder is None and model not in EMBEDDED and name not in (names := there.list_names("")):
             hub_id(model, names)
-        return cls(model, base / name, None if isinstance(there, Local) else mirror(f"{url}/{name}"))
+        return cls(model, base / name, None if isinstance(there, Local) else parts(f"{url}/{name}"))
 
     @property
     def prompts(self) -> Path:
         """The imported prompts, one Parquet file."""
-        self._part("prompts.skipped.jsonl")
-        return self._part("prompts.parquet")
+        return self._part("prompts", "prompts.parquet")
 
     @property
     def responses(self) -> Path:
@@ -83,7 +82,7 @@ class Workspace:
     @property
     def features(self) -> str:
         """The folder or URL of the feature store."""
-        return f"{self.mirror.url}/features" if self.mirror else str(self.root / "features")
+        return f"{self.parts.url}/features" if self.parts else str(self.root / "features")
 
     @property
     def reports(self) -> Path:
@@ -92,22 +91,23 @@ class Workspace:
 
     def checkpoints(self, name: str) -> str | None:
         """The URL that gets the checkpoints of a drafter's training; None for a local workspace."""
-        return f"{self.mirror.url}/drafters/{name}.training" if self.mirror else None
+        return f"{self.parts.url}/drafters/{name}.training" if self.parts else None
 
-    def _part(self, name: str) -> Path:
-        """A file or folder, brought up to date when it is first asked for."""
-        return self.mirror.fetch(name) if self.mirror else self.root / name
+    def _part(self, part: str, name: str = "") -> Path:
+        """A file or folder of a part, which is brought up to date when it is first asked for."""
+        if self.parts:
+            self.parts.fetch(part)
+        return self.root / (name or part)
 
     def close(self) -> None:
-        """Send what is new to the URL of the workspace, if it has one; see `Mirror.close`."""
-        if self.mirror:
-            self.mirror.close()
+        """Publish what is new, if the workspace is at a URL; see `Parts.close`."""
+        if self.parts:
+            self.parts.close()
 
     def drafter(self, name: str) -> Path:
         """The folder of one trained drafter; DataError if that cannot be its name."""
         if not NAME.fullmatch(name):
             raise DataError(f"'{name}' is no drafter's name: use letters, digits, '_', '.' and '-'")
-        self._part(f"drafters/{name}.training")
         return self._part(f"drafters/{name}")
 
     def trained(self, drafter: str) -> Path:
@@ -133,19 +133,19 @@ def checkpoint_folder(model: str) -> Path | None:
 
 
 @contextmanager
-def only_writer(where: str | Path) -> Iterator[None]:
+def only_writer(where: str | Path) -> Iterator[Publishing]:
     """Lock a folder, or a store at a URL, until this process ends; DataError if another run holds the lock.
 
     It prevents that two runs pay for the same work. The lock file lies next to the folder. In a workspace
-    at a URL, other machines are locked out, too, and the folder is up to date.
+    at a URL, other machines are locked out, too, the folder is up to date, and it is published at the end.
     """
     if is_url(where):
         store = open_backend(str(where))
         require_room(store)
         with ExitStack() as stack:
             with writing(store):
-                stack.enter_context(locked(store, f"{STAGING}/writer.lock"))
-            yield
+                stack.enter_context(leased(store, f"{STAGING}/writer"))
+            yield Publishing()
         return
     folder = Path(where)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -154,6 +154,7 @@ def only_writer(where: str | Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise DataError(f"another run is writing to {folder}: wait until it ends, or stop it") from None
-        mirrored = mirror_of(folder)
-        with mirrored.writing(folder) if mirrored else nullcontext():
-            yield
+        found = parts_of(folder)
+        part = found.part_of(folder) if found else None
+        with found.writing(part) if found and part else nullcontext(Publishing()) as publishing:
+            yield publishing

@@ -25,6 +25,7 @@ class Backend(ABC):
 
     url: str
     is_local: bool
+    exclusive = True  # whether of several that create a file at once, one alone is told so
 
     @abstractmethod
     def read(self, name: str, most: int | None = None) -> bytes:

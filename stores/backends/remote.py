@@ -116,6 +116,7 @@ class Remote(Backend):
                     if self._fs.exists(path):  # some stores only say that the request is not valid
                         return not unknown and bool(self._fs.cat_file(path) == data)  # its reply was lost
                     if unknown:  # a PUT without a condition
+                        self.exclusive = False
                         break
                     if number != errno.EIO or not left:  # else a conflict with another PUT, perhaps
                         raise

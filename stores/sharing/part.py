@@ -15,11 +15,12 @@ vanishes reads the latest version again.
 """
 
 import logging
+import os
 import secrets
 import shutil
 import socket
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -28,7 +29,7 @@ import msgspec
 from msgspec import Meta
 
 from vlmdistill.stores.backends.backend import STREAMS, Backend
-from vlmdistill.stores.backends.local import atomic_write
+from vlmdistill.stores.backends.local import atomic_write, lock
 from vlmdistill.stores.errors import DataError, LostError, StoreError, one_line
 from vlmdistill.stores.manifest import Count, Record, Short, seal, unseal
 from vlmdistill.stores.schema import SCHEMA_VERSION
@@ -191,6 +192,10 @@ class Copy:
         Changes that were not published stay if nobody has published a version since; else they are moved
         aside, and a line in the log says where. DataError if the part has vanished at the URL.
         """
+        with self._alone():
+            self._update()
+
+    def _update(self) -> None:
         for _ in range(TRIES):
             latest, before = self.part.latest(), self._read()
             if latest is None:
@@ -204,6 +209,11 @@ class Copy:
                 self._take(latest, before)
                 return
         raise StoreError(f"files of {self.url} are missing: restore them, or remove what is left of it")
+
+    def adopt(self) -> None:
+        """Go on from the latest version with the files here: `publish` replaces those of the version."""
+        with self._alone():
+            self._write(Synced(self.part.latest(), {}))
 
     def _take(self, latest: Version, before: Synced) -> None:
         same = before.version is not None and before.version.mark == latest.mark
@@ -249,6 +259,10 @@ class Copy:
 
         LostError when another machine has published a version since: what was done here stays in the folder.
         """
+        with self._alone():
+            self._publish()
+
+    def _publish(self) -> None:
         base = self._read()
         if self._sent and self._sent.version and self.part.has(self._sent.version):
             base = self._sent
@@ -336,6 +350,19 @@ class Copy:
             if self._keep(name) and (stat := stat_of(path)):
                 found[name] = stat
         return found
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Lock the folder against other processes of this machine."""
+        self.record.parent.mkdir(parents=True, exist_ok=True)
+        guard = self.record.with_suffix(".lock")
+        guard.touch()
+        handle = lock(guard, wait=True)
+        try:
+            yield
+        finally:
+            if handle is not None:
+                os.close(handle)
 
     def _read(self) -> Synced:
         try:

@@ -46,7 +46,7 @@ class StorePart:
         """The store; StoreError when there is none."""
         return self.store or Store.open(self.backend)
 
-    def writing(self) -> AbstractContextManager[None]:
+    def writing(self) -> AbstractContextManager[object]:
         """Lock the store against other runs; see `only_writer`."""
         return only_writer(self.path)
 

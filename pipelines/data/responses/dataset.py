@@ -5,7 +5,8 @@
     pack-<hash>.parquet  the rows of many parts, which it names
     failed.jsonl         prompts that failed in the last run
 
-Responses that a filter dropped stay here with the reason, so that they are not generated again.
+Responses that a filter dropped stay here with the reason, so that they are not generated again. A prompt has
+one response: of several, which machines without a common lock have made, the first file by name counts.
 """
 
 import dataclasses
@@ -233,6 +234,17 @@ def _batches(path: Path, columns: Sequence[str]) -> Iterator[Any]:
         raise _damaged(path, error) from None
 
 
+def _first(rows: Any, seen: set[str]) -> Any:
+    """The rows whose keys were not seen before, which are added to those."""
+    import pyarrow as pa
+
+    new = []
+    for key in rows["key"].to_pylist():
+        new.append(key not in seen)
+        seen.add(key)
+    return rows if all(new) else rows.filter(pa.array(new))
+
+
 def table(out: Path, columns: Sequence[str] | None = None) -> Any:
     """All responses as one Arrow table; DataError names a file that cannot be read."""
     import pyarrow as pa
@@ -245,9 +257,10 @@ def table(out: Path, columns: Sequence[str] | None = None) -> Any:
 def facts(out: Path) -> "pl.DataFrame":
     """Of each response: `key`, `keep`, `reason`, and its numbers of tokens."""
     names = ("key", "keep", "reason", *COUNTS)
-    return _whole(
+    found = _whole(
         out, lambda paths: _frame((one for path in paths for one in _batches(path, (*names, "ids"))), names)
     )
+    return found.unique("key", keep="first", maintain_order=True)
 
 
 def _frame(batches: Iterable[Any], names: Sequence[str]) -> "pl.DataFrame":
@@ -286,9 +299,11 @@ def without_response(prompts: Sequence[Prompt], out: Path) -> Sequence[Prompt]:
 
 def read(out: Path, kept: bool = True) -> Iterator[ResponseRow]:
     """The responses in a folder; with `kept`, only those that passed the filters."""
+    seen = set[str]()
     for path in _paths(out):
         for rows in _batches(path, schema().names):
-            batch = rows.filter(rows["keep"]) if kept else rows
+            batch = _first(rows, seen)
+            batch = batch.filter(batch["keep"]) if kept else batch
             ids = batch.column("ids")
             flat, lengths = ids.flatten().to_numpy(), ids.value_lengths().to_numpy()
             start = 0
@@ -312,9 +327,11 @@ class Responses:
         found = [_frame([], names)]  # and of each batch, on its way to the spool
 
         def kept() -> Iterator[Any]:
+            seen = set[str]()
             for path in paths:
                 for batch in _batches(path, schema().names):
-                    rows = batch.filter(batch["keep"])
+                    rows = _first(batch, seen)
+                    rows = rows.filter(rows["keep"])
                     found.append(_frame([rows], names))
                     yield rows
 

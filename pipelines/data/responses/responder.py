@@ -233,7 +233,7 @@ def respond(
     check_environment(options.engine)  # before Ray starts
     if batch < 1:
         raise DataError(f"--batch-size {batch}: give a number above 0")
-    with only_writer(out):
+    with only_writer(out) as part:
         for left in out.glob(".*.tmp"):  # by a killed run
             left.unlink()
         fingerprint = checkpoint(model)  # before Ray starts
@@ -264,6 +264,7 @@ def respond(
                     written += dataset.write_part(out, ended.task.name, rows)
                     if written % dataset.PACKED == 0:
                         dataset.pack(out)
+                    part.save()
                     if ended.result:
                         on_result(ended.result)
                     done += len(rows) + len(ended.failed)

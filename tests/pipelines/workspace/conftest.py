@@ -2,14 +2,14 @@
 
 import secrets
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.pipelines.workspace.disks import On
-from vlmdistill.pipelines.workspace import mirror, remote_lock
+from vlmdistill.pipelines.workspace import parts
 from vlmdistill.pipelines.workspace.workspace import Workspace
+from vlmdistill.stores import lease
 
 
 @pytest.fixture
@@ -18,19 +18,14 @@ def runs() -> str:
 
 
 @pytest.fixture
-def on(runs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[On]:
-    """The workspace as a machine sees it that has a name and a disk of its own."""
-    monkeypatch.setattr(mirror, "EVERY", 3600.0)
-    monkeypatch.setattr(remote_lock, "POLL", 0.05)
-    opened = list[Workspace]()
+def on(runs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> On:
+    """The workspace as a new process of a machine sees it that has a name and a disk of its own."""
+    monkeypatch.setattr(lease, "POLL", 0.05)
 
     def on(machine: str) -> Workspace:
         monkeypatch.setenv("VLMDISTILL_CACHE", str(tmp_path / machine))
         monkeypatch.setattr(socket, "gethostname", lambda: machine)
-        opened.append(Workspace.of("demo", runs))
-        return opened[-1]
+        parts._opened.clear()
+        return Workspace.of("demo", runs)
 
-    yield on
-    for one in opened:
-        if one.mirror:
-            one.mirror.stop()
+    return on

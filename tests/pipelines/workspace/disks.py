@@ -7,15 +7,28 @@ import fsspec
 
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.backends.local import atomic_write
+from vlmdistill.stores.backends.remote import Remote
+from vlmdistill.stores.sharing.part import Part
 
 On = Callable[[str], Workspace]
 
 
-def there(runs: str) -> dict[str, bytes]:
-    """The files at the URL."""
-    files = fsspec.filesystem("memory")
+def published(runs: str, part: str) -> dict[str, str]:
+    """The files of a part at the URL, which are all there and as their version says."""
+    found = Part(Remote(f"{runs}/demo/{part}"))
+    latest = found.latest()
+    texts = {}
+    for name, stored in latest.files.items() if latest else ():
+        data = found.there.read(f"files/{stored.file}")
+        assert len(data) == stored.size
+        texts[name] = data.decode()
+    return texts
+
+
+def names_at(runs: str) -> list[str]:
+    """Every object of the workspace at the URL."""
     base = runs.removeprefix("memory:/") + "/demo/"
-    return {path.removeprefix(base): files.cat_file(path) for path in files.find(base)}
+    return [path.removeprefix(base) for path in fsspec.filesystem("memory").find(base)]
 
 
 def write(path: Path, text: str) -> None:

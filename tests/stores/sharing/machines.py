@@ -11,12 +11,17 @@ REQUESTS = ("read", "read_range", "create", "replace", "list_files", "list_names
 
 
 class Line:
-    """The requests of one machine to a backend, counted; one of them may be stopped or lose its reply."""
+    """The requests of one machine, counted; one of them may be stopped or lose its reply."""
 
-    def __init__(self, there: Backend) -> None:
-        self.there, self.count = there, 0
+    def __init__(self, *watched: Backend) -> None:
+        self.count = 0
         self._at: Callable[[int, str], None] = lambda number, moment: None
         self._lock = threading.Lock()
+        for there in watched:
+            self.watch(there)
+
+    def watch(self, there: Backend) -> None:
+        """Count the requests to a backend, too."""
         for name in REQUESTS:
             setattr(there, name, self._counted(getattr(there, name)))
 

@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,17 @@ def test_packed_parts_hold_every_response_once_also_when_a_kill_left_them(
     assert len(list(tmp_path.iterdir())) == 3  # the pack, and two parts that are too few for another
     kept = dataset.Responses(tmp_path)
     assert [list(kept.row(at).ids) for at in kept.facts["row"]] == [row(key).ids for key in kept.facts["key"]]
+
+
+def test_of_a_prompt_with_two_responses_the_first_file_by_name_counts(tmp_path: Path) -> None:
+    dataset.write_part(tmp_path, "b", [replace(row(key), text="second") for key in ("k1", "k2")])
+    dataset.write_part(tmp_path, "a", [row("k2"), row("k3"), replace(row("k2"), text="third")])
+    texts = {one.key: one.text for one in dataset.read(tmp_path, kept=False)}
+    assert texts == {"k1": "second", "k2": "text k2", "k3": "text k3"}
+    assert [one.key for one in dataset.read(tmp_path, kept=False)] == ["k2", "k3", "k1"]
+    assert dataset.facts(tmp_path)["key"].to_list() == ["k2", "k3", "k1"]
+    kept = dataset.Responses(tmp_path)
+    assert [kept.row(at).text for at in kept.facts["row"]] == ["text k2", "second"]
 
 
 def test_prompts_with_media_are_as_long_in_columns_as_they_are_one_by_one(prompts_file: Path) -> None:

@@ -1,0 +1,194 @@
+"""A workspace at a URL, and the folder of this machine that has copies of its parts.
+
+    <url>/prompts, responses, drafters/<name>, reports   parts, see `stores.sharing.part`
+          images, demo-data, benchmarks                  media of prompts; created, never replaced
+          features                                       the feature store, used where it is
+    <cache>/s3/bucket/runs/<model>/                      the folder, under the path of its URL
+                           .parts/                       what each part was equal to
+
+A command updates a part when it first asks for it, and publishes what it has changed: responses every minute,
+all others at its end. The run of a training publishes its own checkpoints (`drafters.training.saved`).
+"""
+
+import logging
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from vlmdistill.pipelines.media.urls import VARIABLE, address, cache, copy_of
+from vlmdistill.stores.backends.backend import STREAMS
+from vlmdistill.stores.backends.remote import Remote
+from vlmdistill.stores.errors import DataError, one_line
+from vlmdistill.stores.lease import leased
+from vlmdistill.stores.sharing.part import Copy, stat_of
+
+RECORDS = ".parts"
+PROMPTS = ("prompts.parquet", "prompts.skipped.jsonl")
+UNFINISHED = ".unfinished"  # evaluations
+PART = re.compile(r"responses|reports|drafters/[^/]+")  # with a folder of its own
+MEDIA = {"prompts": ("images", "demo-data"), "reports": ("benchmarks/images", "benchmarks/demo")}
+EVERY = 60.0  # seconds between two versions of a part that is being written
+log = logging.getLogger("vlmdistill.pipelines")
+
+
+class Parts:
+    """The parts of a workspace at a URL."""
+
+    def __init__(self, url: str, folder: Path) -> None:
+        self.url, self.folder, self.there = url, folder, Remote(url)
+        self._copies = dict[str, Copy]()
+        try:
+            (folder / RECORDS).mkdir(parents=True, exist_ok=True)  # so that `parts_of` finds it
+        except OSError as error:
+            raise DataError(
+                f"{folder}, the copy of {url}, cannot be written to ({error.strerror}): set {VARIABLE} to "
+                "another folder"
+            ) from None
+
+    def fetch(self, part: str) -> None:
+        """Update the copy of a part, once in this process."""
+        if part not in self._copies:
+            copy = self._copy(part)
+            with self._reaching("read"):
+                copy.update()
+            self._copies[part] = copy
+
+    def _copy(self, part: str) -> Copy:
+        there, record = (
+            Remote(f"{self.url}/{part}"),
+            self.folder / RECORDS / f"{part.replace('/', '--')}.json",
+        )
+        if part == "prompts":
+            return Copy(there, self.folder, record, PROMPTS.__contains__, deep=False)
+        return Copy(there, self.folder / part, record, _kept, apart=part == "reports")
+
+    def part_of(self, path: Path) -> str | None:
+        """The part that a file or folder of this machine is; None if it is of none."""
+        name = Path(os.path.relpath(path, self.folder)).as_posix()
+        return "prompts" if name in PROMPTS else name if PART.fullmatch(name) else None
+
+    @contextmanager
+    def writing(self, part: str) -> Iterator["Publishing"]:
+        """Lock a part against other machines, update it, and publish it at the end; see `leased`."""
+        with self._reaching("written to"):
+            self._require_exclusive()
+            lease = leased(self.there, f"{part}/lock")
+            lease.__enter__()
+        try:
+            self._copies.pop(part, None)
+            self.fetch(part)
+            try:
+                yield Publishing(self, part)
+            finally:
+                self.publish(part)
+        finally:
+            lease.__exit__(None, None, None)
+
+    def _require_exclusive(self) -> None:
+        """DataError at a store that cannot create a file on the condition that there is none."""
+        probe = f".probe-{os.getpid()}-{time.time_ns()}"
+        self.there.create(probe, b"")
+        self.there.remove(probe)
+        if not self.there.exclusive:
+            raise DataError(
+                f"{self.url}: this object store has no conditional PUT, so machines could overwrite each "
+                "other's work: keep the workspace on S3, Google Cloud Storage or Azure"
+            )
+
+    def publish(self, part: str) -> None:
+        """Publish what has changed in a part here; LostError if another machine has published meanwhile."""
+        with self._reaching("written to"):
+            for folder in MEDIA.get(part, ()):
+                self._send_media(folder)
+            self._copies[part].publish()
+
+    def _send_media(self, folder: str) -> None:
+        """Create the files of a folder that are not there; DataError if another one has the same name."""
+        here = {
+            path.relative_to(self.folder).as_posix(): stat
+            for path in (self.folder / folder).rglob("*")
+            if not path.name.startswith(".") and (stat := stat_of(path))
+        }
+        there = (
+            {f"{folder}/{name}": size for name, size in self.there.list_files(folder).items()} if here else {}
+        )
+        other = [name for name, stat in here.items() if there.get(name, stat[0]) != stat[0]]
+        if other:
+            raise DataError(
+                f"{self.url}/{other[0]} is another file than {self.folder / other[0]}: rename one of the two"
+            )
+
+        def send(name: str) -> None:
+            self.there.replace(name, self.folder / name)
+
+        for _ in self.there.map(send, sorted(here.keys() - there.keys()), STREAMS):
+            pass
+
+    def close(self) -> None:
+        """Publish what this process has changed in any part. DataError when that is not possible."""
+        for part in [*self._copies]:
+            self.publish(part)
+            del self._copies[part]
+
+    @contextmanager
+    def _reaching(self, how: str) -> Iterator[None]:
+        """Say that the URL cannot be read or written to, and what becomes of the work here."""
+        try:
+            yield
+        except OSError as error:
+            why = f"{error.strerror}: {error.filename}" if error.strerror else one_line(error)
+            unsent = f"; {self.folder} has what was done here, and the next command with this --runs sends it"
+            raise DataError(
+                f"the workspace {self.url} cannot be {how} ({why}){unsent if how == 'written to' else ''}"
+            ) from error
+
+
+class Publishing:
+    """A part that is being written; of a local workspace there is nothing to publish."""
+
+    def __init__(self, parts: Parts | None = None, part: str = "") -> None:
+        self._parts, self._part, self._last = parts, part, time.monotonic()
+
+    def save(self) -> None:
+        """Publish what is there, if the last version is a minute old. What fails is tried again later.
+
+        LostError if another machine has published meanwhile.
+        """
+        if self._parts and time.monotonic() - self._last > EVERY:
+            try:
+                self._parts.publish(self._part)
+            except DataError as error:
+                if not isinstance(error.__cause__, OSError):
+                    raise
+                log.warning("%s; it is tried again every minute", one_line(error))
+            self._last = time.monotonic()
+
+
+def parts_of(path: Path) -> Parts | None:
+    """The parts of the workspace that a path is in the copy of, also in a process that did not open it."""
+    full = path.resolve()
+    if full.is_relative_to(cache()):
+        for folder in full.parents:
+            if (folder / RECORDS).is_dir():
+                return parts(address(folder))
+    return None
+
+
+_opened = dict[tuple[str, Path], Parts]()
+
+
+def parts(url: str) -> Parts:
+    """The parts of the workspace at a URL, which this process opens once."""
+    key = address(copy_of(url)), copy_of(url)
+    if key not in _opened:
+        _opened[key] = Parts(*key)
+    return _opened[key]
+
+
+def _kept(name: str) -> bool:
+    *folders, leaf = name.split("/")
+    hidden = any(folder.startswith(".") for folder in folders)
+    return not hidden and (not leaf.startswith(".") or leaf.endswith(UNFINISHED))
