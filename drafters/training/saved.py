@@ -116,8 +116,8 @@ def write(folder: Path, saved: Saved, tensors: Mapping[str, Tensor]) -> None:
                 shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
 
 
-class Copied:
-    """The copy of a run's folder, in another folder or at a URL."""
+class RemoteRun:
+    """The checkpoints and logs of a run, published to another folder or a URL."""
 
     def __init__(self, folder: Path, url: str) -> None:
         self.folder, self.url = folder, url

@@ -105,7 +105,7 @@ class _Trainer:
         self.capture = follow.Capture(run.store, run.wait) if run.follow else None
         self.allowed = sys.maxsize  # steps, as far as the capture is
         self.saved = 0  # the step of the last checkpoint
-        self.copied = saved.Copied(run.state, run.checkpoints) if run.checkpoints else None
+        self.copied = saved.RemoteRun(run.state, run.checkpoints) if run.checkpoints else None
         self.missing = ""  # why its copy failed
         self.metrics: Metrics | None = None  # on rank 0
         self.best: dict[str, torch.Tensor] = {}  # weights at `position.best`, on rank 0, if the run validates

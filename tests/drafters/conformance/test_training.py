@@ -220,7 +220,7 @@ def two_ranks(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "worker.py").write_text(WORKER)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/src", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *launcher, str(folder / "worker.py"), str(store), str(folder)]
     subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=500)
     return folder

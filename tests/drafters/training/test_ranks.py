@@ -105,7 +105,7 @@ class Machines:
         script.write_text(SCRIPT)
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
         torchrun += ["--master-addr=127.0.0.1", f"--master-port={port}"]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/src", "OMP_NUM_THREADS": "1"}
         self.disks = disks
         self.agents = [
             subprocess.Popen(

@@ -1,7 +1,7 @@
 """Two machines in one workspace: one sleeps at any of its requests, the other works to the end, it wakes.
 
-Whatever the stage, nothing is lost, doubled or mixed, and the machine that came too late is told so. The clock
-of one machine may be wrong. A third machine reads what there is.
+Whatever the stage, nothing is lost, doubled or mixed, and the machine that came too late is told so. The
+clock of one machine may be wrong. A third machine reads what there is.
 """
 
 import json
@@ -24,7 +24,7 @@ from tests.stores.sharing.machines import Line
 from tests.thorough import count
 from vlmdistill.drafters.training import saved
 from vlmdistill.drafters.training.deepspeed_engine import PartEntry
-from vlmdistill.drafters.training.saved import Copied, Position, Saved
+from vlmdistill.drafters.training.saved import Position, RemoteRun, Saved
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.prompts.importing import import_prompts
 from vlmdistill.pipelines.data.responses import dataset, responder
@@ -223,7 +223,7 @@ class Checkpoints:
         url = workspace.checkpoints("hivis")
         assert url
         folder = workspace.root / "drafters/hivis.training"
-        copied = Copied(folder, url)
+        copied = RemoteRun(folder, url)
         copied.begin("run")
         begun = saved.read(folder)
         for step in range(begun.position.total if begun else 0, steps):
@@ -238,7 +238,7 @@ class Checkpoints:
         folder = workspace.root / "drafters/hivis.training"
         url = workspace.checkpoints("hivis")
         assert url
-        Copied(folder, url).begin("run")
+        RemoteRun(folder, url).begin("run")
         last = saved.read(folder)
         assert last
         assert last.position.total == 9
