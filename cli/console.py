@@ -7,7 +7,8 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -141,16 +142,15 @@ def _known_trackers(names: Sequence[str]) -> list[str]:
     return list(names)
 
 
-opened: list["Workspace"] = []
-"""The workspaces of this command, closed at its end."""
+held: ContextVar[ExitStack] = ContextVar("held")
+"""What is closed at the end of the command."""
 
 
 def workspace(model: str, runs: str | None) -> "Workspace":
-    """The workspace of a target."""
+    """The workspace of a target, which is closed at the end of the command."""
     from vlmdistill.pipelines.workspace.workspace import Workspace
 
-    opened.append(Workspace.of(model, runs))
-    return opened[-1]
+    return held.get().enter_context(Workspace.of(model, runs))
 
 
 def loading(attention: str, dtype: str, *, compiled: bool = False) -> "Options":

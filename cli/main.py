@@ -10,6 +10,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -115,17 +116,13 @@ def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     debug = "--debug" in given
     given = (["--debug"] if debug else []) + [argument for argument in given if argument != "--debug"]
-    status = _status(lambda: app(given, prog_name="vlmdistill"), given, debug)
-    while console.opened:
-        try:
-            sent = _status(console.opened.pop().close, given, debug)
-        except KeyboardInterrupt:
-            console.note(
-                "interrupted: not all was sent to the workspace; the next command with this --runs does"
-            )
-            sent = console.SIGINT_STATUS
-        status = status or sent
-    return status
+    return _status(lambda: _run(given), given, debug)
+
+
+def _run(given: Sequence[str]) -> None:
+    with ExitStack() as held:
+        console.held.set(held)
+        app(given, prog_name="vlmdistill")
 
 
 def _status(run: Callable[[], object], given: Sequence[str], debug: bool) -> int:

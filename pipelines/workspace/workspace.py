@@ -11,8 +11,10 @@ runs/<model>/prompts.parquet    imported prompts (prompts.skipped.jsonl: rows th
 """
 
 import fcntl
+import logging
 import os
 import re
+import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -25,10 +27,11 @@ from vlmdistill.pipelines.workspace.parts import Parts, Publishing, parts, parts
 from vlmdistill.stores.backends.backend import STAGING, writing
 from vlmdistill.stores.backends.local import Local
 from vlmdistill.stores.backends.opening import open_backend
-from vlmdistill.stores.errors import DataError, lone_surrogate
+from vlmdistill.stores.errors import DataError, StoppedError, VlmdistillError, lone_surrogate
 from vlmdistill.stores.lease import leased
 from vlmdistill.stores.store import require_room
 
+log = logging.getLogger("vlmdistill.pipelines")
 RUNS_VARIABLE = "VLMDISTILL_RUNS"
 NAME = re.compile(r"\w[\w.-]*")  # of a drafter or an evaluation: a file, never in another folder
 
@@ -98,6 +101,21 @@ class Workspace:
         if self.parts:
             self.parts.fetch(part)
         return self.root / (name or part)
+
+    def __enter__(self) -> "Workspace":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        failed = error is not None and getattr(error, "code", 1) not in (0, None)  # of a SystemExit
+        try:
+            self.close()
+        except VlmdistillError as unsent:
+            if not failed:
+                raise
+            log.warning("%s", unsent)  # the error of the command itself comes after it
+        except KeyboardInterrupt:
+            what = "not all was published in the workspace; the next command with this --runs does"
+            raise StoppedError(what, signal.SIGINT) from None
 
     def close(self) -> None:
         """Publish what is new, if the workspace is at a URL; see `Parts.close`."""
