@@ -32,6 +32,7 @@ from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.errors import LostError, StoreError, TrainingError, one_line
 from vlmdistill.stores.manifest import Record, seal, unseal
+from vlmdistill.stores.retry import retried
 from vlmdistill.stores.schema import SCHEMA_VERSION
 from vlmdistill.stores.sharing.part import Copy
 
@@ -130,25 +131,29 @@ class RemoteRun:
         TrainingError when it is of a run of another signature, or damaged.
         """
         try:
-            latest = self._copy.part.latest()
-            stored = latest.files.get(RECORD) if latest else None
-            there = None
-            if stored and not force:
-                with TemporaryDirectory() as aside:
-                    self._copy.part.download(stored, Path(aside) / RECORD)
-                    there = read(Path(aside))
-                here = read(self.folder)
-                if there and there.signature != signature:
-                    raise TrainingError(
-                        f"{self.url} holds the checkpoint of a run with other settings or data: give this "
-                        "one a --name of its own, or --force to start over"
-                    )
-                if there and (here is None or here.position.total < there.position.total):
-                    self._copy.update()
-                    return
-            self._copy.adopt()
+            self._begin(signature, force)
         except StoreError:
             raise _damaged(self.url) from None
+
+    @retried(on=FileNotFoundError)  # a newer checkpoint has replaced the one that was being read
+    def _begin(self, signature: str, force: bool) -> None:
+        latest = self._copy.part.latest()
+        stored = latest.files.get(RECORD) if latest else None
+        there = None
+        if stored and not force:
+            with TemporaryDirectory() as aside:
+                self._copy.part.download(stored, Path(aside) / RECORD)
+                there = read(Path(aside))
+            here = read(self.folder)
+            if there and there.signature != signature:
+                raise TrainingError(
+                    f"{self.url} holds the checkpoint of a run with other settings or data: give this "
+                    "one a --name of its own, or --force to start over"
+                )
+            if there and (here is None or here.position.total < there.position.total):
+                self._copy.update()
+                return
+        self._copy.adopt(latest)
 
     def send(self) -> str:
         """Publish what is in the folder; why that failed, which is also logged: the next one tries again.

@@ -21,7 +21,7 @@ from pathlib import Path
 from vlmdistill.pipelines.media.urls import VARIABLE, address, cache, copy_of
 from vlmdistill.stores.backends.backend import STREAMS
 from vlmdistill.stores.backends.remote import Remote
-from vlmdistill.stores.errors import DataError, one_line
+from vlmdistill.stores.errors import DataError, LostError, one_line
 from vlmdistill.stores.lease import leased
 from vlmdistill.stores.sharing.part import Copy, stat_of
 
@@ -103,7 +103,11 @@ class Parts:
         with self._reaching("written to"):
             for folder in MEDIA.get(part, ()):
                 self._send_media(folder)
-            self._copies[part].publish()
+            try:
+                self._copies[part].publish()
+            except LostError:  # which another attempt would not change
+                del self._copies[part]
+                raise
 
     def _send_media(self, folder: str) -> None:
         """Create the files of a folder that are not there; DataError if another one has the same name."""
@@ -131,7 +135,7 @@ class Parts:
         """Publish what this process has changed in any part. DataError when that is not possible."""
         for part in [*self._copies]:
             self.publish(part)
-            del self._copies[part]
+        self._copies.clear()
 
     @contextmanager
     def _reaching(self, how: str) -> Iterator[None]:

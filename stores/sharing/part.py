@@ -210,10 +210,10 @@ class Copy:
                 return
         raise StoreError(f"files of {self.url} are missing: restore them, or remove what is left of it")
 
-    def adopt(self) -> None:
-        """Go on from the latest version with the files here: `publish` replaces those of the version."""
+    def adopt(self, version: Version | None) -> None:
+        """Go on from a version with the files here: `publish` replaces the files of the version by them."""
         with self._alone():
-            self._write(Synced(self.part.latest(), {}))
+            self._write(Synced(version, {}))
 
     def _take(self, latest: Version, before: Synced) -> None:
         same = before.version is not None and before.version.mark == latest.mark

@@ -79,7 +79,7 @@ def machines(
             found.line.watch(self)
 
     def disk() -> Path:
-        return tmp_path / getattr(here, "machine", "none")
+        return found.disks / getattr(here, "machine", "none")
 
     monkeypatch.setattr(Remote, "__init__", watched)
     for module in (urls, parts):
@@ -286,12 +286,12 @@ def test_a_machine_that_sleeps_at_any_request(
     total = requests(machines, stage())
     assert 5 < total < MOST
     step = count(max(1, total // 6), 1)
-    now, base, lost = time.time, machines.runs, 0
+    now, base, disks, lost = time.time, machines.runs, machines.disks, 0
     monkeypatch.setattr(time, "time", lambda: now() + (ahead if getattr(here, "machine", "") == "b" else 0.0))
     for number in range(1, total + 1, step):
         for moment in ("before", "after"):
             machines.runs = f"{base}-{number}-{moment}"
-            machines.disks = machines.disks.parent / f"{stage.__name__}-{number}-{moment}"
+            machines.disks = disks / f"{number}-{moment}"
             machines.disks.mkdir()
             one = stage()
             error: VlmdistillError | None = None
@@ -307,7 +307,7 @@ def test_a_machine_that_sleeps_at_any_request(
                 error = told
                 lost += 1
             assert error is None or "another machine" in str(error)
-            assert slept or number > total // 2
+            assert slept or number > total // 2 or moment == "after"  # of a request that fails
             one.check(machines, error)
     assert lost or stage in (Features, Reports)
 
@@ -316,10 +316,10 @@ def test_a_machine_that_sleeps_at_any_request(
 def test_a_lost_reply_to_any_request_costs_a_repetition_at_most(
     machines: Machines, stage: type[Stage]
 ) -> None:
-    total, base = requests(machines, stage()), machines.runs
+    total, base, disks = requests(machines, stage()), machines.runs, machines.disks
     for number in range(1, total + 1, count(max(1, total // 6), 1)):
         machines.runs = f"{base}-{number}"
-        machines.disks = machines.disks.parent / f"{stage.__name__}-{number}"
+        machines.disks = disks / f"{number}"
         machines.disks.mkdir()
         one = stage()
         one.before(machines)
