@@ -94,7 +94,7 @@ def test_prompts_that_two_machines_have_imported_are_not_mixed(runs: str, on: On
     ):
         a.close()
     assert published(runs, "prompts") == {"prompts.parquet": "of b"}
-    assert a.prompts.read_text() == "of a"
+    assert (a.root / "prompts.parquet").read_text() == "of a"
     again = on("a")
     assert again.prompts.read_text() == "of b"
     (aside,) = again.root.glob(".parts/.aside-*/prompts/prompts.parquet")
