@@ -1,8 +1,6 @@
 """Drafter folders: `config.json` and `model.safetensors`, without the target's frozen tables."""
 
 import json
-import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +18,7 @@ from vlmdistill.drafters.core.config import DrafterConfig, TrainConfig, at_least
 from vlmdistill.drafters.core.drafter import Drafter, Proposer
 from vlmdistill.drafters.core.settings import from_dict, to_dict
 from vlmdistill.drafters.core.vocabulary import check_columns
-from vlmdistill.stores.backends.local import sync
+from vlmdistill.stores.backends.local import atomic_folder
 from vlmdistill.stores.errors import DataError, TrainingError, one_line
 from vlmdistill.stores.schema import Provenance, TargetInfo
 from vlmdistill.stores.suggestions import did_you_mean
@@ -67,26 +65,13 @@ def save(drafter: Drafter, name: str, folder: Path, origin: Origin) -> None:
 
 def put(folder: Path, description: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
     """Make the folder hold this `config.json` and `model.safetensors`; see `save`."""
-    new, old = (folder.with_name(f".{folder.name}.{os.getpid()}{end}") for end in ("", ".old"))
     try:
-        shutil.rmtree(new, ignore_errors=True)
-        new.mkdir(parents=True)
-        metadata = {"format": "pt"}  # one item only: their order in the file is random
-        save_file(dict(weights), new / "model.safetensors", metadata=metadata)
-        (new / "config.json").write_text(json.dumps(description, indent=2) + "\n")
-        for written in (*new.iterdir(), new):
-            sync(written)
-        if folder.exists():
-            folder.rename(old)
-        new.rename(folder)
-        sync(folder.parent)
+        with atomic_folder(folder) as new:
+            metadata = {"format": "pt"}  # one item only: their order in the file is random
+            save_file(dict(weights), new / "model.safetensors", metadata=metadata)
+            (new / "config.json").write_text(json.dumps(description, indent=2) + "\n")
     except (OSError, SafetensorError) as error:
         raise TrainingError(f"the drafter cannot be written to {folder}: {error}") from None
-    finally:  # after Ctrl-C too
-        if old.exists() and not folder.exists():
-            old.rename(folder)
-        shutil.rmtree(new, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
 
 
 def describe(folder: Path) -> dict[str, Any]:

@@ -5,13 +5,11 @@ The cache is the folder in VLMDISTILL_CACHE, else `vlmdistill` in XDG_CACHE_HOME
 
 import contextlib
 import os
-import secrets
-import shutil
 from pathlib import Path
 
 from vlmdistill.pipelines.media.images import MediaError
 from vlmdistill.stores.backends.backend import Backend
-from vlmdistill.stores.backends.local import atomic_write
+from vlmdistill.stores.backends.local import atomic_folder, atomic_write
 from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.errors import DataError, StoreError, one_line
 
@@ -76,16 +74,10 @@ def at_hand(name: str | Path, again: bool = False) -> Path:
 
 
 def _fetch_all(there: Backend, url: str, sizes: dict[str, int], folder: Path) -> None:
-    aside = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
-    try:
+    with contextlib.suppress(FileExistsError), atomic_folder(folder) as aside:  # another process was faster
         for name, size in sizes.items():
             inside = copy_of(f"{url}/{name}").relative_to(folder)
             _fetch(there, f"{folder.name}/{name}", size, aside / inside)
-        shutil.rmtree(folder, ignore_errors=True)
-        with contextlib.suppress(OSError):  # another process was faster
-            aside.rename(folder)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _fetch(there: Backend, name: str, size: int, path: Path) -> None:

@@ -10,7 +10,6 @@ runs/<model>/prompts.parquet    imported prompts (prompts.skipped.jsonl: rows th
 `runs` may be a URL; see `parts`.
 """
 
-import fcntl
 import logging
 import os
 import re
@@ -25,7 +24,7 @@ from vlmdistill.pipelines.targets.checkpoints.registry import hub_id
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.pipelines.workspace.parts import Parts, Publishing, parts, parts_of
 from vlmdistill.stores.backends.backend import STAGING, writing
-from vlmdistill.stores.backends.local import Local
+from vlmdistill.stores.backends.local import Local, locked
 from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.errors import DataError, StoppedError, VlmdistillError, lone_surrogate
 from vlmdistill.stores.lease import leased
@@ -167,9 +166,9 @@ def only_writer(where: str | Path) -> Iterator[Publishing]:
         return
     folder = Path(where)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with (folder.parent / f".{folder.name}.lock").open("w") as file:
+    with ExitStack() as stack:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            stack.enter_context(locked(folder.parent / f".{folder.name}.lock"))
         except BlockingIOError:
             raise DataError(f"another run is writing to {folder}: wait until it ends, or stop it") from None
         found = parts_of(folder)

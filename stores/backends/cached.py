@@ -11,22 +11,21 @@ reads with its index, and lets the cache `forget` what differs.
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import re
 import secrets
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
 
 from vlmdistill.stores.backends.backend import REQUESTS
+from vlmdistill.stores.backends.local import locked
 from vlmdistill.stores.backends.remote import Remote
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.schema import CHUNK_FILE
@@ -106,14 +105,8 @@ class Cache:
             return False
         return True
 
-    @contextmanager
-    def _locked(self) -> Iterator[int]:
-        counter = os.open(self.folder / USED, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(counter, fcntl.LOCK_EX)
-            yield counter
-        finally:
-            os.close(counter)
+    def _locked(self) -> AbstractContextManager[int]:
+        return locked(self.folder / USED, wait=True)
 
     def _reserve(self, counter: int, more: int) -> bool:
         """Count `more` bytes in, before they are written: who is killed then leaves a count that is too high.

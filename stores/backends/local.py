@@ -59,6 +59,42 @@ def atomic_write(path: Path, *, alone: bool = False) -> Iterator[Path]:
         aside.unlink(missing_ok=True)
 
 
+@contextmanager
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """Write a folder atomically: the yielded temporary one is synced and replaces `folder` at the end.
+
+    After an error or an interruption, the earlier folder is kept.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    new, old = (folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.{end}") for end in ("tmp", "old"))
+    new.mkdir()
+    try:
+        yield new
+        for parent, _, names in os.walk(new):
+            for path in (*(Path(parent, name) for name in names), Path(parent)):
+                sync(path)
+        if folder.exists():
+            folder.rename(old)
+        new.rename(folder)
+        sync(folder.parent)
+    finally:  # after Ctrl-C, too
+        if old.exists() and not folder.exists():
+            old.rename(folder)
+        shutil.rmtree(new, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def locked(path: Path, wait: bool = False) -> Iterator[int]:
+    """Lock a file, which is made, against other processes; its descriptor. BlockingIOError unless `wait`."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield handle
+    finally:
+        os.close(handle)
+
+
 class Local(Backend):
     """A folder of a local or shared POSIX file system."""
 

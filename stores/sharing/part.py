@@ -15,12 +15,11 @@ vanishes reads the latest version again.
 """
 
 import logging
-import os
 import secrets
 import shutil
 import socket
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -29,7 +28,7 @@ import msgspec
 from msgspec import Meta
 
 from vlmdistill.stores.backends.backend import STREAMS, Backend
-from vlmdistill.stores.backends.local import atomic_write, lock
+from vlmdistill.stores.backends.local import atomic_write, locked
 from vlmdistill.stores.errors import DataError, LostError, StoreError, one_line
 from vlmdistill.stores.manifest import Count, Record, Short, seal, unseal
 from vlmdistill.stores.schema import SCHEMA_VERSION
@@ -351,18 +350,10 @@ class Copy:
                 found[name] = stat
         return found
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _alone(self) -> AbstractContextManager[int]:
         """Lock the folder against other processes of this machine."""
         self.record.parent.mkdir(parents=True, exist_ok=True)
-        guard = self.record.with_suffix(".lock")
-        guard.touch()
-        handle = lock(guard, wait=True)
-        try:
-            yield
-        finally:
-            if handle is not None:
-                os.close(handle)
+        return locked(self.record.with_suffix(".lock"), wait=True)
 
     def _read(self) -> Synced:
         try:

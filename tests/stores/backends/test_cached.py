@@ -189,8 +189,9 @@ def test_ranks_that_read_s3_through_a_tenth_of_the_store_train_the_same_weights(
     runs = ("local", "there", "elsewhere")
     files = [(tmp_path / run / "model.safetensors").read_bytes() for run in runs]
     assert files[0] == files[1] == files[2]
-    (first, *_) = (tmp_path / "elsewhere.training" / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(first)["step"] == 21
+    logs = [(tmp_path / f"{run}.training" / "metrics.jsonl").read_text().splitlines() for run in runs[1:]]
+    shared = [line for line in logs[1] if line in logs[0]]  # seconds included: these steps were not repeated
+    assert max(json.loads(line)["step"] for line in shared) >= 20
 
 
 def test_a_full_cache_writes_nothing_that_it_would_remove_next(tmp_path: Path) -> None:
