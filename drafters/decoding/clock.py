@@ -7,12 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
-
-if TYPE_CHECKING:
-    from vlmdistill.drafters.decoding.decoders import Cycle
 
 Phase = Literal["vision", "prefill", "draft_prefill", "draft", "verify", "accept"]
 """The vision encoder; the target's layers on the prompt; the drafter on the prompt; the drafter on trees and
@@ -50,10 +47,22 @@ class Laps:
 
 
 @dataclass(frozen=True)
+class Cycle:
+    """One call of the target after the prefill (whose own token is a cycle without drafts)."""
+
+    ids: list[int]  # the tokens gained, the bonus last
+    accepted: int  # how many of them were drafted
+    chain: tuple[int, int]  # best-guess chain: nodes accepted, nodes verified, past the end too (as in vLLM)
+    guesses: list[int]  # the tokens of that chain
+    seconds: float  # since the caller asked for this cycle
+    laps: Laps  # their phases
+
+
+@dataclass(frozen=True)
 class Timed:
     """A decoded response."""
 
-    cycles: "list[Cycle]"
+    cycles: list[Cycle]
     seconds: float  # from the call of the decoder to its end, including queued work of the device
     cpu_seconds: float  # of this thread in that time: on a CPU as much, unless other programs used it
 

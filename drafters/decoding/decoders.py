@@ -7,7 +7,6 @@ Shapes: K tokens of a cycle, N nodes of a tree, D hidden.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,20 +16,8 @@ from vlmdistill.drafters.core.drafter import Proposer
 from vlmdistill.drafters.core.target import Target
 from vlmdistill.drafters.core.tree import Observer, Tree
 from vlmdistill.drafters.decoding.acceptance import choose, verify
-from vlmdistill.drafters.decoding.clock import Laps
+from vlmdistill.drafters.decoding.clock import Cycle, Laps
 from vlmdistill.stores.errors import DataError
-
-
-@dataclass(frozen=True)
-class Cycle:
-    """One call of the target after the prefill (whose own token is a cycle without drafts)."""
-
-    ids: list[int]  # the tokens gained, the bonus last
-    accepted: int  # how many of them were drafted
-    chain: tuple[int, int]  # best-guess chain: nodes accepted, nodes verified, past the end too (as in vLLM)
-    guesses: list[int]  # the tokens of that chain
-    seconds: float  # since the caller asked for this cycle
-    laps: Laps  # their phases
 
 
 @torch.inference_mode()  # while a cycle runs, not while its caller does

@@ -8,8 +8,8 @@ import torch
 
 from vlmdistill.drafters.core.drafter import Proposer
 from vlmdistill.drafters.core.tree import Tree
-from vlmdistill.drafters.decoding.clock import Timed, timed
-from vlmdistill.drafters.decoding.decoders import Cycle, decode
+from vlmdistill.drafters.decoding.clock import Cycle, Timed, timed
+from vlmdistill.drafters.decoding.decoders import decode
 from vlmdistill.pipelines.bench.records import (
     Check,
     Decoding,

@@ -11,7 +11,8 @@ import torch
 
 from vlmdistill.drafters.core.drafter import Proposer
 from vlmdistill.drafters.core.tree import Tree
-from vlmdistill.drafters.decoding.decoders import Cycle, decode
+from vlmdistill.drafters.decoding.clock import Cycle
+from vlmdistill.drafters.decoding.decoders import decode
 from vlmdistill.pipelines.bench.records import Decoding, chain_counts
 from vlmdistill.pipelines.data.responses.generate import open_pair, recorded
 from vlmdistill.pipelines.data.responses.pieces import Piece, pieces

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from research import methods, video
-from vlmdistill.drafters.decoding.clock import Laps, Timed
-from vlmdistill.drafters.decoding.decoders import Cycle
+from vlmdistill.drafters.decoding.clock import Cycle, Laps, Timed
 
 
 class Spent(Laps):

@@ -11,7 +11,8 @@ from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.core.drafter import Proposer
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.decoding import tree_search
-from vlmdistill.drafters.decoding.decoders import Cycle, decode
+from vlmdistill.drafters.decoding.clock import Cycle
+from vlmdistill.drafters.decoding.decoders import decode
 from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
 from vlmdistill.pipelines.data.responses.pieces import Piece, pieces
 from vlmdistill.pipelines.targets.checkpoints.registry import Options

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from msgspec import Meta
 
 if TYPE_CHECKING:
-    from vlmdistill.drafters.decoding.decoders import Cycle
+    from vlmdistill.drafters.decoding.clock import Cycle
 
 Amount = Annotated[float, Meta(ge=0, le=1e15)]
 

@@ -19,6 +19,7 @@ from vlmdistill.drafters.core.tree import DraftTree, Tree
 from vlmdistill.drafters.decoding import acceptance as verifying
 from vlmdistill.drafters.decoding import decoders
 from vlmdistill.drafters.decoding.acceptance import Acceptance, verify
+from vlmdistill.drafters.decoding.clock import Cycle
 from vlmdistill.drafters.decoding.decoders import plain, speculate
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
@@ -37,7 +38,7 @@ SHOWN: dict[str, list[Any]] = {
 WITHOUT_VIDEO = ("llava", "llava_next")
 
 
-def said(cycles: Iterator[decoders.Cycle]) -> list[int]:
+def said(cycles: Iterator[Cycle]) -> list[int]:
     return [token for cycle in cycles for token in cycle.ids]
 
 

@@ -19,7 +19,8 @@ from vlmdistill.drafters.core.config import Stage
 from vlmdistill.drafters.core.drafter import Drafter
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.core.tree_drafter import TreeDrafter
-from vlmdistill.drafters.decoding.decoders import Cycle, speculate
+from vlmdistill.drafters.decoding.clock import Cycle
+from vlmdistill.drafters.decoding.decoders import speculate
 from vlmdistill.drafters.training.trainer import train
 from vlmdistill.drafters.training.unroll import unroll
 from vlmdistill.pipelines.targets.loading import load

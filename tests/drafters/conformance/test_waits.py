@@ -14,7 +14,8 @@ from tests import tiny
 from tests.drafters.synthetic import untrained
 from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.tree import Tree
-from vlmdistill.drafters.decoding.decoders import Cycle, plain, speculate
+from vlmdistill.drafters.decoding.clock import Cycle
+from vlmdistill.drafters.decoding.decoders import plain, speculate
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 

@@ -20,8 +20,8 @@ from vlmdistill.drafters.core.config import ModelConfig, features
 from vlmdistill.drafters.core.drafter import Drafter
 from vlmdistill.drafters.core.tree import DraftTree, Tree
 from vlmdistill.drafters.decoding import acceptance as verifying
-from vlmdistill.drafters.decoding import decoders
 from vlmdistill.drafters.decoding.acceptance import choose, verify
+from vlmdistill.drafters.decoding.clock import Cycle
 from vlmdistill.drafters.decoding.decoders import plain, speculate
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
@@ -33,7 +33,7 @@ def target(checkpoint: Callable[..., Path]) -> VisionLanguageTarget:
     return load(str(checkpoint("qwen2_5_vl")))
 
 
-def said(cycles: Iterator[decoders.Cycle]) -> list[int]:
+def said(cycles: Iterator[Cycle]) -> list[int]:
     return [token for cycle in cycles for token in cycle.ids]
 
 

@@ -18,7 +18,8 @@ from vlmdistill.drafters.core.drafter import Drafter
 from vlmdistill.drafters.core.tree import DraftTree, Tree
 from vlmdistill.drafters.decoding import clock, decoders
 from vlmdistill.drafters.decoding.acceptance import Acceptance, verify
-from vlmdistill.drafters.decoding.decoders import Cycle, plain, speculate
+from vlmdistill.drafters.decoding.clock import Cycle
+from vlmdistill.drafters.decoding.decoders import plain, speculate
 from vlmdistill.drafters.decoding.tree_search import FILE, BestTree
 from vlmdistill.drafters.lookahead import Window
 from vlmdistill.pipelines.bench.evaluate import Settings, evaluate, kept

@@ -17,7 +17,7 @@ import pytest
 from tests import tiny
 from tests.served_app import Served, serving
 from vlmdistill.cli.main import main
-from vlmdistill.drafters.decoding.decoders import Cycle
+from vlmdistill.drafters.decoding.clock import Cycle
 from vlmdistill.pipelines.bench import server_client
 from vlmdistill.pipelines.bench.evaluate import Settings
 from vlmdistill.pipelines.bench.served import evaluate_server

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from tests.drafters import synthetic
 from tests.served_app import Served, serving
 from vlmdistill.drafters.checkpoints import checkpoint
-from vlmdistill.drafters.decoding.decoders import Cycle
+from vlmdistill.drafters.decoding.clock import Cycle
 from vlmdistill.pipelines.data.responses.generate import generate
 from vlmdistill.pipelines.data.responses.pieces import Piece
 from vlmdistill.pipelines.demo import scenes

@@ -9,8 +9,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from vlmdistill.drafters.decoding.clock import Laps
-from vlmdistill.drafters.decoding.decoders import Cycle
+from vlmdistill.drafters.decoding.clock import Cycle, Laps
 from vlmdistill.pipelines.data.responses.pieces import pieces
 from vlmdistill.pipelines.targets.loading import load
 
