@@ -3,7 +3,7 @@
 import os
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -116,13 +116,14 @@ def marked(store: Backend) -> Iterator[str]:
     mark = f"{STAGING}/probe-{secrets.token_hex(8)}"
     require_room(store)
     try:
-        store.create(mark, b"")
-    except OSError as error:
-        raise StoreError(
-            f"cannot write to the store {store.url} ({error.strerror or error}): give this user, or the "
-            "credentials in the environment of `ray start` on this machine, the right to write there"
-        ) from error
-    try:
+        try:
+            store.create(mark, b"")
+        except OSError as error:
+            raise StoreError(
+                f"cannot write to the store {store.url} ({error.strerror or error}): give this user, or the "
+                "credentials in the environment of `ray start` on this machine, the right to write there"
+            ) from error
         yield mark
-    finally:
-        store.remove(mark)
+    finally:  # also after a signal that came while it was created
+        with suppress(OSError):
+            store.remove(mark)

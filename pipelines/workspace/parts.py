@@ -100,6 +100,8 @@ class Parts:
 
     def publish(self, part: str) -> None:
         """Publish what has changed in a part here; LostError if another machine has published meanwhile."""
+        if part not in self._copies:  # the work on it came too late
+            return
         with self._reaching("written to"):
             for folder in MEDIA.get(part, ()):
                 self._send_media(folder)

@@ -101,7 +101,10 @@ def test_vllm_finds_the_plugin() -> None:
 def test_the_plugin_needs_nothing_that_vllm_does_not_install() -> None:
     """vlmdistill is installed without its dependencies in the engine's environment."""
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
-    names = {re.split(r"[\W]", line, maxsplit=1)[0].lower() for line in project["dependencies"]}
+    extras = (
+        line for name in ("capture", "train", "eval") for line in project["optional-dependencies"][name]
+    )
+    names = {re.split(r"[\W]", line, maxsplit=1)[0].lower() for line in (*project["dependencies"], *extras)}
     absent = sorted(names - {"torch", "transformers", "msgspec", "safetensors", "numpy", "pillow"})
     assert "ray" in absent
     package = "vlmdistill.pipelines.vllm.plugin"
