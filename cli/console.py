@@ -98,7 +98,7 @@ Trackers = Annotated[
         "--tracker",
         metavar="|".join(TRACKERS),
         callback=lambda names: _known_trackers(names or ()),
-        help="Send the figures of training there, too; an extra of that name; may be repeated.",
+        help="Also log metrics to NAME, an extra of that name; may be repeated.",
     ),
 ]
 AllowFailed = Annotated[

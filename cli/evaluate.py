@@ -38,7 +38,7 @@ def evaluate(
         list[str] | None,
         typer.Option(
             metavar="NAME[@PAPER]",
-            help="An evaluation set instead, as that paper asks it; may be repeated; `demo`: the demo's.",
+            help="Evaluate on a set of a paper, with its prompts; may be repeated; `demo`: the demo's.",
         ),
     ] = None,
     bench_data: Annotated[
@@ -52,7 +52,7 @@ def evaluate(
         int | None,
         typer.Option(
             min=1,
-            help="Decode at most N held-out prompts; default: 100, or of each set what its paper takes.",
+            help="Decode at most N held-out prompts; default: 100, or each set's number in its paper.",
         ),
     ] = None,
     max_new_tokens: console.MaxNewTokens = 512,
@@ -176,14 +176,18 @@ def _engine(context: typer.Context, engine: str, drafters: list[str]) -> str:
     """The kind of `--engine`; BadParameter when an argument is of another one."""
     kind = THERE if engine.startswith(SERVER) else engine
     if kind not in (HERE, VLLM, THERE):
-        raise typer.BadParameter(f"'{engine}' is none of {HERE}, {VLLM}, {THERE}", param_hint="--engine")
+        raise typer.BadParameter(
+            f"unknown engine '{engine}': choose {HERE}, {VLLM} or {THERE}", param_hint="--engine"
+        )
     for option in context.command.params:
         source = context.get_parameter_source(option.name or "")
         needed = ENGINES.get(option.name or "", (kind,))
         if kind not in needed and source is not None and source.name != "DEFAULT":
             raise typer.BadParameter(f"it needs --engine {' or '.join(needed)}", param_hint=option.opts[0])
     if kind == THERE and drafters:
-        raise typer.BadParameter("the server decides what drafts: give none", param_hint="DRAFTER...")
+        raise typer.BadParameter(
+            "with openai:URL the server picks the drafter: remove DRAFTER", param_hint="DRAFTER..."
+        )
     if kind != THERE and not drafters:
         raise typer.BadParameter("name at least one", param_hint="DRAFTER...")
     return kind

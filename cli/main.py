@@ -92,7 +92,7 @@ def vlmdistill(
 
 
 def _with_local_paths(verb: Callable[..., None]) -> Callable[..., None]:
-    """The command, which refuses a URL where it takes a path: a Path makes another name of it."""
+    """The command, which rejects URLs given for path options (pathlib would collapse `//`)."""
 
     @functools.wraps(verb)
     def run(**given: Any) -> None:

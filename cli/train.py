@@ -50,7 +50,8 @@ def train(
     init: Annotated[
         str | None,
         typer.Option(
-            metavar="FROM", help="Begin with the weights of this drafter or published checkpoint that fit."
+            metavar="FROM",
+            help="Initialize from this drafter or published checkpoint (matching weights only).",
         ),
     ] = None,
     seed: console.Seed = 0,

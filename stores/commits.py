@@ -3,9 +3,9 @@
 What is committed is published first and named by a record afterwards. Then its files are looked for once
 more, since `gc` removes what no record names. Only then a copy of the record is kept in the ledger.
 
-A record that is gone looks like one that was never made. So a copy below `ledger/` without its record means
-that this was lost, renamed or overwritten. A writer that dies in between leaves a record without a copy; the
-next `gc` writes it. What is dropped on purpose is removed from the ledger first.
+A deleted record is indistinguishable from one never written. So a copy below `ledger/` without its record
+means that the record was lost, renamed or overwritten. A writer that dies in between leaves a record without
+a copy; the next `gc` writes it. What is dropped on purpose is removed from the ledger first.
 """
 
 import re

@@ -1,12 +1,12 @@
 """Records: small sealed JSON files that make other files count. All of them are read here.
 
-A shard, a view, a table of statistics, a frozen head: each is a set of files that is nothing
-until a record names them with their sizes and blake3. A record seals itself: its bytes are the
+A shard, a view, a table of statistics, a frozen head: each is a set of files that do not
+count until a record names them with their sizes and blake3. A record seals itself: its bytes are the
 canonical JSON of its content and of the hash of that content, so that any change shows.
 
-A record may come from a stranger, who can seal anything. So its size and nesting are bounded before
-it is parsed, types and bounds are declared below, and `wrong` compares names with the file they stand in.
-What passes is what `docs/store-format.md` allows: a name in it leads nowhere but into the store.
+A record may come from an untrusted source, which can seal anything. So its size and nesting are bounded
+before it is parsed, types and bounds are declared below, and `wrong` compares names with the file they stand
+in. What passes is what `docs/store-format.md` allows: a name in it leads nowhere but into the store.
 """
 
 import json
@@ -316,7 +316,8 @@ def check_name(name: str, what: str) -> str:
     """Refuse names that cannot be file names everywhere."""
     if not NAME.fullmatch(name):
         raise StoreError(
-            f"'{name}' cannot name a {what}: use at most 200 letters, digits and . _ = + -, the first no sign"
+            f"'{name}' cannot name a {what}: use at most 200 letters, digits and . _ = + -, starting with a "
+            "letter or digit"
         )
     return name
 

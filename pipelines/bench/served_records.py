@@ -277,8 +277,8 @@ def _warnings(load: ServedLoad) -> Iterator[str]:
         made = run.counts.generated
         if not run.failed and None not in (made, found.tokens) and made != found.tokens:
             yield (
-                f"{at} counted {made} generated tokens, and the responses have {found.tokens}: if another "
-                "client used it, its drafts are not of these requests alone"
+                f"{at} counted {made} generated tokens, and the responses have {found.tokens}: the draft "
+                "counters include other clients' requests"
             )
 
 

@@ -1,4 +1,4 @@
-"""Rows that are too many for memory: a file that vanishes with its process."""
+"""A disk-backed buffer of rows, deleted when the process exits."""
 
 import mmap
 import tempfile

@@ -1,8 +1,8 @@
 """Compares two sets of evaluations drafter by drafter: what changed by more than the prompts' noise.
 
-Both decoded the same prompts, so the ratio of their rates is bootstrapped over prompts
-(`statistics.advantage`): a rate has changed if the interval of its ratio excludes 1. Times need the same
-hardware, dtype, threads, attention and compilation besides.
+Prompts are paired, so the ratio of two rates is bootstrapped over prompts (`statistics.advantage`): a rate
+has changed if the interval of its ratio excludes 1. Times are compared only on equal hardware, dtype,
+threads, attention and compilation.
 """
 
 from collections.abc import Callable, Sequence

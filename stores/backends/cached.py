@@ -84,7 +84,7 @@ class Cache:
                 if not self._reserve(counter, _taken(len(data))):
                     raise OSError(errno.ENOSPC, "files in it cannot be removed, and leave no room")
                 with unfinished.open("xb") as file:
-                    file.truncate(len(data))  # whoever counts now counts all of it
+                    file.truncate(len(data))  # counted in full from now on
             with unfinished.open("r+b") as file:
                 file.write(data)
             with self._locked():  # else who counts might miss it under both names
@@ -109,9 +109,9 @@ class Cache:
         return locked(self.folder / USED, wait=True)
 
     def _reserve(self, counter: int, more: int) -> bool:
-        """Count `more` bytes in, before they are written: who is killed then leaves a count that is too high.
+        """Count `more` bytes in, before they are written: a crash leaves the counter too high, never too low.
 
-        If they do not fit by that count, count what is there, and remove what is worth least; false if they
+        If they do not fit by that count, count what is there, and evict; false if they
         still do not fit.
         """
         limit = self.limit - GRAIN  # of `used`
@@ -134,7 +134,7 @@ class Cache:
         return fits
 
     def _listed(self) -> list[tuple[bool, str, int]]:
-        """Whether a file is long unused, its name, and its size: what is worth least first.
+        """Whether a file is long unused, its name, and its size, in eviction order.
 
         In an epoch of random order, what was used least recently is as likely to come next as anything. So
         all processes keep the same names: their share of the samples is then read from the cache. Only what

@@ -136,7 +136,7 @@ def table_of(backend: Backend, record: TableRecord) -> pa.Table:
 
 
 def view_keys(backend: Backend, name: str) -> "pl.DataFrame":
-    """The keys that a view keeps; StoreError when there is no such view, with those there are."""
+    """The keys that a view keeps. Raises StoreError listing the existing views when there is no such view."""
     import polars as pl
 
     views = record_names(backend, VIEWS)

@@ -47,7 +47,7 @@ class Finding:
 
 
 def failed(name: str, error: Exception) -> Finding:
-    """What an error that came up while a file was read says of it."""
+    """Classify a read error as a finding."""
     cause = error.__cause__ if isinstance(error, StoreError) and error.__cause__ else error
     if isinstance(cause, PermissionError):
         return Finding("unreadable", name, "it cannot be read: permission denied")

@@ -1,9 +1,8 @@
-"""Views and statistics that travel with their samples, and what becomes of two of one name.
+"""Views and statistics that travel with their samples, and how tables with equal names are merged.
 
-Each is a table of what one store says of samples, by key. Of a sample that only one of two stores
-speaks of, its word counts. Of the others the source's counts when a store is copied, for a copy
-follows; when stores are merged, what is there stays. A run of statistics is never replaced by an older
-one. Views whose filters differ are not one view: they are never mixed.
+Each is a table with a row for a sample, by key. A row that only one of two stores has is kept. Otherwise the
+source wins when a store is copied, and the destination when stores are merged. An older run never replaces
+the statistics of a newer one. Views whose filters differ are never mixed.
 """
 
 from collections.abc import Callable

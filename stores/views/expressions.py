@@ -1,6 +1,6 @@
 """Filters from expressions over the columns of the index, such as `words > 5 and code_ratio < 0.05`.
 
-What is missing or no number is unknown: three-valued logic, as SQL has it.
+Missing values and NaN are unknown (SQL three-valued logic).
 """
 
 import difflib
@@ -89,7 +89,7 @@ def where(text: str, columns: Sequence[str], lost: Mapping[str, str] = MappingPr
     if missing:
         raise StoreError(f"there is no column '{missing[0]}' (in \"{text}\"){_instead(missing, text, known)}")
     if alias:  # SQL takes a word at the end for a new name
-        raise StoreError(f"cannot read the expression \"{text}\": '{renamed}' at its end belongs to nothing")
+        raise StoreError(f"cannot read the expression \"{text}\": unexpected '{renamed}' at the end")
 
     def keep(rows: pl.DataFrame) -> pl.Series:
         try:
