@@ -223,7 +223,7 @@ class Copy:
                 (untouched and before.files.get(name) == stored) or _holds(self.folder / name, stored)
             ):
                 stats[name] = stat
-            elif same:  # to be published
+            elif same or (self._apart and stored == before.files.get(name)):  # to be published
                 missing.discard(name)
             elif untouched:
                 (self.folder / name).unlink()

@@ -165,6 +165,25 @@ def test_both_machines_changed_the_same_report(where: Callable[[], Local | Remot
     assert files(two) == {"sparrow": "b"}
 
 
+def test_an_unsent_report_outlives_what_others_publish(
+    where: Callable[[], Local | Remote], tmp_path: Path
+) -> None:
+    def reports(name: str) -> Copy:
+        return Copy(where(), tmp_path / name, tmp_path / f"{name}.json", apart=True)
+
+    work(reports("a"), old="0", removed="0")
+    write(reports("a"), sparrow="a", old="of a")  # and the command ended before it could publish
+    other = reports("b")
+    other.update()
+    (other.folder / "removed").unlink()
+    write(other, hivis="b")
+    other.publish()
+    again = reports("a")
+    work(again)
+    assert published(reports) == {"old": "of a", "sparrow": "a", "hivis": "b"}
+    assert not list(tmp_path.glob(".aside-*"))
+
+
 def test_unsent_work_is_published_by_the_next_command(machine: Machine) -> None:
     one = machine("one")
     work(one, config="1")
