@@ -10,15 +10,12 @@ Shapes: N entries, R rows, U visual tokens, D hidden.
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from vlmdistill.drafters.core import Batch, Drafter, EagleBlock, Entries, Head, KVCache
+from vlmdistill.drafters.core import EagleDrafter, Visual
 from vlmdistill.drafters.core.config import ModelConfig, Stage, TrainConfig, features
-from vlmdistill.drafters.core.serving import ServedDrafter, served_block
 from vlmdistill.stores.schema import Feature, TargetInfo
 
 
-class Eagle2(Drafter):
+class Eagle2(EagleDrafter):
     """One decoder layer over [embedding ; state] of every position, visual ones included."""
 
     @dataclass(frozen=True, kw_only=True)
@@ -40,18 +37,7 @@ class Eagle2(Drafter):
 
     config: Config
 
-    def __init__(self, config: Config, info: TargetInfo, head: Head) -> None:
-        super().__init__(config, info, head)
-        self.block = EagleBlock(info, kv_heads=config.kv_heads)
-
-    def condition(self, batch: Batch, cache: KVCache) -> None:
+    @property
+    def visual(self) -> Visual:
         """Visual tokens enter as [visual embedding ; state before it], at their expanded positions."""
-        self.block.write_visual(batch.feature("embed", "visual"), batch, cache)
-
-    def step(self, entries: Entries, cache: KVCache) -> Tensor:
-        """Eq. of EAGLE section 3: layer(fc([e_{t+1} ; h_t])) -> g_{t+1}."""
-        return self.block(self.embed(entries.ids_N), entries.hidden_ND, entries, cache)
-
-    def published(self) -> ServedDrafter:
-        """As vLLM runs it: visual tokens are entries like any others."""
-        return served_block(self, self.block, visual="fused")
+        return "fused"

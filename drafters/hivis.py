@@ -14,13 +14,12 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from vlmdistill.drafters.core import Drafter, EagleBlock, Entries, Head, KVCache, Tree
+from vlmdistill.drafters.core import EagleDrafter, Head, Tree
 from vlmdistill.drafters.core.config import ModelConfig, Positions, Stage, TrainConfig, at_least, features
-from vlmdistill.drafters.core.serving import ServedDrafter, served_block
 from vlmdistill.stores.schema import Feature, TargetInfo
 
 
-class HiViS(Drafter):
+class HiViS(EagleDrafter):
     """One decoder layer over text entries alone, with an embedding of the hop."""
 
     @dataclass(frozen=True, kw_only=True)
@@ -70,23 +69,14 @@ class HiViS(Drafter):
 
     def __init__(self, config: Config, info: TargetInfo, head: Head) -> None:
         super().__init__(config, info, head)
-        self.block = EagleBlock(info, kv_heads=config.kv_heads)
         # Row 0, for committed tokens, stays zero: the bias of `fc` is e_seq^0.
         self.sequence = nn.Embedding(config.threshold + 1, info.hidden_size, padding_idx=0)
         nn.init.zeros_(self.sequence.weight)
 
-    def step(self, entries: Entries, cache: KVCache) -> Tensor:
-        """Eqs. 5-6: layer(fc([e_{t+1} ; h_t]) + e_seq) -> g_{t+1}."""
-        guess_1 = entries.ids_N.new_full((1,), min(entries.hop, self.config.threshold))
-        embed_ND, offset_1D = self.embed(entries.ids_N), self.sequence(guess_1)
-        return self.block(embed_ND, entries.hidden_ND, entries, cache, offset_1D)
-
-    def published(self) -> ServedDrafter:
-        """As vLLM runs it: without visual tokens, with the sequential embeddings."""
-        return served_block(
-            self,
-            self.block,
-            visual="dropped",
-            after_image="visual" if self.config.last_visual else "text",
-            guesses_GD=self.sequence.weight,
-        )
+    def fuse(
+        self, embed_ND: Tensor, state_ND: Tensor, guess_1: Tensor, joined_ND: Tensor | None = None
+    ) -> Tensor:
+        """Eqs. 5-6: fc([e_{t+1} ; h_t]) + e_seq."""
+        x_ND = super().fuse(embed_ND, state_ND, guess_1)
+        offset_1D: Tensor = self.sequence(guess_1.clamp(max=self.config.threshold))
+        return x_ND + offset_1D

@@ -12,16 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
+from torch import nn
 
-from vlmdistill.drafters.core import Batch, Drafter, Entries, Head, KVCache, Tree
+from vlmdistill.drafters.core import EagleDrafter, Head, Tree, Visual
 from vlmdistill.drafters.core.config import ModelConfig, Stage, TrainConfig, features
-from vlmdistill.drafters.core.layers import EAGLE_NAMES, EagleBlock
-from vlmdistill.drafters.core.serving import ServedDrafter, served_block
+from vlmdistill.drafters.core.layers import EAGLE_NAMES
 from vlmdistill.stores.schema import Feature, TargetInfo
 
 
-class MSD(Drafter):
+class MSD(EagleDrafter):
     """One decoder layer over text entries [embedding ; state] and raw visual embeddings."""
 
     @dataclass(frozen=True, kw_only=True)
@@ -59,19 +58,10 @@ class MSD(Drafter):
 
     def __init__(self, config: Config, info: TargetInfo, head: Head) -> None:
         super().__init__(config, info, head)
-        self.block = EagleBlock(info, kv_heads=config.kv_heads, input_norm=config.input_norm)
+        if config.input_norm:
+            self.block.layer.input_norm = nn.RMSNorm(info.hidden_size, info.rms_norm_eps)
 
-    def condition(self, batch: Batch, cache: KVCache) -> None:
+    @property
+    def visual(self) -> Visual:
         """Visual tokens enter as their embeddings, unfused (eq. 9); under `vata`, in training alone."""
-        if self.config.vata and not self.training:
-            return
-        tokens = batch.visual_tokens
-        self.block.layer.write_kv(batch.feature("embed", "visual"), tokens.position_N - 1, tokens, cache)
-
-    def step(self, entries: Entries, cache: KVCache) -> Tensor:
-        """Eqs. 8-9 for text: layer(fc([e_{t+1} ; h_t])) -> g_{t+1}, as EAGLE."""
-        return self.block(self.embed(entries.ids_N), entries.hidden_ND, entries, cache)
-
-    def published(self) -> ServedDrafter:
-        """As vLLM runs it: visual tokens are bare embeddings, or dropped."""
-        return served_block(self, self.block, visual="dropped" if self.config.vata else "raw")
+        return "dropped" if self.config.vata and not self.training else "raw"

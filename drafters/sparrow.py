@@ -12,15 +12,15 @@ Shapes: N entries, R rows, U visual tokens, D hidden.
 
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import nn
 
-from vlmdistill.drafters.core import Batch, Drafter, EagleBlock, Entries, Head, KVCache, Tree
+from vlmdistill.drafters.core import Batch, EagleDrafter, Head, KVCache, Tree
 from vlmdistill.drafters.core.config import ModelConfig, Stage, TwoPasses, features
-from vlmdistill.drafters.core.serving import ServedDrafter, served_block, unserved
+from vlmdistill.drafters.core.serving import ServedDrafter, unserved
 from vlmdistill.stores.schema import Feature, TargetInfo
 
 
-class Sparrow(Drafter):
+class Sparrow(EagleDrafter):
     """One decoder layer over text entries; middle-layer visual states in training alone."""
 
     @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,6 @@ class Sparrow(Drafter):
 
     def __init__(self, config: Config, info: TargetInfo, head: Head) -> None:
         super().__init__(config, info, head)
-        self.block = EagleBlock(info, kv_heads=config.kv_heads)
         self.visual_norm = nn.RMSNorm(info.hidden_size, info.rms_norm_eps) if config.ivsb else nn.Identity()
 
     def condition(self, batch: Batch, cache: KVCache) -> None:
@@ -79,12 +78,8 @@ class Sparrow(Drafter):
         tokens = batch.visual_tokens
         self.block.layer.write_kv(x_UD, tokens.position_N - 1, tokens, cache)
 
-    def step(self, entries: Entries, cache: KVCache) -> Tensor:
-        """Eq. 1: layer(FC(e_t + h_{t-1})), the state reused being the target's (hop 0) or its own (eq. 4)."""
-        return self.block(self.embed(entries.ids_N), entries.hidden_ND, entries, cache)
-
     def published(self) -> ServedDrafter:
         """As vLLM runs it, without visual tokens; TrainingError for `vata=false`, which needs more states."""
         if not self.config.vata:
             raise unserved("vata", False, True)
-        return served_block(self, self.block, visual="dropped")
+        return super().published()

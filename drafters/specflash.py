@@ -12,19 +12,19 @@ tokens of all spans, D hidden.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from vlmdistill.drafters.core import Drafter, EagleBlock, KVCache, Tree
-from vlmdistill.drafters.core.batch import Batch, Entries, Head, TokenIndex
+from vlmdistill.drafters.core import EagleDrafter, Entries, Head, KVCache, Tree, Visual
 from vlmdistill.drafters.core.config import ModelConfig, Stage, TrainConfig, at_least, features
-from vlmdistill.drafters.core.serving import Compression, ServedDrafter, served_block, unserved
+from vlmdistill.drafters.core.serving import ServedDrafter, unserved
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import Feature, TargetInfo
 
 
-class SpecFlash(Drafter):
+class SpecFlash(EagleDrafter):
     """One decoder layer over text entries and compressed visual states; several tokens per pass."""
 
     @dataclass(frozen=True, kw_only=True)
@@ -70,32 +70,43 @@ class SpecFlash(Drafter):
     def __init__(self, config: Config, info: TargetInfo, head: Head) -> None:
         super().__init__(config, info, head)
         width = info.hidden_size
-        self.block = EagleBlock(info, kv_heads=config.kv_heads)
         self.query_CD = nn.Parameter(torch.randn(config.queries if config.compress else 0, width))
         self.placeholder_D = nn.Parameter(torch.randn(width) * width**-0.5)
 
-    def condition(self, batch: Batch, cache: KVCache) -> None:
-        """Section 3.2: F_c = softmax(Q F_v^T) F_v of each span, at positions spread over it."""
-        if not self.config.compress:
-            self.block.write_visual(batch.feature("embed", "visual"), batch, cache)
-            return
-        hidden_UD = batch.feature("hidden", "visual")
-        spans, queries = len(batch.start_M), len(self.query_CD)
-        span_X = torch.arange(spans, device=hidden_UD.device).repeat_interleave(queries)
-        query_X = torch.arange(queries, device=hidden_UD.device).repeat(spans)
-        length_X = batch.length_M[span_X]
-        count_X = ((length_X - 1) // self.config.ratio + 1).clamp(max=queries)
-        used_X = query_X < count_X
-        span_X, query_X, length_X, count_X = (x[used_X] for x in (span_X, query_X, length_X, count_X))
+    @property
+    def visual(self) -> Visual:
+        """Without compression visual tokens enter as for EAGLE-2."""
+        return "dropped" if self.config.compress else "fused"
+
+    @property
+    def compresses(self) -> Literal["hidden"] | None:
+        """The states of visual tokens."""
+        return "hidden" if len(self.query_CD) else None
+
+    def compress(self, read_UD: Tensor, span_U: Tensor, spans: int) -> Tensor:
+        """Section 3.2: F_c = softmax(Q F_v^T) F_v of each span."""
+        span_X = torch.arange(spans, device=span_U.device).repeat_interleave(len(self.query_CD))
         compressed_1XD = nn.functional.scaled_dot_product_attention(
-            self.query_CD[query_X][None],
-            hidden_UD[None],
-            hidden_UD[None],
-            attn_mask=span_X[:, None] == batch.visual_tokens.span_N,
+            self.query_CD.repeat(spans, 1)[None],
+            read_UD[None],
+            read_UD[None],
+            attn_mask=span_X[:, None] == span_U,
         )
-        position_X = batch.start_M[span_X] + (2 * query_X + 1) * length_X // (2 * count_X)
-        tokens = TokenIndex(batch.segment_M[span_X], position_X, span_X)
-        self.block.layer.write_kv(compressed_1XD[0], position_X - 1, tokens, cache)
+        return compressed_1XD.view(spans, len(self.query_CD), read_UD.shape[-1])
+
+    def places(self, start_M: Tensor, length_M: Tensor) -> Tensor:
+        """Positions spread over each span, of one entry for `ratio` visual tokens."""
+        query_C, length_M1 = torch.arange(len(self.query_CD), device=start_M.device), length_M[:, None]
+        count_M1 = ((length_M1 - 1) // self.config.ratio + 1).clamp(max=len(self.query_CD))
+        place_MC = start_M[:, None] + (2 * query_C + 1) * length_M1 // (2 * count_M1)
+        return torch.where(query_C < count_M1, place_MC, -1)
+
+    def fuse(
+        self, embed_ND: Tensor, state_ND: Tensor, guess_1: Tensor, joined_ND: Tensor | None = None
+    ) -> Tensor:
+        """fc([e_{t+1} ; h_t]); guesses are placeholders where one pass makes several tokens."""
+        x_ND = super().fuse(embed_ND, state_ND, guess_1)
+        return x_ND if self.config.group == 1 else torch.where(guess_1 > 0, self.placeholder_D, x_ND)
 
     def step(self, entries: Entries, cache: KVCache) -> Tensor:
         """Section 3.3: one pass makes the states of a group, [R, G * D]; the hops within it return them."""
@@ -141,16 +152,6 @@ class SpecFlash(Drafter):
 
     def published(self) -> ServedDrafter:
         """As vLLM runs it: one pass for each placeholder; TrainingError for `passes` above 1."""
-        config = self.config
-        if config.passes > 1:  # vLLM would have to write an entry in the pass that reads a placeholder
-            raise unserved("passes", config.passes, 1)
-        compression = Compression(reads="hidden", entries=config.queries, ratio=config.ratio, spread=True)
-        return served_block(
-            self,
-            self.block,
-            visual="dropped" if config.compress else "fused",
-            compression=compression if config.compress and config.queries else None,
-            placeholder_D=self.placeholder_D if config.group > 1 else None,
-            draft_tokens=config.max_hops or 0,
-            more={"compressor.query": self.query_CD[:, None]} if config.compress and config.queries else None,
-        )
+        if self.config.passes > 1:  # vLLM would have to write an entry in the pass that reads a placeholder
+            raise unserved("passes", self.config.passes, 1)
+        return super().published()

@@ -13,20 +13,18 @@ H heads, d head width, D hidden.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from vlmdistill.drafters.core import Drafter, KVCache, Tree
-from vlmdistill.drafters.core.batch import Batch, Entries, Head, TokenIndex
+from vlmdistill.drafters.core import EagleDrafter, Head, Tree
 from vlmdistill.drafters.core.config import ModelConfig, Stage, TwoPasses, at_least, features
-from vlmdistill.drafters.core.layers import EAGLE_NAMES, EagleBlock
-from vlmdistill.drafters.core.serving import Compression, ServedDrafter, served_block
+from vlmdistill.drafters.core.layers import EAGLE_NAMES
 from vlmdistill.stores.schema import Feature, TargetInfo
 
 
-class ViSpec(Drafter):
+class ViSpec(EagleDrafter):
     """One decoder layer over text entries and compressed images; g joins every hidden state."""
 
     @dataclass(frozen=True, kw_only=True)
@@ -81,7 +79,6 @@ class ViSpec(Drafter):
 
     def __init__(self, config: Config, info: TargetInfo, head: Head) -> None:
         super().__init__(config, info, head)
-        self.block = EagleBlock(info, kv_heads=config.kv_heads)
         self.adaptor = Adaptor(info, config.num_q if config.injection else config.num_q - 1)
         self.img_fc: nn.Linear | None = None
         if config.injection:
@@ -90,46 +87,33 @@ class ViSpec(Drafter):
                 self.img_fc.weight.copy_(torch.eye(info.hidden_size, 2 * info.hidden_size))
                 self.img_fc.bias.zero_()
 
-    def condition(self, batch: Batch, cache: KVCache) -> None:
-        """Compressed tokens enter unfused at the last positions of their span; `step` reads g."""
-        spans, compressed = len(batch.start_M), self.config.num_q - 1
-        span_U = batch.visual_tokens.span_N
-        out_MQD = self.adaptor(batch.feature("embed", "visual"), span_U, spans)
-        if self.img_fc is not None:
-            cache.context["global"] = out_MQD[:, -1]
-        first_M1 = batch.start_M[:, None]
-        back_Q = torch.arange(compressed, 0, -1, device=first_M1.device)
-        position_X = torch.maximum(first_M1 + batch.length_M[:, None] - back_Q, first_M1).flatten()
-        span_X = torch.arange(spans, device=first_M1.device).repeat_interleave(compressed)
-        tokens = TokenIndex(batch.segment_M[span_X], position_X, span_X)
-        self.block.layer.write_kv(out_MQD[:, :compressed].flatten(0, 1), position_X - 1, tokens, cache)
+    @property
+    def compresses(self) -> Literal["embed"]:
+        """Visual embeddings; compressed tokens enter unfused, at the last positions of their span."""
+        return "embed"
 
-    def step(self, entries: Entries, cache: KVCache) -> Tensor:
-        """Eq. 5 within EAGLE's step: layer(fc([e_{t+1} ; img_fc([h_t ; g])])) -> g_{t+1}, at every hop."""
-        hidden_ND = entries.hidden_ND
-        if self.img_fc is not None:
-            # Row 0 is for text before the first image.
-            global_ND = nn.functional.pad(cache.context["global"], (0, 0, 1, 0))[entries.tokens.span_N + 1]
-            hidden_ND = self.img_fc(torch.cat([hidden_ND, global_ND], dim=-1))
-        return self.block(self.embed(entries.ids_N), hidden_ND, entries, cache)
+    @property
+    def joins(self) -> bool:
+        """g joins later text."""
+        return self.config.injection
 
-    def published(self) -> ServedDrafter:
-        """As vLLM runs it: an image leaves its compressed tokens, and g."""
-        joined = self.img_fc is not None
-        parts = {"compressor": self.adaptor, **({"join": self.img_fc} if self.img_fc is not None else {})}
-        return served_block(
-            self,
-            self.block,
-            visual="dropped",
-            compression=Compression(
-                reads="embed", entries=self.config.num_q - 1, heads=self.adaptor.heads, joined=joined
-            ),
-            more={
-                f"{part}.{name.removesuffix('_QHd')}": weight
-                for part, module in parts.items()
-                for name, weight in module.named_parameters()
-            },
-        )
+    def compress(self, read_UD: Tensor, span_U: Tensor, spans: int) -> Tensor:
+        """Section 4.1: compressed tokens, and g, by the adaptor."""
+        out_MQD: Tensor = self.adaptor(read_UD, span_U, spans)
+        return out_MQD
+
+    def places(self, start_M: Tensor, length_M: Tensor) -> Tensor:
+        """The last positions of each span."""
+        back_C = torch.arange(self.config.num_q - 1, 0, -1, device=start_M.device)
+        return torch.maximum((start_M + length_M)[:, None] - back_C, start_M[:, None])
+
+    def fuse(
+        self, embed_ND: Tensor, state_ND: Tensor, guess_1: Tensor, joined_ND: Tensor | None = None
+    ) -> Tensor:
+        """Eq. 5 within EAGLE's step: fc([e_{t+1} ; img_fc([h_t ; g])]), at every hop."""
+        if self.img_fc is not None and joined_ND is not None:
+            state_ND = self.img_fc(torch.cat([state_ND, joined_ND], dim=-1))
+        return super().fuse(embed_ND, state_ND, guess_1)
 
 
 class Adaptor(nn.Module):

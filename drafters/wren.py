@@ -13,9 +13,10 @@ Shapes: N entries, R rows, D hidden.
 
 from dataclasses import dataclass
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vlmdistill.drafters.core import Drafter, EagleBlock, Entries, Head, KVCache, Tree
+from vlmdistill.drafters.core import EagleDrafter, Head, Tree
 from vlmdistill.drafters.core.config import (
     ModelConfig,
     Positions,
@@ -25,11 +26,10 @@ from vlmdistill.drafters.core.config import (
     depths,
     features,
 )
-from vlmdistill.drafters.core.serving import ServedDrafter, served_block
 from vlmdistill.stores.schema import Feature, TargetInfo
 
 
-class Wren(Drafter):
+class Wren(EagleDrafter):
     """One decoder layer over text entries, with three more depths of the target where it has read."""
 
     @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,6 @@ class Wren(Drafter):
     def __init__(self, config: Config, info: TargetInfo, head: Head) -> None:
         super().__init__(config, info, head)
         width, eps = info.hidden_size, info.rms_norm_eps
-        self.block = EagleBlock(info, kv_heads=config.kv_heads)
         self.embed_norm = nn.RMSNorm(width, eps) if config.normed else nn.Identity()
         self.hidden_norm = nn.RMSNorm(width, eps) if config.normed else nn.Identity()
         # Row 0, for committed tokens, stays zero: the bias of `fc` and the depths are theirs.
@@ -97,29 +96,20 @@ class Wren(Drafter):
             self.depth_norm = nn.RMSNorm(width, eps)
             self.depth_fc = nn.Linear(3 * width, width, bias=False)
 
-    def step(self, entries: Entries, cache: KVCache) -> Tensor:
-        """layer(fc([norm(e_{t+1}) ; norm(h_t)]) + what only its hop has) -> g_{t+1}, [R, D]."""
+    def combine(self, states_NS: Tensor) -> Tensor:
+        """The part of `fc` that reads norm(h_t), and for committed tokens the depths; [N, D]."""
         width = self.info.hidden_size
-        last_ND, more_ND = entries.hidden_ND[:, :width], entries.hidden_ND[:, width:]
-        if entries.hop == 0 and self.config.depths:
-            offset_ND = self.depth_fc(self.depth_norm(more_ND.reshape(-1, 3, width)).flatten(1))
-        else:
-            guess = min(entries.hop, self.config.threshold)
-            offset_ND = self.sequence.weight[guess] if guess else None
-        embed_ND = self.embed_norm(self.embed(entries.ids_N))
-        return self.block(embed_ND, self.hidden_norm(last_ND), entries, cache, offset_ND)
+        x_ND = F.linear(self.hidden_norm(states_NS[:, :width]), self.block.fc.weight[:, width:])
+        if states_NS.shape[1] > width:
+            depths_N3D = states_NS[:, width:].reshape(-1, 3, width)
+            x_ND = x_ND + self.depth_fc(self.depth_norm(depths_N3D).flatten(1))
+        return x_ND
 
-    def published(self) -> ServedDrafter:
-        """As HiViS is served, with the norms and the depths."""
-        parts = ["embed_norm", "hidden_norm"] if self.config.normed else []
-        parts += ["depth_norm", "depth_fc"] if self.config.depths else []
-        return served_block(
-            self,
-            self.block,
-            visual="dropped",
-            after_image="text",
-            guesses_GD=self.sequence.weight,
-            normed=self.config.normed,
-            layers=self.taps,
-            more={f"{part}.weight": self.get_parameter(f"{part}.weight") for part in parts},
-        )
+    def fuse(
+        self, embed_ND: Tensor, state_ND: Tensor, guess_1: Tensor, joined_ND: Tensor | None = None
+    ) -> Tensor:
+        """fc([norm(e_{t+1}) ; norm(h_t)]) + what only its hop has."""
+        of_embed_DD = self.block.fc.weight[:, : self.info.hidden_size]
+        x_ND = F.linear(self.embed_norm(embed_ND), of_embed_DD, self.block.fc.bias)
+        offset_1D: Tensor = self.sequence(guess_1.clamp(max=self.config.threshold))
+        return x_ND + state_ND + offset_1D

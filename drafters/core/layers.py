@@ -4,13 +4,13 @@ Shapes: N entries, R rows whose output is wanted, U visual tokens, D hidden, H q
 d head width.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vlmdistill.drafters.core.batch import Batch, Entries, TokenIndex
+from vlmdistill.drafters.core.batch import Batch, TokenIndex
 from vlmdistill.drafters.core.kv_cache import KVCache
 from vlmdistill.stores.schema import TargetInfo
 
@@ -47,16 +47,16 @@ class DecoderLayer(nn.Module):
     values may read an input of another width (`inputs`) than the residual.
     """
 
-    def __init__(
-        self, info: TargetInfo, *, kv_heads: str, input_norm: bool = False, inputs: int | None = None
-    ) -> None:
+    input_norm: nn.Module | None
+
+    def __init__(self, info: TargetInfo, *, kv_heads: str, inputs: int | None = None) -> None:
         """`kv_heads` is "all" (one per query head) or "target"; `inputs` is the hidden width unless given."""
         super().__init__()
         inputs = info.hidden_size if inputs is None else inputs
         self.heads, self.head_dim = info.num_heads, info.head_dim
         self.kv_heads = info.num_heads if kv_heads == "all" else info.num_kv_heads
         qkv = (self.heads + 2 * self.kv_heads) * self.head_dim
-        self.input_norm = nn.RMSNorm(inputs, info.rms_norm_eps) if input_norm else None
+        self.register_module("input_norm", None)  # first of the parameters, as in checkpoints of optimizers
         self.qkv_proj = nn.Linear(inputs, qkv, bias=info.attention_bias)
         self.o_proj = nn.Linear(self.heads * self.head_dim, info.hidden_size, bias=False)
         self.post_attention_norm = nn.RMSNorm(info.hidden_size, info.rms_norm_eps)
@@ -112,27 +112,10 @@ class DecoderLayer(nn.Module):
 class EagleBlock(nn.Module):
     """EAGLE's drafter (section 3): one decoder layer over a projection of [embedding ; state]."""
 
-    __call__: Callable[..., Tensor]
-
-    def __init__(self, info: TargetInfo, *, kv_heads: str, input_norm: bool = False) -> None:
+    def __init__(self, info: TargetInfo, *, kv_heads: str) -> None:
         super().__init__()
         self.fc = nn.Linear(2 * info.hidden_size, info.hidden_size)
-        self.layer = DecoderLayer(info, kv_heads=kv_heads, input_norm=input_norm)
-
-    def forward(
-        self,
-        embed_ND: Tensor,
-        hidden_ND: Tensor,
-        entries: Entries,
-        cache: KVCache,
-        offset_1D: Tensor | None = None,
-    ) -> Tensor:
-        """layer(fc([e_{t+1} ; h_t]) + offset) -> g_{t+1}, [R, D]."""
-        x_ND = self.fc(torch.cat([embed_ND, hidden_ND], dim=-1))
-        if offset_1D is not None:
-            x_ND = x_ND + offset_1D
-        state_RD: Tensor = self.layer(x_ND, entries.rotary_N, entries.tokens, cache, entries.hop)
-        return state_RD
+        self.layer = DecoderLayer(info, kv_heads=kv_heads)
 
     def write_visual(self, embed_UD: Tensor, batch: Batch, cache: KVCache) -> None:
         """Write visual tokens as entries [visual embedding ; state before it], if there is one."""

@@ -7,6 +7,7 @@ import pytest
 
 from tests.drafters import synthetic
 from tests.drafters.conformance import test_masks, test_needs, test_steps, test_training
+from tests.pipelines.vllm import test_entry_map
 from vlmdistill import drafters
 from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.checkpoints.export import export
@@ -14,7 +15,6 @@ from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.drafter import Drafter
 from vlmdistill.drafters.training.trainer import train
 from vlmdistill.pipelines.train import resolve
-from vlmdistill.stores.errors import TrainingError
 
 PAGE = Path(__file__).parents[2] / "docs" / "add-a-drafter.md"
 SWITCHES = [{}, {"gate": False}]
@@ -51,5 +51,12 @@ def test_it_is_trained_with_any_recipe_and_setting(tmp_path: Path) -> None:
     again = checkpoint.load(out, synthetic.head(), synthetic.INFO)
     assert isinstance(again, Drafter)
     assert (again.config, str(again.tree)) == (catalogue.load("gated").Config(gate=False), "chain-5")  # type: ignore[call-arg]
-    with pytest.raises(TrainingError, match=r"gated cannot be exported: .* engines load eagle2, eagle3"):
-        export(out, tmp_path / "served")
+    assert export(out, tmp_path / "served").drops_visual
+
+
+@pytest.mark.parametrize("settings", SWITCHES)
+@pytest.mark.parametrize("layout", ["no image", "several images"])
+def test_what_vllm_feeds_it_are_the_entries_of_our_decoder(
+    settings: dict[str, object], layout: str, tmp_path: Path
+) -> None:
+    test_entry_map.test_an_exported_drafter_drafts_what_it_drafts_here("gated", settings, layout, tmp_path)

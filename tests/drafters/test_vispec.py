@@ -57,7 +57,7 @@ def test_g_is_that_of_the_last_image_and_zero_before_the_first(hop: int) -> None
     expected = {3: 0, 4: 0, 5: 0, 9: 1, 10: 1, 11: 1, 12: 1}
     assert sorted(expected) == one.position_T[token_E].tolist()
     torch.testing.assert_close(
-        inputs[hop][:, INFO.hidden_size :], cache.context["global"][[*expected.values()]]
+        inputs[hop][:, INFO.hidden_size :], cache.context["joined"][[*expected.values()]]
     )
     prefix, cache = sample("ttrrvvvtrr"), PackedKVCache()
     drafter.condition(prefix, cache)
@@ -119,7 +119,7 @@ def test_compressed_tokens_stand_at_the_last_places_of_their_span(num_q: int, or
     assert tokens.position_N.tolist() == order
     # As of every entry, the rotary position is that of the state before it.
     assert rotary_X.tolist() == [place - 1 for place in order]
-    assert cache.context["global"].shape == (2, INFO.hidden_size)
+    assert cache.context["joined"].shape == (2, INFO.hidden_size)
 
 
 def test_img_fc_starts_as_the_identity() -> None:

@@ -4,6 +4,7 @@ Not collected by name: it needs the environment that `make engine` creates, and 
 """
 
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -142,12 +143,9 @@ def test_the_v2_runner_accepts_the_same(
 ) -> None:
     """Its kernels are interpreted, which takes a second for each draft."""
     (tmp_path / "sitecustomize.py").write_text(SITE)
-    for variable, value in {
-        "TRITON_INTERPRET": "1",
-        "VLLM_USE_V2_MODEL_RUNNER": "1",
-        "PYTHONPATH": str(tmp_path),
-    }.items():
-        monkeypatch.setenv(variable, value)
+    for variable in ("TRITON_INTERPRET", "VLLM_USE_V2_MODEL_RUNNER"):
+        monkeypatch.setenv(variable, "1")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     found = served.check(name, changed(served.job, max_new_tokens=24, step_tokens=tokens), prompts=4)
     assert found.identical == found.prompts
     # vLLM counts what it accepts beyond the limit of a response.

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from vlmdistill.drafters.core.serving import AfterImage, Compression
+from vlmdistill.drafters.core.eagle_drafter import EagleDrafter
 
 
 class Shown(NamedTuple):
@@ -42,33 +43,31 @@ class EntryMap:
     def of(
         cls,
         visual_P: NDArray[np.bool_],
-        after_image: AfterImage,
+        drafter: EagleDrafter,
         images: Sequence[Shown] = (),
-        compression: Compression | None = None,
     ) -> "EntryMap":
-        """Drop the entries of visual tokens, but those that carry what `compression` leaves of `images`.
+        """Drop the entries of visual tokens, but those that carry what `drafter` leaves of `images`.
 
-        With `after_image="text"` the first token after an image is paired with the state of the last text
-        token before it (HiViS eq. 3), and dropped where no text comes before.
+        If it reads no visual states, the first token after an image is paired with the state of the last
+        text token before it, and dropped where no text comes before.
         """
         own_P = np.arange(len(visual_P))
-        text_P = own_P if after_image == "visual" else np.where(visual_P, -1, own_P)
+        text_P = own_P if drafter.after_image == "visual" else np.where(visual_P, -1, own_P)
         source_P = np.maximum.accumulate(text_P)
         next_is_visual_P = np.append(visual_P, False)[1:]
         kept_P = ~next_is_visual_P & (source_P >= 0)
         query_P, turned_P = np.full_like(own_P, -1), np.zeros_like(own_P)
-        if compression is not None:
+        if drafter.compresses is not None:
             for start, length in images:
                 # The last rows of an image carry its entries: by then all its states are known.
-                count = compression.count(length)
-                query_C = np.arange(count)
-                row_C = start - 1 + length - count + query_C
-                spread_C = np.maximum(start + (2 * query_C + 1) * length // (2 * max(count, 1)) - 1, 0)
+                (place_C,) = drafter.places(torch.tensor([start]), torch.tensor([length])).numpy()
+                place_C = place_C[place_C >= 0][:length]
+                query_C = np.arange(len(place_C))
+                row_C = start - 1 + length - len(place_C) + query_C
                 inside_C = (row_C >= 0) & (row_C < len(own_P))
                 row_X = row_C[inside_C]
                 kept_P[row_X], query_P[row_X] = True, query_C[inside_C]
-                if compression.spread:
-                    turned_P[row_X] = (spread_C - row_C)[inside_C]
+                turned_P[row_X] = (np.maximum(place_C - 1, 0) - row_C)[inside_C]
         starts = [image.start for image in images]
         image_P = np.searchsorted(starts, own_P + 1, side="right") - 1
         return cls(kept_P, source_P, np.cumsum(kept_P) - kept_P, query_P, image_P, turned_P, images)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vlmdistill.drafters.core.serving import Feeding
+from vlmdistill.drafters.core.eagle_drafter import EagleDrafter
 from vlmdistill.pipelines.vllm.plugin.entry_map import EntryMap, Shown, StepRows
 
 
@@ -66,15 +66,10 @@ class Feed:
 class Feeder:
     """Drops the entries of visual tokens, compresses images, and pairs entries with states."""
 
-    def __init__(self, feeding: Feeding, device: torch.device) -> None:
-        self.feeding, self.device = feeding, device
+    def __init__(self, drafter: EagleDrafter, device: torch.device) -> None:
+        self.drafter, self.device = drafter, device
         self._known: dict[str, _Request] = {}
         self._text_states: dict[str, Tensor] = {}
-
-    @property
-    def joins(self) -> bool:
-        """The model reads a vector of the last image beside each state."""
-        return self.feeding.compression is not None and self.feeding.compression.joined
 
     def feed(
         self,
@@ -88,22 +83,22 @@ class Feeder:
     ) -> Feed | None:
         """The rows of a step, whose states are paired in place; None: all of them, as they are.
 
-        `block` is the drafter, which is given what images are compressed to; `embeds` holds the visual
-        embeddings by key. `alive` are the requests that are not ended.
+        `block` is the drafter's model, which is given what images are compressed to; `embeds` holds the
+        visual embeddings by key. `alive` are the requests that are not ended.
         """
         steps = self._steps(read, starts, alive)
-        if self.feeding.compression is not None:
+        if self.drafter.compresses is not None:
             self._compress(read, steps, starts, hidden_ND, block, embeds)
         if not any(step.changed for step in steps):
             return None
-        if self.feeding.after_image == "text":
+        if self.drafter.after_image == "text":
             self._pair_with_text(read, steps, starts, hidden_ND, alive)
         kept_N = np.concatenate([step.kept_N for step in steps])
         lengths_B = np.array([int(step.kept_N.sum()) for step in steps])
         kept_K = self.tensor(np.flatnonzero(kept_N))
         dropped_K = self.tensor(np.concatenate([step.dropped_N for step in steps]))[kept_K]
         turned_K = self.tensor(np.concatenate([step.turned_N for step in steps]))[kept_K]
-        compact = self.feeding.positions == "compact"
+        compact = self.drafter.config.positions == "compact"
         return Feed(
             steps=steps,
             kept_K=kept_K,
@@ -127,7 +122,7 @@ class Feeder:
         for name, reading in read.items():
             if name not in self._known or self._known[name].features is not reading.features:
                 self._known[name] = self._request(reading)
-        everything = EntryMap.of(np.zeros(0, dtype=bool), "visual")
+        everything = EntryMap.of(np.zeros(0, dtype=bool), self.drafter)
         return [
             (self._known[name].entries or everything).step(one.first, end - start)
             for (start, end), (name, one) in zip(pairwise(starts), read.items(), strict=True)
@@ -147,7 +142,7 @@ class Feeder:
             for start, end in zip(edges[::2], edges[1::2], strict=True):
                 images.append(Shown(shown.offset + start, end - start))
                 sources.append((feature.identifier, int(own_L[:start].sum())))
-        entries = EntryMap.of(visual_P, self.feeding.after_image, images, self.feeding.compression)
+        entries = EntryMap.of(visual_P, self.drafter, images)
         return _Request(read.features, entries, sources)
 
     def _compress(
@@ -167,23 +162,24 @@ class Feeder:
             kept_K = np.flatnonzero(step.kept_N)
             image_K, query_K = step.image_N[kept_K], step.query_N[kept_K]
             here = slice(first, first + len(kept_K))
-            if self.joins:
+            if self.drafter.joins:
                 block.joined_ND[here] = 0
             for image in np.unique(image_K[image_K >= 0]).tolist():
                 of_K = image_K == image
                 carries_K = np.flatnonzero(of_K & (query_K >= 0))
-                if len(carries_K) or (self.joins and image not in one.joined):
+                if len(carries_K) or (self.drafter.joins and image not in one.joined):
                     visual_LD = self._visual(one, image, reading.first, rows_ND, embeds)
                     if visual_LD is None:
                         # The row before an image carries an entry if the image has no more tokens than it
                         # has entries. Where a step ends at that row, it stays as it is.
                         continue
-                    out_QD = block.compressor(visual_LD)
+                    span_L = torch.zeros(len(visual_LD), dtype=torch.long, device=self.device)
+                    (out_QD,) = self.drafter.compress(visual_LD, span_L, 1)
                     rows += (first + carries_K).tolist()
                     carried.append(out_QD[query_K[carries_K].tolist()])
-                    if self.joins:
+                    if self.drafter.joins:
                         one.joined[image] = out_QD[-1]
-                if self.joins:
+                if self.drafter.joins:
                     block.joined_ND[here][self.tensor(of_K)] = one.joined[image]
             first += len(kept_K)
         if rows:
@@ -197,9 +193,8 @@ class Feeder:
         `hidden_ND` are the states of the request's tokens from `first` on.
         """
         assert one.entries is not None
-        assert self.feeding.compression is not None
         shown, read_ND = one.entries.images[image], hidden_ND
-        if self.feeding.compression.reads == "hidden":
+        if self.drafter.compresses == "hidden":
             at = shown.start - first
             if at < 0 or at + shown.length > len(hidden_ND):
                 return None

@@ -3,9 +3,14 @@
 from typing import Any
 
 import msgspec
+import torch
 
+from vlmdistill.drafters.core import catalogue
+from vlmdistill.drafters.core.batch import Head
+from vlmdistill.drafters.core.eagle_drafter import EagleDrafter
 from vlmdistill.drafters.core.serving import KEY, Feeding
 from vlmdistill.pipelines.cluster.environment import SUPPORTED
+from vlmdistill.stores.errors import DataError
 
 
 def check_version(version: str) -> None:
@@ -30,6 +35,22 @@ def feeding_of(vllm_config: Any) -> Feeding | None:
         raise ValueError(
             f"config.json of the drafter: {KEY}: {error}; export it again with this version of vlmdistill"
         ) from None
+
+
+def drafter_of(feeding: Feeding) -> EagleDrafter:
+    """The exported drafter, without its weights; its tables are the target's, which vLLM holds."""
+    assert feeding.built is not None, "vLLM builds this class only for drafters that are one EagleBlock"
+    none_0D = torch.empty(0, feeding.built.target.hidden_size)
+    try:
+        kind = catalogue.trained(feeding.drafter)
+        config = kind.Config(**feeding.built.config)
+    except (TypeError, DataError) as error:
+        raise ValueError(
+            f"config.json of the drafter: {error}; export it again with this version of vlmdistill"
+        ) from None
+    drafter = kind(config, feeding.built.target, Head(none_0D, none_0D))
+    assert isinstance(drafter, EagleDrafter)
+    return drafter.eval()
 
 
 def check_limits(vllm_config: Any, feeding: Feeding) -> None:

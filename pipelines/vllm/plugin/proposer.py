@@ -54,14 +54,18 @@ class ServedProposer(ChosenProposer):
         feeding = feeding_of(vllm_config)
         assert feeding is not None
         self.feeding, self.runner = feeding, runner
-        self._feeder = Feeder(feeding, self.device)
+        self._feeder: Feeder | None = None
+        """None: vLLM's own class runs the drafter."""
         self._joined_BD: Tensor | None = None
 
     def load_model(self, target_model: Any) -> None:
         """Load the drafter."""
         super().load_model(target_model)
-        if self.feeding.depths:
-            target_model.register_forward_hook(with_last_state)
+        if self.feeding.built is not None:
+            drafter = self.model.model.drafter
+            self._feeder = Feeder(drafter, self.device)
+            if drafter.taps:
+                target_model.register_forward_hook(with_last_state)
 
     def set_inputs_first_pass(self, *args: Any, **kwargs: Any) -> tuple[int, Tensor, CommonAttentionMetadata]:
         """Shift tokens as vLLM does, correct the positions, and drop entries where the drafter has none."""
@@ -73,7 +77,7 @@ class ServedProposer(ChosenProposer):
         self.positions[:count] = position_N
         starts = batch.query_start_loc_cpu.tolist()
         self._continue_prompts(starts)
-        if self.feeding.visual != "dropped":
+        if self._feeder is None or self.feeding.visual != "dropped":
             return count, sampled_B, batch
         read = {
             name: Reading(state.mm_features, state.num_prompt_tokens, state.num_computed_tokens)
@@ -90,7 +94,7 @@ class ServedProposer(ChosenProposer):
         )
         if feed is not None:
             count, sampled_B, batch = self._drop(feed, sampled_B, batch)
-        if self._feeder.joins:
+        if self._feeder.drafter.joins:
             self._joined_BD = self.model.model.joined_ND[sampled_B.long()]
         return count, sampled_B, batch
 
@@ -100,7 +104,7 @@ class ServedProposer(ChosenProposer):
         """Mark the rows of bare visual embeddings, and start to count guesses."""
         if self.feeding.visual == "raw" and mm_embed_inputs is not None:
             self.model.model.raw_N = mm_embed_inputs[1].to(self.device)
-        if self._counts:
+        if self._feeder is not None:
             self.model.model.guess_1.zero_()
         made: tuple[dict[str, Any], int] = super().build_model_inputs_first_pass(
             num_tokens, num_input_tokens, mm_embed_inputs
@@ -132,16 +136,11 @@ class ServedProposer(ChosenProposer):
         batch.max_seq_len = min(batch.max_seq_len + 1, self.max_model_len)
         if batch.seq_lens_cpu_upper_bound is not None:
             batch.seq_lens_cpu_upper_bound = batch.seq_lens_cpu_upper_bound + 1
-        if self._counts:
+        if self._feeder is not None:
             self.model.model.guess_1.add_(1)
         if self._joined_BD is not None:
             self.model.model.joined_ND[:batch_size] = self._joined_BD
         return position_B
-
-    @property
-    def _counts(self) -> bool:
-        """The model reads the number of guesses."""
-        return self.feeding.guesses > 0 or self.feeding.placeholder or self.feeding.depths > 0
 
     def _requests(self) -> dict[str, Any]:
         """The requests of the batch, in the order of their rows."""

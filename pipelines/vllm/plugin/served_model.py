@@ -1,17 +1,15 @@
 """Drafters as models of vLLM 0.32: EAGLE's block, vLLM's own EAGLE-3 with image embeddings, Medusa's heads.
 
-Shapes: N rows of a step, U visual tokens among them, X that carry compressed images, G rows of the guess
-table, D hidden, E depths, S the last state and the depths side by side, V vocabulary.
+Shapes: N rows of a step, U visual tokens among them, X that carry compressed images, D hidden, S the last
+state and the depths side by side, V vocabulary.
 """
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from vllm.config import VllmConfig
-from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models.llama_eagle import LlamaDecoderLayer
@@ -19,12 +17,11 @@ from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 from vllm.model_executor.models.medusa import ResidualBlock
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 
-from vlmdistill.pipelines.vllm.plugin.compressor import Compressor
-from vlmdistill.pipelines.vllm.plugin.limits import check_limits, feeding_of
+from vlmdistill.pipelines.vllm.plugin.limits import check_limits, drafter_of, feeding_of
 
 
 class ServedEagleBlock(nn.Module):
-    """`drafters.core.layers.EagleBlock` of vLLM's own layers: one decoder layer over [embedding ; state]."""
+    """A drafter whose decoder layer is vLLM's: what the layer reads is computed by the drafter's own code."""
 
     guess_1: Tensor
     """Number of guesses before the rows of a pass; a tensor, which captured graphs read."""
@@ -41,33 +38,16 @@ class ServedEagleBlock(nn.Module):
         self.embed_tokens = VocabParallelEmbedding(
             config.vocab_size, width, prefix=maybe_prefix(prefix, "embed_tokens")
         )
-        self.embed_norm: nn.Module = nn.Identity()
-        self.hidden_norm: nn.Module = nn.Identity()
-        if feeding.normed:
-            self.embed_norm = nn.RMSNorm(width, config.rms_norm_eps)
-            self.hidden_norm = nn.RMSNorm(width, config.rms_norm_eps)
-        self.depth_fc: nn.Linear | None = None
-        if feeding.depths:
-            self.depth_norm = nn.RMSNorm(width, config.rms_norm_eps)
-            self.depth_fc = nn.Linear(feeding.depths * width, width, bias=False)
-        self.fc = (
-            nn.Linear(2 * width, width)  # used by halves, which vLLM's may not have: it packs weights
-            if feeding.depths
-            else ReplicatedLinear(
-                2 * width, width, bias=True, return_bias=False, prefix=maybe_prefix(prefix, "fc")
-            )
-        )
+        self.drafter = drafter_of(feeding)
         # Numbered after the target's layers: vLLM distinguishes KV caches by this number.
         number = vllm_config.model_config.get_num_layers(vllm_config.parallel_config)
         self.layer = LlamaDecoderLayer(
             vllm_config,
-            disable_input_layernorm=not feeding.input_norm,
+            disable_input_layernorm=self.drafter.block.layer.input_norm is None,
             prefix=maybe_prefix(prefix, f"layers.{number}"),
             config=config,
         )
-        self.guesses_GD: nn.Parameter | None = None
-        if feeding.guesses:
-            self.guesses_GD = nn.Parameter(torch.zeros(feeding.guesses, width), requires_grad=False)
+        del self.drafter.block.layer
         self.register_buffer("guess_1", torch.zeros(1, dtype=torch.long), persistent=False)
         self.longest = config.max_position_embeddings
         self.ahead_N: Tensor | None = None
@@ -76,34 +56,19 @@ class ServedEagleBlock(nn.Module):
         """Rows of the next pass that enter as bare visual embeddings."""
         self.compressed: tuple[Tensor, Tensor] | None = None
         """Rows of the next pass that carry compressed images, [X], and these, [X, D]."""
-        self.placeholder_D: nn.Parameter | None = None
-        if feeding.placeholder:
-            self.placeholder_D = nn.Parameter(torch.zeros(width), requires_grad=False)
-        self.compressor: Compressor | None = None
-        self.join: nn.Linear | None = None
-        if (compression := feeding.compression) is not None:
-            self.compressor = Compressor(compression, width, config.head_dim, bias=config.qkv_bias)
-            if compression.joined:
-                self.join = nn.Linear(2 * width, width)
-                longest = vllm_config.scheduler_config.max_num_batched_tokens
-                self.register_buffer("joined_ND", torch.zeros(longest, width), persistent=False)
+        if self.drafter.joins:
+            longest = vllm_config.scheduler_config.max_num_batched_tokens
+            self.register_buffer("joined_ND", torch.zeros(longest, width), persistent=False)
 
     def forward(self, positions_N: Tensor, hidden_ND: Tensor, embed_ND: Tensor) -> Tensor:
         """The drafter's states, [N, D]."""
         if self.ahead_N is not None:
             positions_N = (positions_N[: len(self.ahead_N)] + self.ahead_N).clamp(max=self.longest - 1)
-        if self.join is not None:
-            hidden_ND = self.join(torch.cat([hidden_ND, self.joined_ND[: len(hidden_ND)]], dim=-1))
-        if self.depth_fc is None:
-            x_ND = self.fc(torch.cat([self.embed_norm(embed_ND), self.hidden_norm(hidden_ND)], dim=-1))
-        else:  # the states of committed tokens come from `combine`
-            hidden_ND = torch.where(self.guess_1 > 0, self._of_state(hidden_ND), hidden_ND)
-            of_embed_DD = self.fc.weight[:, : embed_ND.shape[-1]]
-            x_ND = F.linear(self.embed_norm(embed_ND), of_embed_DD, self.fc.bias) + hidden_ND
-        if self.guesses_GD is not None:
-            x_ND = x_ND + self.guesses_GD[self.guess_1.clamp(max=len(self.guesses_GD) - 1)]
-        if self.placeholder_D is not None:
-            x_ND = torch.where(self.guess_1 > 0, self.placeholder_D, x_ND)
+        state_ND = self.drafter.combine(hidden_ND)
+        if self.drafter.taps:  # the states of committed tokens are combined already
+            state_ND = torch.where(self.guess_1 > 0, state_ND, hidden_ND)
+        joined_ND = self.joined_ND[: len(hidden_ND)] if self.drafter.joins else None
+        x_ND = self.drafter.fuse(embed_ND, state_ND, self.guess_1, joined_ND)
         if self.compressed is not None:
             row_X, entry_XD = self.compressed
             x_ND[row_X] = entry_XD
@@ -115,18 +80,6 @@ class ServedEagleBlock(nn.Module):
         state_ND, residual_ND = self.layer(positions_N, x_ND, None)
         sum_ND: Tensor = state_ND + residual_ND
         return sum_ND
-
-    def combine(self, states_NS: Tensor) -> Tensor:
-        """What the target's last state and its depths, side by side, add to the entry of a token, [N, D]."""
-        assert self.depth_fc is not None
-        width = self.depth_fc.out_features
-        depths_NED = states_NS[:, width:].reshape(len(states_NS), -1, width)
-        of_depths_ND: Tensor = self.depth_fc(self.depth_norm(depths_NED).flatten(1))
-        return self._of_state(states_NS[:, :width]) + of_depths_ND
-
-    def _of_state(self, hidden_ND: Tensor) -> Tensor:
-        """The part of `fc` that a state has."""
-        return F.linear(self.hidden_norm(hidden_ND), self.fc.weight[:, -hidden_ND.shape[-1] :])
 
 
 class EagleVlmdistill(nn.Module):
@@ -177,11 +130,6 @@ class EagleVlmdistill(nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load an exported folder; ValueError when it lacks a weight."""
         mapper = WeightsMapper(
-            orig_to_new_substr={
-                "guesses": "guesses_GD",
-                "placeholder": "placeholder_D",
-                "compressor.query": "compressor.query_QHd",
-            },
             orig_to_new_stacked={
                 **{f".{name}_proj": (".qkv_proj", name) for name in "qkv"},
                 ".gate_proj": (".gate_up_proj", 0),
@@ -196,7 +144,8 @@ class Eagle3BlockVlmdistill(EagleVlmdistill, Eagle3LlamaForCausalLM):
 
     def combine_hidden_states(self, hidden_states: Tensor) -> Tensor:
         """What the states from `with_last_state`, [N, S], add to the entries, [N, D]."""
-        return self.model.combine(hidden_states)
+        combined_ND: Tensor = self.model.drafter.combine(hidden_states)
+        return combined_ND
 
 
 def with_last_state(

@@ -27,8 +27,8 @@ class ChosenSpeculator(EagleSpeculator):
 
     def __new__(cls, vllm_config: VllmConfig, *_: object) -> "ChosenSpeculator":
         """Choose by the drafter's folder; EAGLE-3 needs only its class."""
-        feeding, method = feeding_of(vllm_config), vllm_config.speculative_config.method
-        ours = feeding is not None and (method == "eagle" or feeding.depths > 0)
+        feeding = feeding_of(vllm_config)
+        ours = feeding is not None and feeding.built is not None
         return object.__new__(ServedSpeculator if ours else cls)
 
 
@@ -43,7 +43,7 @@ class ServedSpeculator(ChosenSpeculator):
         super().__init__(vllm_config, device)
         feeding = feeding_of(vllm_config)
         assert feeding is not None
-        self.feeding, self._feeder = feeding, Feeder(feeding, device)
+        self.feeding = feeding
         self._ahead_B: Tensor | None = None
         """What is added to the positions of guesses."""
 
@@ -51,7 +51,9 @@ class ServedSpeculator(ChosenSpeculator):
         """Load the drafter, which reads the number of guesses where vLLM counts it."""
         super().load_model(target_model)
         self.model.model.guess_1 = self.current_draft_step.view(1)
-        if self.feeding.depths:
+        drafter = self.model.model.drafter
+        self._feeder = Feeder(drafter, self.device)
+        if drafter.taps:
             target_model.register_forward_hook(with_last_state)
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
@@ -100,7 +102,7 @@ class ServedSpeculator(ChosenSpeculator):
                 last_hidden_states = hidden_ND[feed.kept_K]
                 attn_metadata, slot_mappings = self._attention(input_batch)
                 block.ahead_N = feed.turned_K
-                if self.feeding.positions == "expanded":
+                if self._feeder.drafter.config.positions == "expanded":
                     self._ahead_B = feed.dropped_B
         drafted: Tensor = super().propose(
             input_batch,
@@ -123,7 +125,7 @@ class ServedSpeculator(ChosenSpeculator):
         """One row for each request from here on."""
         block = self.model.model
         block.ahead_N = self._ahead_B
-        if self._feeder.joins:
+        if self._feeder.drafter.joins:
             block.joined_ND[:num_reqs] = block.joined_ND[self.last_token_indices[:num_reqs]]
 
     def _read(self, batch: InputBatch) -> dict[str, Reading]:

@@ -1,4 +1,4 @@
-"""An exported drafter, fed by its `Feeding` in steps of any size, drafts what it drafts in our decoder."""
+"""An exported drafter, fed as vLLM feeds it in steps of any size, drafts what it drafts in our decoder."""
 
 import json
 from pathlib import Path
@@ -16,14 +16,15 @@ from tests.drafters.synthetic import INFO, LAYOUTS
 from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.checkpoints.export import export
 from vlmdistill.drafters.core import catalogue
-from vlmdistill.drafters.core.batch import Batch
+from vlmdistill.drafters.core.batch import Batch, Head
 from vlmdistill.drafters.core.drafter import Drafter
-from vlmdistill.drafters.core.layers import Rotary, apply_rotary
+from vlmdistill.drafters.core.eagle_drafter import EagleDrafter
+from vlmdistill.drafters.core.layers import layer_names
 from vlmdistill.drafters.core.serving import KEY, Feeding
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.core.tree_drafter import TreeDrafter
-from vlmdistill.pipelines.vllm.plugin.compressor import Compressor
 from vlmdistill.pipelines.vllm.plugin.entry_map import EntryMap, Shown
+from vlmdistill.pipelines.vllm.plugin.limits import drafter_of
 
 SERVED = [
     ("eagle2", {}),
@@ -47,32 +48,27 @@ SERVED = [
     ("specflash", {"group": 1, "ratio": 2}),
 ]
 
+NORM = {"layer.input_layernorm": "block.layer.input_norm"}
+
 
 class Served:
-    """What the plugin computes, by the names in the folder, with a KV cache of numbered slots."""
+    """What the plugin computes from a folder, in float64, with a KV cache of numbered slots."""
 
-    def __init__(self, folder: Path, drafter: Drafter) -> None:
-        self.config = json.loads((folder / "config.json").read_text())
-        self.feeding = msgspec.convert(self.config[KEY], Feeding)
+    def __init__(self, folder: Path, head: Head) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        self.drafter = drafter_of(msgspec.convert(config[KEY], Feeding)).double()
+        self.block, self.head = self.drafter.block, head
         weights = load_file(folder / "model.safetensors")
-        self.weights = {name: value.double() for name, value in weights.items()}
-        self.embed_VD, self.lm_head_VD = drafter.embed_VD, drafter.lm_head_VD
-        heads, width = self.config["num_key_value_heads"], self.config["head_dim"]
+        own = {key.removeprefix("drafter."): one for key, one in weights.items() if "drafter." in key}
+        for llama, ours in {**layer_names("layer", "block.layer"), **NORM}.items():
+            name = ours.partition("/")[0]
+            for kind in ("weight", "bias"):
+                if (one := weights.get(f"{llama}.{kind}")) is not None:
+                    key = f"{name}.{kind}"
+                    own[key] = torch.cat([own[key], one]) if key in own else one
+        self.drafter.load_state_dict(own)
+        heads, width = self.block.layer.kv_heads, self.block.layer.head_dim
         self.key_SHd, self.value_SHd = torch.zeros(2, 64, heads, width, dtype=torch.double)
-        self.rotary = Rotary(width, self.config["rope_theta"])
-        self.compressor: Compressor | None = None
-        if (compression := self.feeding.compression) is not None:
-            bias = self.config["qkv_bias"]
-            self.compressor = Compressor(compression, INFO.hidden_size, width, bias=bias).double()
-            prefix = "compressor."
-            found = {k.removeprefix(prefix): v for k, v in self.weights.items() if k.startswith(prefix)}
-            self.compressor.load_state_dict({"query_QHd": found.pop("query"), **found})
-
-    def linear(self, name: str, x_ND: Tensor) -> Tensor:
-        return F.linear(x_ND, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
-
-    def norm(self, name: str, x_ND: Tensor) -> Tensor:
-        return F.rms_norm(x_ND, (INFO.hidden_size,), self.weights[f"{name}.weight"], INFO.rms_norm_eps)
 
     def run(
         self,
@@ -84,35 +80,19 @@ class Served:
         guess: int,
         joined_ND: Tensor,
     ) -> Tensor:
-        if "join.weight" in self.weights:
-            state_ND = self.linear("join", torch.cat([state_ND, joined_ND], -1))
-        x_ND = self.linear("fc", torch.cat([embed_ND, state_ND], -1))
-        if self.feeding.guesses:
-            x_ND = x_ND + self.weights["guesses"][min(guess, self.feeding.guesses - 1)]
-        if self.feeding.placeholder and guess:
-            x_ND = self.weights["placeholder"].expand_as(x_ND)
+        drafter, layer = self.drafter, self.block.layer
+        x_ND = drafter.fuse(embed_ND, drafter.combine(state_ND), torch.tensor([guess]), joined_ND)
         x_ND = torch.where(bare_N[:, None], embed_ND, x_ND)
-        normed_ND = self.norm("layer.input_layernorm", x_ND) if self.feeding.input_norm else x_ND
-        query_NHd, key_NKd, value_NKd = (
-            self.linear(f"layer.self_attn.{name}_proj", normed_ND).view(len(x_ND), -1, INFO.head_dim)
-            for name in "qkv"
-        )
-        factors = self.rotary(position_N, x_ND.dtype)
-        self.key_SHd[slot_N], self.value_SHd[slot_N] = apply_rotary(key_NKd, factors), value_NKd
+        query_NHd, self.key_SHd[slot_N], self.value_SHd[slot_N] = layer.qkv(x_ND, position_N)
         seen_NS = torch.arange(len(self.key_SHd)) <= slot_N[:, None]
         mixed_1HNd = F.scaled_dot_product_attention(
-            apply_rotary(query_NHd, factors).transpose(0, 1)[None],
+            query_NHd.transpose(0, 1)[None],
             self.key_SHd.transpose(0, 1)[None],
             self.value_SHd.transpose(0, 1)[None],
             attn_mask=seen_NS,
             enable_gqa=True,
         )
-        x_ND = x_ND + self.linear("layer.self_attn.o_proj", mixed_1HNd[0].transpose(0, 1).flatten(1))
-        normed_ND = self.norm("layer.post_attention_layernorm", x_ND)
-        gate_NM = F.silu(self.linear("layer.mlp.gate_proj", normed_ND))
-        return x_ND + self.linear(
-            "layer.mlp.down_proj", gate_NM * self.linear("layer.mlp.up_proj", normed_ND)
-        )
+        return layer.finish(x_ND, mixed_1HNd[0].transpose(0, 1))
 
     def draft(
         self, visual_P: Tensor, embed_LD: Tensor, state_PD: Tensor, size: int, length: int
@@ -122,10 +102,12 @@ class Served:
         Entry t has the embedding of token t + 1; the last one is the first token of the response.
         """
         none_P, embed_PD = torch.zeros_like(visual_P), embed_LD[1:]
-        dropped_P = visual_P if self.feeding.visual == "dropped" else none_P
+        drafter, bare = self.drafter, self.drafter.visual == "raw"
+        dropped_P = visual_P if drafter.visual == "dropped" else none_P
+        compact = drafter.config.positions == "compact"
         edges = torch.diff(F.pad(visual_P.int(), (1, 1))).nonzero()[:, 0].tolist()
         images = [Shown(start, end - start) for start, end in zip(edges[::2], edges[1::2], strict=True)]
-        entries = EntryMap.of(dropped_P.numpy(), self.feeding.after_image, images, self.feeding.compression)
+        entries = EntryMap.of(dropped_P.numpy(), drafter, images)
         outputs = [self.compressed(image, embed_LD, state_PD) for image in images]
         joined_XD = torch.stack([*(out_QD[-1] for out_QD in outputs), torch.zeros_like(state_PD[0])])
         held_1D = torch.empty(0)
@@ -137,7 +119,7 @@ class Served:
             slot_K = index_N[kept_K] - torch.from_numpy(step.dropped_N)[kept_K]
             source_N = np.where(step.source_N >= 0, step.source_N + first, -1)
             states = [state_PD[s] if s >= 0 else held_1D for s in source_N]
-            bare_N = torch.cat([visual_P[1:], none_P[:1]])[index_N] & (self.feeding.visual == "raw")
+            bare_N = torch.cat([visual_P[1:], none_P[:1]])[index_N] & bare
             embed_ND = embed_PD[index_N].clone()
             for row in np.flatnonzero(step.query_N >= 0):
                 embed_ND[row] = outputs[step.image_N[row]][step.query_N[row]]
@@ -146,19 +128,19 @@ class Served:
             out_KD = self.run(
                 embed_ND[kept_K],
                 torch.stack([states[k] if len(states[k]) else state_PD[0] for k in kept_K]),
-                slot_K if self.feeding.positions == "compact" else turned_N[kept_K],
+                slot_K if compact else turned_N[kept_K],
                 slot_K,
                 bare_N[kept_K],
                 0,
                 joined_XD[step.image_N[kept_K]],
             )
             held_1D = states[-1]
-        position_1 = slot_K[-1:] if self.feeding.positions == "compact" else index_N[-1:]
+        position_1 = slot_K[-1:] if compact else index_N[-1:]
         slot_1, state_1D, scores = slot_K[-1:], out_KD[-1:], list[Tensor]()
         assert step.dropped == len(visual_P) - len(slot_K[-1:]) - int(slot_K[-1])
         for guess in range(1, length + 1):
-            scores.append(F.linear(state_1D, self.lm_head_VD)[0])
-            embed_1D = self.embed_VD[scores[-1].argmax()][None]
+            scores.append(F.linear(state_1D, self.head.lm_head_VD)[0])
+            embed_1D = self.head.embed_VD[scores[-1].argmax()][None]
             position_1, slot_1 = position_1 + 1, slot_1 + 1
             state_1D = self.run(
                 embed_1D, state_1D, position_1, slot_1, none_P[:1], guess, joined_XD[len(images) - 1][None]
@@ -167,11 +149,11 @@ class Served:
 
     def compressed(self, image: Shown, embed_LD: Tensor, state_PD: Tensor) -> Tensor:
         """What is left of an image, [Q, D]."""
-        if self.compressor is None:
+        if (reads := self.drafter.compresses) is None:
             return torch.zeros(1, INFO.hidden_size, dtype=torch.double)
-        read_LD = state_PD if self.feeding.whole_images else embed_LD
-        left_QD: Tensor = self.compressor(read_LD[image.start : image.start + image.length])
-        return left_QD
+        read_LD = state_PD if reads == "hidden" else embed_LD
+        own_LD = read_LD[image.start : image.start + image.length]
+        return self.drafter.compress(own_LD, torch.zeros(len(own_LD), dtype=torch.long), 1)[0]
 
 
 def ours(drafter: Drafter, one: Batch, length: int) -> list[Tensor]:
@@ -219,15 +201,17 @@ def test_an_exported_drafter_drafts_what_it_drafts_here(
 
     expected = ours(drafter, one, 4)
     for size in (64, 5, 3, 1):
-        served = Served(tmp_path / "out", drafter)
-        if served.feeding.whole_images and size < 64:
+        served = Served(tmp_path / "out", Head(drafter.embed_VD, drafter.lm_head_VD))
+        if served.drafter.compresses == "hidden" and size < 64:
             continue
         found = served.draft(visual_N[:-1], embed_ND, state_ND[:-1], size, 4)
         torch.testing.assert_close([row.float() for row in found], expected)
 
 
 def test_a_step_of_visual_tokens_alone_keeps_one_row_and_its_slot_is_used_again() -> None:
-    entries = EntryMap.of(np.array([False, True, True, True, True, False]), "visual")
+    sparrow = synthetic.build("sparrow")
+    assert isinstance(sparrow, EagleDrafter)
+    entries = EntryMap.of(np.array([False, True, True, True, True, False]), sparrow)
     first, second = entries.step(0, 2), entries.step(2, 4)
     assert first.kept_N.tolist() == [False, True]
     assert (1 - first.dropped_N[1], first.dropped) == (0, 1)

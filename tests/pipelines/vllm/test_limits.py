@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 
-from vlmdistill.drafters.core.serving import KEY, Compression, Feeding
-from vlmdistill.pipelines.vllm.plugin.limits import check_limits, check_version, feeding_of
+from tests.drafters.synthetic import INFO
+from vlmdistill.drafters.core.serving import KEY, Built, Feeding
+from vlmdistill.pipelines.vllm.plugin.limits import check_limits, check_version, drafter_of, feeding_of
 
 SPARROW = Feeding(drafter="sparrow", visual="dropped")
 EAGLE2 = Feeding(drafter="eagle2", visual="fused")
 
 
-WHOLE = Feeding(drafter="whole", visual="dropped", compression=Compression(reads="hidden", entries=4))
+WHOLE = Feeding(drafter="whole", visual="dropped", whole_images=True)
 
 
 def settings(
@@ -92,6 +93,16 @@ def test_a_drafter_of_other_origin_is_left_to_vllm() -> None:
         feeding_of(settings({"drafter": "sparrow", "visual": "blurred"}))
 
 
+def test_an_export_of_another_version_is_refused_in_one_line() -> None:
+    old = {"drafter": "hivis", "visual": "dropped", "after_image": "text", "guesses": 4}
+    with pytest.raises(ValueError, match=r"config.json of the drafter: .*export it again"):
+        feeding_of(settings(old))
+    for name, config in (("hivis", {"later": 1}), ("hivis", {"threshold": -1}), ("unknown", {})):
+        feeding = Feeding(drafter=name, visual="dropped", built=Built(config=config, target=INFO))
+        with pytest.raises(ValueError, match=r"config.json of the drafter: .*export it again"):
+            drafter_of(feeding)
+
+
 def test_vllm_finds_the_plugin() -> None:
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     module, _, name = project["entry-points"]["vllm.general_plugins"]["vlmdistill"].partition(":")
@@ -112,10 +123,7 @@ def test_the_plugin_needs_nothing_that_vllm_does_not_install() -> None:
         [
             "import sys",
             *(f"sys.modules[{name!r}] = None" for name in absent),
-            *(
-                f"import {package}.{module}"
-                for module in ("register", "entry_map", "feeder", "compressor", "limits")
-            ),
+            *(f"import {package}.{module}" for module in ("register", "entry_map", "feeder", "limits")),
         ]
     )
     subprocess.run([sys.executable, "-c", code], check=True)
