@@ -89,10 +89,10 @@ class Feeder:
         steps = self._steps(read, starts, alive)
         if self.drafter.compresses is not None:
             self._compress(read, steps, starts, hidden_ND, block, embeds)
+        if self.drafter.after_image == "text":  # a step of text alone has the state for an image after it
+            self._pair_with_text(read, steps, starts, hidden_ND, alive)
         if not any(step.changed for step in steps):
             return None
-        if self.drafter.after_image == "text":
-            self._pair_with_text(read, steps, starts, hidden_ND, alive)
         kept_N = np.concatenate([step.kept_N for step in steps])
         lengths_B = np.array([int(step.kept_N.sum()) for step in steps])
         kept_K = self.tensor(np.flatnonzero(kept_N))

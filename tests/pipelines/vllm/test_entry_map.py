@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -23,7 +24,8 @@ from vlmdistill.drafters.core.layers import layer_names
 from vlmdistill.drafters.core.serving import KEY, Feeding
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.core.tree_drafter import TreeDrafter
-from vlmdistill.pipelines.vllm.plugin.entry_map import EntryMap, Shown
+from vlmdistill.pipelines.vllm.plugin.entry_map import EntryMap
+from vlmdistill.pipelines.vllm.plugin.feeder import Feeder, Reading
 from vlmdistill.pipelines.vllm.plugin.limits import drafter_of
 
 SERVED = [
@@ -51,6 +53,21 @@ SERVED = [
 NORM = {"layer.input_layernorm": "block.layer.input_norm"}
 
 
+class Place(NamedTuple):
+    """Where the tokens of an image are, as vLLM says it."""
+
+    offset: int
+    length: int
+    is_embed: None = None
+
+
+class Image(NamedTuple):
+    """An image of a request, as vLLM describes it."""
+
+    identifier: str
+    mm_position: Place
+
+
 class Served:
     """What the plugin computes from a folder, in float64, with a KV cache of numbered slots."""
 
@@ -68,6 +85,8 @@ class Served:
                     own[key] = torch.cat([own[key], one]) if key in own else one
         self.drafter.load_state_dict(own)
         heads, width = self.block.layer.kv_heads, self.block.layer.head_dim
+        self.joined_ND = torch.zeros(64, INFO.hidden_size, dtype=torch.double)
+        self.compressed: tuple[Tensor, Tensor] | None = None
         self.key_SHd, self.value_SHd = torch.zeros(2, 64, heads, width, dtype=torch.double)
 
     def run(
@@ -101,59 +120,36 @@ class Served:
 
         Entry t has the embedding of token t + 1; the last one is the first token of the response.
         """
-        none_P, embed_PD = torch.zeros_like(visual_P), embed_LD[1:]
-        drafter, bare = self.drafter, self.drafter.visual == "raw"
-        dropped_P = visual_P if drafter.visual == "dropped" else none_P
-        compact = drafter.config.positions == "compact"
+        drafter, feeder = self.drafter, Feeder(self.drafter, torch.device("cpu"))
         edges = torch.diff(F.pad(visual_P.int(), (1, 1))).nonzero()[:, 0].tolist()
-        images = [Shown(start, end - start) for start, end in zip(edges[::2], edges[1::2], strict=True)]
-        entries = EntryMap.of(dropped_P.numpy(), drafter, images)
-        outputs = [self.compressed(image, embed_LD, state_PD) for image in images]
-        joined_XD = torch.stack([*(out_QD[-1] for out_QD in outputs), torch.zeros_like(state_PD[0])])
-        held_1D = torch.empty(0)
-        for first in range(0, len(visual_P), size):
-            count = min(size, len(visual_P) - first)
-            step = entries.step(first, count)
-            kept_K = np.flatnonzero(step.kept_N)
-            index_N = torch.arange(first, first + count)
-            slot_K = index_N[kept_K] - torch.from_numpy(step.dropped_N)[kept_K]
-            source_N = np.where(step.source_N >= 0, step.source_N + first, -1)
-            states = [state_PD[s] if s >= 0 else held_1D for s in source_N]
-            bare_N = torch.cat([visual_P[1:], none_P[:1]])[index_N] & bare
-            embed_ND = embed_PD[index_N].clone()
-            for row in np.flatnonzero(step.query_N >= 0):
-                embed_ND[row] = outputs[step.image_N[row]][step.query_N[row]]
-                bare_N[row] = True
-            turned_N = index_N + torch.from_numpy(step.turned_N)
-            out_KD = self.run(
-                embed_ND[kept_K],
-                torch.stack([states[k] if len(states[k]) else state_PD[0] for k in kept_K]),
-                slot_K if compact else turned_N[kept_K],
-                slot_K,
-                bare_N[kept_K],
-                0,
-                joined_XD[step.image_N[kept_K]],
-            )
-            held_1D = states[-1]
-        position_1 = slot_K[-1:] if compact else index_N[-1:]
-        slot_1, state_1D, scores = slot_K[-1:], out_KD[-1:], list[Tensor]()
-        assert step.dropped == len(visual_P) - len(slot_K[-1:]) - int(slot_K[-1])
+        images, prompt = list(zip(edges[::2], edges[1::2], strict=True)), len(visual_P)
+        embeds = {str(start): embed_LD[start:end] for start, end in images}
+        features = [Image(str(start), Place(start, end - start)) for start, end in images]
+        for first in range(0, prompt, size):
+            rows = slice(first, min(first + size, prompt))
+            position_K = slot_K = torch.arange(prompt)[rows]
+            embed_KD, state_KD = embed_LD[1:][rows].clone(), state_PD[rows].clone()
+            bare_K = F.pad(visual_P[1:], (0, 1))[rows] & (drafter.visual == "raw")
+            if drafter.visual == "dropped":
+                read, ends = {"one": Reading(features, prompt, first)}, [0, len(slot_K)]
+                feed = feeder.feed(read, ends, slot_K, state_KD, self, embeds, {"one"})
+                if feed is not None:
+                    slot_K, position_K = feed.index_K, feed.index_K + feed.turned_K
+                    embed_KD, state_KD, bare_K = (x[feed.kept_K] for x in (embed_KD, state_KD, bare_K))
+            if self.compressed is not None:
+                row_X, embed_KD[row_X] = self.compressed
+                bare_K[row_X], self.compressed = True, None
+            joined_KD = self.joined_ND[: len(slot_K)]
+            out_KD = self.run(embed_KD, state_KD, position_K, slot_K, bare_K, 0, joined_KD)
+        position_1, slot_1, state_1D, scores = position_K[-1:], slot_K[-1:], out_KD[-1:], list[Tensor]()
         for guess in range(1, length + 1):
             scores.append(F.linear(state_1D, self.head.lm_head_VD)[0])
             embed_1D = self.head.embed_VD[scores[-1].argmax()][None]
             position_1, slot_1 = position_1 + 1, slot_1 + 1
             state_1D = self.run(
-                embed_1D, state_1D, position_1, slot_1, none_P[:1], guess, joined_XD[len(images) - 1][None]
+                embed_1D, state_1D, position_1, slot_1, torch.tensor([False]), guess, joined_KD[-1:]
             )
         return scores
-
-    def compressed(self, image: Shown, embed_LD: Tensor, state_PD: Tensor) -> Tensor:
-        """What is left of an image, [Q, D]."""
-        if (reads := self.drafter.compresses) is None:
-            return torch.zeros(1, INFO.hidden_size, dtype=torch.double)
-        read_LD = state_PD if reads == "hidden" else embed_LD
-        own_LD = read_LD[image.start : image.start + image.length]
-        return self.drafter.compress(own_LD, torch.zeros(len(own_LD), dtype=torch.long), 1)[0]
 
 
 def ours(drafter: Drafter, one: Batch, length: int) -> list[Tensor]:
