@@ -323,12 +323,14 @@ class ReadOnly(Local):
     def create(self, name: str, data: bytes) -> bool:
         raise PermissionError("Access Denied")
 
-    remove = create  # type: ignore[assignment]
+    def remove(self, name: str) -> None:
+        raise PermissionError("Access Denied")
 
 
 def test_a_store_that_cannot_be_written_is_named_with_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=rf"{tmp_path} \(Access Denied\): give .* the right to write"):
-        marked(ReadOnly(tmp_path)).__enter__()
+    denied = pytest.raises(StoreError, match=rf"{tmp_path} \(Access Denied\): give .* the right to write")
+    with denied, marked(ReadOnly(tmp_path)):
+        pass
 
 
 def test_a_store_is_not_begun_in_a_folder_of_other_things(tmp_path: Path) -> None:
