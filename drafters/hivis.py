@@ -12,9 +12,9 @@ Shapes: N entries, R rows, D hidden.
 
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from vlmdistill.drafters.core import EagleDrafter, Head, Tree
+from vlmdistill.drafters.core import EagleDrafter, GuessTable, Head, Tree
 from vlmdistill.drafters.core.config import ModelConfig, Positions, Stage, TrainConfig, at_least, features
 from vlmdistill.stores.schema import Feature, TargetInfo
 
@@ -69,14 +69,12 @@ class HiViS(EagleDrafter):
 
     def __init__(self, config: Config, info: TargetInfo, head: Head) -> None:
         super().__init__(config, info, head)
-        # Row 0, for committed tokens, stays zero: the bias of `fc` is e_seq^0.
-        self.sequence = nn.Embedding(config.threshold + 1, info.hidden_size, padding_idx=0)
-        nn.init.zeros_(self.sequence.weight)
+        self.sequence = GuessTable(config.threshold, info.hidden_size)  # the bias of `fc` is e_seq^0
 
     def fuse(
         self, embed_ND: Tensor, state_ND: Tensor, guess_1: Tensor, joined_ND: Tensor | None = None
     ) -> Tensor:
         """Eqs. 5-6: fc([e_{t+1} ; h_t]) + e_seq."""
         x_ND = super().fuse(embed_ND, state_ND, guess_1)
-        offset_1D: Tensor = self.sequence(guess_1.clamp(max=self.config.threshold))
+        offset_1D: Tensor = self.sequence(guess_1)
         return x_ND + offset_1D

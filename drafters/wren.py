@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vlmdistill.drafters.core import EagleDrafter, Head, Tree
+from vlmdistill.drafters.core import EagleDrafter, GuessTable, Head, Tree
 from vlmdistill.drafters.core.config import (
     ModelConfig,
     Positions,
@@ -89,9 +89,7 @@ class Wren(EagleDrafter):
         width, eps = info.hidden_size, info.rms_norm_eps
         self.embed_norm = nn.RMSNorm(width, eps) if config.normed else nn.Identity()
         self.hidden_norm = nn.RMSNorm(width, eps) if config.normed else nn.Identity()
-        # Row 0, for committed tokens, stays zero: the bias of `fc` and the depths are theirs.
-        self.sequence = nn.Embedding(config.threshold + 1, width, padding_idx=0)
-        nn.init.zeros_(self.sequence.weight)
+        self.sequence = GuessTable(config.threshold, width)
         if config.depths:
             self.depth_norm = nn.RMSNorm(width, eps)
             self.depth_fc = nn.Linear(3 * width, width, bias=False)
@@ -111,5 +109,5 @@ class Wren(EagleDrafter):
         """fc([norm(e_{t+1}) ; norm(h_t)]) + what only its hop has."""
         of_embed_DD = self.block.fc.weight[:, : self.info.hidden_size]
         x_ND = F.linear(self.embed_norm(embed_ND), of_embed_DD, self.block.fc.bias)
-        offset_1D: Tensor = self.sequence(guess_1.clamp(max=self.config.threshold))
+        offset_1D: Tensor = self.sequence(guess_1)
         return x_ND + state_ND + offset_1D

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vlmdistill.drafters.core.batch import Batch, Entries, Head, TokenIndex
 from vlmdistill.drafters.core.config import ModelConfig, features
@@ -26,6 +26,18 @@ from vlmdistill.drafters.core.serving import (
     unserved,
 )
 from vlmdistill.stores.schema import TargetInfo
+
+
+class GuessTable(nn.Embedding):
+    """A vector for the first, second, ... guess; later ones share the last. Committed tokens have zeros."""
+
+    def __init__(self, guesses: int, width: int) -> None:
+        super().__init__(guesses + 1, width, padding_idx=0)
+        nn.init.zeros_(self.weight)
+
+    def forward(self, guess_1: Tensor) -> Tensor:
+        """The vector of a hop, [1, D]."""
+        return super().forward(guess_1.clamp(max=self.num_embeddings - 1))
 
 
 class EagleDrafter(Drafter, ABC):
@@ -84,11 +96,10 @@ class EagleDrafter(Drafter, ABC):
             read_UD = batch.feature(self.compresses, "visual")
             out_MQD = self.compress(read_UD, batch.visual_tokens.span_N, len(batch.start_M))
             position_MC = self.places(batch.start_M, batch.length_M)
-            used_MC = position_MC >= 0
-            span_X, position_X = used_MC.nonzero()[:, 0], position_MC[used_MC]
-            x_XD = out_MQD[:, : used_MC.shape[1]][used_MC]
+            span_X, entry_X = (position_MC >= 0).nonzero().unbind(1)
+            position_X = position_MC[span_X, entry_X]
             tokens = TokenIndex(batch.segment_M[span_X], position_X, span_X)
-            self.block.layer.write_kv(x_XD, position_X - 1, tokens, cache)
+            self.block.layer.write_kv(out_MQD[span_X, entry_X], position_X - 1, tokens, cache)
             if self.joins:
                 cache.context["joined"] = out_MQD[:, -1]
 
