@@ -196,15 +196,16 @@ def rows(header: Sequence[str], lines: Sequence[Sequence[Any]]) -> None:
 
 def echo(text: str) -> None:
     """Print a line on stdout, without what controls a terminal: names may come from others."""
-    typer.echo(_plain(text))
+    typer.echo(plain(text))
 
 
 def note(text: str) -> None:
     """Print a line on stderr, as `echo`."""
-    typer.echo(_plain(text), err=True)
+    typer.echo(plain(text), err=True)
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
+    """Lines of text with all that controls a terminal escaped."""
     return "\n".join(map(printable, text.split("\n")))
 
 
@@ -311,7 +312,7 @@ def waiting(what: str) -> AbstractContextManager[object]:
 
 class _Line(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
-        return _plain(super().formatMessage(record))
+        return plain(super().formatMessage(record))
 
 
 def log_to_stderr(debug: bool) -> None:

@@ -60,7 +60,8 @@ def generate(
         )
     marked = sys.stdout.isatty()
     for piece in stream.pieces():
+        text = console.plain(piece.text) if marked else piece.text
         green = marked and piece.drafted
-        typer.echo(typer.style(piece.text, fg="green", underline=True) if green else piece.text, nl=False)
+        typer.echo(typer.style(text, fg="green", underline=True) if green else text, nl=False)
     typer.echo()
     console.note(stream.summary())

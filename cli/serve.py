@@ -42,7 +42,7 @@ def serve(
     """
     import socket
 
-    from vlmdistill.pipelines.endpoint import app as server
+    from vlmdistill.pipelines.endpoint import app as endpoint
     from vlmdistill.pipelines.endpoint.served_decoder import open_decoder
     from vlmdistill.stores.errors import DataError
 
@@ -65,12 +65,12 @@ def serve(
             )
         name = f"[{host}]" if ":" in host else host
         hosts = ["*"] if key else ["localhost", "127.0.0.1", name]
-        app = server.build_app(decoder, key=key, media=media, queue_limit=queue, hosts=hosts)
+        app = endpoint.build_app(decoder, key=key, media=media, queue_limit=queue, hosts=hosts)
         url = f"http://{name}:{listener.getsockname()[1]}"
         what = f"{decoder.model} with {decoder.drafter_name or 'plain decoding'}"
-        typer.echo(f"serving {what} at {url}; Ctrl-C stops")
+        console.echo(f"serving {what} at {url}; Ctrl-C stops")
         try:
-            server.run(app, listener)
+            endpoint.server(app).run(sockets=[listener])
         except KeyboardInterrupt:
             raise console.CommandStopped(console.SIGINT_STATUS, "stopped") from None
 

@@ -66,7 +66,7 @@ def show(
         "captured": facts["captured"],
     }
     console.result({**lines, **({"hashes": hashes} if hashes else {})}, as_json)
-    typer.echo(f"\nsize of a sample of {text_tokens} text and {visual_tokens} visual tokens, in bfloat16:")
+    console.echo(f"\nsize of a sample of {text_tokens} text and {visual_tokens} visual tokens, in bfloat16:")
     table = [
         (
             drafter,

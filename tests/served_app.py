@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import openai
-import uvicorn
 
-from vlmdistill.pipelines.endpoint.app import build_app
+from vlmdistill.pipelines.endpoint.app import build_app, server
 from vlmdistill.pipelines.endpoint.served_decoder import ServedDecoder
 
 
@@ -51,14 +50,13 @@ class Served:
 def serving(decoder: ServedDecoder, **options: Any) -> Iterator[Served]:
     """A server in a thread of its own."""
     listener = socket.create_server(("127.0.0.1", 0))
-    app = build_app(decoder, **options)
-    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", ws="none", log_config=None))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    running = server(build_app(decoder, **options))
+    thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
         with ExitStack() as opened:
             yield Served(listener.getsockname()[1], opened)
     finally:
-        server.should_exit = True
+        running.should_exit = True
         thread.join(30)
         assert not thread.is_alive()

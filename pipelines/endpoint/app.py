@@ -9,7 +9,6 @@ from contextlib import aclosing
 from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
-from socket import socket
 from typing import Any, TypeVar
 
 import uvicorn
@@ -18,6 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from vlmdistill.pipelines.data.responses.pieces import Piece
 from vlmdistill.pipelines.endpoint.chat import NEUTRAL, ChatRequest
@@ -28,6 +28,7 @@ from vlmdistill.pipelines.endpoint.served_decoder import ServedDecoder, ServedRe
 from vlmdistill.stores.errors import DataError
 
 GRACE_SECONDS = 10  # for running responses, after SIGINT or SIGTERM
+HEADER_SECONDS = 10  # for the headers of the first request of a connection
 CLIENT_GONE = 499  # nginx's status for it
 PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
@@ -37,19 +38,35 @@ PAGE_POLICY = (
 Value = TypeVar("Value")
 
 
-def run(app: FastAPI, listener: socket) -> None:
-    """Serve until SIGINT or SIGTERM; let running responses end for GRACE_SECONDS; raise the signal again."""
-    config = uvicorn.Config(
-        app,
-        lifespan="off",
-        ws="none",
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=GRACE_SECONDS,
+class Connection(H11Protocol):
+    """Closes a connection that has not sent the headers of its first request after HEADER_SECONDS."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the time."""
+        super().connection_made(transport)
+        self.loop.call_later(HEADER_SECONDS, self._close_if_silent)
+
+    def _close_if_silent(self) -> None:
+        first: object = self.cycle
+        if first is None:
+            self.transport.close()
+
+
+def server(app: FastAPI) -> uvicorn.Server:
+    """A server that ends at SIGINT or SIGTERM: running responses have GRACE_SECONDS more."""
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            http=Connection,
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=GRACE_SECONDS,
+        )
     )
-    uvicorn.Server(config).run(sockets=[listener])
 
 
 def build_app(

@@ -1,5 +1,6 @@
 """What is refused before the body of a request is read, and errors in the form of the OpenAI API."""
 
+import asyncio
 import hmac
 import json
 import re
@@ -14,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 OPEN = ("/", "/health")  # need no key: they show no data
 HOST = re.compile(r"(\[[^\]]*\]|[^:]*)(:\d*)?")  # a name or an address, and a port
 MAX_BODY = 32 * 1024**2  # bytes
+BODY_SECONDS = 60  # for each part of a body
 MAX_BODIES = 8 * MAX_BODY  # of all requests that are read, wait or are decoded
 
 
@@ -49,12 +51,16 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse the request, or pass it on with a `receive` that counts the bytes of its body."""
-        headers, held = Headers(scope=scope), 0
+        headers, held, whole = Headers(scope=scope), 0, False
         too_large = ApiError(413, f"the body is larger than {MAX_BODY} bytes: send smaller images")
 
         async def limited() -> Message:
-            nonlocal held
-            message = await receive()
+            nonlocal held, whole
+            try:
+                message = await asyncio.wait_for(receive(), None if whole else BODY_SECONDS)
+            except TimeoutError:
+                raise ApiError(408, f"no more of the body came for {BODY_SECONDS} s") from None
+            whole = not message.get("more_body")
             size = len(message.get("body", b""))
             held, self._held = held + size, self._held + size
             if held > MAX_BODY:

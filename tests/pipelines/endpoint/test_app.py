@@ -5,6 +5,7 @@ import base64
 import io
 import json
 import random
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,7 @@ from vlmdistill.drafters.decoding.clock import Cycle
 from vlmdistill.pipelines.data.responses.generate import generate
 from vlmdistill.pipelines.data.responses.pieces import Piece
 from vlmdistill.pipelines.demo import scenes
-from vlmdistill.pipelines.endpoint import chat, gate
+from vlmdistill.pipelines.endpoint import app, chat, gate
 from vlmdistill.pipelines.endpoint.chat import ChatRequest
 from vlmdistill.pipelines.endpoint.decoder_queue import DecoderQueue
 from vlmdistill.pipelines.endpoint.served_decoder import (
@@ -365,6 +366,32 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read(
     body, kind = iter([b"x" * 6000] * 2), "application/json"
     status, _ = server.request("POST", "/v1/chat/completions", body, chunked=True, Content_Type=kind)
     assert status == 413
+
+
+@pytest.mark.parametrize(
+    ("limit", "sent", "status"),
+    [
+        ((app, "HEADER_SECONDS"), b"", b""),
+        ((app, "HEADER_SECONDS"), b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n", b""),
+        (
+            (gate, "BODY_SECONDS"),
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 9\r\n\r\n{",
+            b"HTTP/1.1 408 ",
+        ),
+    ],
+)
+def test_a_client_that_sends_no_more_does_not_keep_its_connection(
+    decoder: ServedDecoder,
+    monkeypatch: pytest.MonkeyPatch,
+    limit: tuple[Any, str],
+    sent: bytes,
+    status: bytes,
+) -> None:
+    monkeypatch.setattr(*limit, 0.2)
+    with serving(decoder) as served, socket.create_connection(("127.0.0.1", served.port), 60) as client:
+        client.sendall(sent)
+        assert client.recv(1000).startswith(status)
 
 
 def test_a_key_is_needed_for_all_but_the_page_and_health(decoder: ServedDecoder) -> None:
