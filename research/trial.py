@@ -27,7 +27,7 @@ from vlmdistill.drafters.core.batch import Head
 from vlmdistill.drafters.core.config import Stage
 from vlmdistill.drafters.core.drafter import Drafter
 from vlmdistill.drafters.core.settings import RECIPES, to_dict
-from vlmdistill.drafters.decoding import tree_search
+from vlmdistill.drafters.decoding import hardware
 from vlmdistill.drafters.training.batches import as_batch
 from vlmdistill.drafters.training.unroll import supervised, unroll
 from vlmdistill.pipelines import flow, train
@@ -258,12 +258,12 @@ class Trial:
         tables = (frozen.embed_VD, frozen.lm_head_VD)
         head = Head(*(as_torch(table, frozen.dtype).float() for table in tables))
         there = sorted(store.keys().intersection(keys))
-        hardware, day = tree_search.hardware(torch.device("cpu")), time.strftime("%Y-%m-%d")
+        machine, day = hardware.of(torch.device("cpu")).name, time.strftime("%Y-%m-%d")
         for folder in self.folders(setting):
             drafter = checkpoint.load(self.at(0).drafter(folder), head, store.info)
             assert isinstance(drafter, Drafter)
             found = count(drafter, store, there)
-            _write(Measured(found, hardware, day), self._beside(folder, _record(length, keys)))
+            _write(Measured(found, machine, day), self._beside(folder, _record(length, keys)))
 
     def _keys(self, length: int) -> tuple[str, ...]:
         return _held_out(self.at(length).prompts, self.limit)

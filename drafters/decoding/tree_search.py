@@ -7,7 +7,6 @@ faster half goes on to twice as many.
 
 import json
 import os
-import platform
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ import torch
 from vlmdistill.drafters.core.drafter import Proposer
 from vlmdistill.drafters.core.target import Target
 from vlmdistill.drafters.core.tree import Tree
+from vlmdistill.drafters.decoding import hardware
 from vlmdistill.drafters.decoding.clock import timed
 from vlmdistill.drafters.decoding.decoders import speculate
 from vlmdistill.stores.errors import DataError, TrainingError
@@ -52,17 +52,7 @@ def conditions(target: Target, compiled: bool = False, temperature: float = 0.0)
     embed_VD = target.head.embed_VD
     threads = "" if embed_VD.is_cuda else f", threads: {torch.get_num_threads()}"
     how = (", compiled" if compiled else "") + (f", temperature {temperature:g}" if temperature else "")
-    return f"{hardware(embed_VD.device)}, {str(embed_VD.dtype).removeprefix('torch.')}{threads}{how}"
-
-
-def hardware(device: torch.device) -> str:
-    """The name of the GPU or CPU."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if "model name" in line]
-    return f"CPU {names[0] if names else platform.machine()}"
+    return f"{hardware.of(embed_VD.device).name}, {str(embed_VD.dtype).removeprefix('torch.')}{threads}{how}"
 
 
 def search(

@@ -19,7 +19,7 @@ import torch
 from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.core.drafter import Proposer
 from vlmdistill.drafters.core.tree import Tree
-from vlmdistill.drafters.decoding import tree_search
+from vlmdistill.drafters.decoding import hardware, tree_search
 from vlmdistill.drafters.decoding.decoders import plain
 from vlmdistill.pipelines.bench import records
 from vlmdistill.pipelines.bench.records import (
@@ -103,6 +103,7 @@ def evaluate(
     chosen = held_out(prompts_file or workspace.prompts, settings.limit, workspace.model)
     described = {name: _describe(workspace.drafter(name)) for name in names}  # fails before the target loads
     target = load(workspace.model, **settings.how)
+    machine = hardware.of(target.device)
     drafters = {name: target.drafter(workspace.drafter(name)) for name in described}
     unfinished = Unfinished(
         workspace.reports,
@@ -111,7 +112,7 @@ def evaluate(
             "settings": [*map(str, settings.trees), settings.max_new_tokens, settings.seed, settings.threads],
             "prompts": [prompt.key for prompt in chosen],
             "target": [target.name, str(target.fingerprint), target.dtype_name, settings.how],
-            "hardware": tree_search.hardware(target.device),
+            "hardware": machine.name,
             "software": software.installed,
         },
     )
@@ -127,7 +128,7 @@ def evaluate(
             decoders[label], names_of[label] = (drafter, tree), name
     decoded = {at: one for at, one in decoded.items() if one.results.keys() == decoders.keys()}
     _decode(target, decoders, chosen, settings, decoded, unfinished, on_prompt)
-    now, hardware = time.strftime("%Y-%m-%d %H:%M:%S"), tree_search.hardware(target.device)
+    now = time.strftime("%Y-%m-%d %H:%M:%S")
 
     made = [
         Evaluation(
@@ -139,7 +140,8 @@ def evaluate(
             training=described[names_of[label]].training,
             config=described[names_of[label]].config,
             target=TargetId(name=target.name, family=target.info.family, fingerprint=str(target.fingerprint)),
-            hardware=hardware,
+            hardware=machine.name,
+            machine=machine,
             dtype=target.dtype_name,
             threads=threads,
             max_new_tokens=settings.max_new_tokens,
@@ -208,7 +210,7 @@ def kept(workspace: Workspace, names: Sequence[str], settings: Settings) -> list
     if len(settings.trees) > 1:
         return []
     keys = [prompt.key for prompt in held_out(workspace.prompts, settings.limit)]
-    hardware = tree_search.hardware(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    machine = hardware.of(torch.device("cuda" if torch.cuda.is_available() else "cpu")).name
     dtype, installed = settings.how.get("dtype", "auto"), Software(**versions(PACKAGES))
     found = []
     for name in names:
@@ -222,7 +224,7 @@ def kept(workspace: Workspace, names: Sequence[str], settings: Settings) -> list
             and one.keys == keys
             and one.tree == (str(settings.trees[0]) if settings.trees else now.config.tree)
             and (one.max_new_tokens, one.seed) == (settings.max_new_tokens, settings.seed)
-            and one.hardware == hardware
+            and one.hardware == machine
             and settings.threads in (0, one.threads)
             and dtype in ("auto", one.dtype)
             and one.software is not None

@@ -12,6 +12,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from vlmdistill.drafters.decoding.hardware import Hardware
 from vlmdistill.pipelines.data.responses.pieces import Amount, Piece
 from vlmdistill.pipelines.targets.software import Software
 from vlmdistill.stores import records
@@ -185,7 +186,7 @@ class Evaluation:
     training: Training
     config: TrainedSettings
     target: TargetId
-    hardware: str
+    hardware: str  # its name with the hash of what its speed depends on: equal for the same hardware
     dtype: str
     threads: Count
     max_new_tokens: Count
@@ -195,6 +196,7 @@ class Evaluation:
     software: Software | None = None  # None: measured before it was recorded
     attention: str | None = None  # of the target's prefill; None: measured before it was recorded
     compiled: bool | None = None  # whether decoding steps were compiled; likewise
+    machine: Hardware | None = None  # likewise
 
     def __post_init__(self) -> None:
         if any([one.key for one in at.prompts] != self.keys for at in self.temperatures):
