@@ -235,7 +235,7 @@ def known(facts: Any) -> Any:
 
 def show(evaluations: "list[Evaluation]") -> None:
     """Print one line per drafter and temperature; warnings on stderr."""
-    from vlmdistill.pipelines.report.comparison import rank
+    from vlmdistill.pipelines.report.comparison import drifts, rank
     from vlmdistill.pipelines.report.tables import rate, responses
 
     header = ["drafter", "T", "tau", "accepted", "speedup", "decode speedup", "tokens/s", "identical"]
@@ -252,7 +252,7 @@ def show(evaluations: "list[Evaluation]") -> None:
     show_budgets(rankings)
     for ranking in rankings:
         console.echo(ranking.text)
-    for warning in warnings:
+    for warning in [*warnings, *drifts(evaluations)]:
         console.note(f"warning: {warning}")
 
 

@@ -13,10 +13,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from vlmdistill.stores.schema import content_hash
+
+if TYPE_CHECKING:
+    import torch
 
 FLAGS = re.compile(
     r"avx|avx2|fma|f16c|avx512\w*|avx_\w+|amx_\w+|asimd\w*|neon|fphp|sve\w*|sme2?|bf16|i8mm|hypervisor"
@@ -100,8 +102,26 @@ class Hardware:
         ]
         return ", ".join([*parts, f"#{self.identity}"])
 
+    @property
+    def details(self) -> str:
+        """The rest of what is known, in a line."""
+        cpu = self.processor
+        clock = [f"{at:.0f} MHz{now}" for at, now in ((cpu.max_mhz, " at most"), (self.mhz, "")) if at]
+        known = [
+            *([f"CPU {cpu.name}"] if self.gpu else []),
+            *([f"driver {self.gpu.driver}"] if self.gpu and self.gpu.driver else []),
+            f"{cpu.cores} cores, {cpu.threads} threads",
+            *cpu.caches,
+            *clock,
+            *([f"governor {cpu.governor}"] if cpu.governor else []),
+            *([f"{self.memory / 2**30:.0f} GiB"] if self.memory else []),
+            *([f"limited to {self.limits.memory / 2**30:.1f} GiB"] if self.limits.memory else []),
+            " ".join(cpu.flags),
+        ]
+        return ", ".join(filter(None, known))
 
-def of(device: torch.device) -> Hardware:
+
+def of(device: "torch.device") -> Hardware:
     """The hardware that computes for this device."""
     gpu = _gpu(device) if device.type == "cuda" else None
     return mac(_sysctl(), gpu) if platform.system() == "Darwin" else linux(gpu=gpu)
@@ -179,8 +199,10 @@ def _sysctl() -> dict[str, str]:
 
 
 @cache
-def _gpu(device: torch.device) -> Gpu:
+def _gpu(device: "torch.device") -> Gpu:
     """What torch says of a GPU, the file of its driver, and pynvml where it is installed."""
+    import torch
+
     seen = torch.cuda.get_device_properties(device)
     driver = re.search(r"\d+\.\d+[.\d]*", _text(Path("/proc/driver/nvidia/version")))
     power = clock = None

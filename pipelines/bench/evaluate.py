@@ -7,7 +7,7 @@ speed drifts affects all alike (`side_by_side.py`).
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,6 +22,7 @@ from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.decoding import hardware, tree_search
 from vlmdistill.drafters.decoding.decoders import plain
 from vlmdistill.pipelines.bench import records
+from vlmdistill.pipelines.bench.calibration import calibrate
 from vlmdistill.pipelines.bench.records import (
     Evaluation,
     Measurement,
@@ -128,6 +129,8 @@ def evaluate(
             decoders[label], names_of[label] = (drafter, tree), name
     decoded = {at: one for at, one in decoded.items() if one.results.keys() == decoders.keys()}
     _decode(target, decoders, chosen, settings, decoded, unfinished, on_prompt)
+    before = [one.calibration for one in decoded.values() if one.calibration is not None]
+    calibrations = (*before, calibrate(target, target.encode(chosen[0].messages)))
     now = time.strftime("%Y-%m-%d %H:%M:%S")
 
     made = [
@@ -141,7 +144,6 @@ def evaluate(
             config=described[names_of[label]].config,
             target=TargetId(name=target.name, family=target.info.family, fingerprint=str(target.fingerprint)),
             hardware=machine.name,
-            machine=machine,
             dtype=target.dtype_name,
             threads=threads,
             max_new_tokens=settings.max_new_tokens,
@@ -154,6 +156,8 @@ def evaluate(
             software=software,
             attention=settings.attention,
             compiled=settings.compiled,
+            machine=machine,
+            calibrations=calibrations,
         )
         for label, (drafter, tree) in decoders.items()
     ]
@@ -176,6 +180,7 @@ def _decode(
     from vlmdistill.pipelines.bench.side_by_side import SideBySide
 
     total = len(chosen) * len(settings.temperatures)
+    began = calibrate(target, target.encode(chosen[0].messages)) if len(decoded) < total else None
     for temperature in settings.temperatures:
         bench = SideBySide(
             target,
@@ -186,7 +191,8 @@ def _decode(
         )
         for number, prompt in enumerate(chosen):
             if (temperature, number) not in decoded:
-                decoded[temperature, number] = bench.decode(number, prompt)
+                decoded[temperature, number] = replace(bench.decode(number, prompt), calibration=began)
+                began = None
                 unfinished.add(decoded[temperature, number])
             on_prompt(len(decoded), total, f"T={temperature:g}")
 

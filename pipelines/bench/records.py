@@ -123,6 +123,25 @@ class Measurement:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """The speed of the machine itself at one moment, with the target's device, dtype and threads."""
+
+    plain_step: Amount | None  # seconds; None: the response has a single token
+    small_product: Amount  # seconds, of a matrix with few rows and a square one
+    large_product: Amount  # seconds, of two square matrices
+    bandwidth: Amount  # bytes read and written in a second of copying
+    cpu_share: Share | None = None  # of these seconds; None on a GPU
+
+    @property
+    def text(self) -> str:
+        """The measurements in a line."""
+        step = "" if self.plain_step is None else f"plain step {1e3 * self.plain_step:.2f} ms, "
+        share = "" if self.cpu_share is None else f", CPU share {self.cpu_share:.0%}"
+        products = f"{1e6 * self.small_product:.0f} and {1e6 * self.large_product:.0f} µs"
+        return f"{step}products {products}, memory {self.bandwidth / 1e9:.1f} GB/s{share}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class TargetId:
     """The target that was decoded."""
 
@@ -197,6 +216,7 @@ class Evaluation:
     attention: str | None = None  # of the target's prefill; None: measured before it was recorded
     compiled: bool | None = None  # whether decoding steps were compiled; likewise
     machine: Hardware | None = None  # likewise
+    calibrations: tuple[Calibration, ...] = ()  # where each process began, and at the end
 
     def __post_init__(self) -> None:
         if any([one.key for one in at.prompts] != self.keys for at in self.temperatures):

@@ -33,12 +33,13 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from vlmdistill.pipelines.bench.records import Decoding, Measurement, Phases, PromptResult
+from vlmdistill.pipelines.bench.records import Calibration, Decoding, Measurement, Phases, PromptResult
 
 RESAMPLES = 2000
 FEWEST = 6  # prompts for an interval: five agree by chance in more than 5% of cases
 FEWEST_SEEDS = 5  # for an interval over seeds
 TOLERANCE = 0.02  # share of the elapsed seconds that the cycles may leave unaccounted
+DRIFT = 1.25  # between the calibrations of one evaluation, above which they differ
 BUSY = 0.9  # share of the elapsed seconds below which the CPU was not this program's alone
 
 Floats = npt.NDArray[np.float64]
@@ -302,6 +303,19 @@ def _disturbed(share: float | None) -> list[str]:
     return [
         f"the CPU was this program's for {share:.0%} of the time: its speeds may be those of other programs"
     ]
+
+
+def drift(calibrations: Sequence[Calibration]) -> list[str]:
+    """A warning for each speed of the machine that differs by more than `DRIFT` during an evaluation."""
+    found = []
+    for name in ("plain_step", "small_product", "large_product", "bandwidth"):
+        values = [value for one in calibrations if (value := getattr(one, name))]
+        if values and (most := max(values) / min(values)) > DRIFT:
+            found.append(
+                f"the machine's speed changed while it was measured: {name.replace('_', ' ')} by a factor of "
+                f"{most:.2f}"
+            )
+    return found
 
 
 def _budget(prompts: Sequence[PromptResult], tau: float) -> Budget | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from vlmdistill.pipelines.bench.records import Count, PromptResult, ShownResponse
+from vlmdistill.pipelines.bench.records import Calibration, Count, PromptResult, ShownResponse
 from vlmdistill.pipelines.data.responses.pieces import Amount
 from vlmdistill.stores.schema import content_hash
 
@@ -24,6 +24,7 @@ class Decoded:
     threads: Count
     results: Mapping[str, PromptResult]
     shown: Mapping[str, ShownResponse]
+    calibration: Calibration | None = None  # right before, if a process began here
 
 
 class Unfinished:

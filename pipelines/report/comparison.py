@@ -20,6 +20,7 @@ from vlmdistill.pipelines.bench.statistics import (
     Interval,
     Rate,
     advantage,
+    drift,
     figures,
 )
 from vlmdistill.pipelines.media.urls import shown
@@ -176,18 +177,21 @@ class Group:
         }
 
     @property
-    def software(self) -> dict[str, str]:
-        """Versions, commits and commands; empty if they were not recorded."""
+    def facts(self) -> dict[str, str]:
+        """The machine, its calibrations, versions, commits and commands; empty if they were not recorded."""
         found: dict[str, dict[str, None]] = {}
-        for facts in (one.software.facts for one in self.evaluations if one.software):
-            for name, value in facts.items():
+        for one in self.evaluations:
+            facts = {"machine": one.machine.details} if one.machine else {}
+            if one.calibrations:
+                facts["calibration"] = ", then ".join(at.text for at in one.calibrations)
+            for name, value in (facts | (one.software.facts if one.software else {})).items():
                 found.setdefault(name, {})[value] = None
         return {name: "; ".join(values) for name, values in found.items()}
 
     @property
     def warnings(self) -> list[str]:
         """Problems of the figures, with the drafters' names, and of comparing them."""
-        found = [warning for one in self.results for warning in one.warnings]
+        found = [warning for one in self.results for warning in one.warnings] + drifts(self.evaluations)
         if (runs := len({one.measured for one in self.evaluations})) > 1:
             found.append(
                 f"these evaluations were measured in {runs} separate runs: the intervals do not contain the "
@@ -227,6 +231,12 @@ class Group:
         prompts = f"all {most} prompts" if most > 1 else "the only prompt"
         text = f"Responses at temperature 0 are identical to model.generate on {prompts}.{rest}"
         return Verdict("lossless", text)
+
+
+def drifts(evaluations: Sequence[Evaluation]) -> list[str]:
+    """Warnings of runs in which the speed of the machine changed; evaluations of a run share calibrations."""
+    runs = dict.fromkeys((one.measured, one.calibrations) for one in evaluations)
+    return [f"run of {measured}: {text}" for measured, at in runs for text in drift(at)]
 
 
 def rank(alike: Sequence[Evaluation]) -> list[Ranking]:

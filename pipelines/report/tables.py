@@ -64,7 +64,7 @@ def sections(report: "ReportPage") -> Iterator[Section]:
         measured = ", ".join(sorted({one.measured for one in group.evaluations}))
         yield Section(
             title,
-            {**group.conditions, "measured": measured, **group.software},
+            {**group.conditions, "measured": measured, **group.facts},
             [
                 *(ranking.text for ranking in group.rankings),
                 group.verdict.text,

@@ -22,6 +22,7 @@ from vlmdistill.drafters.decoding.clock import Cycle
 from vlmdistill.drafters.decoding.decoders import plain, speculate
 from vlmdistill.drafters.decoding.tree_search import FILE, BestTree
 from vlmdistill.drafters.lookahead import Window
+from vlmdistill.pipelines.bench import calibration
 from vlmdistill.pipelines.bench.evaluate import Settings, evaluate, kept
 from vlmdistill.pipelines.bench.records import Evaluation, read, write
 from vlmdistill.pipelines.bench.statistics import figures
@@ -262,6 +263,7 @@ def test_an_interrupted_evaluation_continues_after_its_last_prompt(
     assert remarks == [1, 2, 1, *range(2, 7)]
     first = msgspec.json.decode(lines[0], type=Decoded).results["lookahead"]
     assert made.temperatures[0].prompts[0] == first
+    assert len(made.calibrations) == 3  # of two processes at their start, and of one at its end
     assert [one.name for one in elsewhere.reports.iterdir()] == ["lookahead.json"]
 
 
@@ -292,6 +294,32 @@ def test_a_cpu_that_others_use_is_detected(workspace: Workspace) -> None:
         measured = figures(at)
         assert measured.cpu_share == 0.5
         assert len(measured.warnings) == 1
+
+
+def test_a_machine_that_becomes_slower_is_detected(
+    workspace: Workspace, honest: Evaluation, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calibrated: list[int] = []
+
+    def slower(*args: Any, **kwargs: Any) -> Iterator[Cycle]:
+        calibrated.append(1)
+        for cycle in plain(*args, **kwargs):
+            yield dataclasses.replace(cycle, seconds=cycle.seconds * len(calibrated))
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(calibration, "time", vars(clock)["time"])
+        patch.setattr(calibration, "plain", slower)
+
+    start, end = (made := by_ticks(workspace, plant)).calibrations
+    assert start.plain_step == (end.plain_step or 0) / 2
+    assert (start.small_product, start.large_product) == (end.small_product, end.large_product)
+    assert [figures(at).speedup for at in made.temperatures] == [
+        figures(at).speedup for at in honest.temperatures
+    ]
+    capsys.readouterr()
+    assert main(["report", "--model", workspace.model, "--runs", str(workspace.root.parent)]) == 0
+    assert "plain step by a factor of 2.00" in capsys.readouterr().err
+    assert "plain step by a factor of 2.00" in (workspace.reports / "index.html").read_text()
 
 
 def plant_in_decoder(patch: pytest.MonkeyPatch) -> None:
@@ -349,6 +377,10 @@ def test_the_numbers_of_every_prompt_are_written(workspace: Workspace, made: Eva
     assert read(file) == made
     assert made.software is not None
     assert torch.__version__.startswith(made.software.torch)  # which may add a build
+    assert made.machine is not None
+    assert made.hardware == made.machine.name
+    assert len(made.calibrations) == 2
+    assert all(one.plain_step and one.bandwidth > 0 for one in made.calibrations)
     greedy, sampled = made.temperatures
     assert len({one.key for one in greedy.prompts}) == 3
     for at in (greedy, sampled):
