@@ -77,7 +77,7 @@ Recipe = Annotated[
     str | None,
     typer.Option(
         "--recipe",
-        metavar="paper|fair|demo|FILE.toml",
+        metavar="paper|fair|fair-paper|demo|demo-paper|FILE.toml",
         help="Training settings, by name or in a file; default: demo for the demo targets, else paper.",
     ),
 ]

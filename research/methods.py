@@ -2,9 +2,11 @@
 
     python -m research.methods [--seeds 3] [--jobs 2] [--limit 50] [--runs DIR] [--out FILE]
 
-All methods share one store, recipe, number of steps, tree and set of prompts. The seed changes weights, order
-and noise, not the prompts, responses and features. Finished work is not repeated. Each method is also
-decoded untrained on a few prompts: its gain must come from training.
+All methods share one store, recipe (half of the samples have images), number of steps, tree and prompts. The
+seed changes weights, order and noise, not the prompts, responses and features. Each method is trained twice
+more: for as many steps as take the CPU seconds of `eagle2`, and, with the first seed, by its paper's own
+schedule of images and text. Finished work is not repeated. Each method is also decoded untrained on a few
+prompts: its gain must come from training.
 """
 
 import argparse
@@ -31,6 +33,7 @@ from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.workspace.workspace import Workspace
 
 UNTRAINED = 4  # prompts for the untrained drafters
+EQUAL = "eagle2"  # whose CPU seconds the others have
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -49,17 +52,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     flow.prepare(workspace, flow.Plan(drafters=names, recipe="demo"), say, flow.silent)
 
     pairs = [(name, seed) for seed in range(options.seeds) for name in trained]
-    jobs = [train.Job(name, _folder(name, seed), seed) for name, seed in pairs]
-    missing = [job for job in jobs if not workspace.drafter(job.name).exists()]
 
     def keep(job: train.Job, cost: FunctionDone) -> None:
         _cost(workspace, job.name).write_text(json.dumps(asdict(cost)))
         say(f"trained {job.name}, {cost.cpu_seconds:.0f} CPU-seconds")
 
-    train.several(workspace, missing, options.jobs, recipe="demo", on_done=keep)
+    def made(jobs: Sequence[train.Job], recipe: str = "demo") -> list[str]:
+        missing = [job for job in jobs if not workspace.drafter(job.name).exists()]
+        train.several(workspace, missing, options.jobs, recipe=recipe, on_done=keep)
+        return [job.name for job in jobs]
 
-    folders = [_folder(name, seed) for name, seed in pairs] + [n for n in names if n not in trained]
-    tree = train.resolve("eagle2", "demo", ()).tree
+    folders = made([train.Job(name, _folder(name, seed), seed) for name, seed in pairs])
+    paced = []
+    for name, seed in pairs:
+        share = _seconds(workspace, EQUAL, options.seeds) / _seconds(workspace, name, options.seeds)
+        steps = f"steps={round(train.resolve(name, 'demo', ()).training.steps * share)}"
+        paced.append(train.Job(name, _folder(name, seed, "-equal"), seed, (steps,)))
+    folders += made([job for job in paced if job.drafter != EQUAL])
+    folders += made([train.Job(name, _folder(name, 0, "-paper"), 0) for name in trained], "demo-paper")
+    folders += [name for name in names if name not in trained]
+    tree = train.resolve(EQUAL, "demo", ()).tree
     settings = evaluate.Settings(temperatures=(0.0, 1.0), limit=options.limit, trees=(tree,))
     reports = evaluate.kept(workspace, folders, settings)
     reports = reports or evaluate.evaluate(workspace, folders, settings, on_prompt=_progress)
@@ -88,8 +100,14 @@ def _progress(done: int, total: int, remark: str = "") -> None:
         say(f"decoded {done} of {total} {remark}")
 
 
-def _folder(name: str, seed: int) -> str:
-    return name if seed == 0 else f"{name}-seed{seed}"
+def _folder(name: str, seed: int, kind: str = "") -> str:
+    return f"{name}{kind}" if seed == 0 else f"{name}{kind}-seed{seed}"
+
+
+def _seconds(workspace: Workspace, name: str, seeds: int) -> float:
+    """CPU seconds of a training, the mean over seeds."""
+    files = [_cost(workspace, _folder(name, seed)) for seed in range(seeds)]
+    return statistics.mean(float(json.loads(file.read_text())["cpu_seconds"]) for file in files)
 
 
 def _cost(workspace: Workspace, name: str) -> Path:
@@ -105,9 +123,13 @@ def _method(workspace: Workspace, name: str, seeds: int, reports: Mapping[str, E
         "parameters": of_seeds[0].parameters,
         "steps": of_seeds[0].training.steps,
     }
-    for kind in ("image", "text"):
-        some = [one.temperatures[0].by(lambda row: row.kind).get(kind) for one in of_seeds]
-        result[f"tau@0 {kind}"] = [figures(one).tau for one in some if one]
+    kinds = {"": range(seeds), "-equal": range(seeds), "-paper": range(1)}
+    for trained, numbers in kinds.items():
+        suffix = "" if name == EQUAL and trained == "-equal" else trained
+        some_seeds = [reports[one] for seed in numbers if (one := _folder(name, seed, suffix)) in reports]
+        for kind in ("image", "text"):
+            some = [one.temperatures[0].by(lambda row: row.kind).get(kind) for one in some_seeds]
+            result[f"tau@0 {kind}{trained}"] = [figures(one).tau for one in some if one]
     for temperature in (0, 1):
         measured = [
             figures(at) for one in of_seeds for at in one.temperatures if at.temperature == temperature
@@ -124,9 +146,7 @@ def _method(workspace: Workspace, name: str, seeds: int, reports: Mapping[str, E
         result[f"lossless@{temperature}"] = [asdict(one.lossless) for one in measured]
     if catalogue.is_trained(name):
         costs = [_cost(workspace, _folder(name, seed)) for seed in range(seeds)]
-        result["cpu_seconds"] = [
-            json.loads(file.read_text())["cpu_seconds"] for file in costs if file.exists()
-        ]
+        result["cpu_seconds"] = [json.loads(file.read_text())["cpu_seconds"] for file in costs]
         result["untrained_tau"] = _untrained(workspace, name)
     return result
 
@@ -149,26 +169,29 @@ def _untrained(workspace: Workspace, name: str) -> float:
 def page(results: dict[str, Any]) -> str:
     """The results as Markdown: one row per method, the best first."""
     where = results["conditions"]
-    rows = sorted(results["methods"], key=lambda one: -statistics.mean(one["tau@0"]))
-    titles = (
-        "method, tau at T=0, on images, on text, accepted, speedup, tau at T=1, speedup, parameters, CPU-s"
-    )
-    lines = [f"| {' | '.join(titles.split(', '))} |", "|---" * 10 + "|"]
+    rows = sorted(results["methods"], key=lambda one: -statistics.mean(one["tau@0 image"]))
+    titles = "method, tau on images, on text, speedup, tau at T=1, speedup, equal CPU-s: images, text, CPU-s"
+    lines = [f"| {' | '.join(titles.split(', '))} |", "|---" * 9 + "|"]
     for one in rows:
         cells = [
             f"`{one['name']}`",
-            _rate(one, "tau@0"),
             _spread(one["tau@0 image"]),
             _spread(one["tau@0 text"]),
-            _rate(one, "accepted@0"),
             _rate(one, "speedup@0"),
             _rate(one, "tau@1"),
             _rate(one, "speedup@1"),
-            f"{one['parameters']:,}" if one["parameters"] else "-",
+            _spread(one["tau@0 image-equal"]) if one["tau@0 image-equal"] else "-",
+            _spread(one["tau@0 text-equal"]) if one["tau@0 text-equal"] else "-",
             _spread(one["cpu_seconds"], 0) if one.get("cpu_seconds") else "-",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     table = "\n".join(lines)
+    own = ["| method | tau on images | on text |", "|---" * 3 + "|"]
+    for one in rows:
+        if one["tau@0 image-paper"]:
+            image, text = one["tau@0 image-paper"][0], one["tau@0 text-paper"][0]
+            own.append(f"| `{one['name']}`, its paper's schedule | {image:.2f} | {text:.2f} |")
+    schedules = "\n".join(own)
     positions = max(len(one["alpha@0"]) for one in rows)
     numbers = " | ".join(str(position + 1) for position in range(positions))
     header = f"| method | {numbers} |\n{'|---' * (positions + 1)}|"
@@ -192,17 +215,20 @@ def page(results: dict[str, Any]) -> str:
 {where["prompts"]["count"]} held-out prompts, {where["dtype"]}, {where["threads"]} thread(s),
 {where["hardware"]}. One process decoded everything.
 Recipe `demo`: the same number of optimizer steps, tokens per step (visual ones count for methods that read
-them), learning rate, data and tree for all methods, except `lookahead`, whose tree is its own window. `tau`
-counts the bonus token, `accepted` does not ([methods.md](../methods.md) says which of them each paper
-prints). CPU-s: CPU seconds of one training, start-up included; other load increases it. `tau` pools
-prompts with an image and prompts of text alone: a method whose paper ends with a stage of images alone
-forgets text, and a wide interval is mostly the distance between the two. Untrained, no method has a `tau`
-above {untrained:.2f}.
+them), learning rate, data, half of the samples with images, and tree for all methods, except `lookahead`,
+whose tree is its own window. `tau` counts the bonus token ([methods.md](../methods.md) says which papers do).
+CPU-s: CPU seconds of one training, start-up included. Equal CPU-s: trained again for as many steps as take
+the CPU seconds of `{EQUAL}`. Untrained, no method has a `tau` above {untrained:.2f}.
 
 {table}
 
 Greedy responses identical to those of `model.generate`: {same} of {total}{more}. Times are from a clock
 outside the decoders; the decoders' cycles account for at least {least:.2%} of them.
+
+By the schedule of images and text of its paper, else alike (recipe `demo-paper`, seed 0, T=0): what ends with
+images alone forgets text.
+
+{schedules}
 
 Acceptance rate of the n-th token of the most likely chain, given the tokens before it (seed 0, T=0):
 

@@ -109,7 +109,7 @@ class Trial:
     @property
     def recipe(self) -> tuple[str, ...]:
         """Settings of all drafters; stages keep the ratio of their paper's epochs."""
-        shared = RECIPES["demo" if self.base.model in EMBEDDED else "fair"]
+        shared = RECIPES["demo-paper" if self.base.model in EMBEDDED else "fair-paper"]
         return (*shared.settings.split(), *([f"steps={self.steps}"] if self.steps else []))
 
     def at(self, length: int, race: str = "") -> Workspace:

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +26,26 @@ class Recipe:
     """By the name of a stage; a stage of another name keeps its paper's epochs."""
 
 
+_EQUAL = Recipe("steps=40000 stages.*.learning_rate=1e-4 batch_tokens=16384 tree=30-3-8 warmup=0.05")
+_SMALL = Recipe(
+    "steps=600 stages.*.learning_rate=2e-3 batch_tokens=2048 tree=chain-4 warmup=0.05 clip=1.0",
+    epochs={"text": 1, "multimodal": 9},
+)
+
+
+def _mixed(recipe: Recipe) -> Recipe:
+    return replace(recipe, settings=f"{recipe.settings} stages.*.visual=[0.5,0.5]")
+
+
 RECIPES = {
     "paper": Recipe(),
-    "fair": Recipe("steps=40000 stages.*.learning_rate=1e-4 batch_tokens=16384 tree=30-3-8 warmup=0.05"),
-    "demo": Recipe(
-        "steps=600 stages.*.learning_rate=2e-3 batch_tokens=2048 tree=chain-4 warmup=0.05 clip=1.0",
-        epochs={"text": 1, "multimodal": 9},
-    ),
+    "fair": _mixed(_EQUAL),
+    "fair-paper": _EQUAL,
+    "demo": _mixed(_SMALL),
+    "demo-paper": _SMALL,
 }
-"""Each paper's own settings; the same steps and tree for all; the same for the embedded targets."""
+"""Each paper's own settings; the same steps, tree and share of images for all; the same, but for each paper's
+own schedule of images and text; and both for the embedded targets."""
 
 
 def with_recipe(config: DrafterConfig, name: str) -> DrafterConfig:

@@ -24,7 +24,7 @@ from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.batch import Batch, Head
 from vlmdistill.drafters.core.config import Stage
 from vlmdistill.drafters.core.vocabulary import columns_of
-from vlmdistill.drafters.training import deepspeed_engine, follow, ranks, saved
+from vlmdistill.drafters.training import cpu, deepspeed_engine, follow, ranks, saved
 from vlmdistill.drafters.training.batches import as_batch, cure_of, occurrences
 from vlmdistill.drafters.training.progress import Metrics, SampleStats, TrainingProgress, loss_of, memory
 from vlmdistill.drafters.training.run import Run, RunData, check_follows, finished, furthest, splits
@@ -57,7 +57,7 @@ def train(
     another run is in the way, when a loss is not finite, or when the ranks do not see the same. StoppedError
     after SIGINT or SIGTERM, which write a checkpoint first.
     """
-    with Signals() as signals, ranks.guarded():
+    with Signals() as signals, ranks.guarded(), cpu.tuned():
         ranks.join()
         ranks.same(run.how | {"force": force}, "train the same")  # it decides which exchanges there are
         check_follows(run)

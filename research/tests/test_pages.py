@@ -52,8 +52,8 @@ def test_results_have_images_and_text_apart() -> None:
             "name": name,
             "parameters": 10,
             "untrained_tau": 1.02,
-            "tau@0 image": [image],
-            "tau@0 text": [text],
+            **{f"tau@0 image{how}": [image] for how in ("", "-equal", "-paper")},
+            **{f"tau@0 text{how}": [text] for how in ("", "-equal", "-paper")},
             "alpha@0": [0.5, 0.25],
             "lossless@0": [{"identical": 3, "near_tie": 0, "different": 0}],
             **{f"accounted@{at}": [0.999] for at in (0, 1)},
@@ -66,10 +66,11 @@ def test_results_have_images_and_text_apart() -> None:
     where = {"prompts": {"count": 3}, "dtype": "float32", "threads": 1, "hardware": "CPU Some Processor"}
     made = [method("low", 2.0, 2.5, 1.25), method("high", 3.0, 3.0, 3.0)]
     text = methods.page({"conditions": where, "seeds": 1, "methods": made})
-    rows = [line for line in text.splitlines() if re.match(r"\| `\w+` \| \d\.\d\d \(", line)]
+    rows = [line for line in text.splitlines() if re.match(r"\| `\w+` \|(.*\|){8}$", line)]
     cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows]
     assert [row[0] for row in cells] == ["`high`", "`low`"]
-    assert cells[1][1:4] == ["2.00 (1.90-2.10)", "2.50", "1.25"]
+    assert cells[1][1:5] == ["2.50", "1.25", "2.00 (1.90-2.10)", "2.00 (1.90-2.10)"]
+    assert "| `low`, its paper's schedule | 2.50 | 1.25 |" in text
     assert "6 of 6" in text
     assert "CPU Some Processor" in text
     assert "1.02" in text
