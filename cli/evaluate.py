@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from vlmdistill.pipelines.bench.records import Evaluation
     from vlmdistill.pipelines.bench.served import ServedDrafters
     from vlmdistill.pipelines.report.comparison import Ranking
+    from vlmdistill.pipelines.workspace.workspace import Workspace
 
 SERVER = "openai:"
 HERE, VLLM, THERE = "transformers", "vllm", "openai:URL"
@@ -21,7 +22,8 @@ ENGINES = {
     **dict.fromkeys(("tree", "threads", "attention", "compiled"), (HERE,)),
     "target_dtype": (HERE, VLLM),
     "concurrency": (VLLM, THERE),
-    **dict.fromkeys(("baseline", "served_model", "name"), (THERE,)),
+    "name": (HERE, THERE),
+    **dict.fromkeys(("baseline", "served_model"), (THERE,)),
 }
 """Options that only some engines have."""
 
@@ -93,15 +95,19 @@ def evaluate(
     ] = None,
     name: Annotated[
         str | None,
-        typer.Option(help="With a server: name of the evaluation; default: the address of the server."),
+        typer.Option(help="Name of the evaluation, to find it; default: none, or the address of the server."),
     ] = None,
+    listed: Annotated[
+        bool, typer.Option("--list", help="List the evaluations there are (of DRAFTER...) and end.")
+    ] = False,
     runs: console.Runs = None,
     as_json: console.Json = False,
 ) -> None:
     """Measure drafters on held-out prompts, and check losslessness.
 
     Each prompt is decoded by the target alone and with each drafter. The table shows speed, and how many
-    responses are identical.
+    responses are identical. The evaluation is added to those of the workspace, which --list prints and
+    `report` selects from; it replaces none.
 
     With --engine openai:URL, the prompts are sent to a running server at each --concurrency. Times are
     the client's, acceptance is what the server's metrics count. The key is OPENAI_API_KEY. With --engine
@@ -111,6 +117,9 @@ def evaluate(
     """
     from vlmdistill.pipelines.data.prompts import prompt_table
 
+    if listed:
+        show_list(console.workspace(model, runs), drafters or [], as_json)
+        return
     kind = _engine(context, engine, drafters or [])
     workspace = console.workspace(model, runs)
     if bench:
@@ -163,13 +172,35 @@ def evaluate(
         return
     with console.progress("decoding", "prompts", str(workspace.reports)) as report:
         evaluations = pipeline.evaluate(
-            workspace, drafters or [], settings, prompts_file=prompts, on_prompt=report
+            workspace, drafters or [], settings, prompts_file=prompts, title=name or "", on_prompt=report
         )
     if as_json:
         console.result({one.name: _facts(one) for one in evaluations}, as_json=True)
     else:
         show(evaluations)
     check_lossless(evaluations)
+
+
+def show_list(workspace: "Workspace", drafters: list[str], as_json: bool) -> None:
+    """Print a line for each evaluation and temperature, the latest first."""
+    from vlmdistill.pipelines.report import selection
+
+    rows = selection.read(workspace.reports).table.to_dicts()
+    rows = [row for row in rows if not drafters or row["drafter"] in drafters]
+    if as_json:
+        console.result({"evaluations": rows}, as_json=True)
+    elif rows:
+        columns = list(selection.LISTED)
+        console.rows(columns, [[_cell(row[name]) for name in columns] for row in rows])
+    else:
+        of = f" of {', '.join(drafters)}" if drafters else ""
+        console.note(f"no evaluations{of} in {workspace.reports}")
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.2f}".removesuffix(".00")
+    return "-" if value in (None, "") else str(value)
 
 
 def _engine(context: typer.Context, engine: str, drafters: list[str]) -> str:

@@ -44,11 +44,22 @@ def report(
     plots: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write each chart of the page there as an SVG file.")
     ] = None,
+    where: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="EXPRESSION",
+            help="Only evaluations for which it is true, such as \"drafter = 'wren' and temperature = 0\"; "
+            "its columns are those of `eval --list --json`; may be repeated.",
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the result as JSON, whatever the --format of the file.")
     ] = False,
 ) -> None:
-    """Write an HTML page of all evaluations and print their table.
+    """Write an HTML page of the evaluations and print their table.
+
+    Of several evaluations of one kind (drafter, name, tree, prompts, temperature, settings, machine), the
+    latest counts, among those that --where selects.
 
     Evaluations with different prompts, settings or hardware do not compare; each such group has its own
     table, and those of serving engines another.
@@ -63,11 +74,11 @@ def report(
             raise typer.BadParameter(
                 "they go with one report; two have only --json", param_hint="--format, --out, --plots"
             )
-        _compare(two[0], two[1], as_json or form == "json")
+        _compare(two[0], two[1], where or [], as_json or form == "json")
         return
     from vlmdistill.pipelines.report import page as pipeline
 
-    found = pipeline.read(console.workspace(model, runs), out)
+    found = pipeline.read(console.workspace(model, runs), out, where or [])
     written: dict[str, str] = {}
     if form == "html":
         pipeline.write(found.html, found.page)
@@ -147,15 +158,15 @@ def _facts(result: "DrafterResult") -> dict[str, Any]:
     """A row as JSON."""
     one = result.evaluation
     facts = {"name": one.name, "drafter": one.drafter, "tree": one.tree, "parameters": one.parameters}
-    facts |= {"measured": one.measured, "software": one.software and asdict(one.software)}
+    facts |= {"title": one.title, "measured": one.measured, "software": one.software and asdict(one.software)}
     return {**facts, "temperature": result.temperature, **asdict(result.figures)}
 
 
-def _compare(before: Path, after: Path, as_json: bool) -> None:
+def _compare(before: Path, after: Path, where: list[str], as_json: bool) -> None:
     """Print what changed."""
     from vlmdistill.pipelines.report import changes
 
-    found = changes.compare(before, after)
+    found = changes.compare(before, after, where)
     if as_json:
         facts = asdict(found)
         for drafter, one in zip(facts["drafters"], found.drafters, strict=True):
@@ -167,9 +178,9 @@ def _compare(before: Path, after: Path, as_json: bool) -> None:
     for fact in found.differing:
         some = "" if len(fact.drafters) == len(found.both) else f" ({', '.join(fact.drafters)})"
         console.echo(f"{fact.name}: {fact.before} -> {fact.after}{some}")
-    for where, names in (("A", found.only_before), ("B", found.only_after)):
+    for side, names in (("A", found.only_before), ("B", found.only_after)):
         if names:
-            console.echo(f"only in {where}: {', '.join(names)}")
+            console.echo(f"only in {side}: {', '.join(names)}")
     for what, differing in (("", found.refused), ("times of ", found.untimed)):
         for reason in dict.fromkeys(map(tuple, differing.values())):
             names = [name for name, one in differing.items() if tuple(one) == reason]

@@ -9,8 +9,8 @@ import argparse
 import sys
 
 from vlmdistill.cli.main import main
-from vlmdistill.pipelines.bench.records import read
 from vlmdistill.pipelines.bench.statistics import FEWEST_SEEDS, Rate, difference
+from vlmdistill.pipelines.report import selection
 from vlmdistill.pipelines.workspace.workspace import Workspace
 
 RATES: tuple[Rate, ...] = ("tau", "decode_speedup")
@@ -46,10 +46,9 @@ def compare(words: list[str]) -> int:
     ]
     if status := next((status for step in steps if (status := main(step))), 0):
         return status
-    reports = Workspace.of(given.model, given.runs).reports
-    one, other = (
-        [read(reports / f"{name}.json").temperatures[0] for name in of_seed] for of_seed in names.values()
-    )
+    workspace = Workspace.of(given.model, given.runs)
+    measured = {one.evaluation.name: one.at for one in reversed(selection.read(workspace.reports).own)}
+    one, other = ([measured[name] for name in of_seed] for of_seed in names.values())
     for rate in RATES:
         found = difference(one, other, rate)
         remark = "" if found.interval else " (too few seeds)"

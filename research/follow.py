@@ -15,7 +15,6 @@ from pathlib import Path
 
 from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.pipelines.bench import evaluate
-from vlmdistill.pipelines.bench.records import read
 from vlmdistill.pipelines.bench.statistics import figures
 from vlmdistill.pipelines.cluster.pool import WorkerOptions
 from vlmdistill.pipelines.data.features.capturer import CaptureSettings, capture
@@ -69,15 +68,15 @@ def main() -> None:
         facts[f"after{seed}"] = {}
         if _train(workspace, store, f"after{seed}", seed, words).wait():
             raise SystemExit(f"after{seed} was not trained")
-    evaluate.evaluate(
+    made = evaluate.evaluate(
         workspace,
         list(facts),
         evaluate.Settings(temperatures=(0.0,), limit=given.prompts, max_new_tokens=256),
     )
     show = partial(print, flush=True)
-    for name, more in facts.items():
-        (greedy,) = read(workspace.reports / f"{name}.json").temperatures
-        show(json.dumps({"drafter": name, "tau": round(figures(greedy).tau, 3), **more}))
+    for one in made:
+        (greedy,) = one.temperatures
+        show(json.dumps({"drafter": one.name, "tau": round(figures(greedy).tau, 3), **facts[one.name]}))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt, Prompts
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
 from vlmdistill.pipelines.targets.software import PACKAGES, Software, of_this_process, versions
-from vlmdistill.pipelines.workspace.workspace import Workspace
+from vlmdistill.pipelines.workspace.workspace import NAME, Workspace
 from vlmdistill.stores.errors import DataError, TrainingError
 from vlmdistill.stores.progress import Progress, silent
 
@@ -87,12 +87,13 @@ def evaluate(
     settings: Settings,
     *,
     prompts_file: Path | None = None,
+    title: str = "",
     on_prompt: Progress = silent,
 ) -> list[Evaluation]:
-    """Evaluate drafters by name (folders of the workspace) and write `reports/<name>.json` for each.
+    """Evaluate drafters by name (folders of the workspace) and add a record to `reports/` for each.
 
-    With several trees each is a result of its own, `<name>@<tree>`. An interrupted evaluation continues after
-    its last prompt.
+    With several trees each is a result of its own, `<name>@<tree>`. `title` names the evaluation. An
+    interrupted evaluation continues after its last prompt.
 
     DataError if there are no prompts, TrainingError if a drafter is missing or was trained for another
     target.
@@ -100,6 +101,7 @@ def evaluate(
     from vlmdistill.pipelines.targets.loading import load
 
     settings.check()
+    check_title(title)
     software = of_this_process()  # before its files can change
     chosen = held_out(prompts_file or workspace.prompts, settings.limit, workspace.model)
     described = {name: _describe(workspace.drafter(name)) for name in names}  # fails before the target loads
@@ -158,11 +160,12 @@ def evaluate(
             compiled=settings.compiled,
             machine=machine,
             calibrations=calibrations,
+            title=title,
         )
         for label, (drafter, tree) in decoders.items()
     ]
     for one in made:
-        records.write(one, workspace.reports / f"{one.name}.json")
+        records.write(one, records.new_file(workspace.reports, one.name))
     unfinished.remove()
     return made
 
@@ -207,7 +210,7 @@ def _measurement(label: str, temperature: float, rows: Sequence[Decoded]) -> Mea
 
 
 def kept(workspace: Workspace, names: Sequence[str], settings: Settings) -> list[Evaluation]:
-    """The existing evaluations of these drafters; empty unless all can be reused.
+    """The latest existing evaluations of these drafters; empty unless all can be reused.
 
     They can if the drafters have not changed since, the settings are the same with at most one tree, on the
     same hardware and software, and one process measured them all: numbers of several processes are less
@@ -218,15 +221,16 @@ def kept(workspace: Workspace, names: Sequence[str], settings: Settings) -> list
     keys = [prompt.key for prompt in held_out(workspace.prompts, settings.limit)]
     machine = hardware.of(torch.device("cuda" if torch.cuda.is_available() else "cpu")).name
     dtype, installed = settings.how.get("dtype", "auto"), Software(**versions(PACKAGES))
-    found = []
-    for name in names:
-        try:
-            one = records.read(workspace.reports / f"{name}.json")
-            now = _describe(workspace.drafter(name))
-        except (FileNotFoundError, DataError, TrainingError):
-            return []
-        if not (
-            (one.drafter, one.config, one.training) == (now.drafter, now.config, now.training)
+    try:
+        described = {name: _describe(workspace.drafter(name)) for name in names}
+    except (DataError, TrainingError):
+        return []
+
+    def same(one: Evaluation) -> bool:
+        now = described.get(one.name)
+        return (
+            now is not None
+            and (one.drafter, one.config, one.training) == (now.drafter, now.config, now.training)
             and one.keys == keys
             and one.tree == (str(settings.trees[0]) if settings.trees else now.config.tree)
             and (one.max_new_tokens, one.seed) == (settings.max_new_tokens, settings.seed)
@@ -238,10 +242,21 @@ def kept(workspace: Workspace, names: Sequence[str], settings: Settings) -> list
             and one.attention in (None, settings.attention)
             and one.compiled in (None, settings.compiled)
             and {at.temperature for at in one.temperatures} >= set(settings.temperatures)
-        ):
-            return []
-        found.append(one)
-    return found if len({one.measured for one in found}) == 1 else []
+        )
+
+    runs: dict[str, dict[str, Evaluation]] = {}  # by when they were measured, the latest first
+    for file in records.files_in(workspace.reports):
+        with suppress(DataError):  # what cannot be read is not reused
+            if same(one := records.read(file)):
+                runs.setdefault(one.measured, {})[one.name] = one
+    whole = [run for _, run in sorted(runs.items(), reverse=True) if run.keys() == described.keys()]
+    return [whole[0][name] for name in names] if whole else []
+
+
+def check_title(title: str) -> None:
+    """DataError on what cannot name an evaluation."""
+    if title and not NAME.fullmatch(title):
+        raise DataError(f"--name {title}: use letters, digits, '_', '.' and '-'")
 
 
 def held_out(file: Path, limit: int, model: str = "M") -> list[Prompt]:

@@ -1,10 +1,13 @@
-"""The records of an evaluation, as `reports/<name>.json` holds them: the counts and times of every prompt.
+"""The records of an evaluation: the counts and times of every prompt.
 
+Each evaluation of a drafter is a file of its own, `reports/<name>.<when>.json`, which is never replaced.
 Rates and intervals are not stored: `statistics.py` computes them from the records.
 """
 
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -17,6 +20,7 @@ from vlmdistill.pipelines.data.responses.pieces import Amount, Piece
 from vlmdistill.pipelines.targets.software import Software
 from vlmdistill.stores import records
 from vlmdistill.stores.backends.local import atomic_write
+from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import content_hash
 
 FORMAT: Final = 2
@@ -217,6 +221,7 @@ class Evaluation:
     compiled: bool | None = None  # whether decoding steps were compiled; likewise
     machine: Hardware | None = None  # likewise
     calibrations: tuple[Calibration, ...] = ()  # where each process began, and at the end
+    title: str = ""  # by `--name`
 
     def __post_init__(self) -> None:
         if any([one.key for one in at.prompts] != self.keys for at in self.temperatures):
@@ -242,6 +247,19 @@ class Evaluation:
 def read(file: Path) -> Evaluation:
     """Read an evaluation; DataError on an invalid file."""
     return records.read(file, Evaluation, f"an evaluation of format {FORMAT}", AGAIN)
+
+
+def files_in(folder: Path) -> list[Path]:
+    """The JSON files of a folder; DataError on what only has such a name, as a FIFO, which has no end."""
+    found = sorted(folder.glob("*.json"))
+    if odd := [str(file) for file in found if not file.is_file()]:
+        raise DataError(f"{', '.join(odd)}: not a regular file; remove it")
+    return found
+
+
+def new_file(folder: Path, name: str) -> Path:
+    """A file for an evaluation: its name is on no machine the name of another, and sorts by time."""
+    return folder / f"{name}.{datetime.now():%Y%m%d-%H%M%S-%f}-{secrets.token_hex(4)}.json"
 
 
 def write(evaluation: object, file: Path) -> None:

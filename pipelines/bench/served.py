@@ -20,7 +20,7 @@ import torch
 
 from vlmdistill.drafters.checkpoints.export import Exported, export
 from vlmdistill.pipelines.bench import records, served_records
-from vlmdistill.pipelines.bench.evaluate import Settings, held_out
+from vlmdistill.pipelines.bench.evaluate import Settings, check_title, held_out
 from vlmdistill.pipelines.bench.served_records import (
     FailedRequest,
     ServedEvaluation,
@@ -43,7 +43,7 @@ from vlmdistill.pipelines.targets.checkpoints.registry import HUB
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.pipelines.targets.software import of_this_process
 from vlmdistill.pipelines.vllm.launch import EngineError, vllm_server
-from vlmdistill.pipelines.workspace.workspace import NAME, Workspace
+from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import DataError, VlmdistillError
 from vlmdistill.stores.progress import Progress, silent
 from vlmdistill.stores.schema import content_hash
@@ -66,14 +66,13 @@ def evaluate_server(
     asked: Sequence[Question] = (),
     on_prompt: Progress = silent,
 ) -> ServedEvaluation:
-    """Measure the server at `url` and write `reports/served/<name>.json`; the name defaults to its address.
+    """Measure the server at `url` and add a record to `reports/served/`; the name defaults to its address.
 
     `asked` takes the place of the held-out prompts. The file is written after each load: an interruption
     loses only the load that it interrupts. Requests that fail are counted. ServerError when a server cannot
     be used, or when all requests to the one at `url` failed; DataError when a prompt cannot be sent.
     """
-    if name is not None and not NAME.fullmatch(name):
-        raise DataError(f"--name {name}: use letters, digits, '_', '.' and '-'")
+    check_title(name or "")
     asked = asked or questions(workspace, settings, prompts_file)
 
     async def measured() -> ServedEvaluation:
@@ -108,11 +107,12 @@ def evaluate_server(
                 loads=(),
                 software=of_this_process(),
             )
+            file = records.new_file(workspace.reports / "served", made.name)
             for temperature, concurrency in product(settings.temperatures, settings.concurrencies):
                 one = await _load(servers, temperature, concurrency, count)
                 made = replace(made, loads=(*made.loads, one))
                 if any(one.server.requests for one in made.loads):
-                    records.write(made, workspace.reports / "served" / f"{made.name}.json")
+                    records.write(made, file)
         finally:
             for client in clients:
                 await client.close()

@@ -1,4 +1,4 @@
-"""The records of an evaluation of a server, as `reports/served/<name>.json` holds them, and their figures.
+"""The records of an evaluation of a server, files in `reports/served/`, and their figures.
 
 The times are the client's, the counts of drafts the server's own. What a server does not report is None.
 

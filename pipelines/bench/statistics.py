@@ -152,6 +152,12 @@ def figures(measurement: Measurement) -> Figures:
     )
 
 
+def rates(measurement: Measurement) -> dict[Rate, float]:
+    """The rates alone, without intervals."""
+    prompts = measurement.prompts
+    return {rate: float(one[0]) for rate, one in _rates(prompts, np.ones((1, len(prompts)))).items()}
+
+
 def advantage(one: Measurement, other: Measurement, rate: Rate = "speedup") -> Interval | None:
     """The interval of the ratio of two drafters' rates, over the same resamples of their prompts.
 

@@ -13,7 +13,8 @@ from typing import Any, Final, Literal
 from vlmdistill.pipelines.bench import records
 from vlmdistill.pipelines.bench.records import Evaluation, Measurement
 from vlmdistill.pipelines.bench.statistics import Interval, Rate, advantage, figures
-from vlmdistill.pipelines.report.comparison import CONDITIONS
+from vlmdistill.pipelines.report import selection
+from vlmdistill.pipelines.report.selection import CONDITIONS, Measured, distinguished
 from vlmdistill.pipelines.targets.software import PACKAGES
 from vlmdistill.stores.errors import DataError
 
@@ -108,44 +109,55 @@ class Changes:
         return [(one, rate) for one, rate in pairs if rate.verdict in ("higher", "lower")]
 
 
-def compare(before: Path, after: Path) -> Changes:
+def compare(before: Path, after: Path, where: Sequence[str] = ()) -> Changes:
     """Compare the evaluations of two workspaces, folders or files; two files compare whatever their names.
 
-    DataError if there are none, or if a file is not an evaluation.
+    Of each kind, the latest counts (`selection.Kept`). DataError if there are none, or if a file is not an
+    evaluation.
     """
-    olds, news = _read(before), _read(after)
+    sides = [*distinguished([_read(before, where), _read(after, where)])]
     if before.is_file() and after.is_file():
-        (old,), (new,) = olds.values(), news.values()
-        name = old.name if old.name == new.name else f"{old.name} -> {new.name}"
-        olds, news = {name: old}, {name: new}
+        names = dict.fromkeys(one.evaluation.name for side in sides for one in side)
+        sides = [
+            [replace(one, evaluation=replace(one.evaluation, name=" -> ".join(names))) for one in side]
+            for side in sides
+        ]
+    olds, news = (_by_name(side) for side in sides)
     found = Changes(
         both=[name for name in olds if name in news],
         only_before=[name for name in olds if name not in news],
         only_after=[name for name in news if name not in olds],
     )
-    facts: dict[tuple[str, str, str], list[str]] = {}
+    facts: dict[tuple[str, str, str], dict[str, None]] = {}
     for name in found.both:
-        old, new = olds[name], news[name]
-        values = {fact: (value(old), value(new)) for fact, value in FACTS.items()}
-        if old.software and new.software:
-            was, now = asdict(old.software), asdict(new.software)
-            values |= {fact: (was[fact] or "none", now[fact] or "none") for fact in RECORDED}
-        differing = [fact for fact, (one, other) in values.items() if one != other]
-        for fact in differing:
-            facts.setdefault((fact, *values[fact]), []).append(name)
-        if refused := [fact for fact, value in NEEDED.items() if value(old) != value(new)]:
-            found.refused[name] = refused
-            continue
-        if untimed := [fact for fact in NEEDED_FOR_TIMES if fact in differing]:
-            found.untimed[name] = untimed
-        rates = COUNTED if untimed else (*COUNTED, *TIMED)
-        olds_at, news_at = ({at.temperature: at for at in one.temperatures} for one in (old, new))
-        found.only_before += [f"{name} at T={at:g}" for at in olds_at if at not in news_at]
-        found.only_after += [f"{name} at T={at:g}" for at in news_at if at not in olds_at]
-        for at in (at for at in olds_at if at in news_at):
-            found.drafters.append(_changes(name, _by_key(olds_at[at]), _by_key(news_at[at]), rates))
+        at = [temperature for temperature in olds[name] if temperature in news[name]]
+        found.only_before += [f"{name} at T={one:g}" for one in olds[name] if one not in at]
+        found.only_after += [f"{name} at T={one:g}" for one in news[name] if one not in at]
+        for temperature in at:
+            _compare(found, facts, olds[name][temperature], news[name][temperature])
     found.differing = [ChangedFact(*fact, tuple(names)) for fact, names in facts.items()]
     return found
+
+
+def _compare(
+    found: Changes, facts: dict[tuple[str, str, str], dict[str, None]], before: Measured, after: Measured
+) -> None:
+    """Add how one drafter has changed at one temperature, and which facts differ."""
+    old, new, name = before.evaluation, after.evaluation, before.evaluation.name
+    values = {fact: (value(old), value(new)) for fact, value in FACTS.items()}
+    if old.software and new.software:
+        was, now = asdict(old.software), asdict(new.software)
+        values |= {fact: (was[fact] or "none", now[fact] or "none") for fact in RECORDED}
+    differing = [fact for fact, (one, other) in values.items() if one != other]
+    for fact in differing:
+        facts.setdefault((fact, *values[fact]), {})[name] = None
+    if refused := [fact for fact, value in NEEDED.items() if value(old) != value(new)]:
+        found.refused[name] = refused
+        return
+    if untimed := [fact for fact in NEEDED_FOR_TIMES if fact in differing]:
+        found.untimed[name] = untimed
+    rates = COUNTED if untimed else (*COUNTED, *TIMED)
+    found.drafters.append(_changes(name, _by_key(before.at), _by_key(after.at), rates))
 
 
 def _changes(name: str, old: Measurement, new: Measurement, rates: Sequence[Rate]) -> ChangedDrafter:
@@ -162,24 +174,26 @@ def _by_key(measurement: Measurement) -> Measurement:
     return replace(measurement, prompts=tuple(sorted(measurement.prompts, key=lambda one: one.key)))
 
 
-def _read(where: Path) -> dict[str, Evaluation]:
-    """The evaluations of a workspace, a folder of them or a file, by name."""
-    folder = where / "reports" if (where / "reports").is_dir() else where
+def _read(where: Path, conditions: Sequence[str]) -> list[Measured]:
+    """The selected evaluations of a workspace, a folder of them or a file."""
     if not where.exists():
         raise DataError(
             f"{where} does not exist: give a workspace, its reports folder, or an evaluation's file"
         )
-    files = [where] if where.is_file() else sorted(folder.glob("*.json"))
+    folder = where / "reports" if (where / "reports").is_dir() else where
+    files = [where] if where.is_file() else records.files_in(folder)
     if not files:
         raise DataError(
             f"no evaluations in {folder}: give a workspace, its reports folder, or an evaluation's file"
         )
-    found: dict[str, Evaluation] = {}
-    for file in files:
-        one = records.read(file)
-        if one.name in found:
-            raise DataError(f"{folder} has two evaluations of '{one.name}': name the file of one")
-        found[one.name] = one
+    return selection.of(map(records.read, files)).where(conditions).latest.own
+
+
+def _by_name(measured: Sequence[Measured]) -> dict[str, dict[float, Measured]]:
+    """By name and temperature."""
+    found: dict[str, dict[float, Measured]] = {}
+    for one in sorted(measured, key=lambda one: (one.evaluation.name, one.at.temperature)):
+        found.setdefault(one.evaluation.name, {})[one.at.temperature] = one
     return found
 
 

@@ -4,14 +4,12 @@ A drafter is called the fastest only if its lead is larger than the noise of the
 (`statistics.advantage`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from pathlib import Path
 from typing import Literal
 
-from vlmdistill.pipelines.bench import records
 from vlmdistill.pipelines.bench.records import Evaluation, Measurement, PromptResult
 from vlmdistill.pipelines.bench.statistics import (
     FEWEST,
@@ -23,21 +21,8 @@ from vlmdistill.pipelines.bench.statistics import (
     drift,
     figures,
 )
-from vlmdistill.pipelines.media.urls import shown
+from vlmdistill.pipelines.report.selection import CONDITIONS, Measured, distinguished, latest
 from vlmdistill.pipelines.workspace.workspace import Workspace
-from vlmdistill.stores.errors import DataError
-
-CONDITIONS: dict[str, Callable[[Evaluation], str]] = {
-    "target": lambda one: f"{one.target.short_name} ({one.target.fingerprint})",
-    "hardware": lambda one: one.hardware,
-    "dtype": lambda one: one.dtype,
-    "threads": lambda one: str(one.threads),
-    "attention": lambda one: one.attention or "not recorded",
-    "compiled": lambda one: {True: "yes", False: "no", None: "not recorded"}[one.compiled],
-    "prompts": lambda one: f"{len(one.keys)} ({one.prompt_set})",
-    "max new tokens": lambda one: str(one.max_new_tokens),
-}
-"""What must be equal to compare two evaluations."""
 
 
 @dataclass(frozen=True)
@@ -156,12 +141,17 @@ class Group:
 
     number: int
     conditions: dict[str, str]
-    evaluations: list[Evaluation]
+    measured: list[Measured]
+
+    @cached_property
+    def evaluations(self) -> list[Evaluation]:
+        """Those that the measurements are from, the latest first."""
+        return [*{id(one.evaluation): one.evaluation for one in self.measured}.values()]
 
     @cached_property
     def rankings(self) -> list[Ranking]:
         """One for each temperature, the lowest first."""
-        return rank(self.evaluations)
+        return _ranked(self.measured)
 
     @property
     def results(self) -> list[DrafterResult]:
@@ -241,7 +231,11 @@ def drifts(evaluations: Sequence[Evaluation]) -> list[str]:
 
 def rank(alike: Sequence[Evaluation]) -> list[Ranking]:
     """Rank evaluations of one group at each temperature by speedup."""
-    found = [DrafterResult(one, at, figures(at)) for one in alike for at in one.temperatures]
+    return _ranked([Measured(one, at) for one in alike for at in one.temperatures])
+
+
+def _ranked(alike: Iterable[Measured]) -> list[Ranking]:
+    found = [DrafterResult(one.evaluation, one.at, figures(one.at)) for one in alike]
     found.sort(key=lambda one: (one.temperature, -one.figures.speedup, one.name))
     return [Ranking(tuple(same)) for _, same in groupby(found, key=lambda one: one.temperature)]
 
@@ -251,33 +245,20 @@ def differing(groups: Sequence[Group]) -> list[str]:
     return [name for name in CONDITIONS if len({group.conditions[name] for group in groups}) > 1]
 
 
-def records_in(folder: Path) -> list[Path]:
-    """The JSON files of a folder; DataError on what only has such a name, as a FIFO, which has no end."""
-    found = sorted(folder.glob("*.json"))
-    if odd := [str(file) for file in found if not file.is_file()]:
-        raise DataError(f"{', '.join(odd)}: not a regular file; remove it")
-    return found
-
-
-def gather(workspace: Workspace) -> list[Group]:
-    """Read all evaluations of a workspace and group those that can be compared, the latest first.
-
-    DataError if there are none, not even of a server, or if a JSON file in their folder is not an evaluation.
-    """
-    files = records_in(workspace.reports)
-    if not files and not records_in(workspace.reports / "served"):
-        raise DataError(
-            f"no evaluations in {shown(workspace.reports)}: evaluate a drafter first with "
-            f"`vlmdistill eval DRAFTER... --model {workspace.model}`"
-        )
-    latest = sorted(map(records.read, files), key=lambda one: (one.measured, one.name), reverse=True)
-    alike: dict[tuple[str, ...], list[Evaluation]] = {}
-    for one in latest:
-        alike.setdefault(tuple(value(one) for value in CONDITIONS.values()), []).append(one)
+def group(measured: Sequence[Measured]) -> list[Group]:
+    """Group the measurements that can be compared, the latest first."""
+    alike: dict[tuple[str, ...], list[Measured]] = {}
+    for one in measured:
+        alike.setdefault(tuple(value(one.evaluation) for value in CONDITIONS.values()), []).append(one)
     return [
-        Group(number, dict(zip(CONDITIONS, key, strict=True)), found)
+        Group(number, dict(zip(CONDITIONS, key, strict=True)), *distinguished([found]))
         for number, (key, found) in enumerate(alike.items(), 1)
     ]
+
+
+def gather(workspace: Workspace, where: Sequence[str] = ()) -> list[Group]:
+    """Group the selected evaluations of a workspace; see `selection.latest`."""
+    return group(latest(workspace.reports, workspace.model, where).own)
 
 
 def _speedup(one: DrafterResult) -> str:

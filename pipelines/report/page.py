@@ -24,9 +24,9 @@ from vlmdistill.pipelines.bench.statistics import FEWEST
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.responses.pieces import Piece
 from vlmdistill.pipelines.media.urls import at_hand, is_url
-from vlmdistill.pipelines.report import charts
+from vlmdistill.pipelines.report import charts, selection
 from vlmdistill.pipelines.report.charts import Chart
-from vlmdistill.pipelines.report.comparison import DrafterResult, Group, differing, gather, records_in
+from vlmdistill.pipelines.report.comparison import DrafterResult, Group, differing, group
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError
@@ -185,9 +185,8 @@ class GroupView:
     @property
     def learning(self) -> list[tuple[Evaluation, Chart | None]]:
         """Each evaluation with its held-out agreement during training."""
-        return [
-            (one, charts.learning(one)) for one in sorted(self.group.evaluations, key=lambda one: one.name)
-        ]
+        trained = {(one.name, one.training): one for one in self.group.evaluations}
+        return [(one, charts.learning(one)) for one in sorted(trained.values(), key=lambda one: one.name)]
 
 
 @dataclass(frozen=True)
@@ -223,15 +222,19 @@ class ReportPage:
         )
 
 
-def read(workspace: Workspace, out: Path | None = None) -> ReportPage:
-    """Read a workspace's evaluations for a page in `out`, by default `reports/index.html`.
+def read(workspace: Workspace, out: Path | None = None, where: Sequence[str] = ()) -> ReportPage:
+    """The latest selected evaluations of a workspace for a page in `out`, by default `reports/index.html`.
 
-    DataError if there are none, or if a JSON file in their folder is not an evaluation.
+    DataError if there are none, or if a JSON file in their folder is not an evaluation; StoreError on a
+    mistake in `where`.
     """
-    groups = gather(workspace)
-    served = [served_records.read(file) for file in records_in(workspace.reports / "served")]
+    found = selection.latest(workspace.reports, workspace.model, where)
     return ReportPage(
-        out or workspace.reports / "index.html", workspace.root.name, groups, served, OwnFiles(workspace)
+        out or workspace.reports / "index.html",
+        workspace.root.name,
+        group(found.own),
+        found.servers,
+        OwnFiles(workspace),
     )
 
 

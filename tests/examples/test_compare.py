@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from examples.compare import compare
-from vlmdistill.pipelines.bench.records import read
+from tests.pipelines.bench.made_up import newest
 from vlmdistill.pipelines.bench.statistics import figures
 
 pytestmark = pytest.mark.slow
@@ -16,7 +16,7 @@ def test_two_methods_are_compared_on_the_same_prompts(runs: Path, capsys: pytest
     assert compare(["sparrow", "text_only", "--seeds", "1", "--runs", str(runs), *few]) == 0
     taus = []
     for name in ("sparrow-0", "text_only-0"):
-        evaluation = read(runs / "demo" / "reports" / f"{name}.json")
+        evaluation = newest(runs / "demo" / "reports", name)
         assert evaluation.training.seed == 0
         taus.append(figures(evaluation.temperatures[0]).tau)
     printed = capsys.readouterr().out.splitlines()

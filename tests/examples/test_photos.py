@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from examples.photos import photos
-from vlmdistill.pipelines.bench.records import read
+from tests.pipelines.bench.made_up import newest
 from vlmdistill.pipelines.demo import files
 
 pytestmark = pytest.mark.slow
@@ -18,7 +18,7 @@ def test_a_folder_of_photos_becomes_a_drafter_and_a_comparison(tmp_path: Path, r
     few = ["--set", "steps=2", "--set", "batch_tokens=512", "--max-new-tokens", "16"]
     assert photos([str(made.images), "--runs", str(tmp_path / "runs"), *few]) == 0
     workspace = tmp_path / "runs" / "demo"
-    at, sampled = read(workspace / "reports" / "sparrow.json").temperatures
+    at, sampled = newest(workspace / "reports", "sparrow").temperatures
     assert (at.temperature, sampled.temperature) == (0, 1)
     assert {one.kind for one in at.prompts} == {"image"}
     assert {one.drafted.check for one in at.prompts} == {"identical"}

@@ -1,7 +1,8 @@
-"""Made-up evaluations with given numbers."""
+"""Made-up evaluations with given numbers, and the evaluation that was made last."""
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from vlmdistill.pipelines.bench.records import (
     Training,
 )
 from vlmdistill.pipelines.data.responses.pieces import Piece
+from vlmdistill.pipelines.report import selection
 
 RESPONSE = (
     Piece("The", False),
@@ -124,3 +126,8 @@ def evaluation(name: str = "sparrow", /, *temperatures: Measurement, **changes: 
         "temperatures": temperatures or (measured(0.0), measured(1.0)),
     }
     return Evaluation(**{**fields, **changes})
+
+
+def newest(reports: Path, name: str) -> Evaluation:
+    """The latest evaluation of a name."""
+    return next(one.evaluation for one in selection.read(reports).own if one.evaluation.name == name)

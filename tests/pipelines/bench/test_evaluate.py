@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import msgspec
 import pytest
 import torch
 
+from tests.pipelines.bench.made_up import newest
 from tests.ticks import Ticks
 from vlmdistill.cli.main import main
 from vlmdistill.drafters.checkpoints.checkpoint import Origin, save
@@ -24,10 +27,11 @@ from vlmdistill.drafters.decoding.tree_search import FILE, BestTree
 from vlmdistill.drafters.lookahead import Window
 from vlmdistill.pipelines.bench import calibration
 from vlmdistill.pipelines.bench.evaluate import Settings, evaluate, kept
-from vlmdistill.pipelines.bench.records import Evaluation, read, write
+from vlmdistill.pipelines.bench.records import Evaluation, new_file, write
 from vlmdistill.pipelines.bench.statistics import figures
 from vlmdistill.pipelines.bench.unfinished import Decoded
 from vlmdistill.pipelines.data.responses.generate import open_pair
+from vlmdistill.pipelines.report import selection
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 from vlmdistill.pipelines.workspace.workspace import Workspace
@@ -47,6 +51,12 @@ def workspace(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPath
     where = ("--split", "eval", "--model", model, "--runs", str(folder / "runs"))
     assert main(["prompts", str(folder / "asked.jsonl"), *where]) == 0
     return Workspace.of(model, folder / "runs")
+
+
+def with_prompts_of(workspace: Workspace, folder: Path) -> Workspace:
+    """A workspace without evaluations."""
+    shutil.copy(workspace.prompts, folder)
+    return Workspace(workspace.model, folder)
 
 
 def by_ticks(
@@ -183,7 +193,7 @@ def test_several_trees_are_results_of_their_own(workspace: Workspace, tuned: Pat
     *made, window = evaluate(workspace, ["tuned", "lookahead"], settings)
     assert [(one.name, one.tree) for one in made] == [(f"tuned@{tree}", str(tree)) for tree in trees]
     assert window.name == "lookahead"  # its tree is its own
-    assert [read(workspace.reports / f"tuned@{tree}.json") for tree in trees] == made
+    assert [newest(workspace.reports, f"tuned@{tree}") for tree in trees] == made
     plain_of = [[at.prompts[0].plain for at in one.temperatures] for one in (*made, window)]
     assert plain_of[0] == plain_of[1] == plain_of[2]  # measured once, for all
     assert [len(one.temperatures[0].prompts[0].drafted.chain_tried) for one in made] == [2, 3]
@@ -256,7 +266,8 @@ def test_an_interrupted_evaluation_continues_after_its_last_prompt(
     lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(lines[0] + lines[1][:-20])  # died while it wrote
     other = dataclasses.replace(SETTINGS, seed=5)
-    assert run(other, lambda *_: None).seed == 5  # of its own
+    fifth = run(other, lambda *_: None)
+    assert fifth.seed == 5  # of its own
     eager = run(dataclasses.replace(SETTINGS, how={"attention": "eager"}), lambda *_: None)  # likewise
     assert (eager.attention, eager.compiled) == ("eager", False)
     made = run(SETTINGS, lambda done, total, remark="": remarks.append(done))
@@ -264,7 +275,62 @@ def test_an_interrupted_evaluation_continues_after_its_last_prompt(
     first = msgspec.json.decode(lines[0], type=Decoded).results["lookahead"]
     assert made.temperatures[0].prompts[0] == first
     assert len(made.calibrations) == 3  # of two processes at their start, and of one at its end
-    assert [one.name for one in elsewhere.reports.iterdir()] == ["lookahead.json"]
+    kept_there = [one.evaluation for one in selection.read(elsewhere.reports).own if one.at.temperature]
+    assert kept_there == [made, eager, fifth]
+    assert not list(elsewhere.reports.glob(".*"))
+
+
+def test_an_evaluation_replaces_none(
+    workspace: Workspace, tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    elsewhere = Workspace(workspace.model, tmp_path / workspace.root.name)
+    shutil.copytree(workspace.root / "drafters", elsewhere.root / "drafters")
+    shutil.copy(workspace.prompts, elsewhere.root)
+    rows = [{"messages": [{"role": "user", "content": "Other?"}]}]
+    (tmp_path / "other.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    where = ("--model", workspace.model, "--runs", str(tmp_path))
+    other = ("--prompts", str(tmp_path / "other.parquet"))
+    assert main(["prompts", str(tmp_path / "other.jsonl"), "--split", "eval", *where, "--out", other[1]]) == 0
+    files: list[Path] = []
+    contents: dict[Path, bytes] = {}
+    few = ("--limit", "1", "--max-new-tokens", "2", "--threads", "1")
+    again = [(), ("--temperature", "1"), ("--tree", "chain-2"), other, (), ("--name", "nightly")]
+    for more in again:
+        assert main(["eval", "tuned", *few, *more, *where]) == 0
+        assert all(file.read_bytes() == content for file, content in contents.items())
+        files = sorted(elsewhere.reports.glob("*.json"))
+        contents = {file: file.read_bytes() for file in files}
+    assert len(files) == len(again)
+    capsys.readouterr()
+
+    def rows_of(*words: str, key: str = "rows") -> list[dict[str, Any]]:
+        assert main([*words, *where, "--json"]) == 0
+        found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)[key]
+        return found
+
+    listed = rows_of("eval", "--list", key="evaluations")
+    assert [one["name"] for one in listed] == ["nightly", "", "", "", "", ""]
+    assert [one["temperature"] for one in listed] == [0, 0, 0, 0, 1, 0]
+    assert [one["tree"] == "chain-2" for one in listed] == [False, False, False, True, False, False]
+    assert listed[2]["prompt_set"] != listed[1]["prompt_set"] == listed[5]["prompt_set"]
+    tree = listed[0]["tree"]
+    default = f"tuned@{tree}"
+    shown = {(one["group"], one["name"], one["temperature"]): one["measured"] for one in rows_of("report")}
+    assert shown.keys() == {
+        *((1, default, 0), (1, default, 1), (1, f"tuned (nightly)@{tree}", 0), (1, "tuned@chain-2", 0)),
+        (2, "tuned", 0),
+    }
+    assert shown[1, default, 0] == listed[1]["measured"]  # not that of the first
+    sampled = rows_of("report", "--where", "temperature = 1")
+    assert [one["name"] for one in sampled] == ["tuned"]
+    (first,) = rows_of("report", "--where", f"measured = '{listed[5]['measured']}' and temperature = 0")[:1]
+    assert first["measured"] == listed[5]["measured"]
+    assert main(["report", *where, "--where", "tree = 'chain-2'", "--where", "name = 'nightly'"]) == 1
+    assert "none of the 6 measurements matches" in capsys.readouterr().err
+    assert main(["report", *where, "--where", "tree = chain"]) == 1
+    assert "there is no column 'chain'" in capsys.readouterr().err
+    assert main(["eval", "tuned", *few, *where, "--name", "../x"]) == 1
+    assert "--name ../x" in capsys.readouterr().err
 
 
 def test_responses_that_are_not_the_targets_end_in_exit_1(
@@ -282,7 +348,7 @@ def test_responses_that_are_not_the_targets_end_in_exit_1(
     shown = capsys.readouterr()
     assert "3 DIFFERENT" in shown.out
     assert shown.err.splitlines()[-1].startswith("not lossless: ")
-    (at,) = read(workspace.reports / "lookahead.json").temperatures
+    (at,) = newest(workspace.reports, "lookahead").temperatures
     assert {one.drafted.check for one in at.prompts} == {"different"}
 
 
@@ -372,9 +438,7 @@ def made(workspace: Workspace) -> Evaluation:
 
 
 def test_the_numbers_of_every_prompt_are_written(workspace: Workspace, made: Evaluation) -> None:
-    file = workspace.reports / "lookahead.json"
-    write(made, file)
-    assert read(file) == made
+    assert newest(workspace.reports, "lookahead") == made
     assert made.software is not None
     assert torch.__version__.startswith(made.software.torch)  # which may add a build
     assert made.machine is not None
@@ -434,18 +498,23 @@ def test_cycles_are_counted_by_position_of_the_chain(
     ids=lambda change: next(iter(change)),
 )
 def test_only_evaluations_with_the_same_settings_are_reused(
-    change: dict[str, Any], workspace: Workspace, made: Evaluation
+    change: dict[str, Any], workspace: Workspace, made: Evaluation, tmp_path: Path
 ) -> None:
-    write(made, workspace.reports / "lookahead.json")
-    assert kept(workspace, ["lookahead"], SETTINGS) == [made]
-    assert kept(workspace, ["lookahead"], dataclasses.replace(SETTINGS, temperatures=(1.0,))) == [made]
-    assert kept(workspace, ["lookahead"], dataclasses.replace(SETTINGS, **change)) == []
-    assert kept(workspace, ["lookahead", "specvlm"], SETTINGS) == []
+    elsewhere = with_prompts_of(workspace, tmp_path)
+    add = partial(new_file, elsewhere.reports, "lookahead")
     assert made.software is not None
     updated = dataclasses.replace(made.software, torch="1.0")
-    for elsewhere in ({"hardware": "another"}, {"software": updated}):
-        write(dataclasses.replace(made, **elsewhere), workspace.reports / "lookahead.json")
-        assert kept(workspace, ["lookahead"], SETTINGS) == []
+    for other in ({"hardware": "another"}, {"software": updated}):
+        write(dataclasses.replace(made, **other), add())
+        assert kept(elsewhere, ["lookahead"], SETTINGS) == []
+    write(made, add())
+    assert kept(elsewhere, ["lookahead"], SETTINGS) == [made]
+    assert kept(elsewhere, ["lookahead"], dataclasses.replace(SETTINGS, temperatures=(1.0,))) == [made]
+    assert kept(elsewhere, ["lookahead"], dataclasses.replace(SETTINGS, **change)) == []
+    assert kept(elsewhere, ["lookahead", "specvlm"], SETTINGS) == []
+    later = dataclasses.replace(made, measured="2999-01-01 00:00:00")
+    write(later, add())
+    assert kept(elsewhere, ["lookahead"], SETTINGS) == [later]
 
 
 def test_a_drafter_of_another_target_is_refused_in_one_line(
@@ -475,8 +544,12 @@ def test_a_path_is_no_drafters_name(name: str, workspace: Workspace, tuned: Path
     assert sorted(runs.rglob("*")) == before
 
 
-def test_a_file_of_an_older_format_is_not_reused(workspace: Workspace, made: Evaluation) -> None:
-    file = workspace.reports / "lookahead.json"
+def test_a_file_of_an_older_format_is_not_reused(
+    workspace: Workspace, made: Evaluation, tmp_path: Path
+) -> None:
+    elsewhere = with_prompts_of(workspace, tmp_path)
+    file = elsewhere.reports / "lookahead.json"  # the name that earlier versions gave it
     write(made, file)
+    assert kept(elsewhere, ["lookahead"], SETTINGS) == [made]
     file.write_text(json.dumps({**json.loads(file.read_text()), "format": 1}))
-    assert kept(workspace, ["lookahead"], SETTINGS) == []
+    assert kept(elsewhere, ["lookahead"], SETTINGS) == []

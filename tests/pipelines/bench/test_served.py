@@ -83,8 +83,12 @@ def arguments(workspace: Workspace, *more: str) -> list[str]:
     return ["eval", "--model", workspace.model, "--runs", runs, "--max-new-tokens", TOKENS, *more]
 
 
+def records(workspace: Workspace, name: str) -> list[Path]:
+    return [*(workspace.reports / "served").glob(f"{name}.*.json")]
+
+
 def record(workspace: Workspace, name: str) -> ServedEvaluation:
-    file = workspace.reports / "served" / f"{name}.json"
+    (file,) = records(workspace, name)
     return msgspec.json.decode(file.read_bytes(), type=ServedEvaluation)
 
 
@@ -188,7 +192,7 @@ def test_a_server_that_dies_loses_no_finished_load(
     with serving(hooked(decoder, lambda number: fail(True))) as served:
         line = failing(workspace, capsys, "--engine", f"openai:{url(served)}", *more)
     assert "all 16 requests failed" in line
-    assert not (workspace.reports / "served" / "dead.json").exists()
+    assert not records(workspace, "dead")
     with serving(hooked(decoder, lambda number: fail(number > PROMPTS))) as served:
         found, said = measure("--engine", f"openai:{url(served)}", *more, status=1)
     assert [one["server"]["requests"] for one in found["loads"]] == [PROMPTS, 0]
