@@ -3,7 +3,9 @@
 Each prompt is decoded by all decoders in one process, so its numbers compare, whichever process that was.
 """
 
+import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,36 +30,33 @@ class Decoded:
 
 
 class Unfinished:
-    """The file of an evaluation under way, a line for each prompt; `conditions`: what must stay the same."""
+    """The files of an evaluation under way; `conditions` are what must stay the same.
+
+    Each process appends to a file of its own, a line for each prompt: none changes what another wrote, on
+    this machine or on another one.
+    """
 
     def __init__(self, reports: Path, conditions: Mapping[str, Any]) -> None:
-        self._path = reports / f".{content_hash(msgspec.to_builtins(conditions))}.unfinished"
+        self._name = f".{content_hash(msgspec.to_builtins(conditions))}"
+        self._files = sorted(reports.glob(f"{self._name}.*unfinished"))
+        self._own = reports / f"{self._name}.{secrets.token_hex(8)}.unfinished"
 
     def read(self) -> dict[tuple[float, int], Decoded]:
         """The prompts done, by temperature and number; a line that was not written to its end is dropped."""
         done: dict[tuple[float, int], Decoded] = {}
-        lines = self._path.read_bytes().splitlines(keepends=True) if self._path.exists() else []
-        whole = 0
-        for line in lines:
-            try:
+        for line in (line for file in self._files for line in file.read_bytes().split(b"\n")):
+            with suppress(msgspec.DecodeError, UnicodeDecodeError):
                 one = msgspec.json.decode(line, type=Decoded)
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                break
-            if not line.endswith(b"\n"):
-                break
-            whole += len(line)
-            done[one.temperature, one.number] = one
-        if lines:
-            with self._path.open("r+b") as file:
-                file.truncate(whole)
+                done[one.temperature, one.number] = one
         return done
 
     def add(self, decoded: Decoded) -> None:
         """Append a prompt."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("ab") as file:
+        self._own.parent.mkdir(parents=True, exist_ok=True)
+        with self._own.open("ab") as file:
             file.write(msgspec.json.encode(decoded) + b"\n")
 
     def remove(self) -> None:
         """The evaluation is written."""
-        self._path.unlink(missing_ok=True)
+        for file in (*self._files, self._own):
+            file.unlink(missing_ok=True)

@@ -324,7 +324,8 @@ class Copy:
             name for name in {*mine.files, *base.files} if mine.files.get(name) != base.files.get(name)
         }
         theirs = latest.files if latest else {}
-        if not self._apart or any(theirs.get(name) != base.files.get(name) for name in changed):
+        expected = {name: (base.files.get(name), mine.files.get(name)) for name in changed}  # both may remove
+        if not self._apart or any(theirs.get(name) not in some for name, some in expected.items()):
             who = f"{latest.host}, version {latest.number}" if latest else "its versions are gone"
             raise LostError(
                 f"{self.url} was changed by another machine ({who}): what was done here since is not part of "

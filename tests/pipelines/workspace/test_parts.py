@@ -1,11 +1,14 @@
 """A workspace at a URL: what one machine writes another has, and nothing is overwritten or lost."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.pipelines.workspace.disks import On, drafter, names_at, published, write
 from vlmdistill.cli.main import main
+from vlmdistill.pipelines.bench.records import new_file
+from vlmdistill.pipelines.bench.unfinished import Decoded, Unfinished
 from vlmdistill.pipelines.workspace import parts
 from vlmdistill.pipelines.workspace.workspace import Workspace, only_writer
 from vlmdistill.stores import lease
@@ -122,6 +125,25 @@ def test_evaluations_of_two_machines_at_once_are_both_published(runs: str, on: O
     a.close()
     assert published(runs, "reports") == {"hivis.json": "a", "eagle2.json": "b", "index.html": "page"}
     assert (a.reports / "eagle2.json").read_text() == "b"
+
+
+def test_two_machines_that_finish_the_same_interrupted_evaluation_both_add_theirs(runs: str, on: On) -> None:
+    done = Decoded(temperature=0, number=0, threads=1, results={}, shown={})
+    interrupted = on("a")
+    Unfinished(interrupted.reports, {"seed": 1}).add(done)
+    interrupted.close()
+    machines = on("a"), on("b")
+    under_way = [Unfinished(one.reports, {"seed": 1}) for one in machines]
+    for number, (machine, unfinished) in enumerate(zip(machines, under_way, strict=True), 1):
+        assert unfinished.read() == {(0, 0): done}
+        unfinished.add(replace(done, number=number))
+        write(new_file(machine.reports, "sparrow"), f"{number}")
+        unfinished.remove()
+    for machine in machines:
+        machine.close()
+    found = published(runs, "reports")
+    assert sorted(found.values()) == ["1", "2"]
+    assert all(name.startswith("sparrow.") for name in found)
 
 
 def test_what_could_not_be_sent_is_an_error_and_sent_by_the_next_command(

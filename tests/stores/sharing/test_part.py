@@ -156,6 +156,21 @@ def test_files_that_stand_for_themselves_are_added_to_what_others_published(
     assert files(sleeper) == expected
 
 
+def test_what_both_machines_removed_is_no_conflict(
+    where: Callable[[], Local | Remote], tmp_path: Path
+) -> None:
+    one, two = (Copy(where(), tmp_path / name, tmp_path / f"{name}.json", apart=True) for name in "ab")
+    work(one, half="0")
+    two.update()
+    for machine, name in ((one, "sparrow"), (two, "hivis")):
+        (machine.folder / "half").unlink()
+        write(machine, **{name: "made"})
+    one.publish()
+    two.publish()
+    one.update()
+    assert files(one) == files(two) == {"sparrow": "made", "hivis": "made"}
+
+
 def test_both_machines_changed_the_same_report(where: Callable[[], Local | Remote], tmp_path: Path) -> None:
     one, two = (Copy(where(), tmp_path / name, tmp_path / f"{name}.json", apart=True) for name in "ab")
     work(one, sparrow="a")
