@@ -7,7 +7,7 @@ VISION  ?= torchvision==0.28.0
 MODEL   ?= demo
 DRAFTER ?= sparrow
 RUNS    ?= runs
-SRC     ?= $(if $(filter demo demo-video,$(MODEL)),demo)
+SRC     ?= $(if $(filter demo demo-large demo-video,$(MODEL)),demo)
 JOBS    ?= 2
 TESTS    = tests
 VENV    := .venv
@@ -40,7 +40,7 @@ $(ENGINE)/.ready: pyproject.toml pipelines/vllm/repair.py
 	@touch $@
 
 demo: setup  ## the whole flow on the embedded target: two drafters trained and compared
-	$(VLM) run --model demo --drafters sparrow,eagle2 --max-new-tokens 256 --batch-size 64 --workers 2
+	$(VLM) run --model demo-large --drafters sparrow,wren --max-new-tokens 256 --batch-size 64 --workers 2
 
 test: lint types pytest  ## lint, types, import contract and tests: what CI runs
 

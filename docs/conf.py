@@ -27,8 +27,11 @@ html_show_sphinx = False
 html_copy_source = False
 
 OUTSIDE = {
+    "CONTRIBUTING": "contributing",
+    "CHANGELOG": "changelog",
     "examples/demo_target/README": "demo-targets",
     "embedded/demo/README": "demo-target-card",
+    "embedded/demo-large/README": "demo-large-target-card",
     "embedded/demo-video/README": "demo-video-target-card",
 }
 """Pages of the repository outside this folder -> the page here that includes each."""

@@ -1,6 +1,6 @@
-"""Train an embedded target from scratch, and score it on held-out scenes and clips.
+"""Train an embedded target, and score it on held-out scenes and clips.
 
-    python -m examples.demo_target [demo|demo-video] --out DIR [--seed 0] [--json]
+    python -m examples.demo_target [demo|demo-large|demo-video] --out DIR [--seed 0] [--json]
 
 This takes about 40 minutes on one CPU core. After an interruption, the same command resumes the build.
 """
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nargs="?",
         choices=EMBEDDED,
         default="demo",
-        help="demo-video supports videos too; default: demo",
+        help="demo-large is grown from demo, demo-video supports videos too; default: demo",
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of the new checkpoint")
     parser.add_argument("--seed", type=int, default=0, help="of weights and data")
@@ -47,12 +47,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _build(name: str, out: Path, seed: int) -> dict[str, Any]:
-    from examples.demo_target.build import RECIPES, STATE, build
+    from examples.demo_target.build import RECIPES, STATE, build, build_grown
 
     if (out / "model.safetensors").exists() and not (out / STATE).exists():
         raise TargetError(f"{out} already holds a checkpoint: empty it, or give another --out")
     with console.progress(f"training the target {name}", "steps") as report:
-        return build(
+        make = build_grown if name == "demo-large" else build
+        return make(
             out,
             seed=seed,
             recipe=RECIPES[name],

@@ -1,6 +1,7 @@
-"""Builds an embedded target from scratch: tokenizer, model, scores and model card."""
+"""Builds an embedded target, from scratch or from a smaller one: tokenizer, model, scores and model card."""
 
 import json
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -8,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, Qwen2_5_VLForConditionalGeneration
 
 from examples.demo_target.evaluation import LENGTHS, evaluate, evaluate_clips, evaluate_loaded, load
-from examples.demo_target.lessons import CLIPS, Recipe
+from examples.demo_target.growth import grow
+from examples.demo_target.lessons import CLIPS, GROWN, Recipe
 from examples.demo_target.model import (
     IMAGE_MEAN,
     IMAGE_STD,
@@ -24,12 +26,14 @@ from examples.demo_target.model import (
 )
 from examples.demo_target.scoring import CLIP_FACTS, FACTS
 from examples.demo_target.text import SPECIALS, VOCABULARY, train_tokenizer
-from examples.demo_target.training import Course, Progress, train
+from examples.demo_target.training import Course, Progress, train, train_grown
+from vlmdistill.drafters.training import cpu
 from vlmdistill.pipelines.demo.scenes import SIDE_PIXELS
+from vlmdistill.pipelines.targets.embedded import EMBEDDED
 
 __all__ = ["CLIPS", "RECIPES", "Recipe", "build", "evaluate"]
 
-RECIPES = {"demo": Recipe(), "demo-video": CLIPS}
+RECIPES = {"demo": Recipe(), "demo-large": GROWN, "demo-video": CLIPS}
 """By embedded target."""
 STATE = "training.pt"
 """The file with the state of an unfinished build."""
@@ -94,8 +98,11 @@ def build(
         scores = evaluate_loaded(*loaded, n=scenes, seed=0, max_new_tokens=max_new_tokens)
         if recipe.clips:
             scores["clips"] = evaluate_clips(*loaded, n=clips, lengths=lengths, max_new_tokens=max_new_tokens)
-        sizes = {"layers": layers, "hidden": hidden, "seed": seed, "threads": threads}
-        (out / "README.md").write_text(card(scores, recipe, **sizes, seconds=seconds), encoding="utf-8")
+        origin = (
+            f"trained from scratch by `python -m examples.demo_target{' demo-video' * (recipe.clips > 0)}`"
+        )
+        text = card(scores, recipe, model=model, origin=origin, seed=seed, threads=threads, seconds=seconds)
+        (out / "README.md").write_text(f"{text}\n{_TAUGHT}", encoding="utf-8")
         (out / STATE).unlink(missing_ok=True)
         return scores
     finally:
@@ -103,6 +110,68 @@ def build(
         torch.set_flush_denormal(False)
 
 
+def build_grown(
+    out: Path,
+    *,
+    base: Path = EMBEDDED["demo"],
+    seed: int = 0,
+    recipe: Recipe = GROWN,
+    threads: int = 1,
+    scenes: int = 192,
+    max_new_tokens: int = 256,
+    save_every: int = 100,
+    progress: Progress = _silent,
+) -> dict[str, Any]:
+    """Make a target of twice the width and layers of `base`, polish it, and write it in bfloat16.
+
+    Before it is polished, it computes what `base` computes. See `build`.
+    """
+    began, before = time.process_time(), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    torch.set_flush_denormal(True)
+    try:
+        small, tokenizer, _ = load(base)
+        model = grow(small, seed).train()
+        out.mkdir(parents=True, exist_ok=True)
+        with cpu.tuned():
+            train_grown(Course(model, tokenizer, recipe, seed, progress, out / STATE, save_every))
+        seconds = time.process_time() - began
+        for part in (model.config, model.config.text_config, model.config.vision_config):
+            part.dtype = torch.bfloat16
+        model.eval().bfloat16().save_pretrained(out)
+        for file in _SAME:
+            shutil.copy(base / file, out)
+        scores = evaluate_loaded(*load(out), n=scenes, seed=0, max_new_tokens=max_new_tokens)
+        origin = f"grown from `{base.name}` by `python -m examples.demo_target demo-large`"
+        text = card(scores, recipe, model=model, origin=origin, seed=seed, threads=threads, seconds=seconds)
+        (out / "README.md").write_text(f"{text}\n{_GROWN}", encoding="utf-8")
+        (out / STATE).unlink(missing_ok=True)
+        return scores
+    finally:
+        torch.set_num_threads(before)
+        torch.set_flush_denormal(False)
+
+
+_SAME = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "preprocessor_config.json")
+_LIMITS = """## Limits
+
+Images and frames of videos are scaled down to at most 84 x 84 pixels. The target understands only images and
+videos of these boards. Scenes and clips are split by a hash of their content, so those of the evaluation are
+new to the target. Text-only questions, except those to imagine a picture, are few, and all occur in training.
+"""
+_TAUGHT = f"""\
+The vision tower is trained first: it maps a cell to the sum of the embeddings of the words for it. Two heads
+of the language model are set by hand to look words up (`wiring.py`) and stay frozen. The language model then
+learns single facts of cells, whole items, and conversations, mixed in gradually; a second run polishes it,
+with more weight on the words that depend on the image.
+
+{_LIMITS}"""
+_GROWN = f"""\
+Every state is held twice, each second layer is new, and before training the logits are those of the smaller
+target (`growth.py`); more steps of the run that polished it then use the room. It exists because a step of
+the smaller target costs about as much in calls as in products, as no target of practical size does.
+
+{_LIMITS}"""
 _LEAST, _MOST = 4 * (MERGE * PATCH) ** 2, SIDE_PIXELS**2
 _SHARED = {
     "patch_size": PATCH,
@@ -132,13 +201,13 @@ def card(
     scores: dict[str, Any],
     recipe: Recipe,
     *,
+    model: Qwen2_5_VLForConditionalGeneration,
+    origin: str,
     seed: int,
-    layers: int,
-    hidden: int,
     threads: int,
     seconds: float,
 ) -> str:
-    """The model card of a checkpoint with these scores; `seconds` of CPU time."""
+    """The model card of a checkpoint with these scores, up to its recipe; `seconds` of CPU time."""
     rows = {"all image tasks": scores["facts"], **scores["tasks"]}
     rows |= {"second round": scores["second_round"], "imagined, no image": scores["text_only"]}
     film = ""
@@ -163,14 +232,14 @@ Most training videos are short. Long ones are simulated by weighted tokens: atte
 attending to one whose score is higher by log n. Clips have eight seconds; the color of a strip in each frame
 shows its time.
 """
-    video = " demo-video" if clips else ""
+    text, dtype = model.config.text_config, str(model.dtype).removeprefix("torch.")
     videos = "about a video of eight seconds in which shapes appear, vanish and move, " if clips else ""
     knobs = "\n".join(f"- `{name}`: {value}" for name, value in asdict(recipe).items())
     tokens = scores["tokens"]
     return f"""# vlmdistill demo target
 
-A small `Qwen2_5_VLForConditionalGeneration` ({layers} layers, hidden {hidden}, one vision block, fp32),
-trained from scratch by `python -m examples.demo_target{video}`
+A small `Qwen2_5_VLForConditionalGeneration` ({text.num_hidden_layers} layers, hidden {text.hidden_size},
+one vision block, {dtype}), {origin}
 on boards of nine cells that contain shapes. It responds to questions about an 84 x 84 image of such a board,
 {videos}and to text-only
 questions about shapes and colors, in one or two rounds and in English. It exists to compare drafters for
@@ -191,17 +260,6 @@ Seed {seed}, {threads} thread(s), {seconds / 60:.0f} minutes of CPU time.
 `lessons.py` in `examples/demo_target` explains the settings:
 
 {knobs}
-
-The vision tower is trained first: it maps a cell to the sum of the embeddings of the words for it. Two heads
-of the language model are set by hand to look words up (`wiring.py`) and stay frozen. The language model then
-learns single facts of cells, whole items, and conversations, mixed in gradually; a second run polishes it,
-with more weight on the words that depend on the image.
-
-## Limits
-
-Images and frames of videos are scaled down to at most 84 x 84 pixels. The target understands only images and
-videos of these boards. Scenes and clips are split by a hash of their content, so those of the evaluation are
-new to the target. Text-only questions, except those to imagine a picture, are few, and all occur in training.
 """
 
 

@@ -32,7 +32,7 @@ def load(
     checkpoint: Path,
 ) -> tuple[Qwen2_5_VLForConditionalGeneration, PreTrainedTokenizerFast, Qwen2VLImageProcessorPil]:
     """The model, tokenizer and image processor of a checkpoint folder."""
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(checkpoint).eval()
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32).eval()
     return (
         model,
         AutoTokenizer.from_pretrained(checkpoint),

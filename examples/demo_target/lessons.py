@@ -66,6 +66,9 @@ CLIPS = Recipe(
 )
 """Videos as well as images."""
 
+GROWN = Recipe(vision_steps=0, steps=0, polish_steps=400, polish_rate=2.5e-4)
+"""Of a model that `grow` makes of a trained one."""
+
 
 @dataclass(frozen=True)
 class Batch:

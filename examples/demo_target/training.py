@@ -86,10 +86,22 @@ def train(course: Course) -> None:
     if not saved["run"]:
         _warm_vision(course)
     model.model.visual.requires_grad_(False)
-    weight_V = torch.ones(model.get_output_embeddings().out_features)
     if saved["run"] != "polish":
+        weight_V = torch.ones(model.get_output_embeddings().out_features)
         _run(course, recipe, ("language", recipe.steps, recipe.learning_rate), weight_V, saved)
         saved = {"run": "", "step": 0, "round": 0}
+    _polish(course, saved)
+
+
+def train_grown(course: Course) -> None:
+    """Only polish: a model that `grow` made knows the tasks."""
+    course.model.model.visual.requires_grad_(False)
+    _polish(course, course._load())
+
+
+def _polish(course: Course, saved: dict[str, Any]) -> None:
+    recipe = course.recipe
+    weight_V = torch.ones(course.model.get_output_embeddings().out_features)
     synonyms = (word for words in SIZE_WORDS.values() for word in words)
     for word in (*synonyms, *COLOURS, *SHAPES, *BACKGROUNDS, *CELLS, *NUMBERS, *KINDS):
         weight_V[course.tokenizer.encode(f" {word}")] = recipe.fact_weight

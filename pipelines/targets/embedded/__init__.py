@@ -3,5 +3,6 @@
 from pathlib import Path
 
 _HERE = Path(__file__).parent
-EMBEDDED = {name: _HERE / name for name in ("demo", "demo-video")}
-"""Their checkpoint folders by name: `demo` knows images, `demo-video` videos as well."""
+EMBEDDED = {name: _HERE / name for name in ("demo", "demo-large", "demo-video")}
+"""Their checkpoint folders by name: `demo` knows images, `demo-video` videos as well; `demo-large` is `demo`
+with eight times the parameters, so that its steps cost products rather than calls."""
