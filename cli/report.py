@@ -102,8 +102,9 @@ def report(
 def _text(found: "ReportPage", form: str) -> str:
     """The report in a form that is no page."""
     from vlmdistill.pipelines.report import tables
+    from vlmdistill.pipelines.report.latex import latex
 
-    forms = {"md": tables.markdown, "latex": tables.latex, "csv": tables.csv}
+    forms = {"md": tables.markdown, "latex": latex, "csv": tables.csv}
     return forms[form](found) if form in forms else json.dumps(_all_facts(found)) + "\n"
 
 

@@ -1,7 +1,7 @@
-"""The tables of the report as Markdown, LaTeX and CSV."""
+"""The tables of the report as Markdown and CSV."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,20 +28,8 @@ COLUMNS: "dict[str, Callable[[DrafterResult], str]]" = {
     "parameters": lambda one: _count(one.evaluation.parameters),
     "calls": lambda one: f"{one.figures.calls}",
 }
-WIDE = ("prefill", "plain tokens/s", "parameters", "calls")  # columns that a printed page has no room for
 RATES = ("tau", "accepted", "speedup", "decode_speedup")
-SYMBOLS = {"tau": r"$\tau$", "T": "$T$"}
 FORMULA = ("=", "+", "-", "@")  # what a formula of a spreadsheet begins with
-LATEX = {
-    "\\": r"\textbackslash{}",
-    **{one: f"\\{one}" for one in "&%$#_{}"},
-    **{one: f"{{{one}}}" for one in "[]*"},  # after a line's end they would be its arguments
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "<": r"\textless{}",
-    ">": r"\textgreater{}",
-    "|": r"\textbar{}",
-}
 
 
 @dataclass(frozen=True)
@@ -93,25 +81,6 @@ def markdown(report: "ReportPage") -> str:
             *([_markdown(cell) for cell in row] for row in one.rows),
         ]
         lines += ["", *(f"| {' | '.join(row)} |" for row in table)]
-    return "\n".join(lines) + "\n"
-
-
-def latex(report: "ReportPage") -> str:
-    """All sections as LaTeX tables with their conditions and sentences as captions, for a page's width."""
-    lines = [r"% \usepackage{booktabs}, then \input this file"]
-    for one in sections(report):
-        kept = [number for number, name in enumerate(one.header) if name not in WIDE]
-        said = ", ".join(f"{name} {value}" for name, value in one.facts.items() if name != "command")
-        about = f"{report.title}: {one.title or 'evaluation of drafters'}{f' ({said})' if said else ''}."
-        header = [SYMBOLS.get(name) or _latex(name) for name in one.header]
-        lines += [
-            *("", r"\begin{table*}", r"\centering", r"\scriptsize", r"\setlength{\tabcolsep}{4pt}"),
-            rf"\caption{{{' '.join(map(_latex, [about, *one.sentences]))}}}",
-            rf"\begin{{tabular}}{{@{{}}{'l' * len(kept)}@{{}}}}",
-            *(r"\toprule", _row(header, kept), r"\midrule"),
-            *(_row([_latex(cell) for cell in row], kept) for row in one.rows),
-            *(r"\bottomrule", r"\end{tabular}", r"\end{table*}"),
-        ]
     return "\n".join(lines) + "\n"
 
 
@@ -187,22 +156,14 @@ def _numbers(figures: dict[str, Any]) -> dict[str, Any]:
     return {**numbers, **ends, **checks, **alpha, **budget}
 
 
-def _row(cells: Sequence[str], kept: Sequence[int]) -> str:
-    return f"{' & '.join(cells[number] for number in kept)} \\\\"
-
-
-def _latex(text: str) -> str:
-    escaped = "".join(LATEX.get(one, one) for one in _line(text))
-    return re.sub(r"\(([\d.]+)-([\d.]+)\)", r"(\1--\2)", escaped)
-
-
 def _markdown(text: str) -> str:
     """Text on one line that Markdown shows as it is; an underscore within a word needs nothing."""
-    plain = _line(text).replace("&", "&amp;").replace("<", "&lt;")
+    plain = line(text).replace("&", "&amp;").replace("<", "&lt;")
     return re.sub(r"[\\`*|\[\]~]|(?<!\w)_|_(?!\w)", r"\\\g<0>", plain)
 
 
-def _line(text: str) -> str:
+def line(text: str) -> str:
+    """Text on one line, without what a terminal would not print."""
     return "".join(one for one in " ".join(text.split()) if one.isprintable())
 
 

@@ -4,8 +4,11 @@ import html
 import io
 import json
 import re
+import shutil
+import subprocess
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +16,11 @@ import msgspec
 import polars as pl
 import pytest
 
+from tests.pipelines.bench.conftest import Save
 from tests.pipelines.bench.made_up import evaluation, measured
 from vlmdistill.cli.main import main
 from vlmdistill.pipelines.bench import records
+from vlmdistill.pipelines.bench.records import Measurement
 from vlmdistill.pipelines.report.comparison import gather
 from vlmdistill.pipelines.targets.software import Software
 from vlmdistill.pipelines.workspace.workspace import Workspace
@@ -92,26 +97,72 @@ def test_markdown_has_the_numbers_the_conditions_and_the_sentences(
     assert "<b>" not in text
 
 
-def test_latex_has_only_escaped_names_and_balanced_tables(workspace: Workspace, report: Report) -> None:
+def test_latex_has_only_escaped_names_and_balanced_tables(
+    workspace: Workspace, report: Report, tmp_path: Path
+) -> None:
     text = report("--format", "latex")
-    assert r"text\_only" in text
-    assert r"50\%\_of\textbar{}it \& \{more\} \textbackslash{} \#1 \$2 \textasciicircum{}3" in text
+    for sentence in (one for one in sentences(workspace) if ODD not in one):
+        assert f"% {sentence}" in text.splitlines()
+    for one in (one for group in gather(workspace) for one in group.results):
+        assert any(all(cell in line for cell in rates(one.figures)) for line in text.splitlines())
     code = re.sub(r"(?m)(?<!\\)%.*$", "", text)
+    assert r"text\_only" in code
+    assert r"50\%\_of\textbar{}it \& \{more\} \textbackslash{} \#1 \$2 \textasciicircum{}3" in code
     bare = re.sub(r"\\[\\&%$#_{}]", "", code)
     assert bare.count("{") == bare.count("}")
-    assert bare.count("$") == 2 * 2 * 2  # T and tau in two tables
+    assert bare.count("$") == 2 * 2 * 2  # tau in the caption and the header of two tables
     assert not re.search(r"[#^_~|<>]", bare)
     opened = re.findall(r"\\begin{(\w+\*?)}", bare)
-    assert opened == ["table*", "tabular"] * 2
+    assert opened == ["table", "tabular"] * 2
     assert sorted(opened) == sorted(re.findall(r"\\end{(\w+\*?)}", bare))
     assert [bare.count(rule) for rule in (r"\toprule", r"\midrule", r"\bottomrule")] == [2, 2, 2]
-    rows = [line for line in code.splitlines() if line.endswith(r"\\")]
-    columns = {len(re.findall(r"(?<!\\)&", row)) + 1 for row in rows}
-    assert columns == {len(re.search(r"@{}(l+)@{}", bare)[1])}  # type: ignore[index]
-    for one in (one for group in gather(workspace) for one in group.results):
-        assert any(all(cell.replace("-", "--") in row for cell in rates(one.figures)) for row in rows)
-    for sentence in (one for one in sentences(workspace) if "text_only" in one and ODD not in one):
-        assert sentence.replace("%", r"\%").replace("_", r"\_") in text
+    if compiler := shutil.which("pdflatex"):
+        (tmp_path / "table.tex").write_text(text)
+        page = r"\documentclass{article}\usepackage{booktabs}\begin{document}\input{table}\end{document}"
+        (tmp_path / "page.tex").write_text(page)
+        command = [compiler, "-interaction=nonstopmode", "-halt-on-error", "page.tex"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stdout
+
+
+def on_sets(sets: dict[str, float], **checks: Any) -> Measurement:
+    """Prompts of several sets with the speedup of each."""
+    parts = [(name, measured(speedup=speedup, shown=(), **checks)) for name, speedup in sets.items()]
+    prompts = [
+        replace(prompt, dataset=name, key=f"{name}-{prompt.key}")
+        for name, at in parts
+        for prompt in at.prompts
+    ]
+    return Measurement(temperature=0.0, prompts=tuple(prompts))
+
+
+def test_latex_is_a_table_of_methods_and_sets(workspace: Workspace, report: Report, save: Save) -> None:
+    for file in workspace.reports.glob("*.json"):
+        file.unlink()
+    save("wren", on_sets({"a": 2, "b": 1}))
+    save("msd", on_sets({"a": 1.5, "b": 3}))
+    save("odd", on_sets({"a": 9, "b": 9}, own=["different"] * 24))
+    save("wren", on_sets({"c": 1.25}), stem="wren of another day")
+    save("msd", on_sets({"c": 1.25}), stem="msd of another day")
+    code = [line for line in report("--format", "latex").splitlines() if not line.startswith("%")]
+    rows = {
+        cells[0]: cells[1:]
+        for line in code
+        if len(cells := [cell.strip() for cell in line.removesuffix(r"\\").split("&")]) == 9
+    }
+    sets = [cell for line in code for cell in re.findall(r"\\multicolumn\{2}\{c}\{(\w+)}", line)]
+    at = {name: 2 * sets.index(name) + 1 for name in sets}
+    assert sets == ["a", "b", "c", "mean"]
+    assert rows["wren"][at["a"]] == r"\textbf{2.00}"
+    assert rows["wren"][at["b"]] == "1.00"
+    assert rows["msd"][at["b"]] == r"\textbf{3.00}"
+    assert [rows[name][at["c"]] for name in ("wren", "msd")] == [r"\textbf{1.25}"] * 2
+    assert [rows[name][at["mean"]] for name in ("wren", "msd")] == ["1.42", r"\textbf{1.92}"]
+    (broken,) = [cells for name, cells in rows.items() if name.startswith("odd")]
+    assert [broken[at[name]] for name in ("a", "b", "c", "mean")] == ["9.00", "9.00", "--", "--"]
+    (caption,) = [line for line in code if line.startswith(r"\caption")]
+    assert "not lossless" in caption
+    assert len(caption) < 150
 
 
 def test_csv_has_raw_numbers_of_all_prompts_and_of_groups(workspace: Workspace, report: Report) -> None:
