@@ -3,7 +3,6 @@
 import json
 import struct
 
-import msgspec
 import numpy as np
 from msgspec import Struct, field
 
@@ -12,6 +11,7 @@ from vlmdistill.stores.backends.backend import Backend
 from vlmdistill.stores.errors import StoreError, one_line
 from vlmdistill.stores.layout import STORAGE
 from vlmdistill.stores.manifest import HEAD_FILE, HEADS, Count, HeadRecord, damaged, digest
+from vlmdistill.stores.records import decode
 from vlmdistill.stores.schema import Array, FrozenTables
 
 NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # as safetensors says it
@@ -79,7 +79,7 @@ def read_head(backend: Backend, record: HeadRecord, width: int) -> FrozenTables:
         (length,) = struct.unpack("<Q", data[:8].tobytes())
         if length > HEADER:
             raise ValueError(f"its header has {length} bytes")
-        header = msgspec.json.decode(data[8 : 8 + length].tobytes(), type=_Header)
+        header = decode(data[8 : 8 + length].tobytes(), _Header)
         embed_VD = _table(data[8 + length :], header.embed, record.dtype, width)
         if record.tied != (header.lm_head is None):
             raise ValueError("its record says otherwise whether embedding and LM head are one table")

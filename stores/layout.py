@@ -129,18 +129,11 @@ class Layout:
 
     def unknown(self, ids_T: Array, rope_T: Array) -> str | None:
         """Why a target cannot have such tokens: an id outside its vocabulary, an absurd rotary position."""
-        odd_T = self.is_unknown(ids_T, rope_T)
-        if not odd_T.any():
-            return None
-        token, rope = ids_T[odd_T][0], rope_T[odd_T][0]
-        if 0 <= token < self.vocabulary:
-            return f"a token has the rotary position {rope}, not one of 0 to {MOST_ROPE - 1}"
-        return f"a token has the id {token}, the vocabulary those of 0 to {self.vocabulary - 1}"
-
-    def is_unknown(self, ids_T: Array, rope_T: Array) -> Array:
-        """Which tokens [T, bool] a target cannot have."""
-        odd_T: Array = (ids_T < 0) | (ids_T >= self.vocabulary) | (rope_T < 0) | (rope_T >= MOST_ROPE)
-        return odd_T
+        for what, values_T, end in (("id", ids_T, self.vocabulary), ("rotary position", rope_T, MOST_ROPE)):
+            odd = values_T[(values_T < 0) | (values_T >= end)]
+            if len(odd):
+                return f"a token has the {what} {odd[0]}, not one of 0 to {end - 1}"
+        return None
 
     def split(self, sample: Sample, losses: dict[str, list[float]]) -> Iterator[tuple[ArraySpec, Array]]:
         """The rows of each array for one sample.

@@ -20,6 +20,7 @@ from msgspec import Meta, Struct
 
 from vlmdistill.stores.backends.backend import Backend
 from vlmdistill.stores.errors import NewerError, StoreError, one_line
+from vlmdistill.stores.records import decode
 from vlmdistill.stores.schema import CHUNK_FILE, SCHEMA_VERSION, Provenance, Rows, TargetInfo
 
 STORE = "store.json"
@@ -231,7 +232,7 @@ def seal(record: Record | Mapping[str, Any]) -> bytes:
         bare = _canonical(content).encode()
         if isinstance(record, Record):
             _require_size(bare, type(record))
-            msgspec.json.decode(bare, type=type(record))
+            decode(bare, type(record))
     except ValueError as error:
         raise StoreError(f"this {type(record).__name__} cannot be written: {one_line(error)}") from error
     return _canonical({**content, "blake3": digest(bare)}).encode()
@@ -248,7 +249,7 @@ def unseal(data: bytes, kind: type[R], name: str) -> R:
     if not found or not content or digest(content) != found[1].decode():
         raise ValueError("its checksum does not match")
     try:
-        record = msgspec.json.decode(content, type=kind)
+        record = decode(content, kind)
     except msgspec.ValidationError:
         _require_known(content)
         raise
@@ -280,7 +281,7 @@ class _Version(Struct):
 def _require_known(content: bytes) -> None:
     """NewerError when a record, which is not as it should be, is of a later version."""
     try:
-        version = msgspec.json.decode(content, type=_Version).schema
+        version = decode(content, _Version).schema
     except msgspec.ValidationError:
         return
     if version > SCHEMA_VERSION:

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+import blake3
+
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.schema import Array
 
@@ -40,6 +42,13 @@ class Backend(ABC):
         for at in range(start, end, BLOCK):
             check_wanted()
             yield self.read_range(name, at, min(BLOCK, end - at)).data
+
+    def digest(self, name: str, size: int) -> str:
+        """The blake3 of the first `size` bytes of a file, as 64 hex digits."""
+        state = blake3.blake3()
+        for block in self.blocks(name, 0, size):
+            state.update(block)
+        return state.hexdigest()
 
     def copy(self, name: str, size: int, path: Path) -> None:
         """Write the first `size` bytes of a file into a local file."""

@@ -94,7 +94,7 @@ class StoreChecks:
         try:
             if odd := self._sized(name, entry):
                 return [odd]
-            same = Front(self._backend, name, entry[0]).checksum() == entry[1]
+            same = self._backend.digest(name, entry[0]) == entry[1]
         except (OSError, StoreError) as error:
             return [failed(name, error)]
         return [] if same else [Finding("damaged", name, "its checksum does not match")]
@@ -314,7 +314,7 @@ def _check_tokens(backend: Backend, record: Commit, table: pa.Table, layout: Lay
     index, total = f"{record.named}/{INDEX}", record.rows["text"]
     tokens_T4 = read_rows(backend, record.named, TOKENS, range(total))[0]
     columns = ["key", "text_row", "text_tokens", "visual_tokens", "response_tokens", "spans"]
-    for row in table.select(columns).filter(pa.array(_doubtful(tokens_T4, table, layout))).to_pylist():
+    for row in table.select(columns).to_pylist():
         mine_T4 = tokens_T4[row["text_row"] : row["text_row"] + row["text_tokens"]]
         spans = [(span["start"], span["length"]) for span in row["spans"]]
         why = layout.unknown(mine_T4[:, 0], mine_T4[:, 2]) or untiled(mine_T4[:, 1], spans)
@@ -324,27 +324,6 @@ def _check_tokens(backend: Backend, record: Commit, table: pa.Table, layout: Lay
             why = f"it has {row['response_tokens']} response tokens, its tokens say another number"
         if why:
             yield Finding("damaged", index, f"sample {row['key']}: {why}")
-
-
-def _doubtful(tokens_T4: Array, table: pa.Table, layout: Layout) -> Array:
-    """The samples [N, bool] that need a look of their own: the checks of `_check_tokens`, for all at once."""
-    counts, number_N = _counts(table), np.arange(len(table))
-    of_T, of_M = np.repeat(number_N, counts["text"]), np.repeat(number_N, counts["span"])
-    start_M, length_M = (column.to_numpy().astype(np.int64) for column in _spans(table).flatten())
-    position_T = tokens_T4[:, 1].astype(np.int64)
-    odd_N: Array = np.bincount(of_M, length_M, len(table)) != counts["visual"]
-    odd_N |= np.bincount(of_T, tokens_T4[:, 3], len(table)) != table["response_tokens"].to_numpy()
-    odd_N[of_M[length_M < 1]] = True
-    odd_N[of_T[layout.is_unknown(tokens_T4[:, 0], tokens_T4[:, 2])]] = True
-    for of, at in ((of_T, position_T), (of_M, start_M)):
-        odd_N[of[1:][(np.diff(at) < 1) & (np.diff(of) == 0)]] = True
-    of, start = np.concatenate([of_T, of_M]), np.concatenate([position_T, start_M])
-    length = np.concatenate([np.ones_like(position_T), length_M])
-    order = np.lexsort((start, of))
-    of, start, length = of[order], start[order], length[order]
-    free = np.cumsum(length) - length  # where the next must start, from the first of all samples on
-    odd_N[of[start != free - free[np.searchsorted(of, of)]]] = True
-    return odd_N
 
 
 def _spans(table: pa.Table) -> pa.StructArray:

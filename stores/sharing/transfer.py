@@ -119,12 +119,10 @@ def _copy_index(source: Store, record: Commit, folder: Path, arrays: set[str]) -
 
 def _link(backend: Backend, name: str, path: Path, entry: Entry) -> None:
     """Link to a file of a local backend; StoreError when it is not what its record says."""
-    size, state = backend.size(name), blake3.blake3()
+    size = backend.size(name)
     if size is None:
         raise damaged(f"{backend.url}/{name}", "it is missing")
-    for data in backend.blocks(name, 0, size):
-        state.update(data)
-    if (size, state.hexdigest()) != entry:
+    if (size, backend.digest(name, size)) != entry:
         raise damaged(f"{backend.url}/{name}")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.symlink_to(Path(backend.url, name).absolute())
@@ -185,11 +183,8 @@ def _publish(backend: Backend, folder: Path, record: Commit) -> None:
         return
     for file, (size, checksum) in record.files.items():
         name = f"{record.named}/{file}"
-        state = blake3.blake3()
         try:
-            for data in backend.blocks(name, 0, size):
-                state.update(data)
-            same = state.hexdigest() == checksum
+            same = backend.digest(name, size) == checksum
         except FileNotFoundError:
             same = False
         if not same:

@@ -49,12 +49,6 @@ def test_samples_come_back_to_the_last_bit(store: Store) -> None:
         assert same(reopened.read(f"k{number:04}"), sample(number))
 
 
-def test_an_empty_store_is_a_store(tmp_path: Path) -> None:
-    empty = make(tmp_path / "store", [])
-    assert len(empty) == 0
-    assert empty
-
-
 def test_meta_comes_back_as_given_with_or_without_a_dataset(tmp_path: Path) -> None:
     store = make(tmp_path)
     given = [

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.stores.samples import FEATURES, head, info, make, provenance, same, sample, write
+from tests.thorough import count
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.index.tables import read_table
 from vlmdistill.stores.integrity.verify import verify
@@ -328,7 +329,7 @@ def build(path: Path, team: dict[str, Any]) -> dict[str, Sample]:
     return samples
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=count(12, 60), deadline=None)
 @given(stores=st.lists(teams(), min_size=1, max_size=3), stop=st.integers(1, 6))
 def test_any_merge_is_the_union_of_samples_and_of_what_is_said_of_them(
     stores: list[dict[str, Any]], stop: int

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
-import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,8 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.stores.samples import FEATURES, head, info, make, provenance, same, sample, write
 from vlmdistill.stores import summary
@@ -64,14 +61,6 @@ def test_merging_two_teams_keeps_each_sample_once(tmp_path: Path) -> None:
     assert not verify(both.path).findings
 
 
-def test_merging_again_copies_nothing(tmp_path: Path) -> None:
-    make(tmp_path / "one", [range(4)])
-    merge(tmp_path / "both", [tmp_path / "one"])
-    before = sorted((tmp_path / "both").rglob("*"))
-    assert merge(tmp_path / "both", [tmp_path / "one"])[0].copied == 0
-    assert sorted((tmp_path / "both").rglob("*")) == before
-
-
 @pytest.mark.parametrize("field", ["config_hash", "processor_hash", "template_hash", "features"])
 def test_a_merge_refuses_another_origin_by_field(tmp_path: Path, field: str) -> None:
     make(tmp_path / "one", [range(4)])
@@ -80,28 +69,6 @@ def test_a_merge_refuses_another_origin_by_field(tmp_path: Path, field: str) -> 
     with pytest.raises(StoreError, match=field):
         merge(tmp_path / "both", [tmp_path / "one", tmp_path / "two"])
     assert not (tmp_path / "both").exists()
-
-
-def test_a_key_with_two_contents_keeps_the_first_and_is_told(tmp_path: Path) -> None:
-    make(tmp_path / "one", [range(4)])
-    two = make(tmp_path / "two")
-    changed = sample(3)
-    changed.features[Feature.parse("hidden.text")][0, 0] ^= 1
-    with two.writer("u0") as writer:
-        writer.add(changed)
-    facts = merge(tmp_path / "one", [tmp_path / "two"])[0]
-    assert (facts.copied, facts.conflicts) == (0, ("k0003",))
-    assert same(Store.open(tmp_path / "one").read("k0003"), sample(3))
-
-
-def test_the_same_content_under_another_key_is_not_copied(tmp_path: Path) -> None:
-    make(tmp_path / "one", [range(4)])
-    two = make(tmp_path / "two")
-    with two.writer("u") as writer:
-        writer.add(dataclasses.replace(sample(3), key="renamed"))
-        writer.add(sample(9))
-    facts = merge(tmp_path / "one", [tmp_path / "two"])[0]
-    assert (facts.copied, facts.duplicates) == (1, 1)
 
 
 @pytest.mark.parametrize("url", ["{tmp}/there", "memory://{name}"])
@@ -246,26 +213,6 @@ def test_a_pulled_store_needs_nothing_of_the_target(tmp_path: Path) -> None:
     pulled = Store.open(tmp_path / "there")
     assert np.array_equal(pulled.head().embed_VD, head().embed_VD)
     assert pulled.info == info()
-
-
-@settings(max_examples=15, deadline=None)
-@given(
-    stores=st.lists(
-        st.lists(st.sets(st.integers(0, 20), min_size=1, max_size=6), max_size=3), min_size=1, max_size=3
-    )
-)
-@pytest.mark.slow
-def test_any_merge_is_the_union(stores: list[list[set[int]]]) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
-        for at, units in enumerate(stores):
-            make(root / str(at), units)
-        merge(root / "all", [root / str(at) for at in range(len(stores))])
-        merged = Store.open(root / "all")
-        union = sorted({number for units in stores for unit in units for number in unit})
-        assert numbers(merged) == union
-        assert all(same(merged.read(f"k{number:04}"), sample(number)) for number in union)
-        assert not verify(merged.path).findings
 
 
 def test_two_pulls_at_once_commit_whole_shards_where_folders_cannot_be_locked(
