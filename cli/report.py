@@ -42,8 +42,12 @@ def report(
         ),
     ] = None,
     plots: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write each chart of the page there as an SVG file.")
+        Path | None, typer.Option(metavar="DIR", help="Write each chart of the page there as a file.")
     ] = None,
+    plot_format: Annotated[
+        Literal["svg", "pdf", "png"],
+        typer.Option(help="Of the files of --plots; pdf and png need the extra plots."),
+    ] = "svg",
     where: Annotated[
         list[str] | None,
         typer.Option(
@@ -72,10 +76,13 @@ def report(
             raise typer.BadParameter("name two, to compare them, or none", param_hint="A B")
         if out or plots or form not in ("html", "json"):
             raise typer.BadParameter(
-                "they go with one report; two have only --json", param_hint="--format, --out, --plots"
+                "they go with one report; two have only --json",
+                param_hint="--format, --out, --plots",
             )
         _compare(two[0], two[1], where or [], as_json or form == "json")
         return
+    if plot_format != "svg" and plots is None:
+        raise typer.BadParameter("it needs --plots", param_hint="--plot-format")
     from vlmdistill.pipelines.report import page as pipeline
 
     found = pipeline.read(console.workspace(model, runs), out, where or [])
@@ -87,7 +94,7 @@ def report(
         pipeline.write(_text(found, form), out)
         written[form] = str(out)
     if plots is not None:
-        pipeline.plot(found, plots)
+        pipeline.plot(found, plots, plot_format)
         written["plots"] = str(plots)
     if as_json:
         console.result({**written, **_all_facts(found)}, as_json=True)

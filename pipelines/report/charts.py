@@ -1,6 +1,7 @@
 """The charts of the report in coordinates, which `charts.html.jinja` draws."""
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -29,7 +30,7 @@ class Series:
     values: list[float]
     points: list[Point]
     spans: tuple[tuple[Point, Point], ...] = ()  # intervals, and other thin lines
-    note: str = ""  # of a bar
+    note: str = ""  # its values in words
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Chart:
     height: float
     across: str = ""
     up: str = ""
+    line: tuple[Point, ...] = ()  # of a scatter: what its marks are judged by
     legend: tuple[str, ...] = ()  # of a stack: what its parts are
     key: str = ""  # what its marks are, for a chart without the page's text
 
@@ -125,6 +127,7 @@ def against_tau(
         found, within = one.figures, one.figures.intervals
         tau, rate = x(found.tau), y(found.decode_speedup)
         values, points = [found.tau, found.decode_speedup], [(tau, rate)]
+        note = f"tau {found.tau:.2f}, decode speedup {found.decode_speedup:.2f}"
         spans = []
         if within:
             spans.append(((x(within["tau"].low), rate), (x(within["tau"].high), rate)))
@@ -132,7 +135,8 @@ def against_tau(
         if found.budget is not None:
             values.append(found.budget.ideal)
             points.append((tau, y(found.budget.ideal)))
-        series.append(Series(one.name, styles[one.name], values, points, tuple(spans)))
+            note += f", ideal {found.budget.ideal:.2f}"
+        series.append(Series(one.name, styles[one.name], values, points, tuple(spans), note))
     ticks = _ticks(0, most)
     return Chart(
         "scatter",
@@ -143,8 +147,51 @@ def against_tau(
         SQUARE,
         across="tau",
         up="decode speedup",
+        line=((x(0), y(0)), (x(ticks[-1]), y(ticks[-1]))),
         key="dashed: drafting and verifying for free; crossbar: verifying as fast as a plain step",
     )
+
+
+def pareto(ranking: Ranking, styles: Mapping[str, int], everything: Sequence[DrafterResult]) -> Chart | None:
+    """Speedup over the memory of the drafters' weights, with the front of those that none beats in both.
+
+    The front begins with plain decoding. None if fewer than two drafters have a memory that is known.
+    """
+    shown = {one.name: memory for one in ranking.results if (memory := _megabytes(one)) is not None}
+    if len(shown) < 2:
+        return None
+    largest = 1.05 * max(1e-3, *(_megabytes(one) or 0 for one in everything))
+    most = 1.05 * max(1.0, *(_most(one, ("speedup",)) for one in everything))
+    x, y = _scale(0, largest, LEFT, RIGHT), _scale(0, most, SQUARE - BELOW, TOP)
+    series, best, corners = [], 1.0, [(0.0, 1.0)]
+    for one in sorted(ranking.ranked, key=lambda one: (shown.get(one.name, 0), -one.figures.speedup)):
+        if one.name in shown and one.figures.speedup > best:
+            corners += [(shown[one.name], best), (shown[one.name], one.figures.speedup)]
+            best = one.figures.speedup
+    for one in (one for one in ranking.results if one.name in shown):
+        memory, found = shown[one.name], one.figures.intervals.get("speedup")
+        spans = (((x(memory), y(found.low)), (x(memory), y(found.high))),) if found else ()
+        note = f"{memory:.2f} MB, speedup {one.figures.speedup:.2f}"
+        values, at = [memory, one.figures.speedup], (x(memory), y(one.figures.speedup))
+        series.append(Series(one.name, styles[one.name], values, [at], spans, note))
+    return Chart(
+        "scatter",
+        f"Speedup against memory at temperature {ranking.temperature:g}",
+        series,
+        [(tick, x(tick)) for tick in _ticks(0, largest, least=1e-4)],
+        [(tick, y(tick)) for tick in _ticks(0, most)],
+        SQUARE,
+        across="weights of the drafter, MB",
+        up="speedup",
+        line=tuple((x(memory), y(speedup)) for memory, speedup in [*corners, (largest, best)]),
+        key="dashed: the best speedup with so much memory; bars: 95% intervals",
+    )
+
+
+def _megabytes(result: DrafterResult) -> float | None:
+    """The weights of a drafter in the dtype of the evaluation; None for one that is not known."""
+    bits = re.search(r"float(\d+)$", result.evaluation.dtype)
+    return result.evaluation.parameters * int(bits[1]) / 8e6 if bits else None
 
 
 def _bars(

@@ -10,12 +10,12 @@ import contextlib
 import hashlib
 import io
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from vlmdistill.pipelines.bench import served_records
 from vlmdistill.pipelines.bench.records import LABELS, Decoding, Evaluation, ShownResponse
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 IMAGE_SIDE = 320  # pixels of the longer side of an embedded image
 NAME_LENGTH = 120  # of a chart's file
+FONT = "Vera"  # of PDF and PNG
+PIXELS = 2.0  # of PNG, for each point of a PDF
+PlotFormat = Literal["svg", "pdf", "png"]
 NOT_IN_NAMES = re.compile(r"[^\w.@+]+")
 NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
@@ -119,6 +122,12 @@ class GroupView:
         return _found(charts.against_tau(one, self.styles, everything) for one in self.group.rankings)
 
     @property
+    def pareto(self) -> list[Chart]:
+        """Speedup over memory, a chart for each temperature."""
+        everything = self.group.results
+        return _found(charts.pareto(one, self.styles, everything) for one in self.group.rankings)
+
+    @property
     def cycles(self) -> list[Chart]:
         """The milliseconds of a cycle, a chart for each temperature."""
         return _found(charts.cycle(one, self.styles) for one in self.group.rankings)
@@ -160,8 +169,8 @@ class GroupView:
     @property
     def charts(self) -> list[Chart]:
         """All charts, in the order of the page."""
-        drawn = [*self.speed, *self.against_tau, *self.cycles, *self.prefills, *self.trees, *self.acceptance]
-        return [*drawn, *_found(chart for _, chart in self.learning)]
+        drawn = [*self.speed, *self.against_tau, *self.pareto, *self.cycles, *self.prefills, *self.trees]
+        return [*drawn, *self.acceptance, *_found(chart for _, chart in self.learning)]
 
     @property
     def samples(self) -> list[ShownPrompt]:
@@ -245,27 +254,67 @@ def make(workspace: Workspace, out: Path | None = None) -> ReportPage:
     return report
 
 
-def write(text: str, file: Path) -> None:
+def write(content: str | bytes, file: Path) -> None:
     """Replace the file atomically; DataError on what is no file."""
     if file.exists() and not file.is_file():
         raise DataError(f"{file} is not a file: name another")
     with atomic_write(file) as aside:
-        aside.write_text(text, encoding="utf-8", errors="replace")  # JSON may contain a lone surrogate
+        text = content.encode(errors="replace") if isinstance(content, str) else content
+        aside.write_bytes(text)  # JSON may contain a lone surrogate
 
 
-def plot(report: ReportPage, folder: Path) -> list[Path]:
-    """Write each chart of the page as an SVG file that needs nothing else; it is named after its title."""
+def plot(report: ReportPage, folder: Path, form: PlotFormat = "svg") -> None:
+    """Write each chart of the page as a file that needs nothing else, named after its title.
+
+    PDF and PNG are the SVG drawn by svglib, with embedded fonts; ModuleNotFoundError without it.
+    """
     template, styles = _templates().get_template("chart.svg.jinja"), _light_styles()
-    files: list[Path] = []
+    names: list[str] = []
     for view in report.views:
         for chart in view.charts:
             name = NOT_IN_NAMES.sub("-", chart.title)[:NAME_LENGTH].lower()
             if len(report.groups) > 1:
                 name = f"group-{view.group.number}-{name}"
-            same = sum(file.stem.partition("~")[0] == name for file in files)
-            files.append(folder / (f"{name}~{same + 1}.svg" if same else f"{name}.svg"))
-            write(NOT_IN_XML.sub("", template.render(chart=chart, styles=styles)), files[-1])
-    return files
+            names.append(name)
+            same = names.count(name)
+            svg = NOT_IN_XML.sub("", template.render(chart=chart, styles=styles))
+            file = folder / (f"{name}~{same}.{form}" if same > 1 else f"{name}.{form}")
+            write(svg if form == "svg" else _drawn(svg, form), file)
+
+
+def _drawn(svg: str, form: PlotFormat) -> bytes:
+    """An SVG file as PDF or PNG."""
+    from reportlab.graphics import renderPDF
+    from reportlab.graphics.shapes import STATE_DEFAULTS
+    from reportlab.graphics.shapes import Group as Shapes
+    from reportlab.pdfbase import pdfmetrics
+    from reportlab.pdfbase.ttfonts import TTFont
+    from reportlab.pdfgen.canvas import Canvas
+    from svglib.svglib import svg2rlg
+
+    pdfmetrics.registerFont(TTFont(FONT, f"{FONT}.ttf"))  # comes with reportlab; Helvetica is not embedded
+    STATE_DEFAULTS["fontName"] = FONT
+
+    def shapes(group: Shapes) -> Iterator[Any]:
+        for shape in group.contents:
+            yield shape
+            yield from shapes(shape) if isinstance(shape, Shapes) else ()
+
+    drawing = svg2rlg(io.BytesIO(svg.encode()))
+    for shape in shapes(drawing):
+        if hasattr(shape, "fontName"):
+            shape.fontName = FONT
+    pdf = io.BytesIO()
+    canvas = Canvas(pdf, (drawing.width, drawing.height), invariant=True, initialFontName=FONT)
+    renderPDF.draw(drawing, canvas, 0, 0)
+    canvas.save()
+    if form == "pdf":
+        return pdf.getvalue()
+    from pypdfium2 import PdfDocument
+
+    png = io.BytesIO()
+    PdfDocument(pdf)[0].render(scale=PIXELS).to_pil().save(png, "png", optimize=True)
+    return png.getvalue()
 
 
 def _light_styles() -> str:

@@ -15,13 +15,15 @@ from typing import Any
 import msgspec
 import polars as pl
 import pytest
+from PIL import Image
 
 from tests.pipelines.bench.conftest import Save
 from tests.pipelines.bench.made_up import evaluation, measured
 from vlmdistill.cli.main import main
 from vlmdistill.pipelines.bench import records
 from vlmdistill.pipelines.bench.records import Measurement
-from vlmdistill.pipelines.report.comparison import gather
+from vlmdistill.pipelines.report import charts
+from vlmdistill.pipelines.report.comparison import gather, rank
 from vlmdistill.pipelines.targets.software import Software
 from vlmdistill.pipelines.workspace.workspace import Workspace
 
@@ -217,6 +219,45 @@ def test_charts_are_whole_files(workspace: Workspace, report: Report, tmp_path: 
         assert not re.search(r"href|url\(|@import|<script|var\(", text)
         assert "#1f5fbf" in text  # a color of the light page
     assert any("text_only" in file.name for file in files)
+
+
+@pytest.mark.parametrize("form", ["pdf", "png"])
+def test_charts_are_drawn_for_papers(report: Report, tmp_path: Path, form: str) -> None:
+    pytest.importorskip("svglib")
+    pytest.importorskip("pypdfium2")
+    report("--format", "csv", "--plots", str(tmp_path / "svg"))
+    report("--format", "csv", "--plots", str(tmp_path / form), "--plot-format", form)
+    files = sorted((tmp_path / form).iterdir())
+    assert [file.stem for file in files] == sorted(file.stem for file in (tmp_path / "svg").iterdir())
+    for file in files:
+        if form == "png":
+            with Image.open(file) as image:
+                assert len(image.convert("RGB").getcolors(1 << 24) or ()) > 3  # more than a blank page
+        else:
+            fonts = re.findall(rb"/BaseFont /([\w+-]+)", file.read_bytes())
+            assert fonts  # all of them embedded, under a prefix
+            assert all(b"+" in font for font in fonts)
+
+
+def test_the_front_has_the_drafters_that_none_beats_in_speed_and_memory() -> None:
+    made = {
+        "small": evaluation("small", measured(speedup=1.5), parameters=1_000_000),
+        "beaten": evaluation("beaten", measured(speedup=1.25), parameters=2_000_000),
+        "slow": evaluation("slow", measured(speedup=0.5), parameters=0),
+        "broken": evaluation("broken", measured(own=["different"] * 24, speedup=9), parameters=10),
+        "large": evaluation("large", measured(speedup=3), parameters=4_000_000),
+    }
+    (ranking,) = rank([*made.values()])
+    chart = charts.pareto(ranking, dict.fromkeys(made, 0), ranking.results)
+    assert chart is not None
+    at = {one.name: one.points[0] for one in chart.series}
+    assert {one.name: one.values for one in chart.series}["large"] == pytest.approx([16, 3])  # MB of float32
+    assert at.keys() == made.keys()
+    assert {name for name in made if at[name] in chart.line} == {"small", "large"}
+    heights = [y for _, y in chart.line]
+    assert heights == sorted(heights, reverse=True)  # upwards: y counts from the top
+    alone = rank([made["small"]])[0]
+    assert charts.pareto(alone, {"small": 0}, alone.results) is None
 
 
 def test_an_evaluation_of_an_earlier_version_is_read_and_printed(
