@@ -288,9 +288,15 @@ def show(evaluations: "list[Evaluation]") -> None:
 
 
 def check_lossless(evaluations: "Sequence[Evaluation]") -> None:
-    """Exit 1 if a response at temperature 0 is not the target's."""
+    """Exit 1 if a response at temperature 0 is not the target's, or counts contradict each other."""
+    from vlmdistill.pipelines.bench.audit import failures
+
+    contradictions = [f"{one.name}: {text}" for one in evaluations for text in failures(one)]
+    for text in contradictions:
+        console.note(f"error: {text}")
     if odd := [one.name for one in evaluations if not one.lossless]:
         console.note(f"not lossless: responses at temperature 0 differ from the target's: {', '.join(odd)}")
+    if odd or contradictions:
         raise typer.Exit(1)
 
 

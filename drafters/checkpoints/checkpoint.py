@@ -1,7 +1,7 @@
-"""Drafter folders: `config.json` and `model.safetensors`, without the target's frozen tables."""
+"""Drafter folders: `config.json`, `model.safetensors` without the target's tables, and `samples.txt`."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from vlmdistill.stores.schema import Provenance, TargetInfo
 from vlmdistill.stores.suggestions import did_you_mean
 
 FORMAT = 2
+SAMPLES = "samples.txt"  # the keys of the samples of a drafter's training, one a line
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Origin:
     provenance: Provenance  # of the features
     settings: TrainConfig
     training: dict[str, Any]  # signature, steps, samples, view, seed, history
+    samples: Sequence[str] = ()  # their keys
 
 
 class _DrafterFile(msgspec.Struct, frozen=True):
@@ -60,16 +62,20 @@ def save(drafter: Drafter, name: str, folder: Path, origin: Origin) -> None:
         "provenance": origin.provenance.to_dict(),
         "training": origin.training,
     }
-    put(folder, description, weights)
+    put(folder, description, weights, origin.samples)
 
 
-def put(folder: Path, description: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
-    """Make the folder hold this `config.json` and `model.safetensors`; see `save`."""
+def put(
+    folder: Path, description: Mapping[str, Any], weights: Mapping[str, Tensor], samples: Sequence[str] = ()
+) -> None:
+    """Make the folder hold this `config.json`, `model.safetensors` and list of samples; see `save`."""
     try:
         with atomic_folder(folder) as new:
             metadata = {"format": "pt"}  # one item only: their order in the file is random
             save_file(dict(weights), new / "model.safetensors", metadata=metadata)
             (new / "config.json").write_text(json.dumps(description, indent=2) + "\n")
+            if samples:
+                (new / SAMPLES).write_text("".join(f"{key}\n" for key in samples), encoding="utf-8")
     except (OSError, SafetensorError) as error:
         raise TrainingError(f"the drafter cannot be written to {folder}: {error}") from None
 
@@ -95,6 +101,14 @@ def describe(folder: Path) -> dict[str, Any]:
         raise TrainingError(
             f"{file} is not readable JSON ({one_line(error)}); train the drafter again"
         ) from None
+
+
+def trained_on(folder: Path) -> frozenset[str] | None:
+    """The keys of the samples that the drafter in a folder was trained on; None if it does not list them."""
+    try:
+        return frozenset((folder / SAMPLES).read_text(encoding="utf-8").splitlines())
+    except (OSError, ValueError):
+        return None
 
 
 def _instead(folder: Path) -> str:

@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 
+Value = TypeVar("Value")
 Phase = Literal["vision", "prefill", "draft_prefill", "draft", "verify", "accept"]
 """The vision encoder; the target's layers on the prompt; the drafter on the prompt; the drafter on trees and
 accepted tokens; the target's forward passes, plain steps included; acceptance and the target's KV cache."""
@@ -97,11 +98,16 @@ class Timed:
 
 def timed(decode: "Callable[[], Iterator[Cycle]]", device: torch.device) -> Timed:
     """Decode to the end under one clock."""
+    return Timed(*clocked(lambda: list(decode()), device))
+
+
+def clocked(run: Callable[[], Value], device: torch.device) -> tuple[Value, float, float]:
+    """What `run` returns, and its elapsed seconds, queued work of the device included, and CPU seconds."""
     wait(device)
     start, cpu_start = time.perf_counter(), time.thread_time()
-    cycles = list(decode())
+    found = run()
     wait(device)
-    return Timed(cycles, time.perf_counter() - start, time.thread_time() - cpu_start)
+    return found, time.perf_counter() - start, time.thread_time() - cpu_start
 
 
 def wait(device: torch.device) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from vlmdistill.drafters.decoding.clock import wait
+from vlmdistill.drafters.decoding.clock import Laps, wait
 from vlmdistill.drafters.decoding.decoders import plain
 from vlmdistill.pipelines.bench.records import Calibration
 
@@ -47,6 +47,7 @@ def calibrate(target: "VisionLanguageTarget", prompt: Any) -> Calibration:
     start, cpu_start = time.perf_counter(), time.thread_time()
     found = Calibration(
         plain_step=_plain_step(target, prompt),
+        bare_step=_bare_step(target, prompt),
         small_product=median(lambda: small_RS @ large_SS),
         large_product=median(lambda: large_SS @ large_SS),
         bandwidth=2 * copied / max(1e-9, median(lambda: sink.copy_(source))),
@@ -61,6 +62,29 @@ def _plain_step(target: "VisionLanguageTarget", prompt: Any) -> float | None:
     start = time.perf_counter()
     for _ in range(RUNS):
         steps += [cycle.seconds for cycle in list(plain(target, prompt, max_new_tokens=1 + STEPS))[1:]]
+        if time.perf_counter() - start > SECONDS:
+            break
+    return statistics.median(steps) if steps else None
+
+
+@torch.inference_mode()
+def _bare_step(target: "VisionLanguageTarget", prompt: Any) -> float | None:
+    """The same by calls of the target alone: what plain decoding may take, whatever became of its code."""
+    ends, steps = set(target.info.eos_ids), list[float]()
+    start = time.perf_counter()
+    for _ in range(RUNS):
+        hidden_1D = target.prefill(prompt, ()).feature("hidden", "text")[-1:]
+        token_1 = target.logits(hidden_1D).argmax(-1)
+        one = torch.ones_like(token_1)
+        for _ in range(STEPS):
+            if int(token_1) in ends:
+                break
+            laps = Laps(target.device)
+            hidden_1D = target.extend(token_1, one, None, ("hidden",))["hidden"]
+            token_1 = target.logits(hidden_1D).argmax(-1)
+            target.commit(one - 1)
+            token_1.tolist()
+            steps.append(laps.stop())
         if time.perf_counter() - start > SECONDS:
             break
     return statistics.median(steps) if steps else None

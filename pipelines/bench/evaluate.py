@@ -22,9 +22,12 @@ from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.decoding import hardware, tree_search
 from vlmdistill.drafters.decoding.decoders import plain
 from vlmdistill.pipelines.bench import records
+from vlmdistill.pipelines.bench.again import decode_again
+from vlmdistill.pipelines.bench.audit import too_good
 from vlmdistill.pipelines.bench.calibration import calibrate
 from vlmdistill.pipelines.bench.records import (
     Evaluation,
+    Leak,
     Measurement,
     TargetId,
     TrainedSettings,
@@ -103,8 +106,12 @@ def evaluate(
     settings.check()
     check_title(title)
     software = of_this_process()  # before its files can change
-    chosen = held_out(prompts_file or workspace.prompts, settings.limit, workspace.model)
+    prompts = prompts_file or workspace.prompts
+    chosen = held_out(prompts, settings.limit, workspace.model)
+    listed = prompt_table.load(prompts, workspace.model, "eval").facts["key"].sort()
+    asked = tuple(listed[: settings.limit].to_list())
     described = {name: _describe(workspace.drafter(name)) for name in names}  # fails before the target loads
+    leaks = {name: leak(workspace, workspace.drafter(name), chosen) for name in names}
     target = load(workspace.model, **settings.how)
     machine = hardware.of(target.device)
     drafters = {name: target.drafter(workspace.drafter(name)) for name in described}
@@ -161,9 +168,18 @@ def evaluate(
             machine=machine,
             calibrations=calibrations,
             title=title,
+            asked=asked,
+            leak=leaks[names_of[label]],
         )
         for label, (drafter, tree) in decoders.items()
     ]
+    for number, one in enumerate(made):
+        greedy = [at for at in one.temperatures if at.temperature == 0]
+        if greedy and too_good(greedy[0]):
+            folder = workspace.drafter(names_of[one.name])
+            how, length = settings.how, settings.max_new_tokens
+            again = decode_again(workspace.model, how, folder, one.tree, prompts, one.keys, length, threads)
+            made[number] = replace(one, again=again)
     for one in made:
         records.write(one, records.new_file(workspace.reports, one.name))
     unfinished.remove()
@@ -251,6 +267,39 @@ def kept(workspace: Workspace, names: Sequence[str], settings: Settings) -> list
                 runs.setdefault(one.measured, {})[one.name] = one
     whole = [run for _, run in sorted(runs.items(), reverse=True) if run.keys() == described.keys()]
     return [whole[0][name] for name in names] if whole else []
+
+
+def leak(workspace: Workspace, folder: Path, chosen: Sequence[Prompt]) -> Leak | None:
+    """The prompts that the drafter was trained on, or whose media or text it has seen.
+
+    Media and texts are compared with the workspace's prompts. None if the folder does not name its samples.
+    """
+    seen = checkpoint.trained_on(folder)
+    if seen is None:
+        return None
+    known = [one for one in _all_prompts(workspace) if one.key in seen]
+    media = {part["digest"] for one in known for part in one.media}
+    texts = {_text(one) for one in known if not one.media}
+    return Leak(
+        samples=len(seen),
+        prompts=tuple(one.key for one in chosen if one.key in seen),
+        media=tuple(one.key for one in chosen if media & {part["digest"] for part in one.media}),
+        texts=tuple(one.key for one in chosen if not one.media and _text(one) in texts),
+    )
+
+
+def _all_prompts(workspace: Workspace) -> Sequence[Prompt]:
+    try:
+        return prompt_table.load(workspace.prompts, workspace.model, "all")
+    except DataError:
+        return ()
+
+
+def _text(prompt: Prompt) -> str:
+    """What is said and asked, without the system's turn and case."""
+    turns = [one for one in prompt.messages if one["role"] != "system"]
+    parts = [part for one in turns for part in one["content"] if part["type"] == "text"]
+    return " ".join(" ".join(part["text"] for part in parts).casefold().split())
 
 
 def check_title(title: str) -> None:

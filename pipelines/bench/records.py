@@ -61,6 +61,9 @@ class Decoding:
     check: Check | None = None  # against the stock model's generate; None: not compared
     phases: Phases | None = None  # None: measured before they were recorded
     cpu_seconds: Amount | None = None  # of the decoding thread; None on a GPU
+    passes: Count | None = None  # after the prefill, as the target counts them; None: not recorded
+    surprise: float | None = None  # above temperature 0: sum of -log p(token) less its mean, in nats
+    surprise_variance: Amount | None = None  # of that sum
 
     def __post_init__(self) -> None:
         if len(self.chain_tried) != len(self.chain_accepted):
@@ -81,6 +84,14 @@ def chain_counts(chains: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], tu
 
 
 @dataclass(frozen=True, kw_only=True)
+class Stock:
+    """The response of the stock model's own `generate` at temperature 0."""
+
+    tokens: Count
+    seconds: Amount
+
+
+@dataclass(frozen=True, kw_only=True)
 class PromptResult:
     """One prompt, decoded with plain decoding and with the drafter."""
 
@@ -89,6 +100,7 @@ class PromptResult:
     kind: PromptKind
     plain: Decoding
     drafted: Decoding
+    stock: Stock | None = None  # decoded in turn with the others
 
 
 LABELS: Final[dict[str, Callable[[PromptResult], str]]] = {
@@ -130,11 +142,12 @@ class Measurement:
 class Calibration:
     """The speed of the machine itself at one moment, with the target's device, dtype and threads."""
 
-    plain_step: Amount | None  # seconds; None: the response has a single token
+    plain_step: Amount | None  # seconds of plain decoding; None: the response has a single token
     small_product: Amount  # seconds, of a matrix with few rows and a square one
     large_product: Amount  # seconds, of two square matrices
     bandwidth: Amount  # bytes read and written in a second of copying
     cpu_share: Share | None = None  # of these seconds; None on a GPU
+    bare_step: Amount | None = None  # seconds of such a step without the decoder; None: not measured
 
     @property
     def text(self) -> str:
@@ -198,6 +211,29 @@ class TrainedSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Leak:
+    """The evaluated prompts that a drafter has seen in training."""
+
+    samples: Count  # that it was trained on
+    prompts: tuple[str, ...] = ()
+    media: tuple[str, ...] = ()  # with another question about the same image or video
+    texts: tuple[str, ...] = ()  # of text alone, which differ in what is not asked
+
+    @property
+    def keys(self) -> list[str]:
+        """All of them."""
+        return sorted({*self.prompts, *self.media, *self.texts})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Again:
+    """A prompt decoded at temperature 0 in a process of its own."""
+
+    key: str
+    calls: Count
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """The evaluation of one drafter."""
 
@@ -222,6 +258,9 @@ class Evaluation:
     machine: Hardware | None = None  # likewise
     calibrations: tuple[Calibration, ...] = ()  # where each process began, and at the end
     title: str = ""  # by `--name`
+    asked: tuple[str, ...] = ()  # the keys of the prompts that were to be measured
+    leak: Leak | None = None  # None: it is not known what the drafter was trained on
+    again: tuple[Again, ...] = ()  # of a drafter that accepts nearly all its tokens
 
     def __post_init__(self) -> None:
         if any([one.key for one in at.prompts] != self.keys for at in self.temperatures):

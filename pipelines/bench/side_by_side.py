@@ -1,6 +1,7 @@
 """Decodes each prompt with plain decoding and every drafter in alternation, checks and counts the results."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import groupby, takewhile
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 
 from vlmdistill.drafters.core.drafter import Proposer
 from vlmdistill.drafters.core.tree import Tree
-from vlmdistill.drafters.decoding.clock import Cycle, Timed, timed
+from vlmdistill.drafters.decoding.clock import Cycle, Timed, clocked, timed
 from vlmdistill.drafters.decoding.decoders import decode
 from vlmdistill.pipelines.bench.records import (
     Check,
@@ -17,6 +18,7 @@ from vlmdistill.pipelines.bench.records import (
     PromptKind,
     PromptResult,
     ShownResponse,
+    Stock,
     chain_counts,
 )
 from vlmdistill.pipelines.bench.unfinished import Decoded
@@ -24,7 +26,8 @@ from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.data.responses.pieces import Piece, pieces
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 
-PLAIN = ""  # instead of a drafter's name
+PLAIN, STOCK = "", "/generate"  # instead of a drafter's name
+CHUNK = 64  # tokens of a response in one forward pass, to measure its surprise
 SHOWN = 6  # prompts whose responses are kept for the report
 REPLAYED = 1024  # tokens of a plain response that is kept for a replay, at most: each has its time
 NEAR_TIE = 16  # in units of the dtype's rounding error at the largest logit
@@ -49,28 +52,40 @@ class SideBySide:
     def decode(self, number: int, prompt: Prompt) -> Decoded:
         """Decode a prompt with every decoder, in an order that rotates with `number`."""
         encoded = self.target.encode(prompt.messages)
-        names = [PLAIN, *self.drafters]
-        turn = number % len(names)
+        names, greedy = [PLAIN, *self.drafters], self.temperature == 0
+        order = [*names, STOCK] if greedy else names
+        turn = number % len(order)
         decoded: dict[str, Timed] = {}
-        for name in [*names[turn:], *names[:turn]]:
-            if not self._warm:
-                self._decode(name, encoded, number)
-            decoded[name] = self._decode(name, encoded, number)
-        checks: dict[str, Check] = {}
-        greedy = self.temperature == 0
-        reference = self.target.reference(encoded, max_new_tokens=self.max_new_tokens) if greedy else None
-        if reference is not None:
-            checks = {name: self._check(encoded, list(reference.ids), decoded[name].ids) for name in names}
+        passes: dict[str, int] = {}
+        stock: tuple[Stock, list[int]] | None = None
+        for name in [*order[turn:], *order[:turn]]:
+            for _ in range(1 if self._warm else 2):
+                if name == STOCK:
+                    stock = self._generate(encoded)
+                else:
+                    before = self.target.passes
+                    decoded[name] = self._decode(name, encoded, number)
+                    passes[name] = self.target.passes - before
         self._warm = True
-        on_cpu = self.target.device.type == "cpu"
-        base = _counted(decoded[PLAIN], checks.get(PLAIN), on_cpu=on_cpu)
+        counted = {}
+        for name in names:
+            one = replace(
+                _counted(decoded[name], on_cpu=self.target.device.type == "cpu"), passes=passes[name]
+            )
+            if not greedy:
+                nats, variance = self._surprise(encoded, decoded[name].ids)
+                one = replace(one, surprise=nats, surprise_variance=variance)
+            elif stock:
+                one = replace(one, check=self._check(encoded, stock[1], decoded[name].ids))
+            counted[name] = one
         results = {
             name: PromptResult(
                 key=prompt.key,
                 dataset=prompt.dataset,
                 kind=_kind(prompt),
-                plain=base,
-                drafted=_counted(decoded[name], checks.get(name), on_cpu=on_cpu),
+                plain=counted[PLAIN],
+                drafted=counted[name],
+                stock=stock[0] if stock else None,
             )
             for name in self.drafters
         }
@@ -101,6 +116,31 @@ class SideBySide:
             )
 
         return timed(decoder, self.target.device)
+
+    def _generate(self, encoded: Any) -> tuple[Stock, list[int]] | None:
+        """The stock model's own response and its tokens; None if it cannot read the prompt."""
+        made, seconds, _ = clocked(
+            lambda: self.target.reference(encoded, max_new_tokens=self.max_new_tokens), self.target.device
+        )
+        return (Stock(tokens=len(made.ids), seconds=seconds), list(made.ids)) if made else None
+
+    @torch.inference_mode()
+    def _surprise(self, encoded: Any, ids: list[int]) -> tuple[float, float]:
+        """The surprise of a sampled response less its mean, and its variance; see `audit.py`."""
+        target, total = self.target, torch.zeros(2, dtype=torch.float64)
+        last_1D = target.prefill(encoded, ()).feature("hidden", "text")[-1:]
+        for ids_N in torch.split(torch.tensor(ids, device=last_1D.device), CHUNK):
+            row_N = torch.arange(len(ids_N), device=ids_N.device)
+            state_ND = target.extend(ids_N, row_N + 1, None, ("hidden",))["hidden"]
+            target.commit(row_N)
+            logits_NV = target.logits(torch.cat([last_1D, state_ND[:-1]])).double() / self.temperature
+            last_1D, log_NV = state_ND[-1:], logits_NV.log_softmax(-1)
+            share_NV = log_NV.exp()
+            entropy_N = -torch.special.xlogy(share_NV, share_NV).sum(-1)
+            variance_N = (share_NV * log_NV.clamp(min=-1e3).square()).sum(-1) - entropy_N.square()
+            surprise_N = -log_NV[row_N, ids_N] - entropy_N
+            total += torch.stack([surprise_N.sum(), variance_N.clamp(min=0).sum()]).cpu()
+        return float(total[0]), float(total[1])
 
     def _check(self, encoded: Any, reference: list[int], got: list[int]) -> Check:
         """Compare with the reference; `near_tie`: where they first differ, the two logits round alike."""
@@ -146,7 +186,7 @@ class SideBySide:
         return tuple(Piece("".join(one.text for one in run), *key) for key, run in runs)
 
 
-def _counted(decoded: Timed, check: Check | None, *, on_cpu: bool) -> Decoding:
+def _counted(decoded: Timed, *, on_cpu: bool) -> Decoding:
     """The numbers of a response."""
     cycles = decoded.cycles[1:]
     tried, accepted = chain_counts([cycle.chain for cycle in cycles])
@@ -160,7 +200,6 @@ def _counted(decoded: Timed, check: Check | None, *, on_cpu: bool) -> Decoding:
         chain_tried=tried,
         chain_accepted=accepted,
         missed=_missed(decoded),
-        check=check,
         phases=Phases(**decoded.phases),
         cpu_seconds=decoded.cpu_seconds if on_cpu else None,
     )

@@ -10,6 +10,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import Literal
 
+from vlmdistill.pipelines.bench import audit
 from vlmdistill.pipelines.bench.records import Evaluation, Measurement, PromptResult
 from vlmdistill.pipelines.bench.statistics import (
     FEWEST,
@@ -56,6 +57,11 @@ class DrafterResult:
         """Problems of its figures."""
         return [f"{self.name} at temperature {self.temperature:g}: {one}" for one in self.figures.warnings]
 
+    @cached_property
+    def failures(self) -> list[str]:
+        """What cannot be true of its evaluation; see `audit.py`."""
+        return audit.failures(self.evaluation)
+
 
 @dataclass(frozen=True)
 class Ranking:
@@ -66,7 +72,7 @@ class Ranking:
     @cached_property
     def ranked(self) -> tuple[DrafterResult, ...]:
         """Those whose responses at temperature 0 are the target's: only they can be the fastest."""
-        return tuple(one for one in self.results if one.evaluation.lossless)
+        return tuple(one for one in self.results if one.evaluation.lossless and not one.failures)
 
     @property
     def temperature(self) -> float:
@@ -107,7 +113,9 @@ class Ranking:
         """The ranking in a sentence, with 95% intervals."""
         prefix = f"At temperature {self.temperature:g}"
         if not self.leaders:
-            return f"{prefix}, no drafter is ranked: none is lossless at temperature 0."
+            return (
+                f"{prefix}, no drafter is ranked: none is lossless at temperature 0 with counts that agree."
+            )
         first, count = self.leaders[0], self.results[0].figures.prompts
         if len(self.leaders) > 1:
             named = [f"{one.name} {_speedup(one)}" for one in self.leaders[:4]]
@@ -132,6 +140,13 @@ class Ranking:
         }[self.against_plain]
         if odd := [one.name for one in self.results if not one.evaluation.lossless]:
             lines.append(f"Not ranked, since not lossless: {', '.join(odd)}.")
+        if odd := [one.name for one in self.results if one.failures]:
+            lines.append(f"Not ranked, since their counts contradict each other: {', '.join(odd)}.")
+        for one in self.results:
+            if (leak := one.evaluation.leak) and leak.keys:
+                lines.append(
+                    f"{one.name} was trained on {len(leak.keys)} of these prompts, or on their media."
+                )
         return " ".join(lines)
 
 
@@ -172,6 +187,8 @@ class Group:
         found: dict[str, dict[str, None]] = {}
         for one in self.evaluations:
             facts = {"machine": one.machine.details} if one.machine else {}
+            if (ratio := audit.against_stock(one)) is not None:
+                facts["plain decoding"] = f"{ratio:.2f} times as fast as model.generate"
             if one.calibrations:
                 facts["calibration"] = ", then ".join(at.text for at in one.calibrations)
             for name, value in (facts | (one.software.facts if one.software else {})).items():
@@ -192,11 +209,17 @@ class Group:
     @property
     def verdict(self) -> Verdict:
         """Whether every response at temperature 0 equals the target's own."""
+        if failed := {one.name: one.failures for one in self.results if one.failures}:
+            said = "; ".join(f"{name}: {', '.join(texts)}" for name, texts in failed.items())
+            return Verdict(
+                "broken", f"THE COUNTS CONTRADICT EACH OTHER. Do not rely on these numbers. {said}."
+            )
         greedy = [one for one in self.results if one.temperature == 0]
         counts = [(one.name, one.figures.lossless) for one in greedy]
         counts += [("plain decoding", one.figures.plain_lossless) for one in greedy[:1]]
         if not any(count.total for _, count in counts):
-            return Verdict("unchecked", "Losslessness was not checked: nothing was decoded at temperature 0.")
+            text = "Losslessness was not checked: nothing was decoded at temperature 0."
+            return Verdict("unchecked", f"{text} {self.sampled}".rstrip())
 
         def affected(kind: Callable[[Checks], int]) -> str:
             return ", ".join(f"{name}: {kind(one)} of {one.total}" for name, one in counts if kind(one))
@@ -220,13 +243,36 @@ class Group:
         most = max(count.total for _, count in counts)
         prompts = f"all {most} prompts" if most > 1 else "the only prompt"
         text = f"Responses at temperature 0 are identical to model.generate on {prompts}.{rest}"
-        return Verdict("lossless", text)
+        return Verdict("lossless", f"{text} {self.sampled}".rstrip())
+
+    @property
+    def sampled(self) -> str:
+        """What was checked of sampled responses, in a sentence; empty if there are none."""
+        above = [one for one in self.results if one.temperature > 0]
+        known = [off for one in above for off in audit.surprises(one.measurement).values()]
+        if not above:
+            return ""
+        if len(known) < 2 * len(above):
+            return "The distribution of sampled responses was not checked."
+        nats = max(abs(off.nats / off.tokens) for off in known)
+        least = max((audit.ERRORS * off.error + audit.NATS) / off.tokens for off in known)
+        return (
+            f"Sampled responses surprise the target as its own would, up to {nats:.3f} nats a token; "
+            f"differences above {least:.3f} would be found."
+        )
 
 
 def drifts(evaluations: Sequence[Evaluation]) -> list[str]:
     """Warnings of runs in which the speed of the machine changed; evaluations of a run share calibrations."""
     runs = dict.fromkeys((one.measured, one.calibrations) for one in evaluations)
-    return [f"run of {measured}: {text}" for measured, at in runs for text in drift(at)]
+    found = [f"run of {measured}: {text}" for measured, at in runs for text in drift(at)]
+    slow = dict.fromkeys((one.measured, text) for one in evaluations for text in audit.slow_baseline(one))
+    leaks = [
+        f"{one.name} has seen in training: {', '.join(one.leak.keys)}"
+        for one in evaluations
+        if one.leak and one.leak.keys
+    ]
+    return [*found, *(f"run of {measured}: {text}" for measured, text in slow), *leaks]
 
 
 def rank(alike: Sequence[Evaluation]) -> list[Ranking]:

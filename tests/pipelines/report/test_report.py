@@ -61,7 +61,7 @@ def run(*arguments: str) -> str:
 
 def test_page_shows_what_was_measured(workspace: Workspace, save: Save) -> None:
     save("sparrow")
-    save("eagle2", measured(0.0, speedup=1.2, calls=40), measured(1.0, speedup=0.9))
+    save("eagle2", measured(0.0, speedup=1.2, calls=40, accepted=64), measured(1.0, speedup=0.9))
     made = make(workspace)
     page = Page(made.page)
     (group,) = made.groups
@@ -472,7 +472,12 @@ def test_the_verdict_names_drafters_that_were_not_checked(workspace: Workspace, 
 
 def test_a_drafter_that_drafted_nothing_has_no_charts(workspace: Workspace, save: Save) -> None:
     empty: dict[str, Any] = {"calls": 0, "tokens": 1, "accepted": 0, "chain_tried": (), "chain_accepted": ()}
-    save("sparrow", measured(shown=(), **empty), training=Training(), config=TrainedSettings(tree="chain-4"))
+    save(
+        "sparrow",
+        measured(shown=(), check=None, **empty),
+        training=Training(),
+        config=TrainedSettings(tree="chain-4"),
+    )
     made = make(workspace)
     page = Page(made.page)
     assert made.groups[0].rankings[0].against_plain == "slower"

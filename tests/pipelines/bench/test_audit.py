@@ -1,0 +1,271 @@
+"""Defects that are planted into decoders, counts, prompts and training, and that `eval` exposes.
+
+Slow drafters, work outside the cycles, rejected tokens and wrong tokens at temperature 0 are planted in
+`test_evaluate.py`.
+"""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.drafters import synthetic
+from tests.pipelines.bench.made_up import evaluation, newest
+from tests.ticks import Ticks
+from vlmdistill.cli.main import main
+from vlmdistill.drafters.checkpoints import checkpoint
+from vlmdistill.drafters.core.tree import DraftTree, Tree
+from vlmdistill.drafters.decoding import clock, decoders
+from vlmdistill.drafters.decoding.acceptance import choose
+from vlmdistill.drafters.decoding.clock import Cycle, Timed
+from vlmdistill.drafters.decoding.decoders import plain, speculate
+from vlmdistill.drafters.lookahead import Lookahead, Window
+from vlmdistill.pipelines.bench import audit, side_by_side
+from vlmdistill.pipelines.bench import evaluate as evaluating
+from vlmdistill.pipelines.bench.records import Decoding, Evaluation
+from vlmdistill.pipelines.data.prompts import prompt_table
+from vlmdistill.pipelines.report.comparison import gather
+from vlmdistill.pipelines.targets.loading import load
+from vlmdistill.pipelines.workspace.workspace import Workspace
+
+ASKED = ("What is a circle?", "Tell me about yellow.", "What is a square?", "Name the colours.")
+
+
+@pytest.fixture
+def workspace(asked: Path, tmp_path: Path) -> Workspace:
+    """The demo target's, without evaluations."""
+    made = Workspace.of("demo", tmp_path / "runs")
+    made.prompts.parent.mkdir(parents=True)
+    shutil.copy(asked, made.prompts)
+    return made
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prompts to evaluate on."""
+    folder = tmp_path_factory.mktemp("audit")
+    rows = [{"messages": [{"role": "user", "content": text}]} for text in ASKED]
+    (folder / "asked.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    where = ("--split", "eval", "--model", "demo", "--runs", str(folder))
+    assert main(["prompts", str(folder / "asked.jsonl"), *where]) == 0
+    return Workspace.of("demo", folder).prompts
+
+
+class Evaluated:
+    """What the command said and wrote."""
+
+    def __init__(self, workspace: Workspace, capsys: pytest.CaptureFixture[str], *options: str) -> None:
+        where = ("--runs", str(workspace.root.parent), "--threads", "1", "--max-new-tokens", "48")
+        capsys.readouterr()
+        name = "lookahead" if "sparrow" not in options else "sparrow"
+        rest = [one for one in options if one != "sparrow"]
+        self.status = main(["eval", name, *where, *rest])
+        captured = capsys.readouterr()
+        self.text = captured.out + captured.err
+        self.record = newest(workspace.reports, name)
+        (self.group, *_) = gather(workspace)
+
+
+Run = Callable[..., Evaluated]
+
+
+@pytest.fixture
+def run(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> Run:
+    return lambda *options: Evaluated(workspace, capsys, *options)
+
+
+def test_an_honest_evaluation_has_no_failure(run: Run) -> None:
+    found = run("--temperature", "0", "--temperature", "1")
+    assert found.status == 0
+    assert audit.failures(found.record) == []
+    assert found.group.verdict.level == "lossless"
+    assert "nats a token" in found.group.verdict.text
+    (greedy, sampled) = found.record.temperatures
+    for one in greedy.prompts:
+        assert one.stock is not None
+        assert one.stock.tokens == one.plain.tokens == one.drafted.tokens
+        assert (one.plain.passes, one.drafted.passes) == (one.plain.calls, one.drafted.calls)
+    assert set(audit.surprises(sampled)) == {"the drafter", "plain decoding"}
+    assert "times as fast as model.generate" in str(found.group.facts)
+    assert set(found.record.asked) == set(found.record.keys)
+
+
+def exposed(found: Evaluated, text: str) -> None:
+    assert found.status == 1
+    assert text in found.text
+    assert found.group.verdict.level == "broken"
+    assert text in found.group.verdict.text
+    assert not found.group.rankings[0].ranked
+
+
+def test_wrong_tokens_at_a_temperature_are_exposed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*args: Any, **kwargs: Any) -> Iterator[Cycle]:
+        for number, cycle in enumerate(speculate(*args, **kwargs)):
+            ids = [*cycle.ids[:-1], 7] if number % 8 == 4 else cycle.ids
+            yield dataclasses.replace(cycle, ids=ids)
+
+    monkeypatch.setattr(decoders, "speculate", wrong)
+    exposed(run("--temperature", "1"), "the responses of the drafter at temperature 1 are not samples")
+
+
+def test_sampling_that_is_greedy_is_exposed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def greedy(*args: Any, temperature: float, **kwargs: Any) -> Iterator[Cycle]:
+        yield from speculate(*args, temperature=temperature and 0.05, **kwargs)
+
+    monkeypatch.setattr(decoders, "speculate", greedy)
+    exposed(run("--temperature", "3"), "the responses of the drafter at temperature 3 are not samples")
+
+
+def test_a_drafter_that_asks_the_target_is_exposed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def draft(self: Lookahead, prompt: Any, target: Any) -> Window:
+        window = Window(self.config, prompt.ids_T)
+        grow = window.grow
+
+        def asking(shape: Tree) -> DraftTree:
+            tree = grow(shape)
+            target.extend(tree.ids_N[:1], torch.ones_like(tree.ids_N[:1]), None, ("hidden",))
+            return tree
+
+        window.grow = asking  # type: ignore[method-assign]
+        return window
+
+    monkeypatch.setattr(Lookahead, "draft", draft)
+    exposed(run(), "the target counts other forward passes than the drafter")
+
+
+def test_a_drafter_that_has_seen_the_response_is_exposed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: dict[tuple[int, ...], list[int]] = {}
+
+    def overheard(target: Any, prompt: Any, **options: Any) -> Iterator[Cycle]:
+        said: list[int] = []
+        for cycle in plain(target, prompt, **options):
+            said += cycle.ids
+            yield cycle
+        answers[tuple(prompt.ids_L.tolist())] = said
+
+    class Knowing:
+        """Drafts what plain decoding has just said."""
+
+        def __init__(self, known: list[int]) -> None:
+            self.known, self.done = known, 0
+
+        def commit(self, ids_K: torch.Tensor, hidden_KD: torch.Tensor) -> None:
+            self.done += len(ids_K)
+            self.last_1 = ids_K[-1:]
+
+        def grow(self, shape: Tree) -> DraftTree:
+            ids = torch.tensor([int(self.last_1), *self.known[self.done : self.done + 4]])
+            count = torch.arange(len(ids))
+            return DraftTree(
+                ids, (count - 1).clamp(min=0), count[:, None] >= count, torch.ones(len(ids), dtype=torch.bool)
+            )
+
+    monkeypatch.setattr(decoders, "plain", overheard)
+    monkeypatch.setattr(
+        Lookahead,
+        "draft",
+        lambda self, prompt, target: Knowing(answers.get(tuple(target._prompt.ids_L.tolist()), [])),
+    )
+    found = run()
+    assert audit.too_good(found.record.temperatures[0])
+    exposed(found, "a process that has seen no response needs other numbers of calls")
+
+
+def test_a_slow_baseline_is_warned_of(
+    workspace: Workspace, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(*args: Any) -> torch.Tensor:
+        for _ in range(600):
+            torch.zeros(1)
+        return choose(*args)
+
+    with pytest.MonkeyPatch.context() as patch, Ticks() as ticks:
+        patch.setattr(clock, "time", ticks)
+        assert not audit.slow_baseline(run().record)
+        patch.setattr(decoders, "choose", slow)
+        found = run()
+    assert "a step of plain decoding takes" in found.text
+    assert any("a step of plain decoding takes" in one for one in found.group.warnings)
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, change: Callable[[Decoding], Decoding]) -> None:
+    """Change the counts of drafters alone."""
+    honest = side_by_side._counted
+
+    def wrong(decoded: Timed, **options: Any) -> Decoding:
+        found = honest(decoded, **options)
+        return change(found) if any(cycle.chain[1] for cycle in decoded.cycles) else found
+
+    monkeypatch.setattr(side_by_side, "_counted", wrong)
+
+
+def test_tokens_that_are_counted_twice_are_exposed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted(monkeypatch, lambda one: dataclasses.replace(one, tokens=2 * one.tokens))
+    exposed(run(), "identical responses have different numbers of tokens")
+
+
+def test_calls_that_are_not_counted_are_exposed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted(monkeypatch, lambda one: dataclasses.replace(one, calls=one.calls // 2))
+    found = run()
+    exposed(found, "the target counts other forward passes than the drafter")
+    exposed(found, "the tokens of the drafter are not the accepted ones and one for each call")
+
+
+def test_prompts_that_are_left_out_are_exposed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = evaluating.held_out
+    monkeypatch.setattr(evaluating, "held_out", lambda *arguments: honest(*arguments)[1:])
+    exposed(run(), "1 of 4 prompts were not measured")
+
+
+@pytest.mark.parametrize("kind", ["prompts", "texts"])
+def test_a_drafter_that_was_trained_on_the_prompts_is_named(
+    workspace: Workspace, run: Run, tmp_path: Path, kind: str
+) -> None:
+    asked = prompt_table.load(workspace.prompts, "demo", "eval")
+    seen = asked[0].key
+    if kind == "texts":  # the same text in a row of another dataset
+        said = [
+            part["text"] for one in asked[0].messages for part in one["content"] if part["type"] == "text"
+        ]
+        row = {"messages": [{"role": "user", "content": said[-1].upper()}]}
+        (tmp_path / "train.jsonl").write_text(json.dumps(row))
+        where = ("--split", "train", "--model", "demo", "--runs", str(workspace.root.parent))
+        assert main(["prompts", str(tmp_path / "train.jsonl"), *where]) == 0
+        (seen,) = [one.key for one in prompt_table.load(workspace.prompts, "demo", "train")]
+    target = load("demo")
+    drafter = synthetic.untrained("sparrow", target)
+    origin = checkpoint.Origin(
+        target.provenance((), "float32"), type(drafter).Training(), {}, samples=[seen, "another"]
+    )
+    checkpoint.save(drafter, "sparrow", workspace.drafter("sparrow"), origin)  # type: ignore[arg-type]
+    found = run("sparrow")
+    leak = found.record.leak
+    assert leak is not None
+    assert (leak.samples, leak.keys) == (2, [asked[0].key])
+    assert bool(leak.prompts) == (kind == "prompts")
+    assert "1 of these prompts" in found.text
+    assert any(asked[0].key in one for one in found.group.warnings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"tokens": 200, "accepted": 167}, "more tokens than its tree is deep"),
+        ({"accepted": 60}, "not the accepted ones and one for each call"),
+        ({"chain_tried": (40,), "chain_accepted": (18,)}, "more chains were verified than there were calls"),
+        ({"chain_tried": (32,) * 4, "chain_accepted": (30,) * 4}, "acceptance by position does not agree"),
+    ],
+)
+def test_counts_that_cannot_be_true_are_found_in_a_record(changes: dict[str, Any], text: str) -> None:
+    honest: Evaluation = evaluation()
+    assert audit.failures(honest) == []
+    at = honest.temperatures[0]
+    wrong = dataclasses.replace(at.prompts[0], drafted=dataclasses.replace(at.prompts[0].drafted, **changes))
+    changed = dataclasses.replace(at, prompts=(wrong, *at.prompts[1:]))
+    (found, *_) = [one for one in audit.failures(evaluation("sparrow", changed)) if text in one]
+    assert "in 1 prompts: k0" in found
