@@ -2,11 +2,12 @@
 
     settings.json        target, sampling and filters; a run with other settings is refused
     part-<task>.parquet  the responses to the prompts of one task, written atomically
-    pack-<hash>.parquet  the rows of many parts, which it names
+    pack-<hash>.parquet  the rows of many parts
     failed.jsonl         prompts that failed in the last run
 
 Responses that a filter dropped stay here with the reason, so that they are not generated again. A prompt has
-one response: of several, which machines without a common lock have made, the first file by name counts.
+one response: of several, which machines without a common lock have made or which a pack and its parts both
+hold, the first file by name counts.
 """
 
 import dataclasses
@@ -17,9 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
-
-import msgspec
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt, Prompts
 from vlmdistill.pipelines.data.responses.quality import Filters
@@ -35,12 +34,10 @@ SETTINGS = "settings.json"
 FAILED = "failed.jsonl"
 PART = "part-{}.parquet"
 PACK = "pack-{}.parquet"
-HELD = "vlmdistill.parts"  # the metadata of a pack: the parts that it was made of
 PACKED = 256  # parts that are packed
 AT_ONCE = 1 << 12  # rows in memory
 COUNTS = ("prompt_tokens", "visual_tokens")
 T = TypeVar("T")
-PartName = Annotated[str, msgspec.Meta(pattern=r"\Apart-[0-9a-f]+\.parquet\Z")]
 
 
 class GoneError(DataError):
@@ -159,33 +156,16 @@ def _write(path: Path, rows: Any) -> None:
 
 
 def pack(out: Path) -> None:
-    """Make one file of the parts, if they are many. Killed in between, it leaves parts that do not count."""
+    """Make one file of the parts, if they are many. Killed in between, it leaves rows in both."""
     import pyarrow as pa
 
-    held = {name for path in out.glob(PACK.format("*")) for name in _held(path)}
-    for name in held:
-        (out / name).unlink(missing_ok=True)
     parts = sorted(out.glob(PART.format("*")))
     if len(parts) < PACKED:
         return
-    names = [path.name for path in parts]
     rows = pa.concat_tables([_read(path, schema().names) for path in parts])
-    about = {HELD: json.dumps(names)}
-    _write(out / PACK.format(content_hash(names)), rows.replace_schema_metadata(about))
+    _write(out / PACK.format(content_hash([path.name for path in parts])), rows)
     for path in parts:
         path.unlink()
-
-
-def _held(path: Path) -> list[str]:
-    """The parts that a pack was made of; DataError if it cannot be read, or names any other file."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        about = (pq.read_schema(path).metadata or {}).get(HELD.encode(), b"[]")
-        return msgspec.json.decode(about, type=list[PartName])
-    except (OSError, pa.ArrowInvalid, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _damaged(path, error) from None
 
 
 def _damaged(path: Path, error: Exception) -> DataError:
@@ -195,15 +175,13 @@ def _damaged(path: Path, error: Exception) -> DataError:
 
 
 def _paths(out: Path) -> list[Path]:
-    """The files whose rows count. Packs are listed last: they hold the parts that vanish meanwhile."""
+    """The files by name. Packs are listed last: they hold the parts that vanish meanwhile."""
     parts = sorted(out.glob(PART.format("*")))
-    packs = sorted(out.glob(PACK.format("*")))
-    held = {name for path in packs for name in _held(path)}
-    return packs + [path for path in parts if path.name not in held]
+    return sorted(out.glob(PACK.format("*"))) + parts
 
 
 def _whole(out: Path, make: Callable[[list[Path]], T]) -> T:
-    """What `make` makes of the files whose rows count; once more if some were packed meanwhile."""
+    """What `make` makes of the files; once more if some were packed meanwhile."""
     try:
         return make(_paths(out))
     except GoneError:
