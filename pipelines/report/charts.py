@@ -266,7 +266,7 @@ def _most(result: DrafterResult, rates: Sequence[Rate]) -> float:
     upper = [within.high for rate, within in found.intervals.items() if rate in rates]
     ideal = [found.budget.ideal] if found.budget is not None and "tau" in rates else []
     values: list[float] = [getattr(found, rate) for rate in rates]
-    return max(*values, *upper, *ideal)
+    return max([*values, *upper, *ideal])
 
 
 def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:

@@ -135,7 +135,7 @@ class Kept:
         """
         table, found = self.table, [True] * (len(self.own) + len(self.served))
         for text in conditions if found else ():
-            kept = expressions.where(text, table.columns).keep(table)
+            kept = expressions.where(text, table.columns, listed="eval --list --json").keep(table)
             found = [before and bool(now) for before, now in zip(found, kept, strict=True)]
         if conditions and not any(found):
             raise DataError(f"--where: none of the {len(found)} measurements matches: see `eval --list`")
@@ -191,18 +191,23 @@ def latest(reports: Path, model: str, where: Sequence[str] = ()) -> Kept:
 
 
 def distinguished(sides: Sequence[Sequence[Measured]]) -> Iterator[list[Measured]]:
-    """The same, where a drafter's name says also what differs between its measurements on one side."""
-    differing: dict[str, set[str]] = {}
-    for side in sides:
-        for drafter in {_drafter(one.evaluation) for one in side}:
-            some = [one.evaluation for one in side if _drafter(one.evaluation) == drafter]
-            told = {name for name, value in _TOLD.items() if len({value(one) for one in some}) > 1}
-            differing.setdefault(drafter, set()).update(told)
+    """The same, where a drafter's name says also what tells its measurements on one side apart."""
+    told: dict[str, list[str]] = {}  # for each drafter, the fewest facts that tell its measurements apart
+    for drafter in {_drafter(one.evaluation) for side in sides for one in side}:
+        some = [[one.evaluation for one in side if _drafter(one.evaluation) == drafter] for side in sides]
+
+        def apart(names: Sequence[str], some: Sequence[Sequence[Evaluation]] = some) -> list[int]:
+            return [len({tuple(_TOLD[name](one) for name in names) for one in side}) for side in some]
+
+        told[drafter] = found = list[str]()
+        for name in _TOLD:
+            if apart([*found, name]) != apart(found):
+                found.append(name)
     for side in sides:
         made: dict[int, Evaluation] = {}
         for one in (one.evaluation for one in side):
-            told = differing[_drafter(one)] | ({"tree"} if "@" in one.name else set())
-            name = _drafter(one) + "".join(value(one) for fact, value in _TOLD.items() if fact in told)
+            facts = {*told[_drafter(one)], *(["tree"] if "@" in one.name else [])}
+            name = _drafter(one) + "".join(value(one) for fact, value in _TOLD.items() if fact in facts)
             made.setdefault(id(one), one if name == one.name else replace(one, name=name))
         yield [replace(one, evaluation=made[id(one.evaluation)]) for one in side]
 
@@ -213,11 +218,12 @@ def _drafter(one: Evaluation) -> str:
 
 
 def _told(name: str, value: Callable[[Evaluation], str]) -> Callable[[Evaluation], str]:
-    return lambda one: f", {name} {value(one)}"
+    return lambda one: f" [{name} {value(one)}]"
 
 
 _TOLD: dict[str, Callable[[Evaluation], str]] = {
     "title": lambda one: f" ({one.title})" if one.title else "",
     "tree": lambda one: f"@{one.tree}",
+    "prompts": _told("prompts", CONDITIONS["prompts"]),
     **{name: _told(name, value) for name, value in CONDITIONS.items()},
 }

@@ -65,13 +65,19 @@ class Filter:
     keep: Callable[[pl.DataFrame], pl.Series]
 
 
-def where(text: str, columns: Sequence[str], lost: Mapping[str, str] = MappingProxyType({})) -> Filter:
+def where(
+    text: str,
+    columns: Sequence[str],
+    lost: Mapping[str, str] = MappingProxyType({}),
+    listed: str = "store stats",
+) -> Filter:
     """A filter from an expression such as `words > 5 and code_ratio < 0.05`.
 
     It is SQL as polars reads it, of columns, operators and some functions; a name with a dot is quoted:
     `"sparrow.kept" > 0.2`. Rows where it is unknown (a value is missing or NaN) are dropped. StoreError on a
     mistake, with columns there are.
     `lost` are runs whose statistics could not be read, and why: an expression that needs them is refused.
+    `listed` is the command that prints all columns.
     """
     known = [name for name in columns if not name.startswith((XXH3, LOSS)) and not name.endswith(ROW)]
     _require_plain(text)
@@ -81,13 +87,15 @@ def where(text: str, columns: Sequence[str], lost: Mapping[str, str] = MappingPr
         renamed = expression.meta.output_name(raise_if_undetermined=False)
         alias = any(expression.meta.eq(part.alias(str(renamed))) for part in expression.meta.pop())
     except MISTAKES as error:
-        raise StoreError(f'cannot read the expression "{text}" ({line_of(error)}). {_some(known)}') from error
+        why = f"({line_of(error)}). {_some(known, listed)}"
+        raise StoreError(f'cannot read the expression "{text}" {why}') from error
     missing = sorted(names - set(columns))
     for run, why in lost.items():
         if any(name.startswith(f"{run}.") or _latest(name, columns) for name in names) or missing:
             raise StoreError(f'"{text}" may need what cannot be read: {why}')
     if missing:
-        raise StoreError(f"there is no column '{missing[0]}' (in \"{text}\"){_instead(missing, text, known)}")
+        instead = _instead(missing, text, known, listed)
+        raise StoreError(f"there is no column '{missing[0]}' (in \"{text}\"){instead}")
     if alias:  # SQL takes a word at the end for a new name
         raise StoreError(f"cannot read the expression \"{text}\": unexpected '{renamed}' at the end")
 
@@ -101,9 +109,7 @@ def where(text: str, columns: Sequence[str], lost: Mapping[str, str] = MappingPr
         except MISTAKES as error:
             raise StoreError(f'"{text}" cannot be computed: {line_of(error)}') from error
         if kept.dtype != pl.Boolean or not each:
-            raise StoreError(
-                f'"{text}" is not a yes or no for each sample: compare something, as in words > 5'
-            )
+            raise StoreError(f'"{text}" is not a yes or no for each row: compare something, as in COLUMN > 5')
         return kept
 
     return Filter(text, keep)
@@ -162,7 +168,7 @@ def line_of(error: Exception) -> str:
     return line if len(line) <= LINE else f"{line[:LINE]}..."
 
 
-def _instead(missing: Sequence[str], text: str, known: Sequence[str]) -> str:
+def _instead(missing: Sequence[str], text: str, known: Sequence[str], listed: str) -> str:
     """What to write instead of names that are missing in an expression."""
     dotted = [name for name in known if "." in name]
     meant = [name for name in dotted if name in text]
@@ -170,12 +176,15 @@ def _instead(missing: Sequence[str], text: str, known: Sequence[str]) -> str:
     if meant:
         quoted = " or ".join(f'"{name}"' for name in meant[-NEAREST:])
         return f": a name with a dot is written in double quotes, {quoted}"
+    if re.search(rf"[=<>]\s*{re.escape(missing[0])}\b", text):
+        return f": text is written in single quotes, '{missing[0]}'"
     near = difflib.get_close_matches(missing[0], known, NEAREST)
-    return f": did you mean {' or '.join(near)}? {_some(known)}" if near else f". {_some(known)}"
+    instead = f": did you mean {' or '.join(near)}?" if near else "."
+    return f"{instead} {_some(known, listed)}"
 
 
-def _some(columns: Sequence[str]) -> str:
+def _some(columns: Sequence[str], listed: str) -> str:
     """The columns there are; those of each run only counted, for there may be hundreds."""
     plain = [name for name in columns if "." not in name]
     rest = len(columns) - len(plain[:LISTED])
-    return f"Columns: {', '.join(plain[:LISTED])}" + (f" and {rest} more, see `store stats`" if rest else "")
+    return f"Columns: {', '.join(plain[:LISTED])}" + (f" and {rest} more, see `{listed}`" if rest else "")

@@ -328,7 +328,7 @@ def test_an_evaluation_replaces_none(
     assert main(["report", *where, "--where", "tree = 'chain-2'", "--where", "name = 'nightly'"]) == 1
     assert "none of the 6 measurements matches" in capsys.readouterr().err
     assert main(["report", *where, "--where", "tree = chain"]) == 1
-    assert "there is no column 'chain'" in capsys.readouterr().err
+    assert "single quotes, 'chain'" in capsys.readouterr().err
     assert main(["eval", "tuned", *few, *where, "--name", "../x"]) == 1
     assert "--name ../x" in capsys.readouterr().err
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.pipelines.bench.made_up import evaluation, measured
 from vlmdistill.cli.main import main
-from vlmdistill.pipelines.bench.records import Measurement, TargetId, write
+from vlmdistill.pipelines.bench.records import Measurement, TargetId, new_file, write
 from vlmdistill.pipelines.report.changes import Changes, compare
 from vlmdistill.pipelines.targets.software import Software
 
@@ -191,3 +191,31 @@ def test_wrong_input_is_one_line(
         assert captured.err.startswith("error: ")
         assert captured.err.count("\n") == 1
         assert arguments[-1] in captured.err
+
+
+def test_measurements_of_one_drafter_are_compared_with_their_like(
+    tmp_path: Path, compared: Callable[[], Changes]
+) -> None:
+    few, many = measured(count=8), measured(count=24)
+    for side, made in {
+        "a": [
+            evaluation("sparrow", few),
+            evaluation("sparrow", many),
+            evaluation("msd", many, tree="30-3-8"),
+        ],
+        "b": [
+            evaluation("sparrow", measured(count=8, calls=16)),
+            evaluation("sparrow", few, measured="2026-02-02 00:00:00"),
+            evaluation("sparrow", many, title="again"),
+            evaluation("msd", many),
+        ],
+    }.items():
+        for one in made:
+            write(one, new_file(tmp_path / side / "reports", one.name))
+    found = compared()
+    names = [(one.name.partition(" ")[0], one.prompts) for one in found.drafters]
+    assert names == [("msd", 24), ("sparrow", 8)]
+    assert found.changed == []  # with the latest of its kind, not the first
+    assert [fact.name for fact in found.differing] == ["tree"]
+    assert [len(some) for some in (found.only_before, found.only_after)] == [1, 1]
+    assert "again" in found.only_after[0]

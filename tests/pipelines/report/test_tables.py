@@ -256,6 +256,8 @@ def test_the_front_has_the_drafters_that_none_beats_in_speed_and_memory() -> Non
     assert {name for name in made if at[name] in chart.line} == {"small", "large"}
     heights = [y for _, y in chart.line]
     assert heights == sorted(heights, reverse=True)  # upwards: y counts from the top
+    few = rank([evaluation(name, measured(count=2, speedup=4)) for name in made])[0]  # without intervals
+    assert charts.pareto(few, dict.fromkeys(made, 0), few.results)
     alone = rank([made["small"]])[0]
     assert charts.pareto(alone, {"small": 0}, alone.results) is None
 
