@@ -267,7 +267,7 @@ def known(facts: Any) -> Any:
 def show(evaluations: "list[Evaluation]") -> None:
     """Print one line per drafter and temperature; warnings on stderr."""
     from vlmdistill.pipelines.report.comparison import drifts, rank
-    from vlmdistill.pipelines.report.tables import rate, responses
+    from vlmdistill.pipelines.report.tables import PARTS, divided, rate, responses
 
     header = ["drafter", "T", "tau", "accepted", "speedup", "decode speedup", "tokens/s", "identical"]
     rankings = rank(evaluations)
@@ -279,7 +279,9 @@ def show(evaluations: "list[Evaluation]") -> None:
         lines.append([one.name, f"{one.temperature:g}", *rates, speed, responses(figures.lossless, "")])
         warnings += one.warnings
     console.rows(header, lines)
-    show_sets(evaluations)
+    if parts := divided([one for ranking in rankings for one in ranking.results]):
+        console.echo("")
+        console.rows(PARTS, parts)
     show_budgets(rankings)
     for ranking in rankings:
         console.echo(ranking.text)
@@ -298,24 +300,6 @@ def check_lossless(evaluations: "Sequence[Evaluation]") -> None:
         console.note(f"not lossless: responses at temperature 0 differ from the target's: {', '.join(odd)}")
     if odd or contradictions:
         raise typer.Exit(1)
-
-
-def show_sets(evaluations: "Sequence[Evaluation]") -> None:
-    """Print a line for each drafter, temperature and dataset, if there are several datasets."""
-    from vlmdistill.pipelines.bench.statistics import figures
-    from vlmdistill.pipelines.report.tables import rate
-
-    lines = []
-    for one in evaluations:
-        for at in one.temperatures:
-            sets = at.by(lambda prompt: prompt.dataset)
-            for name, part in sorted(sets.items()) if len(sets) > 1 else ():
-                found = figures(part)
-                rates = [rate(found, which) for which in ("tau", "accepted", "speedup")]
-                lines.append([one.name, f"{at.temperature:g}", name, str(len(part.prompts)), *rates])
-    if lines:
-        typer.echo()
-        console.rows(["drafter", "T", "dataset", "prompts", "tau", "accepted", "speedup"], lines)
 
 
 def show_budgets(rankings: "Sequence[Ranking]") -> None:

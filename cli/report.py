@@ -119,7 +119,7 @@ def _show(found: "ReportPage") -> None:
     """Print a table for each group."""
     from vlmdistill.pipelines.bench.served_records import TABLE, table
     from vlmdistill.pipelines.report.comparison import differing
-    from vlmdistill.pipelines.report.tables import COLUMNS
+    from vlmdistill.pipelines.report.tables import COLUMNS, PARTS, divided
 
     if apart := differing(found.groups):
         console.echo(f"{len(found.groups)} groups that do not compare; they differ in {', '.join(apart)}")
@@ -127,6 +127,8 @@ def _show(found: "ReportPage") -> None:
         conditions = ", ".join(f"{name} {value}" for name, value in group.conditions.items())
         console.echo(f"\ngroup {group.number}: {conditions}" if apart else conditions)
         console.rows([*COLUMNS], [[cell(one) for cell in COLUMNS.values()] for one in group.results])
+        if parts := divided(group.results):
+            console.rows(PARTS, parts)
         for text in (*(ranking.text for ranking in group.rankings), group.verdict.text):
             console.echo(text)
         for warning in group.warnings:

@@ -1,12 +1,13 @@
 """The tables of the report as Markdown and CSV."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from vlmdistill.pipelines.bench.records import LABELS
 from vlmdistill.pipelines.bench.served_records import cell
-from vlmdistill.pipelines.bench.statistics import Checks, Figures, Rate
+from vlmdistill.pipelines.bench.statistics import Checks, Figures, Rate, figures
 from vlmdistill.stores.errors import printable
 
 if TYPE_CHECKING:
@@ -102,9 +103,6 @@ def _inert(text: str) -> str:
 
 
 def _own_rows(report: "ReportPage") -> Iterator[dict[str, Any]]:
-    from vlmdistill.pipelines.bench.records import LABELS
-    from vlmdistill.pipelines.bench.statistics import figures
-
     for group in report.groups:
         for result in group.results:
             one, at = result.evaluation, result.measurement
@@ -154,6 +152,29 @@ def _numbers(figures: dict[str, Any]) -> dict[str, Any]:
     budget = {f"budget_{phase}": one for phase, one in (figures.get("budget") or {}).items()}
     numbers = {name: one for name, one in figures.items() if isinstance(one, int | float)}
     return {**numbers, **ends, **checks, **alpha, **budget}
+
+
+PARTS = ("drafter", "T", "prompts", "count", "tau", "accepted", "speedup")
+
+
+def divided(results: "Sequence[DrafterResult]") -> list[list[str]]:
+    """A row of `PARTS` for the prompts of each kind and dataset, where there are several."""
+    rows, seen = [], set()
+    for one in results:
+        for label in LABELS.values():
+            parts = one.measurement.by(label)
+            cut = (
+                one.name,
+                one.temperature,
+                frozenset(tuple(p.key for p in at.prompts) for at in parts.values()),
+            )
+            if len(parts) > 1 and cut not in seen:  # datasets may be what kinds are
+                seen.add(cut)
+                for part, at in sorted(parts.items()):
+                    found = figures(at)
+                    rates = [rate(found, which) for which in ("tau", "accepted", "speedup")]
+                    rows.append([one.name, f"{one.temperature:g}", part, str(found.prompts), *rates])
+    return rows
 
 
 def _markdown(text: str) -> str:

@@ -282,6 +282,22 @@ def test_the_page_names_versions_commit_and_command(workspace: Workspace, report
         assert f">{value}</dd>" in page
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+def test_images_and_texts_have_rows_of_their_own(save: Save, report: Report, *, mixed: bool) -> None:
+    at = measured(0.0, count=24)
+    kinds = [
+        replace(
+            one, kind="text" if number < 12 else "image", dataset="ab"[number % 2 if mixed else number < 12]
+        )
+        for number, one in enumerate(at.prompts)
+    ]
+    save("sparrow", replace(at, prompts=tuple(kinds)))
+    rows = [line.split() for line in report().splitlines() if line.startswith("sparrow ")]
+    parts = [row[2:4] for row in rows[1:]]
+    expected = [["image", "12"], ["text", "12"]]
+    assert parts == ([*expected, ["a", "12"], ["b", "12"]] if mixed else expected)
+
+
 def test_wrong_options_are_one_line(
     report: Report, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
