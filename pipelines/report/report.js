@@ -1,5 +1,5 @@
 "use strict";
-/* Sorts and filters tables, and replays responses at their measured pace. Nothing plays until it is asked to. */
+/* Sorts and filters tables, and replays responses at their measured pace or slower. Nothing plays until it is asked to. */
 
 const all = (selector, inside = document) => [...inside.querySelectorAll(selector)];
 
@@ -46,6 +46,9 @@ function filter(tools) {
   });
   tools.hidden = false;
 }
+
+/* Milliseconds that the slower side takes at least, where a slower pace is offered. */
+const WATCHED = 4000;
 
 function replay(box) {
   const part = (name) => box.querySelector(`.${name}`);
@@ -104,6 +107,8 @@ function replay(box) {
   open.addEventListener("click", () => {
     show(true);
     choose();
+    const long = (one) => end / Number(one.value) >= WATCHED;
+    pace.value = ([...pace.options].find(long) ?? pace.options[pace.options.length - 1]).value;
     play.focus();
     if (!matchMedia("(prefers-reduced-motion: reduce)").matches) start(0);
   });
