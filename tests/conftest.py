@@ -14,6 +14,8 @@ import torch
 
 from tests import tiny
 from vlmdistill.pipelines.cluster.session import session
+from vlmdistill.pipelines.targets.loading import load
+from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 
 # What is compared exactly runs in float32 on a CPU; a GPU would be taken by itself, in bfloat16.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -51,3 +53,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return made[name]
 
     return make
+
+
+@pytest.fixture(scope="module")
+def target(checkpoint: Callable[..., Path]) -> VisionLanguageTarget:
+    """A tiny target of the Qwen2.5-VL family."""
+    return load(str(checkpoint("qwen2_5_vl")))

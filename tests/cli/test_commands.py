@@ -31,27 +31,6 @@ from vlmdistill.pipelines.train import resolve
 COMMAND = [sys.executable, "-m", "vlmdistill"]
 
 
-@pytest.fixture
-def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder to work in, with a file of three dialogues."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("VLMDISTILL_RUNS", raising=False)
-    rows = [{"conversations": [{"from": "human", "value": f"Question {i}"}]} for i in range(3)]
-    (tmp_path / "talks.json").write_text(json.dumps(rows))
-    return tmp_path
-
-
-def failing(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line on stderr of a command that fails."""
-    capsys.readouterr()
-    assert main(list(arguments)) == 1
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    (line,) = shown.err.strip().splitlines()
-    assert line.startswith("error: ")
-    return line
-
-
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     listed = capsys.readouterr().out
@@ -137,24 +116,26 @@ def test_wrong_usage_is_status_two(arguments: list[str], workplace: Path, capsys
         (["export", "eagle3", "--out", "served"], "drafters/eagle3"),
     ],
 )
-def test_a_mistake_is_one_line(arguments: list[str], value: str, workplace: Path, capsys: Any) -> None:
-    assert value in failing(capsys, *arguments)
+def test_a_mistake_is_one_line(
+    arguments: list[str], value: str, workplace: Path, failing: Callable[..., str]
+) -> None:
+    assert value in failing(*arguments)
     assert not (workplace / "runs").exists()
 
 
 def test_the_error_for_missing_prompts_has_the_command_that_imports_them(
-    workplace: Path, checkpoint: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+    workplace: Path, checkpoint: Callable[..., Path], failing: Callable[..., str]
 ) -> None:
     model = str(checkpoint("qwen2_5_vl", layers=1))
     for verb in ("responses", "features"):
-        line = failing(capsys, verb, "--model", model)
+        line = failing(verb, "--model", model)
         assert f"vlmdistill prompts FILE... -m {model}" in line
-    line = failing(capsys, "features", "--model", model, "--for", "sparrow,nonsense")
+    line = failing("features", "--model", model, "--for", "sparrow,nonsense")
     assert "'nonsense'" in line
 
 
 def test_a_corrupted_checkpoint_is_named(
-    workplace: Path, checkpoint: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+    workplace: Path, checkpoint: Callable[..., Path], failing: Callable[..., str]
 ) -> None:
     whole = checkpoint("qwen2_5_vl", layers=1)
     broken = workplace / "broken"
@@ -162,7 +143,7 @@ def test_a_corrupted_checkpoint_is_named(
     for file in whole.iterdir():
         data = file.read_bytes()
         (broken / file.name).write_bytes(data[:-100] if file.suffix == ".safetensors" else data)
-    assert "model.safetensors" in failing(capsys, "responses", "--model", str(broken))
+    assert "model.safetensors" in failing("responses", "--model", str(broken))
 
 
 def test_debug_shows_the_traceback(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,7 +196,9 @@ def test_json_output(workplace: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "qwen2.5-vl-7b" in json.loads(capsys.readouterr().out)["targets"]
 
 
-def test_an_imported_checkpoint_is_a_drafter(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_imported_checkpoint_is_a_drafter(
+    workplace: Path, capsys: pytest.CaptureFixture[str], failing: Callable[..., str]
+) -> None:
     """EAGLE's layout for the demo target, by its names and shapes."""
     info = load("demo").info
     width, inner = info.hidden_size, info.intermediate_size
@@ -232,13 +215,13 @@ def test_an_imported_checkpoint_is_a_drafter(workplace: Path, capsys: pytest.Cap
     facts = json.loads(capsys.readouterr().out)
     assert facts["not the target's"]["attention_bias"] is False
     assert main(["generate", "--drafter", "imported", "--max-new-tokens", "4", "Hello"]) == 0
-    assert "exists" in failing(capsys, "import", "theirs", "--as", "eagle2", "--name", "imported")
-    assert "visual_norm" in failing(capsys, "import", "theirs", "--as", "sparrow")
-    assert "config.json" in failing(capsys, "import", ".", "--as", "eagle2")
+    assert "exists" in failing("import", "theirs", "--as", "eagle2", "--name", "imported")
+    assert "visual_norm" in failing("import", "theirs", "--as", "sparrow")
+    assert "config.json" in failing("import", ".", "--as", "eagle2")
 
 
 def test_export_prints_the_commands_that_serve_the_drafter(
-    workplace: Path, capsys: pytest.CaptureFixture[str]
+    workplace: Path, capsys: pytest.CaptureFixture[str], failing: Callable[..., str]
 ) -> None:
     origin = checkpoint.Origin(synthetic.provenance(), catalogue.config("eagle3").training, {})
     checkpoint.save(synthetic.build("eagle3"), "eagle3", Path("runs/demo/drafters/eagle3"), origin)
@@ -249,7 +232,7 @@ def test_export_prints_the_commands_that_serve_the_drafter(
     given = json.loads(shlex.split(command)[-1])
     assert given["model"] == str(Path("served").absolute())
     assert sorted(file.name for file in Path("served").iterdir()) == ["config.json", "model.safetensors"]
-    assert "served" in failing(capsys, "export", "eagle3", "--out", "served")
+    assert "served" in failing("export", "eagle3", "--out", "served")
 
 
 def test_a_full_disk_loses_nothing(workplace: Path) -> None:
@@ -380,11 +363,11 @@ def test_a_recipe_file_has_settings_for_all_drafters_and_for_each(workplace: Pat
 )
 @pytest.mark.parametrize("command", [["train", "sparrow"], ["run", "--drafters", "msd,sparrow"]])
 def test_a_recipe_file_that_does_not_fit_is_one_line(
-    command: list[str], text: str | None, named: str, workplace: Path, capsys: pytest.CaptureFixture[str]
+    command: list[str], text: str | None, named: str, workplace: Path, failing: Callable[..., str]
 ) -> None:
     if text is not None:
         Path("mine.toml").write_text(text)
-    line = failing(capsys, *command, "--recipe", "mine.toml")
+    line = failing(*command, "--recipe", "mine.toml")
     assert "mine.toml" in line
     assert named in line
     assert not Path("runs").exists()

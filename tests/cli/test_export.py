@@ -16,9 +16,7 @@ from vlmdistill.pipelines.targets.embedded import EMBEDDED
 
 
 @pytest.fixture(autouse=True)
-def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("VLMDISTILL_RUNS", raising=False)
+def trained(workplace: Path) -> None:
     origin = checkpoint.Origin(synthetic.provenance(), catalogue.config("sparrow").training, {})
     checkpoint.save(synthetic.build("sparrow"), "sparrow", Path("runs/demo/drafters/sparrow"), origin)
 

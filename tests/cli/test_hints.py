@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,13 +18,7 @@ from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import TargetError
 from vlmdistill.stores.suggestions import did_you_mean
 
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder to work in."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("VLMDISTILL_RUNS", raising=False)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("workplace")
 
 
 def dialogues(count: int) -> str:
@@ -32,16 +26,6 @@ def dialogues(count: int) -> str:
     rows = [{"conversations": [{"from": "human", "value": f"Question {i}"}]} for i in range(count)]
     Path("talks.json").write_text(json.dumps(rows))
     return "talks.json"
-
-
-def failing(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line on stderr of a command that fails."""
-    capsys.readouterr()
-    assert main(list(arguments)) == 1
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    (line,) = shown.err.strip().splitlines()
-    return line
 
 
 @pytest.mark.parametrize(
@@ -72,19 +56,18 @@ def test_names_are_suggested_by_their_spelling(name: str, known: Sequence[str], 
     ],
 )
 def test_a_mistyped_name_is_refused_with_a_suggestion(
-    arguments: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], meant: str, failing: Callable[..., str]
 ) -> None:
-    dialogues(1)
-    assert f"'{meant}'" in failing(capsys, *arguments)
+    assert f"'{meant}'" in failing(*arguments)
     assert not Path("runs").exists()
 
 
-def test_a_trained_drafter_is_suggested_before_one_to_train(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trained_drafter_is_suggested_before_one_to_train(failing: Callable[..., str]) -> None:
     origin = checkpoint.Origin(synthetic.provenance(), catalogue.config("eagle3").training, {})
     for name in ("eagle3", "my-eagle"):
         checkpoint.save(synthetic.build("eagle3"), "eagle3", Path("runs/demo/drafters") / name, origin)
-    assert failing(capsys, "export", "my-eagel", "--out", "served").count("'my-eagle'") == 1
-    line = failing(capsys, "export", "hivis", "--out", "served")
+    assert failing("export", "my-eagel", "--out", "served").count("'my-eagle'") == 1
+    line = failing("export", "hivis", "--out", "served")
     assert "vlmdistill train hivis" in line
 
 
@@ -103,26 +86,26 @@ def test_an_existing_workspace_needs_no_target() -> None:
 
 
 def test_a_workspace_is_any_folder_whose_name_is_text(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    failing: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["prompts", dialogues(1), "--runs", "."]) == 0
     assert Path("demo/prompts.parquet").exists()
     odd = os.fsdecode(b"caf\xe9")
-    assert r"caf\udce9" in failing(capsys, "report", "--runs", odd)
+    assert r"caf\udce9" in failing("report", "--runs", odd)
     Path(odd).mkdir()
-    assert "UTF-8" in failing(capsys, "report", "--model", f"./{odd}")
+    assert "UTF-8" in failing("report", "--model", f"./{odd}")
     monkeypatch.setenv("VLMDISTILL_RUNS", odd)
-    assert "UTF-8" in failing(capsys, "report")
+    assert "UTF-8" in failing("report")
 
 
-def test_a_drafters_name_is_not_a_folder_here(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_drafters_name_is_not_a_folder_here(failing: Callable[..., str]) -> None:
     workspace = Workspace.of("demo")
     for folder in ("runs/demo/drafters/sparrow", "sparrow", "exported"):
         Path(folder).mkdir(parents=True)
     assert workspace.trained("sparrow") == workspace.drafter("sparrow")
     assert workspace.trained("./sparrow") == Path("sparrow")
     assert workspace.trained("exported") == Path("exported")
-    assert "no folder served/sparow" in failing(capsys, "generate", "--drafter", "served/sparow", "What?")
+    assert "no folder served/sparow" in failing("generate", "--drafter", "served/sparow", "What?")
 
 
 def test_a_small_eval_split_is_warned_about_at_import(capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,9 +123,9 @@ def test_a_small_eval_split_is_warned_about_at_import(capsys: pytest.CaptureFixt
     assert not warned("--split", "train")
 
 
-def test_eval_and_run_refuse_an_empty_split_before_anything_loads(capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_and_run_refuse_an_empty_split_before_anything_loads(failing: Callable[..., str]) -> None:
     assert main(["prompts", dialogues(3), "--eval-share", "0"]) == 0
-    assert "--split eval" in failing(capsys, "run", "--drafters", "lookahead")
+    assert "--split eval" in failing("run", "--drafters", "lookahead")
     code = """if True:
         import sys
         from vlmdistill.cli.main import main
@@ -151,12 +134,12 @@ def test_eval_and_run_refuse_an_empty_split_before_anything_loads(capsys: pytest
     """
     run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert "--split eval" in run.stderr
-    assert "-m demo-video" in failing(capsys, "eval", "lookahead", "-m", "demo-video")
+    assert "-m demo-video" in failing("eval", "lookahead", "-m", "demo-video")
 
 
 @pytest.mark.parametrize("text", ["", "  \n"])
-def test_an_empty_question_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "TEXT" in failing(capsys, "generate", text)
+def test_an_empty_question_is_refused(text: str, failing: Callable[..., str]) -> None:
+    assert "TEXT" in failing("generate", text)
 
 
 def test_the_shell_completes_commands_and_python_runs_the_package() -> None:

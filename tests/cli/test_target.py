@@ -153,12 +153,9 @@ def test_an_unusable_target_is_one_line(
 
 
 def test_an_attention_implementation_that_does_not_work_here_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    workplace: Path, failing: Callable[..., str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["generate", "--attention", "flash_attention_2", "what?"]) == 1
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert "'flash_attention_2'" in line
+    assert "'flash_attention_2'" in failing("generate", "--attention", "flash_attention_2", "what?")
     assert main(["generate", "--attention", "eager", "--max-new-tokens", "3", "what?"]) == 0
     assert main(["features", "--attention", "xformers"]) == 2
 

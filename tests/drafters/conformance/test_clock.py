@@ -1,8 +1,7 @@
 """The seconds of the cycles add up to the seconds that pass outside: no work escapes the clock."""
 
 import itertools
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,13 +14,7 @@ from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.decoding import clock as clocks
 from vlmdistill.drafters.decoding.clock import Cycle
 from vlmdistill.drafters.decoding.decoders import plain, speculate
-from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
-
-
-@pytest.fixture(scope="module")
-def target(checkpoint: Callable[..., Path]) -> VisionLanguageTarget:
-    return load(str(checkpoint("qwen2_5_vl")))
 
 
 @pytest.fixture

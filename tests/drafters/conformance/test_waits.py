@@ -1,8 +1,7 @@
 """A cycle of the decoder waits for the device once, when it reads the tokens that were gained."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.decoding.clock import Cycle
 from vlmdistill.drafters.decoding.decoders import plain, speculate
-from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 
 WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "multinomial", "_unique2")
@@ -42,11 +40,6 @@ class Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in WAITING or by_mask:
             self.found.append(name)
         return func(*args, **(kwargs or {}))
-
-
-@pytest.fixture(scope="module")
-def target(checkpoint: Callable[..., Path]) -> VisionLanguageTarget:
-    return load(str(checkpoint("qwen2_5_vl")))
 
 
 def found_in_cycles(cycles: Iterator[Cycle]) -> list[str]:

@@ -28,11 +28,6 @@ from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 from vlmdistill.stores.schema import Feature
 
 
-@pytest.fixture(scope="module")
-def target(checkpoint: Callable[..., Path]) -> VisionLanguageTarget:
-    return load(str(checkpoint("qwen2_5_vl")))
-
-
 def said(cycles: Iterator[Cycle]) -> list[int]:
     return [token for cycle in cycles for token in cycle.ids]
 

@@ -19,11 +19,6 @@ from vlmdistill.stores.errors import DataError
 Checkpoint = Callable[..., Path]
 
 
-@pytest.fixture(scope="module")
-def target(checkpoint: Checkpoint) -> VisionLanguageTarget:
-    return load(str(checkpoint("qwen2_5_vl")))
-
-
 def test_strings_paths_and_images_in_all_their_forms(target: VisionLanguageTarget, tmp_path: Path) -> None:
     image = tiny.picture(60, 90)
     image.save(tmp_path / "a.png")
