@@ -10,19 +10,18 @@ import os
 import re
 import shutil
 import subprocess
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 import pytest
-import typer
 from PIL import Image
-from typer.testing import CliRunner
 
 from tests.pipelines.bench.conftest import Save
 from tests.pipelines.bench.made_up import PLAIN, RESPONSE, TIMED, measured, shown
 from tests.pipelines.report.html_page import Page
-from vlmdistill.cli.report import report as verb
+from vlmdistill.cli.main import main
 from vlmdistill.pipelines.bench.records import (
     Check,
     Measurement,
@@ -52,11 +51,10 @@ from vlmdistill.stores.errors import DataError
 
 
 def run(*arguments: str) -> str:
-    app = typer.Typer()
-    app.command()(verb)
-    result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
-    assert result.exit_code == 0
-    return result.stdout
+    out = io.StringIO()
+    with redirect_stdout(out):
+        assert main(["report", *arguments]) == 0
+    return out.getvalue()
 
 
 def test_page_shows_what_was_measured(workspace: Workspace, save: Save) -> None:
