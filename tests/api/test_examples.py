@@ -1,6 +1,7 @@
 """The examples of README.md and docs/api.md run, one after the other, and do what the page says."""
 
 import re
+import shutil
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -10,7 +11,10 @@ import pytest
 
 import vlmdistill
 from examples.shared_store import shared_store
+from tests.drafters.synthetic import untrained
 from tests.stores.web import serving
+from vlmdistill.drafters.checkpoints import checkpoint
+from vlmdistill.pipelines.workspace.workspace import Workspace
 
 README = Path(__file__).parents[2] / "README.md"
 PAGE = README.parent / "docs" / "api.md"
@@ -20,6 +24,12 @@ PAGE = README.parent / "docs" / "api.md"
 def after(demo_folder: Path) -> dict[str, Any]:
     """The variables that the examples leave."""
     names: dict[str, Any] = {}
+    large = Workspace("demo-large", demo_folder / "runs" / "demo-large")  # as `make demo` leaves it
+    shutil.copytree(demo_folder / "runs" / "demo" / "demo-data", large.root / "demo-data")
+    target = vlmdistill.load_target(large.model)
+    drafter = untrained("sparrow", target)
+    origin = checkpoint.Origin(target.provenance((), "float32"), type(drafter).Training(), {})
+    checkpoint.save(drafter, "sparrow", large.drafter("sparrow"), origin)  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(demo_folder)
         for page in (README, PAGE):
