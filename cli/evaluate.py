@@ -267,19 +267,18 @@ def known(facts: Any) -> Any:
 def show(evaluations: "list[Evaluation]") -> None:
     """Print one line per drafter and temperature; warnings on stderr."""
     from vlmdistill.pipelines.report.comparison import drifts, rank
-    from vlmdistill.pipelines.report.tables import PARTS, divided, rate, responses
+    from vlmdistill.pipelines.report.tables import COLUMNS, PARTS, divided, responses
 
-    header = ["drafter", "T", "tau", "accepted", "speedup", "decode speedup", "tokens/s", "identical"]
+    names = ("drafter", "T", "tau", "speedup", "CPU speedup", "decode speedup", "cycle cost", "tokens/s")
+    header = [*names, "identical"]
     rankings = rank(evaluations)
-    lines, warnings = [], []
-    for one in (one for ranking in rankings for one in ranking.results):
-        figures = one.figures
-        rates = [rate(figures, name) for name in ("tau", "accepted", "speedup", "decode_speedup")]
-        speed = f"{figures.tokens_per_second:.0f}"
-        lines.append([one.name, f"{one.temperature:g}", *rates, speed, responses(figures.lossless, "")])
-        warnings += one.warnings
+    results = [one for ranking in rankings for one in ranking.results]
+    lines = [
+        [*(COLUMNS[name](one) for name in names), responses(one.figures.lossless, "")] for one in results
+    ]
+    warnings = [warning for one in results for warning in one.warnings]
     console.rows(header, lines)
-    if parts := divided([one for ranking in rankings for one in ranking.results]):
+    if parts := divided(results):
         console.echo("")
         console.rows(PARTS, parts)
     show_budgets(rankings)

@@ -99,7 +99,7 @@ them, so one that hides them gets more samples), learning rate, store and seeds;
 embedded targets unless a setting says otherwise. Rates are of greedy decoding, with the bonus token, pooled
 over held-out prompts with an image or a video. *Found* is the mean over seeds of each side, then their
 difference with its 95% interval: over seeds (Student's t on the difference of each seed) and over prompts
-(bootstrap, for at least {FEWEST} prompts). A claim **holds** if the interval lies on its side of 0, or, for
+(jackknife, for at least {FEWEST} prompts). A claim **holds** if the interval lies on its side of 0, or, for
 "as good as", within the margin; it **does not hold** if the interval lies on the other side, or outside the
 margin; else it **cannot be told**, as is a claim whose measurement `eval` would warn of. At 95%, some of this
 many claims go wrong by chance. For a speed, all seeds of both sides decode each prompt in turn in one

@@ -241,10 +241,7 @@ def load_figures(load: ServedLoad) -> LoadFigures:
     rates = figures(Measurement(temperature=load.temperature, prompts=tuple(timed))) if timed else None
     intervals: dict[Rate, Interval] = {}
     if rates:
-        # A bound of 0 is that of resamples whose rate is unknown.
-        intervals = {
-            name: found for name, found in rates.intervals.items() if name in SPEEDS and found.low > 0
-        }
+        intervals = {name: found for name, found in rates.intervals.items() if name in SPEEDS}
     return LoadFigures(
         temperature=load.temperature,
         concurrency=load.concurrency,

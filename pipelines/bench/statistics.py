@@ -1,4 +1,4 @@
-"""The metrics of a measurement and their bootstrap intervals over prompts.
+"""The metrics of a measurement and their intervals over prompts.
 
 All metrics are pooled over prompts:
 
@@ -9,25 +9,27 @@ All metrics are pooled over prompts:
 - `speedup`: plain over speculative seconds per token, by the clock outside the decoders, vision and prefill
   included;
 - `decode_speedup`: the same for the cycles after the prefill;
+- `cycle_cost`: seconds of a cycle over seconds of a step of plain decoding: about tau / `decode_speedup`;
+- `cpu_speedup`: the speedup in CPU seconds of the decoding thread, which other programs disturb less;
 - `prefill_share`: the share of the prefill in the speculative seconds;
 - `budget`: the speculative seconds by phase, which add up to all of them.
 
 The first token comes from the prefill, not from a call: `tau` and `accepted` exclude it.
 
-Intervals are 95% bootstrap intervals over prompts with expanded percentiles (Hesterberg 2015, "What Teachers
-Should Know About the Bootstrap"), since plain percentiles are too narrow for few prompts. Drafters are
-compared on the same resamples of the same prompts, so that the difficulty of a prompt cancels.
+Intervals are 95% t intervals of the logarithm of a rate over prompts, by the jackknife within kinds of
+prompts: images and texts differ by far more than prompts of one kind do, and an evaluation fixes how many of
+each it has. Each kind adds its variance; the degrees of freedom are Welch's and Satterthwaite's (1946).
+Drafters are compared on the same prompts, so that the difficulty of a prompt cancels.
 
-Shapes: R resamples, P prompts.
+Shapes: P prompts, R weightings of them.
 """
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import zip_longest
-from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
@@ -35,15 +37,15 @@ import numpy.typing as npt
 
 from vlmdistill.pipelines.bench.records import Calibration, Decoding, Measurement, Phases, PromptResult
 
-RESAMPLES = 2000
-FEWEST = 6  # prompts for an interval: five agree by chance in more than 5% of cases
+FEWEST = 6  # prompts for an interval
+FEWEST_OF_KIND = 4  # prompts of each of its kinds: with three, too few intervals hold the truth
 FEWEST_SEEDS = 5  # for an interval over seeds
 TOLERANCE = 0.02  # share of the elapsed seconds that the cycles may leave unaccounted
 DRIFT = 1.25  # between the calibrations of one evaluation, above which they differ
 BUSY = 0.9  # share of the elapsed seconds below which the CPU was not this program's alone
 
 Floats = npt.NDArray[np.float64]
-Rate = Literal["tau", "accepted", "speedup", "decode_speedup"]
+Rate = Literal["tau", "accepted", "speedup", "decode_speedup", "cycle_cost", "cpu_speedup"]
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,8 @@ class Figures:
     alpha: tuple[float, ...]
     speedup: float
     decode_speedup: float
+    cycle_cost: float
+    cpu_speedup: float | None  # None on a GPU
     intervals: dict[Rate, Interval]  # empty for fewer than `FEWEST` prompts
     prefill_share: float
     tokens: int
@@ -117,7 +121,7 @@ def figures(measurement: Measurement) -> Figures:
     tokens, plain_tokens = (sum(one.tokens for one in side) for side in (own, plain))
     accounted, plain_accounted = _accounted(own), _accounted(plain)
     count = len(prompts)
-    resampled = _rates(prompts, _resamples(count)) if count >= FEWEST else {}
+    left = _left_out(prompts)
     return Figures(
         prompts=count,
         tau=float(rates["tau"][0]),
@@ -125,7 +129,9 @@ def figures(measurement: Measurement) -> Figures:
         alpha=_alpha(own),
         speedup=float(rates["speedup"][0]),
         decode_speedup=float(rates["decode_speedup"][0]),
-        intervals={rate: _interval(value_R, count) for rate, value_R in resampled.items()},
+        cycle_cost=float(rates["cycle_cost"][0]),
+        cpu_speedup=float(rates["cpu_speedup"][0]) if "cpu_speedup" in rates else None,
+        intervals=left.intervals(rates, _rates(prompts, left.weight_PP)) if left else {},
         prefill_share=_ratio(sum(one.prefill_seconds for one in own), seconds),
         tokens=tokens,
         plain_tokens=plain_tokens,
@@ -159,17 +165,18 @@ def rates(measurement: Measurement) -> dict[Rate, float]:
 
 
 def advantage(one: Measurement, other: Measurement, rate: Rate = "speedup") -> Interval | None:
-    """The interval of the ratio of two drafters' rates, over the same resamples of their prompts.
+    """The interval of the ratio of two drafters' rates on the same prompts.
 
-    None for fewer than `FEWEST` prompts. If the interval contains 1, they do not differ significantly.
+    None for too few prompts. If the interval contains 1, they do not differ significantly.
     """
-    count = len(one.prompts)
-    if count < FEWEST:
+    if (left := _left_out(one.prompts)) is None:
         return None
-    weight_RP = _resamples(count)
-    mine_R, its_R = (_rates(at.prompts, weight_RP)[rate] for at in (one, other))
-    known_R = its_R > 0
-    return _interval(mine_R[known_R] / its_R[known_R], count) if known_R.any() else None
+    whole_1P = np.ones((1, len(one.prompts)))
+    ratio_1, ratio_P = (
+        _over(*(_rates(at.prompts, weight)[rate] for at in (one, other)))
+        for weight in (whole_1P, left.weight_PP)
+    )
+    return left.intervals({rate: ratio_1}, {rate: ratio_P}).get(rate)
 
 
 @dataclass(frozen=True)
@@ -189,12 +196,13 @@ class Difference:
 def difference(ones: Sequence[Measurement], others: Sequence[Measurement], rate: Rate = "tau") -> Difference:
     """Compare two settings that were each trained with the same seeds: a measurement for each seed.
 
-    Each seed gives a difference of pooled rates. Their t interval has the luck of training; the bootstrap
-    interval of their mean has the luck of the prompts (left out for fewer than `FEWEST`). Half widths add as
-    standard errors do. Noise that both contain counts twice, so the interval is rather too wide.
+    Each seed gives a difference of pooled rates. Their t interval has the luck of training; that of their
+    mean over prompts has the luck of the prompts (left out for too few). Half widths add as standard errors
+    do. Noise that both contain counts twice, so the interval is rather too wide.
     """
-    count = len(ones[0].prompts)
-    weight_RP = np.concatenate([np.ones((1, count)), _resamples(count)])
+    left = _left_out(ones[0].prompts)
+    whole_1P = np.ones((1, len(ones[0].prompts)))
+    weight_RP = whole_1P if left is None else np.concatenate([whole_1P, left.weight_PP])
     between_SR = np.array(
         [
             _rates(one.prompts, weight_RP)[rate] - _rates(other.prompts, weight_RP)[rate]
@@ -206,11 +214,8 @@ def difference(ones: Sequence[Measurement], others: Sequence[Measurement], rate:
     if seeds < FEWEST_SEEDS:
         return Difference(mean, None)
     training = _student(seeds - 1) * float(between_SR[:, 0].std(ddof=1)) / seeds**0.5
-    below = above = 0.0
-    if count >= FEWEST:
-        prompts = _interval(mean_R[1:], count)
-        below, above = mean - prompts.low, prompts.high - mean
-    return Difference(mean, Interval(mean - math.hypot(training, below), mean + math.hypot(training, above)))
+    half = math.hypot(training, left.half(mean_R[1:]) if left else 0.0)
+    return Difference(mean, Interval(mean - half, mean + half))
 
 
 def _rates(prompts: Sequence[PromptResult], weight_RP: Floats) -> dict[Rate, Floats]:
@@ -228,33 +233,76 @@ def _rates(prompts: Sequence[PromptResult], weight_RP: Floats) -> dict[Rate, Flo
     plain_decode_R = _over(
         totals(lambda one: one.plain.decode_seconds), totals(lambda one: one.plain.tokens - 1)
     )
-    return {
+    found: dict[Rate, Floats] = {
         "tau": _over(gained_R, calls_R),
         "accepted": _over(totals(lambda one: one.drafted.accepted), calls_R),
         "speedup": _over(plain_pace_R, pace_R),
         "decode_speedup": _over(plain_decode_R, decode_R),
+        "cycle_cost": _over(_over(totals(lambda one: one.drafted.decode_seconds), calls_R), plain_decode_R),
     }
+    if all(None not in (one.drafted.cpu_seconds, one.plain.cpu_seconds) for one in prompts):
+        own_R = totals(lambda one: one.drafted.cpu_seconds or 0)
+        plain_R = totals(lambda one: one.plain.cpu_seconds or 0)
+        own_R = _over(own_R, totals(lambda one: one.drafted.tokens))
+        plain_R = _over(plain_R, totals(lambda one: one.plain.tokens))
+        found["cpu_speedup"] = _over(plain_R, own_R)
+    return found
 
 
-@lru_cache(maxsize=4)
-def _resamples(count: int) -> Floats:
-    """How often each resample draws each of `count` prompts: the same for every measurement of that size."""
-    draws = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
-    return draws.astype(np.float64)
+@dataclass(frozen=True)
+class _LeftOut:
+    """Weightings that leave each prompt out in turn, the others of its kind counting as much more."""
+
+    weight_PP: Floats
+    kinds: tuple[npt.NDArray[np.intp], ...]
+    sizes: tuple[float, ...]  # of each kind: as many prompts of equal length say as much (Kish 1965)
+
+    def half(self, value_P: Floats) -> float:
+        """Half of the 95% interval of a statistic with these values."""
+        variance = free = 0.0
+        for at_K, size in zip(self.kinds, self.sizes, strict=True):
+            count = len(at_K)
+            part = (count - 1) ** 2 / count * float(value_P[at_K].var(ddof=1))
+            variance, free = variance + part, free + part**2 / max(1.0, size - 1)
+        return _student(variance**2 / free) * variance**0.5 if free else 0.0
+
+    def intervals(self, whole: Mapping[Rate, Floats], left: Mapping[Rate, Floats]) -> dict[Rate, Interval]:
+        """Of the rates that are never 0, by the values of all prompts and with each left out."""
+        found = {}
+        for rate, value_P in left.items():
+            if (value_P > 0).all():
+                center, half = float(whole[rate][0]), self.half(np.log(value_P))
+                found[rate] = Interval(center * math.exp(-half), center * math.exp(half))
+        return found
 
 
-def _interval(value_R: Floats, count: int) -> Interval:
-    """Percentiles, expanded so that the interval of a mean is as wide as Student's t interval."""
-    tail = NormalDist().cdf(-_student(count - 1) * (count / (count - 1)) ** 0.5)
-    low, high = np.quantile(value_R, [tail, 1 - tail])
-    return Interval(float(low), float(high))
+def _left_out(prompts: Sequence[PromptResult]) -> _LeftOut | None:
+    """None for too few prompts."""
+    kind_P = np.array([one.kind for one in prompts])
+    kinds = tuple(np.flatnonzero(kind_P == kind) for kind in np.unique(kind_P))
+    if len(prompts) < FEWEST or min(map(len, kinds)) < FEWEST_OF_KIND:
+        return None
+    weight_PP = np.ones((len(prompts), len(prompts)))
+    for at_K in kinds:
+        weight_PP[np.ix_(at_K, at_K)] = len(at_K) / (len(at_K) - 1)
+    np.fill_diagonal(weight_PP, 0)
+    tokens_P = np.array([one.drafted.tokens for one in prompts], dtype=np.float64)
+    sizes = tuple(float(tokens_P[at_K].sum() ** 2 / (tokens_P[at_K] ** 2).sum()) for at_K in kinds)
+    return _LeftOut(weight_PP, kinds, sizes)
 
 
-def _student(free: int) -> float:
-    """The 97.5% quantile of Student's t, by its expansion around the normal; 0.3% too small at 4."""
-    z = NormalDist().inv_cdf(0.975)
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * free**3)
-    return z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2) + third
+@lru_cache(maxsize=1024)
+def _student(free: float) -> float:
+    """The 97.5% quantile of Student's t, by bisection of its integral; degrees of freedom from 1 on."""
+    free = max(1.0, free)
+    scale = math.exp(math.lgamma((free + 1) / 2) - math.lgamma(free / 2)) / math.sqrt(math.pi * free)
+    low, high = 1.9, 12.8
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        x_N = np.linspace(0, middle, 4001)
+        mass = scale * np.trapezoid((1 + x_N**2 / free) ** (-(free + 1) / 2), x_N)
+        low, high = (middle, high) if mass < 0.475 else (low, middle)
+    return high
 
 
 def _alpha(decoded: Sequence[Decoding]) -> tuple[float, ...]:

@@ -1,6 +1,6 @@
 """Compares two sets of evaluations drafter by drafter: what changed by more than the prompts' noise.
 
-Prompts are paired, so the ratio of two rates is bootstrapped over prompts (`statistics.advantage`): a rate
+Prompts are paired, so the interval of the ratio of two rates is over prompts (`statistics.advantage`): a rate
 has changed if the interval of its ratio excludes 1. Times are compared only on equal hardware, dtype,
 threads, attention and compilation.
 """

@@ -14,6 +14,7 @@ from vlmdistill.pipelines.bench import audit
 from vlmdistill.pipelines.bench.records import Evaluation, Measurement, PromptResult
 from vlmdistill.pipelines.bench.statistics import (
     FEWEST,
+    FEWEST_OF_KIND,
     Checks,
     Figures,
     Interval,
@@ -24,6 +25,8 @@ from vlmdistill.pipelines.bench.statistics import (
 )
 from vlmdistill.pipelines.report.selection import CONDITIONS, Measured, distinguished, latest
 from vlmdistill.pipelines.workspace.workspace import Workspace
+
+MOSTLY = 0.5  # of the CPU: below, speeds are those of other programs
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,16 @@ class Ranking:
     @property
     def winner(self) -> DrafterResult | None:
         """The drafter that is significantly faster than all others; None if there is none or it is alone."""
-        return self.leaders[0] if len(self.ranked) > 1 and len(self.leaders) == 1 else None
+        alone = len(self.ranked) > 1 and len(self.leaders) == 1
+        return (
+            self.leaders[0] if alone and not self.disturbed and self.leaders[0].figures.speedup >= 1 else None
+        )
+
+    @property
+    def disturbed(self) -> bool:
+        """Other programs had most of the CPU: no drafter can be called the fastest."""
+        shares = [one.figures.cpu_share for one in self.ranked if one.figures.cpu_share is not None]
+        return bool(shares) and min(shares) < MOSTLY
 
     @property
     def against_plain(self) -> Literal["faster", "slower", "equal", "unknown"]:
@@ -117,7 +129,9 @@ class Ranking:
                 f"{prefix}, no drafter is ranked: none is lossless at temperature 0 with counts that agree."
             )
         first, count = self.leaders[0], self.results[0].figures.prompts
-        if len(self.leaders) > 1:
+        if self.disturbed:
+            lines = [f"{prefix}, other programs had most of the CPU: no drafter is called the fastest."]
+        elif len(self.leaders) > 1:
             named = [f"{one.name} {_speedup(one)}" for one in self.leaders[:4]]
             more = len(self.leaders) - len(named)
             names = ", ".join(named) + (f", and {more} more" if more else "")
@@ -136,7 +150,9 @@ class Ranking:
             "faster": [],
             "slower": ["No drafter is faster than plain decoding."],
             "equal": [f"On {count} prompts, {first.name} is not significantly faster than plain decoding."],
-            "unknown": [f"Fewer than {FEWEST} prompts are too few for intervals."],
+            "unknown": [
+                f"Fewer than {FEWEST} prompts, or {FEWEST_OF_KIND} of a kind, are too few for intervals."
+            ],
         }[self.against_plain]
         if odd := [one.name for one in self.results if not one.evaluation.lossless]:
             lines.append(f"Not ranked, since not lossless: {', '.join(odd)}.")

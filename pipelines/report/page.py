@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from vlmdistill.pipelines.bench import served_records
 from vlmdistill.pipelines.bench.records import LABELS, Decoding, Evaluation, ShownResponse
 from vlmdistill.pipelines.bench.served_records import ServedEvaluation
-from vlmdistill.pipelines.bench.statistics import FEWEST
+from vlmdistill.pipelines.bench.statistics import FEWEST, FEWEST_OF_KIND
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.responses.pieces import Piece
 from vlmdistill.pipelines.media.urls import at_hand, is_url
@@ -226,6 +226,7 @@ class ReportPage:
             served=[(one.measured, line) for one in self.served for line in served_records.table([one])],
             columns=served_records.TABLE,
             fewest=FEWEST,
+            fewest_of_kind=FEWEST_OF_KIND,
             script=script,
             script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         )

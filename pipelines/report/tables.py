@@ -20,7 +20,9 @@ COLUMNS: "dict[str, Callable[[DrafterResult], str]]" = {
     "tau": lambda one: rate(one.figures, "tau"),
     "accepted": lambda one: rate(one.figures, "accepted"),
     "speedup": lambda one: rate(one.figures, "speedup"),
+    "CPU speedup": lambda one: rate(one.figures, "cpu_speedup"),
     "decode speedup": lambda one: rate(one.figures, "decode_speedup"),
+    "cycle cost": lambda one: rate(one.figures, "cycle_cost"),
     "prefill": lambda one: f"{one.figures.prefill_share:.0%}",
     "tokens/s": lambda one: f"{one.figures.tokens_per_second:.0f}",
     "plain tokens/s": lambda one: f"{one.figures.plain_tokens_per_second:.0f}",
@@ -29,7 +31,7 @@ COLUMNS: "dict[str, Callable[[DrafterResult], str]]" = {
     "parameters": lambda one: _count(one.evaluation.parameters),
     "calls": lambda one: f"{one.figures.calls}",
 }
-RATES = ("tau", "accepted", "speedup", "decode_speedup")
+RATES = ("tau", "accepted", "speedup", "decode_speedup", "cycle_cost", "cpu_speedup")
 FORMULA = ("=", "+", "-", "@")  # what a formula of a spreadsheet begins with
 
 
@@ -194,7 +196,8 @@ def _count(parameters: int) -> str:
 
 def rate(figures: Figures, name: Rate) -> str:
     """A rate with its confidence interval, as one cell."""
-    return cell(getattr(figures, name), figures.intervals.get(name))
+    value = getattr(figures, name)
+    return "-" if value is None else cell(value, figures.intervals.get(name))
 
 
 def responses(count: Checks, kind: str = " identical") -> str:

@@ -1,6 +1,7 @@
 """Metrics, their intervals, and which drafter is called the fastest."""
 
 import dataclasses
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -65,6 +66,43 @@ def test_few_prompts_give_no_intervals_and_no_winner(count: int) -> None:
     assert found.winner is None
     assert found.against_plain == "unknown"
     assert found.results[0].figures.intervals == {}
+
+
+def on_a_shared_cpu(at: Measurement, share: float) -> Measurement:
+    """As if this program had had that share of a CPU."""
+    prompts = [
+        replace(
+            one,
+            plain=replace(one.plain, cpu_seconds=share * one.plain.seconds),
+            drafted=replace(one.drafted, cpu_seconds=share * one.drafted.seconds),
+        )
+        for one in at.prompts
+    ]
+    return replace(at, prompts=tuple(prompts))
+
+
+@pytest.mark.parametrize(("share", "wins"), [(0.06, False), (0.95, True)])
+def test_no_drafter_is_the_fastest_where_others_had_the_cpu(share: float, wins: bool) -> None:
+    fast, slow = (on_a_shared_cpu(measured(speedup=rate, noise=0.01), share) for rate in (1.8, 1.2))
+    found = ranking(sparrow=fast, eagle2=slow)
+    assert (found.winner is not None) == wins
+    assert ("is the fastest drafter" in found.text) == wins
+    figures_of = found.results[0].figures
+    assert figures_of.cpu_speedup == pytest.approx(figures_of.speedup)
+
+
+def test_none_is_called_the_fastest_below_plain_decoding() -> None:
+    found = ranking(sparrow=measured(speedup=0.9, noise=0.01), eagle2=measured(speedup=0.6, noise=0.01))
+    assert found.winner is None
+    assert "is the fastest drafter" not in found.text
+    assert "No drafter is faster than plain decoding." in found.text
+
+
+def test_tau_over_the_cost_of_a_cycle_is_the_decode_speedup() -> None:
+    one = figures(measured(speedup=1.5, noise=0.1))
+    assert one.tau / one.cycle_cost == pytest.approx(one.decode_speedup)
+    within = one.intervals["cycle_cost"]
+    assert within.low < one.cycle_cost < within.high
 
 
 def test_a_drafter_alone_is_no_winner() -> None:
