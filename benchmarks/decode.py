@@ -1,37 +1,37 @@
-"""Times a plain decoding step and each part of a speculative cycle, relative to the stock model's step.
+"""Times plain decoding steps and speculative cycles, relative to the stock model's steps.
 
     python -m benchmarks.decode [--model demo] [--tree chain-5 ...] [--compile] [--out FILE]
 
-Each round runs every part once. Times are medians over rounds, ratios are medians of the ratios within a
-round, so that a machine whose speed drifts affects all parts alike. The drafter is untrained: the time of a
-cycle does not depend on what it drafts. Its last part, the target's KV cache that keeps the accepted tokens,
-is not timed. `vlmdistill eval` measures tau and speedup.
+Each round times every kind of work once, as `RUN` steps or cycles in a row: a step between other work takes
+longer than one after another, and decoding is the latter. Times are medians over rounds, ratios are medians
+of the ratios within a round, so that a machine whose speed drifts affects all alike. The drafter is
+untrained: the time of a cycle does not depend on what it drafts. Three tokens of each cycle are committed to
+the drafter, none to the target. `vlmdistill eval` measures tau and speedup.
 """
 
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from PIL import Image
-from torch import Tensor
 from transformers import DynamicCache
 
 from vlmdistill.drafters.core import catalogue
-from vlmdistill.drafters.core.tree import DraftTree, Tree
+from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.core.tree_drafter import TreeDrafter
 from vlmdistill.drafters.decoding.acceptance import verify
-from vlmdistill.drafters.decoding.clock import wait
+from vlmdistill.drafters.decoding.clock import Laps, Phase, wait
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 
 TREES = ("chain-3", "chain-5", "chain-8", "8-3-2", "12-4-3", "16-4-4", "30-3-8", "60-5-10")
 PREFIX = 100  # tokens after the prompt
+RUN = 8  # steps or cycles in a row
 
 
 def measure(
@@ -46,34 +46,33 @@ def measure(
     content = [{"type": "image", "image": picture}, {"type": "text", "text": "Describe the scene."}]
     prompt = target.encode([{"role": "user", "content": content}])
     with torch.inference_mode():
-        parts, before = _parts(target, untrained, prompt, trees)
+        works = _works(target, untrained, prompt, trees)
         if compiled:
-            parts["compiled step"] = _plain_step(load(model, compiled=True), prompt)
-        for name, run in parts.items():  # a warm-up
-            before.get(name, _nothing)()
-            run()
-        times: dict[str, list[float]] = {name: [] for name in parts}
-        for _ in range(rounds):
-            for name, run in parts.items():
-                before.get(name, _nothing)()
+            works["compiled step"] = _steps(_plain_step(load(model, compiled=True), prompt))
+        times: dict[str, list[Spent]] = {name: [] for name in works}
+        for number in range(rounds + 1):
+            for name, work in works.items():
+                run = work()  # untimed
+                found = [run() for _ in range(RUN)]
                 wait(target.device)
-                start = time.perf_counter()
-                run()
-                wait(target.device)
-                times[name].append(1e3 * (time.perf_counter() - start))
-    plain = times["plain step"]
+                if number:  # the first round is a warm-up
+                    times[name].append(_mean(found))
+    whole = {name: [sum(one.values()) for one in rounds] for name, rounds in times.items()}
+    plain = whole["plain step"]
     figures: dict[str, Any] = {
-        "milliseconds": {name: statistics.median(values) for name, values in times.items()},
-        "plain step / stock step": _ratio(plain, times["stock step"]),
-        "plain step / weights read once": _ratio(plain, times["weights read once"]),
+        "milliseconds": {name: statistics.median(values) for name, values in whole.items()},
+        "plain step / stock step": _ratio(plain, whole["stock step"]),
+        "plain step / weights read once": _ratio(plain, whole["weights read once"]),
     }
     if compiled:
-        figures["compiled step / plain step"] = _ratio(times["compiled step"], plain)
+        figures["compiled step / plain step"] = _ratio(whole["compiled step"], plain)
     for tree in trees:
-        steps = [times[f"{tree} {part}"] for part in ("grow", "extend", "verify", "commit")]
-        cycle = [sum(row) for row in zip(*steps, strict=True)]
-        figures[f"{tree}: tokens per cycle to break even"] = _ratio(cycle, plain)
-        figures[f"{tree}: verification / plain step"] = _ratio(steps[1], plain)
+        figures[f"{tree}: tokens per cycle to break even"] = _ratio(whole[f"{tree} cycle"], plain)
+        for phase in ("draft", "verify", "accept"):
+            spent = [one[phase] for one in times[f"{tree} cycle"]]
+            figures["milliseconds"][f"{tree} {phase}"] = statistics.median(spent)
+            if phase == "verify":
+                figures[f"{tree}: verification / plain step"] = _ratio(spent, plain)
     if target.device.type == "cuda":
         figures["peak memory, GiB"] = torch.cuda.max_memory_allocated(target.device) / 2**30
     figures |= {"model": model, "drafter": drafter, "threads": threads, "prefix": PREFIX + prompt.length}
@@ -84,54 +83,62 @@ def _ratio(above: Sequence[float], below: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
-def _nothing() -> None:
-    """What most parts need before they are timed."""
+Spent = dict[str, float]
+"""Milliseconds by phase."""
+Work = Callable[[], Callable[[], Laps]]
+"""Prepares a run of steps or cycles, and gives what each of them is."""
 
 
-Parts = dict[str, Callable[[], object]]
+def _mean(run: Sequence[Laps]) -> Spent:
+    spent: dict[Any, float] = dict.fromkeys(get_args(Phase), 0.0)
+    for laps in run:
+        laps.add_to(spent)
+    return {phase: 1e3 * seconds / len(run) for phase, seconds in spent.items()}
 
 
-def _parts(
-    target: VisionLanguageTarget, drafter: Any, prompt: Any, trees: Sequence[str]
-) -> tuple[Parts, Parts]:
-    """Every timed part by name, on one prefix; and what is done before a part, untimed, to keep it so."""
-    needs = drafter.config.needs(target.info, decoding=True)
-    prefix = target.prefill(prompt, needs)
+def _works(target: VisionLanguageTarget, drafter: Any, prompt: Any, trees: Sequence[str]) -> dict[str, Work]:
+    """All that is timed, by name, on one prefix."""
+    prefix = target.prefill(prompt, drafter.config.needs(target.info, decoding=True))
     one = torch.ones(1, dtype=torch.long, device=target.device)
     before_1D = torch.cat([prefix.feature("hidden", "text")[-1:]] * len(drafter.sources), dim=-1)
     plain_step = _plain_step(target, prompt)
-    step = _stock_step(target, prompt.length + PREFIX)
     weights = list(target.model.model.language_model.parameters())
-    parts: Parts = {
-        "plain step": plain_step,
-        "stock step": step,
-        "weights read once": lambda: [weight.sum() for weight in weights],
+
+    def cycles(shape: Tree) -> Callable[[], Laps]:
+        draft = TreeDrafter(drafter, prefix)
+        draft.commit(one.repeat(PREFIX), before_1D.repeat(PREFIX, 1))
+
+        def cycle() -> Laps:
+            laps = Laps(target.device)
+            nodes = draft.grow(shape)
+            laps.end("draft")
+            states_ND = target.extend(nodes.ids_N, nodes.depth_N, nodes.visible_NN, ("hidden",))["hidden"]
+            logits_NV = target.logits(states_ND)
+            laps.end("verify")
+            verify(nodes, logits_NV, 0.0).path_N.tolist()
+            laps.end("accept")
+            draft.commit(one.repeat(3), before_1D.repeat(3, 1))
+            laps.end("draft")
+            return laps
+
+        return cycle
+
+    return {
+        "plain step": _steps(plain_step),
+        "stock step": _steps(_stock_step(target, prompt.length + PREFIX)),
+        "weights read once": _steps(lambda: [weight.sum() for weight in weights]),
+        **{f"{name} cycle": partial(cycles, Tree.parse(name)) for name in trees},
     }
-    before: Parts = {}
-    sessions: dict[str, TreeDrafter] = {}
 
-    def begin(name: str) -> None:
-        sessions[name] = TreeDrafter(drafter, prefix)
-        sessions[name].commit(one.repeat(PREFIX), before_1D.repeat(PREFIX, 1))
 
-    def commit(name: str) -> None:
-        sessions[name].commit(one.repeat(3), before_1D.repeat(3, 1))
+def _steps(run: Callable[[], object]) -> Work:
+    def step() -> Laps:
+        laps = Laps(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        run()
+        laps.end("verify")
+        return laps
 
-    for name in trees:
-        shape = Tree.parse(name)
-        begin(name)
-        draft = sessions[name]
-        nodes = draft.grow(shape)
-        nodes_again = (nodes.ids_N, nodes.depth_N, nodes.visible_NN, ("hidden",))
-        states = target.extend(*nodes_again)["hidden"]
-        parts |= {
-            f"{name} grow": partial(draft.grow, shape),
-            f"{name} extend": partial(target.extend, *nodes_again),
-            f"{name} verify": partial(_verify, target, nodes, states),
-            f"{name} commit": partial(commit, name),
-        }
-        before[f"{name} commit"] = partial(begin, name)
-    return parts, before
+    return lambda: step
 
 
 def _plain_step(target: VisionLanguageTarget, prompt: Any) -> Callable[[], object]:
@@ -141,12 +148,7 @@ def _plain_step(target: VisionLanguageTarget, prompt: Any) -> Callable[[], objec
     for _ in range(PREFIX):
         target.extend(one, one, None, ("hidden",))
         target.commit(one - 1)
-    return lambda: target.logits(target.extend(one, one, None, ("hidden",))["hidden"]).argmax(-1)
-
-
-def _verify(target: VisionLanguageTarget, nodes: DraftTree, states_ND: Tensor) -> list[int]:
-    path: list[int] = verify(nodes, target.logits(states_ND), 0.0).path_N.tolist()
-    return path
+    return lambda: target.logits(target.extend(one, one, None, ("hidden",))["hidden"]).argmax(-1).tolist()
 
 
 def _stock_step(target: VisionLanguageTarget, length: int) -> Callable[[], object]:
