@@ -44,8 +44,9 @@ def failures(evaluation: Evaluation) -> list[str]:
                     f"the responses of {whose}{where} are not samples of the target's distribution: their "
                     f"surprise is off by {off.nats:.0f} nats, with a standard error of {off.error:.0f}"
                 )
-    greedy = {one.key: one.drafted for at in evaluation.temperatures[:1] for one in at.prompts}
-    if other := [again.key for again in evaluation.again if again.calls != greedy[again.key].calls]:
+    greedy = [at for at in evaluation.temperatures if at.temperature == 0]
+    calls = {one.key: one.drafted.calls for at in greedy for one in at.prompts}
+    if other := [one.key for one in evaluation.again if one.calls != calls.get(one.key)]:
         found.append(
             "a process that has seen no response needs other numbers of calls for the same prompts: "
             f"{_some(other)}"

@@ -111,7 +111,7 @@ def evaluate(
     listed = prompt_table.load(prompts, workspace.model, "eval").facts["key"].sort()
     asked = tuple(listed[: settings.limit].to_list())
     described = {name: _describe(workspace.drafter(name)) for name in names}  # fails before the target loads
-    leaks = {name: leak(workspace, workspace.drafter(name), chosen) for name in names}
+    leak_of = leaks(workspace, names, chosen)
     target = load(workspace.model, **settings.how)
     machine = hardware.of(target.device)
     drafters = {name: target.drafter(workspace.drafter(name)) for name in described}
@@ -169,7 +169,7 @@ def evaluate(
             calibrations=calibrations,
             title=title,
             asked=asked,
-            leak=leaks[names_of[label]],
+            leak=leak_of[names_of[label]],
         )
         for label, (drafter, tree) in decoders.items()
     ]
@@ -269,23 +269,29 @@ def kept(workspace: Workspace, names: Sequence[str], settings: Settings) -> list
     return [whole[0][name] for name in names] if whole else []
 
 
-def leak(workspace: Workspace, folder: Path, chosen: Sequence[Prompt]) -> Leak | None:
-    """The prompts that the drafter was trained on, or whose media or text it has seen.
+def leaks(workspace: Workspace, names: Sequence[str], chosen: Sequence[Prompt]) -> dict[str, Leak | None]:
+    """The prompts that each drafter was trained on, or whose media or text it has seen.
 
-    Media and texts are compared with the workspace's prompts. None if the folder does not name its samples.
+    Media and texts are compared with the workspace's prompts. None for a drafter that does not name its
+    samples.
     """
-    seen = checkpoint.trained_on(folder)
-    if seen is None:
-        return None
-    known = [one for one in _all_prompts(workspace) if one.key in seen]
-    media = {part["digest"] for one in known for part in one.media}
-    texts = {_text(one) for one in known if not one.media}
-    return Leak(
-        samples=len(seen),
-        prompts=tuple(one.key for one in chosen if one.key in seen),
-        media=tuple(one.key for one in chosen if media & {part["digest"] for part in one.media}),
-        texts=tuple(one.key for one in chosen if not one.media and _text(one) in texts),
-    )
+    seen = {name: checkpoint.trained_on(workspace.drafter(name)) for name in names}
+    keys_of: dict[str, set[str]] = {}  # evaluated prompts by what they share with others
+    for one in chosen:
+        for trait in _traits(one):
+            keys_of.setdefault(trait, set()).add(one.key)
+    shared: dict[str, set[str]] = {name: set() for name in names}
+    for one in _all_prompts(workspace) if any(seen.values()) else ():
+        if common := {key for trait in _traits(one) for key in keys_of.get(trait, ())}:
+            for name, keys in seen.items():
+                if keys and one.key in keys:
+                    shared[name] |= common
+    found: dict[str, Leak | None] = {}
+    for name, keys in seen.items():
+        own = tuple(one.key for one in chosen if keys and one.key in keys)
+        alike = tuple(one.key for one in chosen if one.key in shared[name] and one.key not in own)
+        found[name] = None if keys is None else Leak(samples=len(keys), prompts=own, alike=alike)
+    return found
 
 
 def _all_prompts(workspace: Workspace) -> Sequence[Prompt]:
@@ -293,6 +299,11 @@ def _all_prompts(workspace: Workspace) -> Sequence[Prompt]:
         return prompt_table.load(workspace.prompts, workspace.model, "all")
     except DataError:
         return ()
+
+
+def _traits(prompt: Prompt) -> set[str]:
+    """The digests of its images and videos; without any, its text."""
+    return {part["digest"] for part in prompt.media} or {_text(prompt)}
 
 
 def _text(prompt: Prompt) -> str:

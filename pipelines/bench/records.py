@@ -216,13 +216,12 @@ class Leak:
 
     samples: Count  # that it was trained on
     prompts: tuple[str, ...] = ()
-    media: tuple[str, ...] = ()  # with another question about the same image or video
-    texts: tuple[str, ...] = ()  # of text alone, which differ in what is not asked
+    alike: tuple[str, ...] = ()  # others, with an image, a video or, without any, a text that it has seen
 
     @property
     def keys(self) -> list[str]:
         """All of them."""
-        return sorted({*self.prompts, *self.media, *self.texts})
+        return sorted({*self.prompts, *self.alike})
 
 
 @dataclass(frozen=True, kw_only=True)
