@@ -18,7 +18,16 @@ import numpy as np
 from vlmdistill.stores.arrays import ArraySpec, file_bytes
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.manifest import GROUP, INDEX, Files
-from vlmdistill.stores.schema import CHUNK_FILE, Array, Feature, Provenance, Rows, Sample, TargetInfo
+from vlmdistill.stores.schema import (
+    CHUNK_FILE,
+    Array,
+    Feature,
+    Provenance,
+    Rows,
+    Sample,
+    TargetInfo,
+    as_features,
+)
 
 STORAGE = {"bfloat16": "uint16", "float16": "float16", "float32": "float32"}
 ENCODINGS = ("raw", "int8")
@@ -92,17 +101,18 @@ class Layout:
         odd = sorted(names ^ files.keys())
         return f"{odd[0]} is {'missing' if odd[0] in names else 'no file of this store'}" if odd else None
 
-    def choose(self, features: Collection[Feature] | None) -> tuple[Feature, ...]:
+    def choose(self, features: Collection[str | Feature] | None) -> tuple[Feature, ...]:
         """The features asked for, all when None; StoreError names what was never captured."""
         if features is None:
             return self.features
-        missing = sorted(feature.name for feature in set(features) - set(self.features))
+        chosen = set(as_features(features))
+        missing = sorted(feature.name for feature in chosen - set(self.features))
         if missing:
             raise StoreError(
                 f"this store has no {', '.join(missing)}: it holds "
                 f"{', '.join(feature.name for feature in self.features)}. Capture the features again"
             )
-        return tuple(sorted(set(features)))
+        return tuple(sorted(chosen))
 
     def check(self, sample: Sample) -> None:
         """Refuse a sample that does not fit, naming the sample and the field."""
@@ -111,6 +121,8 @@ class Layout:
             if len(getattr(sample, name)) != tokens:
                 found = len(getattr(sample, name))
                 raise StoreError(f"sample {sample.key}: {name} has {found} rows, ids_T has {tokens}")
+        if odd := [name for name in sample.features if not isinstance(name, Feature)]:
+            raise StoreError(f"sample {sample.key}: make a Feature of {odd[0]!r}: Feature.parse({odd[0]!r})")
         if set(sample.features) != set(self.features):
             have = ", ".join(sorted(feature.name for feature in sample.features)) or "no features"
             want = ", ".join(sorted(feature.name for feature in self.features))

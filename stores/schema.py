@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -80,6 +80,12 @@ class Feature:
         return cls(found[1], typing.cast(Where, found[2]))
 
 
+def as_features(features: Collection[str | Feature] | Feature) -> tuple[Feature, ...]:
+    """Features of those or their names; a single one, too. DataError when a name is not a feature."""
+    given = (features,) if isinstance(features, str | Feature) else features
+    return tuple(one if isinstance(one, Feature) else Feature.parse(one) for one in given)
+
+
 @dataclass(frozen=True)
 class Span:
     """A run of visual tokens: an image, or tokens of a video without text between them.
@@ -124,6 +130,21 @@ class Sample:
     def visual_tokens(self) -> int:
         """U: the number of visual tokens in the expanded sequence."""
         return sum(span.length for span in self.spans)
+
+    def feature(self, name: str) -> Array:
+        """Look up a feature.
+
+        Args:
+            name: Such as `hidden.text`; see `Feature`.
+
+        Returns:
+            Its states [T, U or M, hidden size], in the dtype of the store; bfloat16 as uint16.
+
+        Raises:
+            DataError: It is not the name of a feature.
+            KeyError: The sample was read without it: name it in `features`.
+        """
+        return self.features[Feature.parse(name)]
 
     def rows(self, where: Where) -> int:
         """Count the rows of a feature.

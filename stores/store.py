@@ -288,6 +288,14 @@ class Store:
 
     # Reading
 
+    def __repr__(self) -> str:
+        names = ", ".join(feature.name for feature in self.layout.features)
+        try:
+            samples = f"{len(self)} samples"
+        except StoreError as error:
+            samples = f"not readable ({error})"
+        return f"<Store {self.path}: {samples} of {self.info.name}, {names} in {self.layout.dtype}>"
+
     def __bool__(self) -> bool:
         """True: an empty store is a store."""
         return True
@@ -304,17 +312,18 @@ class Store:
     def __getitem__(self, key: str) -> Sample:
         return self.read(key)
 
-    def read(self, key: str, features: Collection[Feature] | None = None) -> Sample:
+    def read(self, key: str, features: Collection[str | Feature] | None = None) -> Sample:
         """Read a sample; every byte is compared with its checksum.
 
         Args:
             key: The key of the sample.
-            features: The features to read; all when None.
+            features: The features to read, or their names such as `hidden.text`; all when None.
 
         Returns:
             The sample. Its arrays are writable, and writing to them does not change the store.
 
         Raises:
+            DataError: A name is not a feature.
             StoreError: There is no such sample or feature, or the data are damaged; the error names the
                 shard, the array and the sample.
         """

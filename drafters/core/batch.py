@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from vlmdistill.stores.schema import Feature
+from vlmdistill.stores.schema import Feature, Where, as_features
 
 
 @dataclass(frozen=True)
@@ -84,20 +84,21 @@ class Batch:
     segment_M: Tensor
     features: Mapping[Feature, Tensor] = field(default_factory=dict)
 
-    def feature(self, source: str, where: Literal["text", "visual", "span"]) -> Tensor:
-        """Look up a feature.
+    def feature(self, source: str, where: Where | None = None) -> Tensor:
+        """Look up a feature by its name, or by the two parts of it.
 
         Args:
-            source: `hidden`, `embed` or `layer<k>`; see `Feature`.
-            where: `text`, `visual` or `span`.
+            source: `hidden.text`, or with `where` its source alone: `hidden`, `embed` or `layer<k>`.
+            where: `text`, `visual` or `span`; see `Feature`.
 
         Returns:
             Its states [T, U or M, hidden size].
 
         Raises:
+            DataError: It is not the name of a feature.
             KeyError: The feature was not read: name it in `features`, or in `needs` of a drafter.
         """
-        return self.features[Feature(source, where)]
+        return self.features[Feature(source, where) if where else Feature.parse(source)]
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "Batch":
         """Move the batch.
@@ -124,21 +125,23 @@ class Batch:
         vars(same).update({name: vars(self)[name] for name in known if name in vars(self)})
         return same
 
-    def only(self, features: Collection[Feature]) -> "Batch":
+    def only(self, features: Collection[str | Feature]) -> "Batch":
         """Drop features.
 
         Args:
-            features: Those to keep.
+            features: Those to keep, or their names.
 
         Returns:
             The same tokens with these features alone.
 
         Raises:
+            DataError: A name is not a feature.
             KeyError: The batch lacks one of them; the error names it.
         """
-        if lacking := sorted(feature.name for feature in {*features} - {*self.features}):
+        kept = as_features(features)
+        if lacking := sorted(feature.name for feature in {*kept} - {*self.features}):
             raise KeyError(f"the batch lacks {', '.join(lacking)}")
-        return self.having({feature: self.features[feature] for feature in features})
+        return self.having({feature: self.features[feature] for feature in kept})
 
     @cached_property
     def visual_tokens(self) -> TokenIndex:

@@ -49,6 +49,11 @@ class Proposer(nn.Module, ABC):
         self.register_buffer("embed_VD", head.embed_VD, persistent=False)
         self.register_buffer("lm_head_VD", head.lm_head_VD, persistent=False)
 
+    def extra_repr(self) -> str:
+        """Which target it drafts for, its size and its tree: the first line of its `repr`."""
+        parameters = sum(weight.numel() for weight in self.parameters())
+        return f"for {self.info.name}, {parameters:,} parameters, tree {self.tree}"
+
     @property
     def sources(self) -> tuple[str, ...]:
         """The target states concatenated into an entry's `hidden` at hop 0."""

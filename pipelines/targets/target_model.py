@@ -25,7 +25,7 @@ from vlmdistill.pipelines.targets.generation import Sampler
 from vlmdistill.pipelines.targets.software import versions
 from vlmdistill.pipelines.targets.text_layers import LayerCache, run_layers
 from vlmdistill.stores.errors import DataError, TargetError
-from vlmdistill.stores.schema import Feature, Provenance, Sample, TargetInfo
+from vlmdistill.stores.schema import Feature, Provenance, Sample, TargetInfo, as_features
 
 UNREADABLE = "the stock model cannot read this prompt: its videos differ in length"
 
@@ -60,6 +60,12 @@ class TargetModel(abc.ABC):
             eos_token_id=list(self.info.eos_ids), pad_token_id=self._pad_id, **more
         )
 
+    def __repr__(self) -> str:
+        size = sum(weight.numel() for weight in self.model.parameters())
+        facts = f"{self.info.family}, {size:,} parameters, {self.info.num_layers} layers"
+        where = f"{self.dtype_name} on {self.device}"
+        return f"<{type(self).__name__} {self.name}: {facts}, hidden size {self.info.hidden_size}, {where}>"
+
     # Identity
 
     @cached_property
@@ -82,7 +88,7 @@ class TargetModel(abc.ABC):
         """The dtype of the weights, such as bfloat16."""
         return str(self.dtype).removeprefix("torch.")
 
-    def provenance(self, features: Collection[Feature], dtype: str, sampling: str = "") -> Provenance:
+    def provenance(self, features: Collection[str | Feature], dtype: str, sampling: str = "") -> Provenance:
         """The provenance that a store of these features records."""
         hashes = self.fingerprint
         return Provenance(
@@ -91,7 +97,7 @@ class TargetModel(abc.ABC):
             weights_hash=hashes.weights,
             processor_hash=hashes.processor,
             template_hash=hashes.template,
-            features=tuple(sorted(feature.name for feature in features)),
+            features=tuple(sorted(feature.name for feature in as_features(features))),
             dtype=dtype,
             revision=hashes.revision,
             sampling=sampling,
@@ -217,7 +223,7 @@ class TargetModel(abc.ABC):
         self,
         prompts: Sequence[EncodedPrompt],
         responses: Sequence[Sequence[int]],
-        features: Collection[Feature],
+        features: Collection[str | Feature],
         dtype: str = "bfloat16",
         keys: Sequence[str] | None = None,
     ) -> list[Sample]:
@@ -226,7 +232,7 @@ class TargetModel(abc.ABC):
         Args:
             prompts: See `encode`.
             responses: The token ids of the response to each prompt.
-            features: What to keep; see `Feature`.
+            features: What to keep, such as `hidden.text`; see `Feature`.
             dtype: Of the features: `bfloat16`, `float16` or `float32`.
             keys: A key for each sample; empty by default.
 
@@ -234,13 +240,12 @@ class TargetModel(abc.ABC):
             A sample for each prompt, with features [T, U or M, hidden size], to add to a store.
 
         Raises:
-            DataError: Features cannot be stored in that dtype.
+            DataError: A name is not a feature, or features cannot be stored in that dtype.
             TargetError: The target has no such layer, or its LM head does not turn the captured states into
                 its own logits.
         """
-        return [
-            s for one in self.begin_capture(prompts, responses, features, dtype, keys) for s in one.samples()
-        ]
+        leaving = self.begin_capture(prompts, responses, as_features(features), dtype, keys)
+        return [sample for one in leaving for sample in one.samples()]
 
     def begin_capture(
         self,

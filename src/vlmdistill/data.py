@@ -70,10 +70,5 @@ def create_store(
     """
     from vlmdistill.pipelines.data.features.capturer import stored_head
 
-    provenance = target.provenance(as_features(features), dtype)
+    provenance = target.provenance(features, dtype)
     return Store.create(path, provenance, target.info, stored_head(target), encoding)
-
-
-def as_features(features: Collection[str | Feature]) -> tuple[Feature, ...]:
-    """Features from names; DataError when a name is not a feature."""
-    return tuple(one if isinstance(one, Feature) else Feature.parse(one) for one in features)

@@ -86,7 +86,7 @@ def generate(
     *,
     images: Sequence["str | Path | Image"] = (),
     videos: Sequence[str | Path] = (),
-    drafter: Proposer | None = None,
+    drafter: Proposer | str | Path | None = None,
     tree: str | None = None,
     temperature: float = 0.0,
     max_new_tokens: int = 512,
@@ -103,7 +103,8 @@ def generate(
         prompt: The text of a question, or a list of messages in the format of OpenAI.
         images: Image files or PIL images; they precede the text.
         videos: Video files or folders of frames; they follow the images.
-        drafter: See `load_drafter`; None decodes one token at a time.
+        drafter: A drafter, or what `load_drafter` takes to load one for this response; None decodes one token
+            at a time.
         tree: Shape of the draft tree: `total-depth-k` such as `30-3-8`, or `chain-5`; the drafter's own by
             default.
         temperature: 0 is greedy.
@@ -116,6 +117,7 @@ def generate(
     Raises:
         DataError: The prompt is empty or too long, an image or video cannot be read, a setting is out of
             range, or another response was begun on the target.
+        TrainingError: The drafter cannot be loaded.
 
     Example:
         >>> for chunk in vlmdistill.generate(target, "Describe it.", images=["a.png"], drafter=drafter):
@@ -125,6 +127,8 @@ def generate(
     if tree is not None and drafter is None:
         raise DataError(f"tree '{tree}' has no drafter to grow it: pass drafter=..., or leave tree out")
     shape = Tree.parse(tree) if tree is not None else None
+    if isinstance(drafter, str | Path):
+        drafter = load_drafter(drafter, target)
     encoded = target.encode(_messages(prompt, images, videos))
     generator = torch.Generator(target.device).manual_seed(seed)
     cycles = decode(

@@ -5,7 +5,6 @@ from dataclasses import KW_ONLY, dataclass, field, fields
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from vlmdistill.data import as_features
 from vlmdistill.drafters.core.batch import Batch
 from vlmdistill.drafters.training.batches import as_batch
 from vlmdistill.stores.errors import DataError
@@ -60,7 +59,7 @@ def iterate_batches(
     """
     batches = Epoch(
         store,
-        None if features is None else as_features(features),
+        features,
         view=view,
         keys=keys,
         token_budget=tokens,
@@ -102,7 +101,8 @@ class StoreDataset(IterableDataset[Batch]):
         world: Number of processes.
 
     Raises:
-        DataError: When iterated in a worker process of a `DataLoader`; otherwise as `iterate_batches`.
+        DataError: When iterated in a worker process of a `DataLoader`.
+        VlmdistillError: At once, as `iterate_batches`.
 
     Example:
         >>> loader = DataLoader(vlmdistill.StoreDataset(store, tokens=4096), batch_size=None)
@@ -119,6 +119,9 @@ class StoreDataset(IterableDataset[Batch]):
     world: int = 1
     epoch: int = field(default=0, init=False)
 
+    def __post_init__(self) -> None:
+        self._batches()  # what is wrong with the arguments, now
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next iteration reads."""
         self.epoch = epoch
@@ -126,4 +129,7 @@ class StoreDataset(IterableDataset[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         if get_worker_info() is not None:
             raise DataError("a StoreDataset reads ahead with its own threads: set num_workers=0")
+        return self._batches()
+
+    def _batches(self) -> Iterator[Batch]:
         return iterate_batches(**{one.name: getattr(self, one.name) for one in fields(self)})

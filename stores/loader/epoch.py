@@ -90,7 +90,7 @@ class Epoch(Iterator[PackedSamples]):
     def __init__(
         self,
         store: Store,
-        features: Collection[Feature] | None = None,
+        features: Collection[str | Feature] | None = None,
         *,
         view: str | None = None,
         keys: Collection[str] | None = None,
@@ -102,9 +102,10 @@ class Epoch(Iterator[PackedSamples]):
         start_state: Mapping[str, Any] | None = None,
         keep: int = 1,
     ) -> None:
-        if token_budget < 1 or not 0 <= rank < world:
-            given = f"{token_budget}, {rank}, {world}"
-            raise StoreError(f"an epoch needs token_budget >= 1 and 0 <= rank < world, not {given}")
+        if token_budget < 1:
+            raise StoreError(f"tokens={token_budget}: a batch holds 1 or more")
+        if not 0 <= rank < world:
+            raise StoreError(f"rank={rank}: the ranks of world={world} count from 0 to {world - 1}")
         self._store = store
         self._features = store.layout.choose(features)
         self._rows = select(store, view, keys)

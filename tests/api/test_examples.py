@@ -54,7 +54,7 @@ def test_a_sample_is_read_as_it_was_captured(after: dict[str, Any], demo_folder:
     stored = vlmdistill.open_store(demo_folder / "mine")["scene-0"]
     assert stored.ids_T.tolist() == captured.ids_T.tolist()
     assert stored.spans == captured.spans != ()
-    assert all((stored.features[feature] == captured.features[feature]).all() for feature in features)
+    assert all((stored.feature(name) == captured.feature(name)).all() for name in features)
 
 
 def test_states_of_another_program_are_stored(after: dict[str, Any], demo_folder: Path) -> None:

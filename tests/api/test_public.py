@@ -1,8 +1,10 @@
 """The public names: what importing them costs, how they are documented, and what they refuse."""
 
+import dataclasses
 import inspect
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -154,6 +156,42 @@ def test_features_come_in_the_dtype_of_the_store(demo_folder: Path) -> None:
     assert set(batch.segment_T.tolist()) == set(range(len(store)))
 
 
+def test_features_are_taken_by_name(demo_folder: Path) -> None:
+    store = vlmdistill.open_store(demo_folder / "runs/demo/features")
+    hidden = vlmdistill.Feature("hidden", "text")
+    sample = store.read("scene-5", ["hidden.text"])
+    assert list(sample.features) == list(store.read("scene-5", "hidden.text").features) == [hidden]
+    assert sample.feature("hidden.text") is sample.features[hidden]
+    batch = next(vlmdistill.iterate_batches(store)).only(["hidden.text"])
+    assert batch.feature("hidden.text") is batch.feature("hidden", "text") is batch.features[hidden]
+
+
+def test_a_hand_made_sample_without_feature_objects_is_refused(demo_folder: Path) -> None:
+    store = vlmdistill.open_store(demo_folder / "runs/demo/features")
+    sample: Any = store["scene-5"]
+    named = {feature.name: rows for feature, rows in sample.features.items()}
+    with (
+        pytest.raises(vlmdistill.VlmdistillError, match=r"Feature\.parse\('"),
+        store.writer("more") as writer,
+    ):
+        writer.add(dataclasses.replace(sample, key="named", features=named))
+
+
+def test_a_notebook_shows_what_a_thing_is(demo_folder: Path) -> None:
+    store = vlmdistill.open_store(demo_folder / "runs/demo/features")
+    assert f"{store.path}: 6 samples of demo, " in repr(store)
+    target = vlmdistill.load_target("demo")
+    assert f"demo: {target.info.family}, " in repr(target)
+    drafter = vlmdistill.load_drafter(demo_folder / "runs/demo/drafters/sparrow", target)
+    assert re.match(r"Sparrow\(\s+for demo, [\d,]+ parameters, tree ", repr(drafter))
+
+
+def test_a_damaged_store_can_be_shown(demo_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(demo_folder / "runs/demo/features", tmp_path / "store")
+    next((tmp_path / "store" / "commits").glob("*.json")).write_text("{")
+    assert "not readable" in repr(vlmdistill.open_store(tmp_path / "store"))
+
+
 def refused(demo_folder: Path) -> dict[str, Callable[[], object]]:
     """Bad input of each function, by what the error says."""
     store = vlmdistill.open_store(demo_folder / "runs/demo/features")
@@ -167,7 +205,13 @@ def refused(demo_folder: Path) -> dict[str, Callable[[], object]]:
         "has no sample 'no-key'": lambda: store["no-key"],
         "'hiden.text' is not a feature": lambda: batches(features=["hiden.text"]),
         "this store has no layer1.span": lambda: batches(features=["layer1.span"]),
-        "token_budget": lambda: batches(tokens=0),
+        "this store has no layer2.text": lambda: vlmdistill.StoreDataset(store, features=["layer2.text"]),
+        "'nope.text' is not a feature": lambda: vlmdistill.StoreDataset(store, features=["nope.text"]),
+        "'hidden' is not a feature": lambda: store.read("scene-0", ["hidden"]),
+        "'embed' is not a feature": lambda: store["scene-0"].feature("embed"),
+        "'layer.text' is not a feature": lambda: target.capture([], [], ["layer.text"]),
+        "tokens=-1": lambda: batches(tokens=-1),
+        "rank=3": lambda: vlmdistill.StoreDataset(store, rank=3),
         "late": lambda: batches(view="late"),
         "set num_workers=0": lambda: next(iter(workers)),
         "name a new folder": lambda: vlmdistill.create_store(demo_folder, target, ["hidden.text"]),
@@ -179,6 +223,7 @@ def refused(demo_folder: Path) -> dict[str, Callable[[], object]]:
         "no.png does not exist": lambda: generate("What?", images=["no.png"]),
         "'5' is not a tree": lambda: generate("What?", drafter=lookahead, tree="5"),
         "has no drafter": lambda: generate("What?", tree="chain-4"),
+        "did you mean 'vispec'": lambda: generate("What?", drafter="vispek"),
         "temperature -1": lambda: generate("What?", temperature=-1),
     }
 
