@@ -98,9 +98,19 @@ class DenseKVCache:
             mixed_RHd = mixed_RHd + weight_RH[..., None] * value_RHd
         return mixed_RHd
 
+    def attend_block(
+        self, query_QHd: Tensor, key_QHd: Tensor, value_QHd: Tensor, tokens: TokenIndex
+    ) -> Tensor:
+        """There were no blocks."""
+        raise NotImplementedError
+
     def temporary(self) -> AbstractContextManager[None]:
         """See `KVCache.temporary`; not used here."""
         return nullcontext()
+
+    def layer(self, number: int) -> "DenseKVCache":
+        """There was one layer."""
+        return self
 
 
 class _Slots:

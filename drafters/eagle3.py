@@ -153,7 +153,7 @@ class Eagle3(Drafter):
         """The input of queries, keys and values: [normed embedding ; normed state]."""
         return torch.cat([self.embed_norm(embed_ND), self.hidden_norm(hidden_ND)], dim=-1)
 
-    def lm_logits(self, estimate_ND: Tensor) -> Tensor:
+    def lm_logits(self, estimate_ND: Tensor, last_N: Tensor) -> Tensor:
         """Its own norm and head, over the draft vocabulary; what recurs is the state before them."""
         logits_NK: Tensor = self.lm_head(self.norm(estimate_ND)).float()
         return logits_NK

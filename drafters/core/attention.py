@@ -5,8 +5,8 @@ kernel in blocks that need no mask; all parts are merged by their log-sum-exp. F
 but compute them again in the backward pass, as exp(score - lse), and so do we for a row's own keys: with the
 lse and the output of all parts, the gradient of each part is exact.
 
-Shapes: R rows, L rows of a block, S keys in common, K key heads, X queries of a row for each key head, H = K
-* X, d head width; 1HLd is the order that kernels take.
+Shapes: R rows, L rows of a block, S keys in common, J keys of one row, K key heads, X queries of a row for
+each key head, H = K * X, d head width; 1HLd is the order that kernels take.
 """
 
 from collections.abc import Sequence
@@ -64,9 +64,9 @@ def attention(
 ) -> Tensor:
     """Each query's mean of the values that it sees, weighted by the softmax of their scores: [R, K, X, d].
 
-    `own` are keys and values [R, K, d] of each row, seen by its queries from the given one on.
+    `own` are keys and values [R, J, K, d] of each row, seen by its queries from the given one on.
     """
-    flat = [part for key_RKd, value_RKd, _ in own for part in (key_RKd, value_RKd)]
+    flat = [part for key_RJKd, value_RJKd, _ in own for part in (key_RJKd, value_RJKd)]
     since = [first for *_, first in own]
     mixed_RKXd: Tensor = _Attention.apply(query_RKXd, key_SKd, value_SKd, seen, since, *flat)  # type: ignore[no-untyped-call]
     return mixed_RKXd
@@ -101,9 +101,12 @@ class _Attention(torch.autograd.Function):
                 )
                 kept.append(rest)
             _merge(out_RKXd, lse_RKX, part_RKXd, part_RKX)
-        for key_RKd, value_RKd, first in zip(own[::2], own[1::2], since, strict=True):
-            score_RKX = _scores(query_RKXd[:, :, first:], key_RKd).to(exact)
-            _merge(out_RKXd[:, :, first:], lse_RKX[:, :, first:], value_RKd[:, :, None], score_RKX)
+        for key_RJKd, value_RJKd, first in zip(own[::2], own[1::2], since, strict=True):
+            score_RKXJ = _scores(query_RKXd[:, :, first:], key_RJKd).to(exact)
+            part_RKX = score_RKXJ.logsumexp(-1)
+            weight_RKXJ = (score_RKXJ - part_RKX[..., None]).exp().to(value_RJKd.dtype)
+            part_RKXd = torch.einsum("rkxj,rjkd->rkxd", weight_RKXJ, value_RJKd)
+            _merge(out_RKXd[:, :, first:], lse_RKX[:, :, first:], part_RKXd, part_RKX)
         out_RKXd = out_RKXd.to(query_RKXd.dtype)
         ctx.save_for_backward(query_RKXd, key_SKd, value_SKd, out_RKXd, lse_RKX, *own)
         ctx.seen, ctx.since, ctx.kernel, ctx.kept = seen, since, kernel, kept
@@ -128,22 +131,22 @@ class _Attention(torch.autograd.Function):
             for whole, at, added in zip(into, (rows, keys, keys), found, strict=True):
                 whole[:, :, at] += added
         mean_RKX = (grad_RKXd * out_RKXd).sum(-1, dtype=exact)
-        for key_RKd, value_RKd, first in zip(own[::2], own[1::2], ctx.since, strict=True):
+        for key_RJKd, value_RJKd, first in zip(own[::2], own[1::2], ctx.since, strict=True):
             asking, given = query_RKXd[:, :, first:], grad_RKXd[:, :, first:]
-            weight_RKX = (_scores(asking, key_RKd) - lse_RKX[:, :, first:]).exp()
-            slope_RKX = torch.einsum("rkxd,rkd->rkx", given, value_RKd) - mean_RKX[:, :, first:]
-            slope_RKX = (weight_RKX * slope_RKX * scale).to(asking.dtype)
-            grads[0][:, :, first:] += slope_RKX[..., None] * key_RKd[:, :, None]
-            grads.append(torch.einsum("rkx,rkxd->rkd", slope_RKX, asking))
-            grads.append(torch.einsum("rkx,rkxd->rkd", weight_RKX.to(given.dtype), given))
+            weight_RKXJ = (_scores(asking, key_RJKd) - lse_RKX[:, :, first:, None]).exp()
+            slope_RKXJ = torch.einsum("rkxd,rjkd->rkxj", given, value_RJKd) - mean_RKX[:, :, first:, None]
+            slope_RKXJ = (weight_RKXJ * slope_RKXJ * scale).to(asking.dtype)
+            grads[0][:, :, first:] += torch.einsum("rkxj,rjkd->rkxd", slope_RKXJ, key_RJKd)
+            grads.append(torch.einsum("rkxj,rkxd->rjkd", slope_RKXJ, asking))
+            grads.append(torch.einsum("rkxj,rkxd->rjkd", weight_RKXJ.to(given.dtype), given))
         dtype = query_RKXd.dtype
         return *(whole.to(dtype) for whole in grads[:3]), None, None, *grads[3:]
 
 
-def _scores(query_RKXd: Tensor, key_RKd: Tensor) -> Tensor:
-    """The scores of one key for each row and head: [R, K, X]."""
-    score_RKX: Tensor = torch.einsum("rkxd,rkd->rkx", query_RKXd, key_RKd)
-    return score_RKX.mul(query_RKXd.shape[-1] ** -0.5)
+def _scores(query_RKXd: Tensor, key_RJKd: Tensor) -> Tensor:
+    """The scores of a row's own keys: [R, K, X, J]."""
+    score_RKXJ: Tensor = torch.einsum("rkxd,rjkd->rkxj", query_RKXd, key_RJKd)
+    return score_RKXJ.mul(query_RKXd.shape[-1] ** -0.5)
 
 
 def _merge(out_RKXd: Tensor, lse_RKX: Tensor, part_RKXd: Tensor, part_lse_RKX: Tensor) -> None:

@@ -9,6 +9,7 @@ from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.suggestions import did_you_mean
 
 DRAFTERS = {
+    "dflash": "DFlash",
     "eagle2": "Eagle2",
     "eagle3": "Eagle3",
     "hass": "Hass",
@@ -25,7 +26,15 @@ DRAFTERS = {
 }
 """Module -> class."""
 
+DSPARK = (
+    "markov=256",
+    "tells=true",
+    "from_anchor=true",
+    'stages.*.losses={"cross_entropy":0.1,"l1":0.9,"confidence":1.0}',
+)
+
 VARIANTS = {
+    "dspark": ("dflash", DSPARK),
     "msd_vata": ("msd", ("vata=true",)),
     "semiar": ("specflash", ("compress=false",)),
     "viscomp": ("specflash", ("group=1", "tree=chain-4")),

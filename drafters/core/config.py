@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Literal
 
-from vlmdistill.drafters.core.losses import TERMS
+from vlmdistill.drafters.core.losses import NAMES
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import Feature, TargetInfo
@@ -54,6 +54,11 @@ class ModelConfig:
         """
         return None
 
+    @property
+    def tells_confidence(self) -> bool:
+        """Whether the drafter has a head for the chance that its guess is accepted."""
+        return False
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
@@ -69,6 +74,8 @@ class Stage:
     hop_decay: float = 1.0
     """Weight of each hop relative to the one before."""
     learning_rate: float = 3e-5
+    anchors: int = 0
+    """The most response positions of a sample that are trained in a step, random runs of 16; 0: all."""
     keep_top: int = 0
     """Dynamic filtering (HiViS): a row stops counting at the first hop whose target token is not among the
     drafter's `keep_top` best; 0 keeps all."""
@@ -80,14 +87,13 @@ class Stage:
     """Weight of each term of `losses.py`."""
 
     def __post_init__(self) -> None:
-        at_least(self, 0, "epochs", "learning_rate", "keep_top", "hop_decay")
+        at_least(self, 0, "epochs", "learning_rate", "keep_top", "hop_decay", "anchors")
         at_least(self, 1, "hops")
         if not all(0 <= share <= 1 for share in self.visual):
             raise DataError(f"stages.{self.name}.visual={list(self.visual)}: give two shares from 0 to 1")
-        known = ("regression", *TERMS)
-        if unknown := sorted(set(self.losses) - set(known)):
+        if unknown := sorted(set(self.losses) - {*NAMES}):
             raise DataError(
-                f"stages.{self.name}.losses has no term '{unknown[0]}': choose from {', '.join(known)}"
+                f"stages.{self.name}.losses has no term '{unknown[0]}': choose from {', '.join(NAMES)}"
             )
         if not any(self.losses.values()):
             raise DataError(f"stages.{self.name}.losses: give a term a weight above 0")
@@ -153,6 +159,10 @@ class DrafterConfig:
 
     def __post_init__(self) -> None:
         for stage in self.training.stages:
+            if stage.losses.get("confidence") and not self.model.tells_confidence:
+                raise DataError(
+                    f"stages.{stage.name}.losses: this drafter has no confidence head; leave confidence out"
+                )
             if (limit := self.model.max_hops) is not None and stage.hops not in (1, limit):
                 raise DataError(
                     f"stages.{stage.name}.hops={stage.hops}: this drafter trains all {limit} tokens that "

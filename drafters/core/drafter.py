@@ -92,17 +92,21 @@ class Drafter(Proposer, ABC):
         """The estimate of the target's state in what `step` returned, [N, D]; by default all of it."""
         return state_ND
 
-    def lm_logits(self, estimate_ND: Tensor) -> Tensor:
-        """Scores of the next token for estimates of the target's state: float32 [N, V]."""
+    def lm_logits(self, estimate_ND: Tensor, last_N: Tensor) -> Tensor:
+        """Scores of the token after `last_N` for estimates of the target's state there: float32 [N, V]."""
         return nn.functional.linear(estimate_ND, self.lm_head_VD).float()
 
-    def logits(self, state_ND: Tensor, hop: int = 0) -> Tensor:
-        """Scores of the next token for states that `step` returned at `hop`: float32 [N, V]."""
-        return self.lm_logits(self.estimate(state_ND, hop))
+    def logits(self, state_ND: Tensor, last_N: Tensor, hop: int = 0) -> Tensor:
+        """Scores of the token after `last_N` for states that `step` returned at `hop`: float32 [N, V]."""
+        return self.lm_logits(self.estimate(state_ND, hop), last_N)
+
+    def confidence(self, estimate_ND: Tensor, last_N: Tensor) -> Tensor | None:
+        """The logit of the chance that the guess is accepted, [N]; None: nothing was trained for it."""
+        return None
 
     @property
     def lm_parameters(self) -> tuple[Tensor, ...]:
-        """What `lm_logits` trains; by default nothing, since the LM head is the target's."""
+        """What `lm_logits` and `confidence` train; by default nothing, since the LM head is the target's."""
         return ()
 
     def loss(self, states: Sequence[Tensor], rows: TargetRows, stage: Stage) -> Scores:
@@ -113,6 +117,7 @@ class Drafter(Proposer, ABC):
             self.lm_logits,
             self.lm_head_VD,
             stage.losses,
+            confidence=self.confidence,
             parameters=self.lm_parameters,
             decay=stage.hop_decay,
             keep_top=stage.keep_top,

@@ -6,8 +6,10 @@ Shapes: N entries, R rows whose output is wanted, J queries of a row, Q = R * J 
 prefix, A nodes drafted so far, H query heads, K key heads, G = H / K, X = J * G, d head width.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -36,8 +38,21 @@ class KVCache(Protocol):
         """
         ...
 
+    def attend_block(
+        self, query_QHd: Tensor, key_QKd: Tensor, value_QKd: Tensor, tokens: TokenIndex
+    ) -> Tensor:
+        """Attention of J adjacent queries of each wanted row that see each other and the prefix: [Q, H, d].
+
+        Their keys and values are not kept.
+        """
+        ...
+
     def temporary(self) -> AbstractContextManager[None]:
         """Guesses written in this context are dropped at its end."""
+        ...
+
+    def layer(self, number: int) -> "KVCache":
+        """The cache of a drafter's layer; layer 0 has this one."""
         ...
 
 
@@ -52,32 +67,45 @@ class PackedKVCache:
     def __init__(self) -> None:
         self.context: dict[str, Tensor] = {}
         self._prefix: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []  # keys, values, segments, positions
-        self._guesses: list[tuple[Tensor, Tensor]] = []  # keys and values [R, K, d] of hops 1, 2, ...
+        self._guesses: list[tuple[Tensor, Tensor]] = []  # keys and values [R, 1, K, d] of hops 1, 2, ...
         self._seen: list[Part] = []
+        self._later = defaultdict[int, PackedKVCache](PackedKVCache)  # of the layers after the first
 
     def update(self, key_NKd: Tensor, value_NKd: Tensor, tokens: TokenIndex, hop: int) -> None:
         """Write prefix entries (hop 0), or one more guess for every row (in the rows' order)."""
         if hop == 0:
             self._prefix.append((key_NKd, value_NKd, tokens.segment_N, tokens.position_N))
         else:
-            self._guesses.append((key_NKd, value_NKd))
+            self._guesses.append((key_NKd[:, None], value_NKd[:, None]))
 
     def attend(self, query_QHd: Tensor, tokens: TokenIndex, hop: int) -> Tensor:
         """Softmax over the prefix up to each row and the row's own guesses; all hops want the same rows."""
+        group = query_QHd.shape[1] // self._prefix[0][0].shape[1]
+        own = [(*guess, group * max(0, number - hop)) for number, guess in enumerate(self._guesses, start=1)]
+        return self._attend(query_QHd, tokens, own, hop == 0)
+
+    def attend_block(
+        self, query_QHd: Tensor, key_QKd: Tensor, value_QKd: Tensor, tokens: TokenIndex
+    ) -> Tensor:
+        """See `KVCache.attend_block`."""
+        count = len(tokens.at_rows().segment_N)
+        key_RJKd, value_RJKd = (
+            part.view(count, len(part) // max(1, count), *part.shape[1:]) for part in (key_QKd, value_QKd)
+        )
+        return self._attend(query_QHd, tokens, [(key_RJKd, value_RJKd, 0)], True)
+
+    def _attend(
+        self, query_QHd: Tensor, tokens: TokenIndex, own: list[tuple[Tensor, Tensor, int]], first: bool
+    ) -> Tensor:
         rows = tokens.at_rows()
-        if hop == 0 or not self._seen:
+        if first or not self._seen:
             self._seen = self._sorted(rows)
         ((key_SKd, value_SKd, *_),) = self._prefix
         count, (kv_heads, width) = len(rows.segment_N), key_SKd.shape[1:]
         queries, group = len(query_QHd) // max(1, count), query_QHd.shape[1] // kv_heads
         query_RKJGd = query_QHd.view(count, queries, kv_heads, group, width).transpose(1, 2)
-        mixed_RKXd = attention(
-            query_RKJGd.reshape(count, kv_heads, queries * group, width),
-            key_SKd,
-            value_SKd,
-            self._seen,
-            [(*guess, group * max(0, number - hop)) for number, guess in enumerate(self._guesses, start=1)],
-        )
+        query_RKXd = query_RKJGd.reshape(count, kv_heads, queries * group, width)
+        mixed_RKXd = attention(query_RKXd, key_SKd, value_SKd, self._seen, own)
         mixed_RJKGd = mixed_RKXd.view(count, kv_heads, queries, group, width).transpose(1, 2)
         return mixed_RJKGd.reshape(query_QHd.shape)
 
@@ -102,6 +130,10 @@ class PackedKVCache:
         yield
         del self._guesses[count:]
 
+    def layer(self, number: int) -> "PackedKVCache":
+        """See `KVCache.layer`."""
+        return self._later[number] if number else self
+
 
 class GrowingKVCache:
     """One sequence: committed entries, then the nodes of the draft tree now growing."""
@@ -112,6 +144,7 @@ class GrowingKVCache:
         self._capacity = capacity
         self._nodes = 0
         self._buffers: tuple[Tensor, Tensor, Tensor] | None = None  # keys, values [K, S, d]; positions [S]
+        self._later = defaultdict[int, GrowingKVCache](partial(GrowingKVCache, capacity))  # layers
 
     def update(self, key_NKd: Tensor, value_NKd: Tensor, tokens: TokenIndex, hop: int) -> None:
         """Commit entries (hop 0), or add nodes to the tree; hops 0 and 1 forget the tree before."""
@@ -130,10 +163,7 @@ class GrowingKVCache:
 
     def attend(self, query_QHd: Tensor, tokens: TokenIndex, hop: int) -> Tensor:
         """Causal over the committed entries at hop 0; the prefix and its ancestors for a tree node."""
-        assert self._buffers is not None, "nothing was written yet"
-        key_KSd, value_KSd, position_S = self._buffers
-        end = self.committed + self._nodes
-        rows = tokens.at_rows()
+        rows, end = tokens.at_rows(), self.committed + self._nodes
         count = len(rows.segment_N)
         queries = max(1, len(query_QHd) // max(1, count))
         own = count * (queries - 1)  # nodes that belong to one row each, `count` for each later query
@@ -141,11 +171,39 @@ class GrowingKVCache:
         if hop > 0 and tokens.visible_NA is not None:
             mask_QS = F.pad(tokens.visible_NA, (self.committed, 0), value=True)
         elif hop == 0 and count > 1:
-            mask_QS = position_S[: end - own] <= rows.position_N[:, None]
+            mask_QS = self._causal(rows, end - own)
         if own:
             if mask_QS is None:
-                mask_QS = torch.ones(count, end - own, dtype=torch.bool, device=key_KSd.device)
+                mask_QS = torch.ones(count, end - own, dtype=torch.bool, device=query_QHd.device)
             mask_QS = _with_own(mask_QS, queries)
+        return self._attend(query_QHd, end, mask_QS)
+
+    def attend_block(
+        self, query_QHd: Tensor, key_QKd: Tensor, value_QKd: Tensor, tokens: TokenIndex
+    ) -> Tensor:
+        """See `KVCache.attend_block`."""
+        rows, mask_QS = tokens.at_rows(), None
+        with self.temporary():
+            self._nodes = 0
+            self.update(key_QKd, value_QKd, tokens, 1)
+            end = self.committed + self._nodes
+            if (count := len(rows.segment_N)) > 1:
+                own_RR = torch.eye(count, dtype=torch.bool, device=query_QHd.device)
+                each = self._nodes // count
+                mask_RS = torch.cat(
+                    [self._causal(rows, self.committed), own_RR.repeat_interleave(each, 1)], dim=1
+                )
+                mask_QS = mask_RS.repeat_interleave(each, 0)
+            return self._attend(query_QHd, end, mask_QS)
+
+    def _causal(self, rows: TokenIndex, count: int) -> Tensor:
+        """Which of the first entries each row sees."""
+        assert self._buffers is not None, "nothing was written yet"
+        return self._buffers[2][:count] <= rows.position_N[:, None]
+
+    def _attend(self, query_QHd: Tensor, end: int, mask_QS: Tensor | None) -> Tensor:
+        assert self._buffers is not None, "nothing was written yet"
+        key_KSd, value_KSd, _ = self._buffers
         mixed_1HQd = F.scaled_dot_product_attention(
             query_QHd.transpose(0, 1)[None],
             key_KSd[None, :, :end],
@@ -161,6 +219,10 @@ class GrowingKVCache:
         nodes = self._nodes
         yield
         self._nodes = nodes
+
+    def layer(self, number: int) -> "GrowingKVCache":
+        """See `KVCache.layer`."""
+        return self._later[number] if number else self
 
     def _room(self, like_NKd: Tensor, end: int) -> tuple[Tensor, Tensor, Tensor]:
         """The buffers, grown by doubling so that they hold `end` entries."""

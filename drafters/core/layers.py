@@ -44,12 +44,17 @@ class DecoderLayer(nn.Module):
 
     As in EAGLE, there is no input norm by default: the input is a projection, not a residual stream. Only
     the wanted rows attend and get an MLP and an output; every entry gets a key and a value. Queries, keys and
-    values may read an input of another width (`inputs`) than the residual.
+    values may read an input of another width (`inputs`) than the residual. With `head_norms` the queries and
+    keys of each head are normed, as in Qwen3.
     """
 
     input_norm: nn.Module | None
+    q_norm: nn.Module | None
+    k_norm: nn.Module | None
 
-    def __init__(self, info: TargetInfo, *, kv_heads: str, inputs: int | None = None) -> None:
+    def __init__(
+        self, info: TargetInfo, *, kv_heads: str, inputs: int | None = None, head_norms: bool = False
+    ) -> None:
         """`kv_heads` is "all" (one per query head) or "target"; `inputs` is the hidden width unless given."""
         super().__init__()
         inputs = info.hidden_size if inputs is None else inputs
@@ -62,13 +67,25 @@ class DecoderLayer(nn.Module):
         self.post_attention_norm = nn.RMSNorm(info.hidden_size, info.rms_norm_eps)
         self.gate_up_proj = nn.Linear(info.hidden_size, 2 * info.intermediate_size, bias=False)
         self.down_proj = nn.Linear(info.intermediate_size, info.hidden_size, bias=False)
+        for name in ("q_norm", "k_norm"):
+            norm = nn.RMSNorm(self.head_dim, info.rms_norm_eps) if head_norms else None
+            self.register_module(name, norm)
         self.rotary = Rotary(self.head_dim, info.rope_theta)
 
     def write_kv(
         self, x_ND: Tensor, rotary_N: Tensor, tokens: TokenIndex, cache: KVCache, hop: int = 0
     ) -> None:
-        """Write keys and values without computing an output: all that visual entries need."""
-        _, key_NKd, value_NKd = self.qkv(x_ND, rotary_N)
+        """Write keys and values without queries or an output: all that visual entries need."""
+        if self.input_norm is not None:
+            x_ND = self.input_norm(x_ND)
+        first = self.heads * self.head_dim  # row of the projection that is not of a query
+        weight, bias = self.qkv_proj.weight[first:], self.qkv_proj.bias
+        kv_ND = F.linear(x_ND, weight, None if bias is None else bias[first:])
+        # All sizes are explicit: a batch without images has no rows from which -1 could be inferred.
+        key_NKd, value_NKd = kv_ND.view(len(x_ND), 2, self.kv_heads, self.head_dim).unbind(1)
+        if self.k_norm is not None:
+            key_NKd = self.k_norm(key_NKd)
+        key_NKd = apply_rotary(key_NKd, self.rotary(rotary_N, x_ND.dtype))
         cache.update(key_NKd, value_NKd, tokens, hop)
 
     def forward(
@@ -96,9 +113,12 @@ class DecoderLayer(nn.Module):
         if self.input_norm is not None:
             x_ND = self.input_norm(x_ND)
         rotated = self.heads + self.kv_heads
-        # All sizes are explicit: a batch without images has no rows from which -1 could be inferred.
         qkv_NHd = self.qkv_proj(x_ND).view(len(x_ND), rotated + self.kv_heads, self.head_dim)
-        qk_NHd = apply_rotary(qkv_NHd[:, :rotated], self.rotary(rotary_N, x_ND.dtype))
+        qk_NHd = qkv_NHd[:, :rotated]
+        if self.q_norm is not None and self.k_norm is not None:
+            query_NHd, key_NKd = qk_NHd.split([self.heads, self.kv_heads], dim=1)
+            qk_NHd = torch.cat([self.q_norm(query_NHd), self.k_norm(key_NKd)], dim=1)
+        qk_NHd = apply_rotary(qk_NHd, self.rotary(rotary_N, x_ND.dtype))
         return qk_NHd[:, : self.heads], qk_NHd[:, self.heads :], qkv_NHd[:, rotated:]
 
     def finish(self, residual_RD: Tensor, mixed_RHd: Tensor) -> Tensor:

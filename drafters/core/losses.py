@@ -29,6 +29,7 @@ class TargetRows:
     """What the drafter's rows are compared with."""
 
     hidden_TD: Tensor  # the target's hidden states
+    ids_T: Tensor  # the tokens
     token_R: Tensor  # hop n of a row estimates the state of token `token_R + n`
     valid_HR: Tensor  # bool: all tokens up to the hop's are response tokens
 
@@ -123,7 +124,9 @@ TERMS: dict[str, Callable[[Logits, Logits, Tensor], Tensor]] = {
     "l1": l1,
     "list_mle": list_mle,
 }
-"""Terms on logits, the drafter's against rows of the target's; `regression`, the one on states, is apart."""
+"""Terms on logits, the drafter's against rows of the target's."""
+NAMES = ("regression", *TERMS, "confidence")
+"""All terms; `regression` is on states, and `confidence` on what the drafter tells of its guesses."""
 
 
 class _WithGradient(torch.autograd.Function):
@@ -166,15 +169,28 @@ class _Teacher:
             logits_UV = logits_UV[:, vocabulary_K]
         return cls(index_HC, hidden_UD, Logits(logits_UV), best_U)
 
-    def losses(self, names: Sequence[str], estimate_ND: Tensor, draft_NV: Tensor, token_N: Tensor) -> Tensor:
+    def losses(
+        self,
+        names: Sequence[str],
+        estimate_ND: Tensor,
+        draft_NV: Tensor,
+        confidence_N: Tensor | None,
+        token_N: Tensor,
+    ) -> Tensor:
         """The named terms of estimates and their logits against these tokens: [N, L]."""
         draft = Logits(draft_NV)
-        found = [
-            regression(estimate_ND, self.hidden_UD[token_N])
-            if name == "regression"
-            else TERMS[name](draft, self.logits, token_N)
-            for name in names
-        ]
+        found = []
+        for name in names:
+            if name == "regression":
+                found.append(regression(estimate_ND, self.hidden_UD[token_N]))
+            elif name == "confidence":  # DSpark: the chance that a sampled guess is accepted
+                assert confidence_N is not None, "this drafter has no confidence head"
+                chance_N = 1 - l1(draft, self.logits, token_N).detach() / 2
+                found.append(
+                    F.binary_cross_entropy_with_logits(confidence_N.float(), chance_N, reduction="none")
+                )
+            else:
+                found.append(TERMS[name](draft, self.logits, token_N))
         return torch.stack(found, dim=-1)
 
 
@@ -189,10 +205,11 @@ def _kept(draft_NV: Tensor, best_N: Tensor, keep_top: int) -> Tensor:
 def score(
     estimates: Sequence[Tensor],
     rows: TargetRows,
-    logits: Callable[[Tensor], Tensor],
+    logits: Callable[[Tensor, Tensor], Tensor],
     lm_head_VD: Tensor,
     weights: Mapping[str, float],
     *,
+    confidence: Callable[[Tensor, Tensor], Tensor | None] = lambda estimate_ND, last_N: None,
     parameters: Sequence[Tensor] = (),
     decay: float = 1.0,
     keep_top: int = 0,
@@ -202,15 +219,16 @@ def score(
 ) -> Scores:
     """Score all hops: weighted losses of their rows, hop n weighing `decay` ** n, and agreement.
 
-    `estimates` are the drafter's, [R, D] for each hop. `logits(estimate_ND)` computes its float32 logits, and
-    `parameters` are those that it trains there. With `keep_top`, a row whose target token is not among the
+    `estimates` are the drafter's, [R, D] for each hop. `logits(estimate_ND, last_N)` computes its float32
+    logits after the tokens `last_N`, `confidence` its logit of the chance that its guess is accepted, and
+    `parameters` are those that they train. With `keep_top`, a row whose target token is not among the
     drafter's `keep_top` best counts at no later hop, and at this one only with `keep_failing` (HiViS section
     3.2). With `vocabulary_K`, the target's ids of the columns of those logits, the target's distribution is
     renormalized over them, and a row whose target token has no column has no loss and never agrees. KeyError
     for an unknown term.
     """
-    if unknown := set(weights) - {*TERMS, "regression"}:
-        raise KeyError(f"unknown loss {sorted(unknown)}; there are regression, {', '.join(TERMS)}")
+    if unknown := set(weights) - {*NAMES}:
+        raise KeyError(f"unknown loss {sorted(unknown)}; there are {', '.join(NAMES)}")
     names = [name for name, weight in weights.items() if weight]
     inputs = [*estimates, *parameters]
     track = torch.is_grad_enabled() and any(one.requires_grad for one in inputs)
@@ -229,11 +247,12 @@ def score(
         for hop, estimate_RD in enumerate(estimates):
             index_N = (alive_R & rows.valid_HR[hop]).nonzero()[:, 0]
             token_N = teacher.token_HC[hop, index_N - chunk.start]
+            last_N = rows.ids_T[(rows.token_R[index_N] + hop).clamp(max=len(rows.ids_T) - 1)]
             best_N = teacher.best_U[token_N]
             estimate_ND = estimate_RD.detach()[index_N].requires_grad_(track)
             with torch.set_grad_enabled(track):
-                draft_NV = logits(estimate_ND)
-                loss_NL = teacher.losses(names, estimate_ND, draft_NV, token_N)
+                draft_NV, chance_N = logits(estimate_ND, last_N), confidence(estimate_ND, last_N)
+                loss_NL = teacher.losses(names, estimate_ND, draft_NV, chance_N, token_N)
             draft_NV = draft_NV.detach()
             kept_N = _kept(draft_NV, best_N, keep_top)
             counted_N = kept_N | keep_failing

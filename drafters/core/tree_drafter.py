@@ -66,7 +66,7 @@ class TreeDrafter:
         if frame.chain is not None:
             ids_N = self._chain(frame, shape.confidence)
             return replace(frame.chain.first(len(ids_N)), ids_N=ids_N)
-        score_FK, id_FK = self._expand(self.state_1D, 0, shape.k)
+        score_FK, id_FK = self._expand(self.state_1D, self._root_id, 0, shape.k)
         width = id_FK.shape[1]
         scores, ids = [score_FK[0]], [id_FK[0]]
         parents = [frame.first_F - width]  # negative: children of the root
@@ -76,7 +76,7 @@ class TreeDrafter:
         drafted = width
         for hop in range(1, shape.depth + 1):
             state_FD = self._step(frame, frontier_id, hidden_FD, hop, visible_FA)
-            score_FK, id_FK = self._expand(state_FD, hop, width)
+            score_FK, id_FK = self._expand(state_FD, frontier_id, hop, width)
             total_FK = frontier_score[:, None] + score_FK
             scores.append(total_FK.flatten())
             ids.append(id_FK.flatten())
@@ -101,9 +101,11 @@ class TreeDrafter:
         for hop in range(len(frame.chain.ids_N) - 1):
             if hop > 0:
                 state_1D = self._step(frame, ids[-1], state_1D, hop, None)
-            logits_1V = self.drafter.logits(state_1D, hop)
+            logits_1V = self.drafter.logits(state_1D, ids[-1], hop)
             if confidence:
-                left *= float(logits_1V.softmax(-1).max())  # a wait for the GPU
+                told_1 = self.drafter.confidence(self.drafter.estimate(state_1D, hop), ids[-1])
+                chance_1 = logits_1V.softmax(-1).amax(-1) if told_1 is None else told_1.sigmoid()
+                left *= float(chance_1)  # a wait for the GPU
                 if left < confidence:
                     break
             ids.append(self._ids(logits_1V.argmax(-1)))
@@ -125,9 +127,9 @@ class TreeDrafter:
             self._frames[shape] = _Frame.of(shape, size, device)
         return self._frames[shape]
 
-    def _expand(self, state_FD: Tensor, hop: int, k: int) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and ids of each state's k best next tokens."""
-        score_FV = self.drafter.logits(state_FD, hop).log_softmax(-1)
+    def _expand(self, state_FD: Tensor, last_F: Tensor, hop: int, k: int) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and ids of the k best tokens after each frontier node."""
+        score_FV = self.drafter.logits(state_FD, last_F, hop).log_softmax(-1)
         score_FK, id_FK = score_FV.topk(min(k, score_FV.shape[-1]))
         return score_FK, self._ids(id_FK)
 

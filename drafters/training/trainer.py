@@ -32,7 +32,7 @@ from vlmdistill.drafters.training.saved import HeldOut, Position, Saved
 from vlmdistill.drafters.training.schedule import RangeTest, Schedule, Sweep, rate_test
 from vlmdistill.drafters.training.signals import Signals, asked
 from vlmdistill.drafters.training.trackers import About
-from vlmdistill.drafters.training.unroll import Unroll, agreement, supervised
+from vlmdistill.drafters.training.unroll import Unroll, agreement, rows_of
 from vlmdistill.stores.errors import StoppedError, StoreError, TrainingError
 from vlmdistill.stores.loader.epoch import Epoch, select
 from vlmdistill.stores.loader.tensors import as_torch
@@ -360,7 +360,7 @@ class _Trainer:
         batches = [self._batch(samples) for samples in group]
         counts = torch.tensor(
             [
-                sum(int(supervised(batch).sum()) for batch in batches if batch),
+                sum(rows_of(batch, stage) for batch in batches if batch),
                 sum(len(batch.ids_T) + int(batch.length_M.sum()) for batch in batches if batch),
             ],
             dtype=torch.float64,
@@ -412,7 +412,7 @@ class _Trainer:
         limit = self.run.config.model.max_hops or sys.maxsize
         chain = min(self.run.config.tree.depth + 1, limit)
         hops = max(chain, min(PROBE_HOPS, limit))
-        probe = Stage(name="probe", hops=hops, losses=stage.losses)
+        probe = Stage(name="probe", hops=hops, anchors=stage.anchors, losses=stage.losses)
         batches = (batch for samples in self._read(keys, 0) if (batch := self._batch(samples)))
         agree_H, count_H, accepted_H = ranks.total(agreement(self.engine, batches, probe, self.device))
         count_H = count_H.clamp(min=1)

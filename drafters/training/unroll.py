@@ -16,6 +16,9 @@ from vlmdistill.drafters.core.drafter import Drafter
 from vlmdistill.drafters.core.kv_cache import PackedKVCache
 from vlmdistill.drafters.core.losses import Score, TargetRows
 
+RUN = 16
+"""Neighbours among the positions that `Stage.anchors` draws: rows of a run share the kernels of attention."""
+
 
 @dataclass(frozen=True)
 class Unrolled:
@@ -50,16 +53,19 @@ def unroll(
 ) -> Unrolled:
     """Draft `stage.hops` tokens after every response position, and score each hop.
 
-    Row r is the decoder after committing the entry of r: hop 0 reads the target's states up to there, hop n
-    the row's own state of hop n - 1 and the response token n positions later. With a `generator`, the input
-    states get noise (see `with_noise`), but not the states that the loss compares with. `detach` cuts the
-    gradient between hops.
+    With `stage.anchors`, at most that many positions of a sample are drawn by the `generator`; without one,
+    the same at each call. Row r is the decoder after committing the entry of r: hop 0 reads the target's
+    states up to there, hop n the row's own state of hop n - 1 and the response token n positions later. With
+    a `generator`, the input states get noise (see `with_noise`), but not the states that the loss compares
+    with. `detach` cuts the gradient between hops.
     """
     batch = batch.only(drafter.config.needs(drafter.info))
     inputs = batch if generator is None else with_noise(batch, noise, generator)
     supervised_T, last = supervised(batch), len(batch.ids_T) - 1
     entries, token_E = drafter.entries(inputs)
     rows_R = supervised_T[token_E].nonzero()[:, 0]
+    if stage.anchors:
+        rows_R = rows_R[_drawn(entries.tokens.segment_N[rows_R], stage.anchors, generator)]
     token_R = token_E[rows_R]
     hidden_TD = batch.feature("hidden", "text")
     cache = PackedKVCache()
@@ -81,9 +87,27 @@ def unroll(
         )
     ahead_HR = token_R + torch.arange(stage.hops, device=token_R.device)[:, None]
     inside_HR = supervised_T[ahead_HR.clamp(max=last)] & (ahead_HR <= last)
-    targets = TargetRows(hidden_TD, token_R, inside_HR.cumprod(0).bool())
+    targets = TargetRows(hidden_TD, batch.ids_T, token_R, inside_HR.cumprod(0).bool())
     scores = drafter.loss(states, targets, stage)
     return Unrolled(scores.total, scores.hops, rows.segment_N)
+
+
+def _drawn(segment_R: Tensor, most: int, generator: torch.Generator | None) -> Tensor:
+    """The indices of at most `most` rows of each sample, ascending: random runs of `RUN`. Rows are sorted."""
+    device = segment_R.device
+    generator = generator or torch.Generator(device).manual_seed(0)
+    draw_R = torch.rand(len(segment_R), generator=generator, device=device, dtype=torch.float64)
+    first_R = torch.searchsorted(segment_R, segment_R)
+    place_R = torch.arange(len(segment_R), device=device) - first_R
+    draw_R = draw_R[first_R + place_R // RUN * RUN]
+    order_R = (segment_R + draw_R).argsort(stable=True)
+    return order_R[place_R < most].sort().values
+
+
+def rows_of(batch: Batch, stage: Stage) -> int:
+    """The number of positions that `unroll` trains."""
+    count_B = torch.bincount(batch.segment_T[supervised(batch)])
+    return int((count_B.clamp(max=stage.anchors) if stage.anchors else count_B).sum())
 
 
 def with_noise(batch: Batch, width: float, generator: torch.Generator) -> Batch:

@@ -27,6 +27,7 @@ from vlmdistill.drafters.training.unroll import unroll
 from vlmdistill.stores.schema import Feature
 from vlmdistill.stores.store import Store
 
+LAST = torch.zeros(1).long()  # a token that its scores do not depend on
 SPOKEN = [3, 4, 8, 11, 19]  # a draft vocabulary
 COUNTS = torch.zeros(INFO.vocab_size).index_fill(0, torch.tensor(SPOKEN), 7.0)
 
@@ -94,8 +95,8 @@ def test_the_state_is_carried_unnormed_and_the_norm_is_of_the_logits_alone() -> 
     entry = Entries(torch.tensor([5]), hidden_1D, torch.zeros(1).long(), place, hop=1)
     state_1D = drafter.step(entry, GrowingKVCache())
     assert torch.equal(state_1D, hidden_1D)  # the residual is what came in
-    torch.testing.assert_close(drafter.logits(state_1D), drafter.lm_head(drafter.norm(state_1D)))
-    torch.testing.assert_close(drafter.logits(state_1D), drafter.logits(state_1D * 2))
+    torch.testing.assert_close(drafter.logits(state_1D, LAST), drafter.lm_head(drafter.norm(state_1D)))
+    torch.testing.assert_close(drafter.logits(state_1D, LAST), drafter.logits(state_1D * 2, LAST))
 
 
 def test_the_draft_vocabulary_is_the_most_frequent_tokens_then_the_first_ids() -> None:
@@ -127,7 +128,7 @@ def test_what_is_drafted_is_a_target_id_and_is_fed_back_as_one(tree: str) -> Non
     assert set(nodes.ids_N[1:].tolist()) <= set(SPOKEN)
     assert all(set(ids_N.tolist()) <= set(SPOKEN) for ids_N in fed)
     assert draft.state_1D is not None
-    best = int(drafter.logits(draft.state_1D).argmax())
+    best = int(drafter.logits(draft.state_1D, LAST).argmax())
     chain = nodes.ids_N[nodes.greedy_N]
     assert chain[1] == SPOKEN[best]
 
@@ -136,7 +137,7 @@ def test_the_loss_is_over_the_draft_vocabulary_and_spares_what_it_cannot_say() -
     drafter = build(draft_vocab=5)
     generator = torch.Generator().manual_seed(1)
     state, target = torch.randn(2, 40, INFO.hidden_size, generator=generator)
-    rows = TargetRows(target, torch.arange(40), torch.ones(1, 40).bool())
+    rows = TargetRows(target, torch.arange(40), torch.arange(40), torch.ones(1, 40).bool())
     scores = drafter.loss([state.requires_grad_()], rows, Stage(name="test", losses={"cross_entropy": 1.0}))
     made = scores.hops[0]
 
@@ -145,11 +146,11 @@ def test_the_loss_is_over_the_draft_vocabulary_and_spares_what_it_cannot_say() -
     said_R = torch.isin(best_R, torch.tensor(SPOKEN))
     assert 0 < said_R.sum() < 40
     target_RK = logits_RV[:, SPOKEN].softmax(-1)
-    each_R = torch.nn.functional.cross_entropy(drafter.logits(state), target_RK, reduction="none")
+    each_R = torch.nn.functional.cross_entropy(drafter.logits(state, LAST), target_RK, reduction="none")
     torch.testing.assert_close(made.loss_R, each_R.detach() * said_R)
     torch.testing.assert_close(scores.total, (each_R * said_R).sum())
     assert made.count_R.all()  # the mean is over all rows, and those it cannot say are misses
-    guess_R = torch.tensor(SPOKEN)[drafter.logits(state).argmax(-1)]
+    guess_R = torch.tensor(SPOKEN)[drafter.logits(state, LAST).argmax(-1)]
     assert torch.equal(made.agree_R, guess_R == best_R)
     (grad,) = torch.autograd.grad(scores.total, state)
     assert grad[~said_R].eq(0).all()
@@ -159,7 +160,7 @@ def test_the_loss_is_over_the_draft_vocabulary_and_spares_what_it_cannot_say() -
 def test_a_vocabulary_of_all_tokens_is_no_vocabulary() -> None:
     drafter = build()
     state, target = torch.randn(2, 9, INFO.hidden_size)
-    rows = TargetRows(target, torch.arange(9), torch.ones(1, 9).bool())
+    rows = TargetRows(target, torch.arange(9), torch.arange(9), torch.ones(1, 9).bool())
     weights = {"cross_entropy": 1.0, "top_k": 1.0}
     parts = drafter.lm_logits, drafter.lm_head_VD, weights
     plain = score([state], rows, *parts, keep_top=3)

@@ -139,8 +139,9 @@ def test_the_failing_step_and_all_after_it_do_not_count() -> None:
     def record(states: Sequence[Tensor], rows: TargetRows, stage: Stage) -> Scores:
         for hop, state_RD in enumerate(states):
             token_R = (rows.token_R + hop).clamp(max=len(rows.hidden_TD) - 1)
-            best_R = drafter.logits(rows.hidden_TD[token_R]).argmax(-1)
-            hits.append((drafter.logits(state_RD).topk(9).indices == best_R[:, None]).any(-1))
+            best_R = drafter.logits(rows.hidden_TD[token_R], rows.ids_T[token_R]).argmax(-1)
+            last_R = rows.ids_T[token_R]
+            hits.append((drafter.logits(state_RD, last_R).topk(9).indices == best_R[:, None]).any(-1))
         return plain_loss(states, rows, stage)
 
     drafter.loss = record  # type: ignore[method-assign]

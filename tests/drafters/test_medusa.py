@@ -41,14 +41,14 @@ def grown(drafter: Medusa, one: Batch, token: int, tree: str) -> DraftTree:
 
 
 def best(drafter: Medusa, state_1D: Tensor, hop: int) -> int:
-    return int(drafter.logits(state_1D, hop).argmax())
+    return int(drafter.logits(state_1D, torch.zeros(1).long(), hop).argmax())
 
 
 def test_an_untrained_head_is_the_targets_own() -> None:
     drafter = build()
-    state_ND = torch.randn(6, INFO.hidden_size)
+    state_ND, last_N = torch.randn(6, INFO.hidden_size), torch.zeros(6).long()
     for hop in range(drafter.config.heads):
-        assert torch.equal(drafter.logits(state_ND, hop), state_ND @ drafter.lm_head_VD.T)
+        assert torch.equal(drafter.logits(state_ND, last_N, hop), state_ND @ drafter.lm_head_VD.T)
 
 
 def test_each_level_is_one_heads_guess_from_the_state_before_the_root() -> None:

@@ -55,7 +55,7 @@ def hops(drafter: SpecFlash | Eagle2, one: Batch, count: int) -> list[Tensor]:
     loss = drafter.loss
 
     def record(states: Sequence[Tensor], rows: TargetRows, stage: Stage) -> Scores:
-        made.extend(drafter.logits(state_RD, hop) for hop, state_RD in enumerate(states))
+        made.extend(drafter.logits(state_RD, rows.token_R, hop) for hop, state_RD in enumerate(states))
         return loss(states, rows, stage)
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():

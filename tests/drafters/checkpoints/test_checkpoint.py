@@ -45,7 +45,9 @@ def test_written_settings_are_read_and_written_back_alike() -> None:
     assert config == override(paper, SETTINGS)
     assert config.model == Sparrow.Config(kv_heads="target", positions="compact", ivsb=False)
     assert (config.training.steps, config.training.clip, config.tree.total) == (240, 1.0, 5)
-    assert json.loads(json.dumps(to_dict(config))) == {**json.loads(WRITTEN), **LATER}
+    expected = {**json.loads(WRITTEN), **LATER}
+    expected["stages"] = [{**stage, "anchors": 0} for stage in expected["stages"]]
+    assert json.loads(json.dumps(to_dict(config))) == expected
 
 
 def test_losses_of_a_recipe_file_replace_the_papers(tmp_path: Path) -> None:

@@ -284,7 +284,7 @@ def test_an_imported_drafter_computes_what_its_authors_module_computes(
     torch.testing.assert_close(state_ED, expected_ED, rtol=1e-4, atol=1e-4)
     if isinstance(module, Eagle3):
         logits = module.lm_head(module.norm(expected_ED))
-        torch.testing.assert_close(drafter.logits(state_ED), logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(drafter.logits(state_ED, entries.ids_N), logits, rtol=1e-4, atol=1e-4)
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {

@@ -17,6 +17,7 @@ from vlmdistill.drafters.core.config import Stage
 from vlmdistill.drafters.core.drafter import Drafter
 from vlmdistill.drafters.core.kv_cache import PackedKVCache
 from vlmdistill.drafters.core.losses import Scores, TargetRows
+from vlmdistill.drafters.dflash import DFlash
 from vlmdistill.drafters.training.unroll import supervised, unroll
 from vlmdistill.stores.schema import Feature
 
@@ -54,6 +55,12 @@ class Recorder(PackedKVCache):
         self.attended.append(hop)
         return super().attend(query_QHd, tokens, hop)
 
+    def attend_block(
+        self, query_QHd: Tensor, key_QKd: Tensor, value_QKd: Tensor, tokens: TokenIndex
+    ) -> Tensor:
+        self.attended.append(0)
+        return super().attend_block(query_QHd, key_QKd, value_QKd, tokens)
+
 
 Input = tuple[str | Feature, int]
 """`ids` or a feature, and the row of it."""
@@ -78,7 +85,10 @@ def drafts(drafter: Drafter, sample: Batch) -> list[tuple[Tensor, Tensor]]:
     loss = drafter.loss
 
     def record(states: Sequence[Tensor], rows: TargetRows, stage: Stage) -> Scores:
-        logits = [drafter.logits(state_RD, hop) for hop, state_RD in enumerate(states)]
+        logits = []
+        for hop, state_RD in enumerate(states):
+            last_R = rows.ids_T[(rows.token_R + hop).clamp(max=len(rows.ids_T) - 1)]
+            logits.append(drafter.logits(state_RD, last_R, hop))
         made.extend(zip(logits, rows.valid_HR, strict=True))
         return loss(states, rows, stage)
 
@@ -104,10 +114,13 @@ def seeing(drafter: Drafter, sample: Batch, what: Input, passes: list[int]) -> T
         return (segments[row] == segment_R) & (places[row] < place_R)
     own_R = sample.segment_T[row] == segment_R
     if kind == "ids":
+        if isinstance(drafter, DFlash):  # its context are states alone
+            return torch.eq(token_R, row)
         read = passes[-1] if passes else 0  # the guesses that the last pass has read
         return own_R & (row <= token_R + read) & bool(sample.position_T[row] and passes)
     assert isinstance(kind, Feature)
-    user = entry_with(sample, kind.source, row)
+    everywhere = isinstance(drafter, DFlash) and drafter.config.context == "all"
+    user = int(sample.position_T[row]) + 1 if everywhere else entry_with(sample, kind.source, row)
     if user is None or kind.source not in drafter.sources:  # no other source is read, but learnt from
         return torch.zeros_like(own_R)
     return own_R & (user <= place_R if passes else user == place_R)

@@ -59,7 +59,8 @@ def test_it_learns_a_handful_of_samples_by_heart(name: str, tmp_path: Path) -> N
     run = plan(tmp_path / "store", tmp_path / "out", drafter=name, settings=settings, micro_tokens=500)
     train(run, seen.append)
     assert seen[0].agreement[0] < 0.2
-    assert min(seen[-1].agreement) > ROOM.get(name, 0.8)  # at every hop
+    hops = zip(seen[-1].agreement, seen[-1].sums_H3[:, 2], strict=True)
+    assert min(share for share, rows in hops if rows) > ROOM.get(name, 0.8)  # at every hop of some response
 
 
 @pytest.mark.parametrize("name", TRAINED)

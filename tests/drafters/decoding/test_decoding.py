@@ -54,7 +54,7 @@ def test_a_drafter_that_is_right_gains_tokens_and_changes_nothing(
             said_R1: Tensor = (order_R - prompt.length + 1)[:, None].float()
             return said_R1
 
-        def logits(self, state_ND: Tensor, hop: int = 0) -> Tensor:
+        def logits(self, state_ND: Tensor, last_N: Tensor, hop: int = 0) -> Tensor:
             logits_NV = torch.zeros(len(state_ND), one.info.vocab_size)
             for row, said_so_far in enumerate(state_ND[:, 0].int().tolist()):
                 if said_so_far < len(expected):

@@ -46,8 +46,8 @@ def test_a_loss_in_chunks_has_the_gradient_of_the_loss_in_one_piece(term: str) -
     target, valid = torch.randn(7, 8, dtype=torch.float64), torch.tensor([1, 1, 0, 1, 1, 1, 1]).bool()
 
     def loss(state: Tensor, chunk: int | None) -> Tensor:
-        rows = TargetRows(target, torch.arange(7), valid[None])
-        logits = lambda state_ND: state_ND @ lm_head.T  # noqa: E731
+        rows = TargetRows(target, torch.arange(7), torch.arange(7), valid[None])
+        logits = lambda state_ND, last_N: state_ND @ lm_head.T  # noqa: E731
         return score([state], rows, logits, lm_head, {term: 1.0}, chunk_rows=chunk).total
 
     state = torch.randn(7, 8, dtype=torch.float64, requires_grad=True)
@@ -73,13 +73,13 @@ def test_the_gradient_of_all_hops_is_that_of_the_formula(
     valid = torch.ones(hops, count).bool()
     valid[1, -1] = valid[2, -2:] = valid[:, 2] = False
 
-    def logits(state_ND: Tensor) -> Tensor:
+    def logits(state_ND: Tensor, last_N: Tensor) -> Tensor:
         return torch.nn.functional.linear(state_ND, own)
 
     weights = {"regression": 1.0, "cross_entropy": 0.1, "top_k": 2.0}
     scores = score(
         states,
-        TargetRows(hidden, token, valid),
+        TargetRows(hidden, token, token, valid),
         logits,
         lm_head,
         weights,
@@ -95,9 +95,9 @@ def test_the_gradient_of_all_hops_is_that_of_the_formula(
         alive = alive & valid[hop]
         target = hidden[(token + hop).clamp(max=count - 1)]
         best = (target @ lm_head.T).argmax(-1)
-        kept = (logits(state).topk(4).indices == best[:, None]).any(-1) | (not keep_top)
+        kept = (logits(state, token).topk(4).indices == best[:, None]).any(-1) | (not keep_top)
         counted = alive & (kept | keep_failing)
-        draft, likely = logits(state), (target @ lm_head.T).softmax(-1)
+        draft, likely = logits(state, token), (target @ lm_head.T).softmax(-1)
         losses = torch.nn.functional.smooth_l1_loss(state, target, reduction="none").mean(-1)
         losses = losses + 0.1 * torch.nn.functional.cross_entropy(draft, likely, reduction="none")
         best = likely.topk(10).indices
@@ -118,11 +118,11 @@ def test_a_filtered_row_stops_counting_at_the_hop_that_fails() -> None:
     lm_head = torch.eye(4)
     target = torch.tensor([[9.0, 0, 0, 0], [9.0, 0, 0, 0]])
     state = torch.tensor([[5.0, 4.0, 3.0, 0], [0.0, 4.0, 5.0, 3.0]])
-    rows = TargetRows(target, torch.arange(2), torch.ones(1, 2).bool())
-    logits = lambda state_ND: state_ND  # noqa: E731
+    rows = TargetRows(target, torch.arange(2), torch.arange(2), torch.ones(1, 2).bool())
+    logits = lambda state_ND, last_N: state_ND  # noqa: E731
     kept = score([state], rows, logits, lm_head, {"cross_entropy": 1.0}, keep_top=3)
     assert kept.hops[0].count_R.tolist() == [True, False]
-    alone = TargetRows(target[:1], torch.arange(1), torch.ones(1, 1).bool())
+    alone = TargetRows(target[:1], torch.arange(1), torch.arange(1), torch.ones(1, 1).bool())
     one = score([state[:1]], alone, logits, lm_head, {"cross_entropy": 1.0})
     torch.testing.assert_close(kept.total, one.total)
 

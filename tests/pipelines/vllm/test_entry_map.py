@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -157,11 +157,11 @@ def ours(drafter: Drafter, one: Batch, length: int) -> list[Tensor]:
     scores: list[Tensor] = []
     logits = drafter.logits
 
-    def record(state_ND: Tensor, hop: int = 0) -> Tensor:
-        scores.append(logits(state_ND, hop)[-1])
+    def record(*args: Any) -> Tensor:
+        scores.append(logits(*args)[-1])
         return scores[-1][None]
 
-    drafter.logits = record  # type: ignore[method-assign]
+    drafter.logits = record  # type: ignore[method-assign, assignment]
     last = len(one.ids_T) - 1
     prompt = synthetic.cut(one, last)
     draft = TreeDrafter(drafter, prompt)
