@@ -113,12 +113,13 @@ def trained_on(folder: Path) -> frozenset[str] | None:
 
 def _instead(folder: Path) -> str:
     """What to do about a missing drafter: the nearest name, or how to train it."""
+    if folder.name in catalogue.NAMES:
+        return f": it is not trained yet; `vlmdistill train {folder.name}`"
     there = sorted(file.parent.name for file in folder.parent.glob("*/config.json"))
     if near := did_you_mean(folder.name, there):
         return near
     known = did_you_mean(folder.name, catalogue.NAMES)
-    name = folder.name if folder.name in catalogue.NAMES else "sparrow"
-    return f"{known}: train one first, for example `vlmdistill train {name}`"
+    return f"{known}: train one first, for example `vlmdistill train sparrow`"
 
 
 def load(folder: Path, head: Head, info: TargetInfo, *, provenance: Provenance | None = None) -> Proposer:

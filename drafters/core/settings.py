@@ -179,8 +179,14 @@ def _assign(values: Any, path: list[str], value: Any, key: str) -> None:
     elif not isinstance(values, dict) or not (name in values or open_ended):
         known = sorted(values) if isinstance(values, dict) else []
         there = ", ".join(known) or "nothing inside"
-        near = did_you_mean(name, known)
-        raise DataError(f"'{key}' is not a setting of this drafter{near}; at '{name}' there are {there}")
+        named = "learning_rate" if name == "lr" else name  # as most trainers call it
+        near = did_you_mean(named, known)
+        stages = values.get("stages", ()) if isinstance(values, dict) and key == name else ()
+        if any(named in stage for stage in stages):
+            raise DataError(f"'{key}' is a setting of each stage: write stages.*.{named}=...")
+        where = key.removesuffix(name).rstrip(".")
+        inside = f"{where} has" if where else "it has"
+        raise DataError(f"'{key}' is not a setting of this drafter{near}; {inside} {there}")
     elif rest:
         _assign(values[name], rest, value, key)
     else:

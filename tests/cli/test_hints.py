@@ -148,3 +148,20 @@ def test_the_shell_completes_commands_and_python_runs_the_package() -> None:
         [sys.executable, "-m", "vlmdistill"], env={**os.environ, **asked}, text=True
     )
     assert completed.split() == ["export"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cure"),
+    [
+        (["train", "sparrow", "--set", "lr=1e-4"], "stages.*.learning_rate="),
+        (["train", "sparrow", "--set", "stages.text.lr=1e-4"], "'learning_rate'"),
+        (["export", "hivis", "--out", "served"], "`vlmdistill train hivis`"),
+        (["prompts", "llava.json"], "--images"),
+        (["prompts", "photos.json"], "--ask"),
+    ],
+)
+def test_an_error_names_what_helps(arguments: list[str], cure: str, failing: Callable[..., str]) -> None:
+    turns = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A cat."}]
+    Path("llava.json").write_text(json.dumps([{"image": "1.jpg", "conversations": turns}]))
+    Path("photos.json").write_text(json.dumps([{"image": "1.jpg"}]))
+    assert cure in failing(*arguments)

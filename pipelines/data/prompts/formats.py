@@ -56,7 +56,7 @@ def detect(source: str, wanted: Format = "auto", ask: str | None = None) -> Form
         return wanted
     if path.is_dir():
         return "hf"
-    first = None
+    first, images = None, False
     for row in sources.read(source):
         first = first or row
         if not isinstance(row.value, Mapping):
@@ -64,10 +64,13 @@ def detect(source: str, wanted: Format = "auto", ask: str | None = None) -> Form
         value = _request(row.value)
         name, given = _turns(value)
         pictured = value.keys() & {name for names in FILES.values() for name in names}
+        images |= bool(pictured)
         if given is not None:
             return "chat" if name == "messages" else "llava" if pictured else "sharegpt"
         if value.keys() & {*columns.QUESTIONS, *columns.MORE[:1]} or (ask and pictured):
             return "hf"
+    if images:
+        raise DataError(f"{source} has images and no questions: ask one, --ask 'Describe the image.'")
     raise DataError(
         f"{source}: no row has 'conversations' (LLaVA, ShareGPT), 'messages' (chat) or a 'question': "
         f"{first or 'it has no rows'}. `vlmdistill prompts --help` shows a row of each format"

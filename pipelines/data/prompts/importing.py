@@ -126,6 +126,18 @@ def import_rows(
         return _import_rows(named, out, choices, progress)
 
 
+def _cures(choices: Choices) -> dict[str, str]:
+    """The options that may help, by the reason for which rows were left out."""
+    cures = {}
+    if choices.images is None:
+        cures["missing image"] = cures["missing video"] = (
+            "if paths start at another folder, name it: --images DIR"
+        )
+    if choices.ask is None:
+        cures["no conversation"] = "images without a question need one: --ask 'Describe the image.'"
+    return cures
+
+
 def _import_rows(
     named: Sequence[tuple[str, Iterator[Row], Format]],
     out: Path,
@@ -142,7 +154,8 @@ def _import_rows(
     reasons = Counter(entry["reason"] for entry in job.skipped)
     if not job.made:
         counts = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common()) or "no rows"
-        more = f"; row by row in {skipped_file}" if job.skipped else ""
+        cure = "; ".join(text for reason, text in _cures(choices).items() if reason in reasons)
+        more = (f"; row by row in {skipped_file}" if job.skipped else "") + (cure and f"; {cure}")
         raise DataError(f"nothing to import from {', '.join(name for name, *_ in named)}: {counts}{more}")
     present = len(prompts.keys() & job.made.keys())
     now = {part["path"]: part["digest"] for made, _ in job.made.values() for part in made.media}
