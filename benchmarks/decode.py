@@ -21,7 +21,7 @@ import torch
 from PIL import Image
 from transformers import DynamicCache
 
-from vlmdistill.drafters.core import catalogue
+from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.core.tree_drafter import TreeDrafter
 from vlmdistill.drafters.decoding.acceptance import verify

@@ -29,7 +29,7 @@ from torch import Tensor, profiler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.official_step import OfficialStep
-from vlmdistill.drafters.core import catalogue
+from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.core.batch import Batch, Head
 from vlmdistill.drafters.core.drafter import Drafter
 from vlmdistill.drafters.core.eagle_drafter import EagleDrafter

@@ -115,6 +115,7 @@ def evaluate(
     engine` once. The exit status is 1 when a response at temperature 0 differs from the target's by more than
     a near-tie, a request failed, or a drafter could not be served.
     """
+    from vlmdistill.drafters.checkpoints.description import describe
     from vlmdistill.pipelines.data.prompts import prompt_table
 
     if listed:
@@ -135,6 +136,8 @@ def evaluate(
         raise typer.BadParameter("it needs --bench", param_hint="--bench-data")
     if kind == HERE:
         prompt_table.load(prompts or workspace.prompts, model, "eval", 1)  # before the slow imports
+    for drafter in drafters or []:
+        describe(workspace.drafter(drafter))
     from vlmdistill.drafters.core.tree import Tree
     from vlmdistill.pipelines.bench import evaluate as pipeline
 

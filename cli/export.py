@@ -28,8 +28,7 @@ def export(
     vLLM serves it with the plugin of vlmdistill, SGLang serves eagle3 only. `vlmdistill eval DRAFTER
     --engine vllm` measures it there.
     """
-    from vlmdistill.drafters.checkpoints import checkpoint
-    from vlmdistill.drafters.checkpoints.export import export as write
+    from vlmdistill.drafters.checkpoints.description import describe
     from vlmdistill.pipelines.targets.checkpoints.registry import HUB
     from vlmdistill.pipelines.workspace.workspace import checkpoint_folder
 
@@ -37,11 +36,13 @@ def export(
     folder = workspace.trained(drafter)
     # A drafter of elsewhere has a target of its own, unless --model is the folder of it.
     known = folder.resolve().is_relative_to(workspace.root.resolve()) or checkpoint_folder(model) is not None
-    target = checkpoint.describe(folder)["provenance"]["target"]
+    target = describe(folder)["provenance"]["target"]
     source = context.get_parameter_source("model")
     given = source is not None and source.name != "DEFAULT"
     if given and not known and target not in (model, HUB.get(model)):
         raise typer.BadParameter(f"{folder} was trained for {target}, not for {model}", param_hint="--model")
+    from vlmdistill.drafters.checkpoints.export import export as write
+
     written = write(folder, out, dtype)
     console.result(asdict(written), as_json)
     for line in commands(model if known else written.target, written):

@@ -60,22 +60,27 @@ def features(
     --engine vllm in the same pass, and only missing samples are captured. The exit status is 1 if any prompt
     fails on all machines.
     """
-    from vlmdistill.pipelines import flow
-    from vlmdistill.pipelines.cluster.reporting import check_failed
     from vlmdistill.pipelines.data.features import store_part
-    from vlmdistill.pipelines.data.features.capturer import CaptureSettings
-    from vlmdistill.pipelines.data.features.store_part import StorePart
     from vlmdistill.pipelines.data.prompts import prompt_table
-    from vlmdistill.pipelines.flow import import_sources
     from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
 
     workspace = console.workspace(model, runs)
-    checkpoint(model)  # report a wrong model first
-    part, file = StorePart(store or workspace.features), prompts or workspace.prompts
+    checkpoint(model)  # what is cheap to check comes before Ray and torch
+    chosen_for = store_part.drafters(drafters)
+    encodings = store_part.encodings(encoding or ())
+    file = prompts or workspace.prompts
+    if not import_:
+        prompt_table.load(file, model, split, limit)
+    from vlmdistill.pipelines import flow
+    from vlmdistill.pipelines.cluster.reporting import check_failed
+    from vlmdistill.pipelines.data.features.capturer import CaptureSettings
+    from vlmdistill.pipelines.flow import import_sources
+
+    part = store_part.StorePart(store or workspace.features)
     settings = CaptureSettings(
-        drafters=store_part.drafters(drafters),
+        drafters=chosen_for,
         dtype=dtype,
-        encoding=store_part.encodings(encoding or ()),
+        encoding=encodings,
         batch_tokens=batch_tokens,
     )
     if import_ and not file.exists():

@@ -40,7 +40,20 @@ def generate(
     """
     import sys
 
+    from vlmdistill.drafters.checkpoints.description import describe
+    from vlmdistill.pipelines.media.frames import media_file, probe
+    from vlmdistill.pipelines.media.images import read_image
+    from vlmdistill.pipelines.targets.checkpoints.folder import check_videos
+
     workspace = console.workspace(model, runs)
+    if drafter is not None:  # what is cheap to check comes before torch and the target
+        describe(workspace.trained(drafter))
+    for source in image or []:
+        read_image(media_file({"path": source}))
+    if video:
+        check_videos(model)
+    for source in video or []:
+        probe(media_file({"path": source}))
     sampling = {name: value for name, value in {"fps": fps, "frames": frames}.items() if value is not None}
     with console.waiting(f"loading {model}"):
         from vlmdistill.pipelines.data.responses import generate as streaming

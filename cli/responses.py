@@ -50,16 +50,17 @@ def responses(
     reason, but not used. A prompt that fails, such as one with an unreadable image, is retried on another
     machine; the exit status is 1 if any prompt fails in the end.
     """
-    from vlmdistill.pipelines.cluster.reporting import check_failed
     from vlmdistill.pipelines.data.prompts import prompt_table
-    from vlmdistill.pipelines.data.responses import responder
-    from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
-    from vlmdistill.pipelines.data.responses.quality import Filters
     from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
 
     workspace = console.workspace(model, runs)
-    checkpoint(model)  # report a wrong model first
+    checkpoint(model)  # what is cheap to check comes before Ray and torch
     chosen = prompt_table.load(prompts or workspace.prompts, model, split, limit)
+    from vlmdistill.pipelines.cluster.reporting import check_failed
+    from vlmdistill.pipelines.data.responses import responder
+    from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
+    from vlmdistill.pipelines.data.responses.quality import Filters
+
     folder = out or workspace.responses
     with console.progress("generating", "responses", str(folder)) as report:
         summary = responder.respond(

@@ -52,11 +52,14 @@ def run(
     Each stage does only what is missing. If more prompts fail than --allow-failed permits, the run ends
     before training.
     """
-    from vlmdistill.drafters.core.catalogue import NAMES
+    from vlmdistill.drafters import catalogue
+
+    names = catalogue.listed(drafters) or [*catalogue.NAMES]  # before torch
+    workspace = console.workspace(model, runs)
     from vlmdistill.pipelines import flow, train
 
     plan = flow.Plan(
-        drafters=list(NAMES) if drafters == "all" else [name.strip() for name in drafters.split(",")],
+        drafters=names,
         recipe=recipe or train.default_recipe(model),
         settings=settings or (),
         temperatures=tuple(dict.fromkeys(temperature or (0.0, 1.0))),
@@ -69,6 +72,6 @@ def run(
         seed=seed,
         watching=train.Watching(held_out=held_out, trackers=tuple(tracker or ())),
     )
-    evaluations = flow.run(console.workspace(model, runs), plan, console.note, console.progress)
+    evaluations = flow.run(workspace, plan, console.note, console.progress)
     report(model=model, runs=runs)
     check_lossless(evaluations)

@@ -42,8 +42,7 @@ def serve(
     """
     import socket
 
-    from vlmdistill.pipelines.endpoint import app as endpoint
-    from vlmdistill.pipelines.endpoint.served_decoder import open_decoder
+    from vlmdistill.drafters.checkpoints.description import describe
     from vlmdistill.stores.errors import DataError
 
     if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key and key):
@@ -53,6 +52,11 @@ def serve(
     if media is not None and not media.is_dir():
         raise DataError(f"--media {media}: there is no such folder")
     workspace = console.workspace(model, runs)
+    if drafter is not None:
+        describe(workspace.trained(drafter))  # before torch
+    from vlmdistill.pipelines.endpoint import app as endpoint
+    from vlmdistill.pipelines.endpoint.served_decoder import open_decoder
+
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family) as listener:
         with console.waiting(f"loading {model}"):

@@ -305,7 +305,7 @@ def _some(names: Sequence[str]) -> str:
 
 def _needs(info: "TargetInfo") -> "Mapping[str, frozenset[Feature]]":
     """The features that each trained drafter reads, with the settings of its paper."""
-    from vlmdistill.drafters.core import catalogue
+    from vlmdistill.drafters import catalogue
 
     names = [name for name in catalogue.NAMES if catalogue.is_trained(name)]
     return {name: catalogue.config(name).model.needs(info) for name in names}

@@ -12,7 +12,7 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List or des
 @app.command("list")
 def list_targets(as_json: console.Json = False) -> None:
     """List the targets that have a name, and the supported model families."""
-    from vlmdistill.pipelines.targets.describe import known
+    from vlmdistill.pipelines.targets.checkpoints.folder import known
     from vlmdistill.pipelines.targets.families import FAMILIES
 
     targets = known()

@@ -94,10 +94,13 @@ def train(
     """
     import dataclasses
 
-    from vlmdistill.drafters.checkpoints import checkpoint
+    from vlmdistill.drafters import catalogue
+
+    catalogue.check(drafter)  # what is cheap to check comes before torch
+    workspace = console.workspace(model, runs)
+    from vlmdistill.drafters.checkpoints.description import describe
     from vlmdistill.pipelines import train as pipeline
 
-    workspace = console.workspace(model, runs)
     config = pipeline.resolve(drafter, recipe or pipeline.default_recipe(model), settings or ())
     plan = pipeline.planned(workspace, drafter, config, name=name, seed=seed)
     copies = f"{checkpoints.rstrip('/')}/{workspace.root.name}/{name or drafter}" if checkpoints else None
@@ -127,7 +130,7 @@ def train(
     with console.progress(f"training {name or drafter}", "steps") as report:
         folder = pipeline.launch(plan, ranks, force, report)
     if os.environ.get("RANK", "0") == "0":
-        training = checkpoint.describe(folder)["training"]
+        training = describe(folder)["training"]
         step = training.get("saved_step", training["steps"])
         measured: dict[str, Any] = next((one for one in training["history"] if one["step"] == step), {})
         agreement = measured.get("held_out_agreement", [])

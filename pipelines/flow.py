@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from vlmdistill.drafters.core import catalogue
+from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.core.config import DrafterConfig
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.training import ranks
@@ -34,6 +34,7 @@ from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
 from vlmdistill.pipelines.data.responses.responder import Responder, ResponseSummary
 from vlmdistill.pipelines.demo.prompts import AMOUNTS, evaluation_rows, import_demo
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
+from vlmdistill.pipelines.targets.checkpoints.folder import known_family
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.pipelines.workspace.workspace import Workspace, only_writer
 from vlmdistill.stores import progress
@@ -272,12 +273,19 @@ def import_sources(
     is an embedded target that reads them.
     """
     out = out or workspace.prompts
+    choices = replace(choices or Choices(), images_only=_images_only(workspace.model))
     if list(sources) == ["demo"] and not Path("demo").exists():
-        if kind != "auto" or (choices and choices.split):
+        if kind != "auto" or choices.split:
             raise DataError("'demo' has splits and a format of its own: leave out --split and --format")
         size = AMOUNTS.get(workspace.model, AMOUNTS["demo"])
         return import_demo(workspace.root / "demo-data", out, size, choices, progress=progress)
     return import_prompts(sources, out, kind, choices, progress)
+
+
+def _images_only(model: str) -> str:
+    """The family of a target that is known to read no videos."""
+    family = known_family(model)
+    return family.name if family and not family.videos else ""
 
 
 def import_evaluation_sets(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from vlmdistill.drafters.core import catalogue
+from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.core.config import DrafterConfig
 from vlmdistill.drafters.core.settings import override, with_file, with_recipe
 from vlmdistill.drafters.training import ranks

@@ -13,7 +13,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from vlmdistill.drafters.checkpoints import checkpoint
+from vlmdistill.drafters.checkpoints.description import describe
 from vlmdistill.pipelines.bench import evaluate
 from vlmdistill.pipelines.bench.statistics import figures
 from vlmdistill.pipelines.cluster.pool import WorkerOptions
@@ -63,7 +63,7 @@ def main() -> None:
         facts[name] = {"samples": captured.samples, "steps_during_capture": _steps(workspace, name)}
         if following.wait():
             raise SystemExit(f"{name} was not trained")
-        shards = checkpoint.describe(workspace.drafter(name))["training"]["shards"]
+        shards = describe(workspace.drafter(name))["training"]["shards"]
         facts[name] |= {"passes": sorted(shards.values())}
         facts[f"after{seed}"] = {}
         if _train(workspace, store, f"after{seed}", seed, words).wait():

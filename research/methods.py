@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from research import say
-from vlmdistill.drafters.core import catalogue
+from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.core.drafter import Proposer
 from vlmdistill.drafters.decoding.decoders import speculate
 from vlmdistill.pipelines import flow, train

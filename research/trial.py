@@ -21,8 +21,8 @@ import torch
 
 from research import say
 from research.claimed import Setting
+from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.checkpoints import checkpoint
-from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.batch import Head
 from vlmdistill.drafters.core.config import Stage
 from vlmdistill.drafters.core.drafter import Drafter

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-from vlmdistill.drafters.core.catalogue import DRAFTERS
+from vlmdistill.drafters.catalogue import DRAFTERS
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "architecture.md").read_text()

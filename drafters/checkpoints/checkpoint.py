@@ -4,15 +4,15 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from vlmdistill.drafters.core import catalogue
+from vlmdistill.drafters import catalogue
+from vlmdistill.drafters.checkpoints.description import FORMAT, SAMPLES, describe
 from vlmdistill.drafters.core.batch import Head
 from vlmdistill.drafters.core.config import DrafterConfig, TrainConfig, at_least
 from vlmdistill.drafters.core.drafter import Drafter, Proposer
@@ -21,10 +21,6 @@ from vlmdistill.drafters.core.vocabulary import check_columns
 from vlmdistill.stores.backends.local import atomic_folder
 from vlmdistill.stores.errors import DataError, TrainingError, one_line
 from vlmdistill.stores.schema import Provenance, TargetInfo
-from vlmdistill.stores.suggestions import did_you_mean
-
-FORMAT = 2
-SAMPLES = "samples.txt"  # the keys of the samples of a drafter's training, one a line
 
 
 @dataclass(frozen=True)
@@ -35,17 +31,6 @@ class Origin:
     settings: TrainConfig
     training: dict[str, Any]  # signature, steps, samples, view, seed, history
     samples: Sequence[str] = ()  # their keys
-
-
-class _DrafterFile(msgspec.Struct, frozen=True):
-    """The members of `config.json`."""
-
-    format: Literal[1, 2]
-    drafter: str
-    config: dict[str, Any]
-    target: dict[str, Any]
-    provenance: dict[str, Any]
-    training: dict[str, Any] = {}
 
 
 def save(drafter: Drafter, name: str, folder: Path, origin: Origin) -> None:
@@ -78,48 +63,6 @@ def put(
                 (new / SAMPLES).write_text("".join(f"{key}\n" for key in samples), encoding="utf-8")
     except (OSError, SafetensorError) as error:
         raise TrainingError(f"the drafter cannot be written to {folder}: {error}") from None
-
-
-def describe(folder: Path) -> dict[str, Any]:
-    """The folder's `config.json`; TrainingError when it is missing or not a drafter's.
-
-    A method without training needs no folder: its name is enough.
-    """
-    name, file = folder.name, folder / "config.json"
-    if not folder.exists() and name in catalogue.NAMES and not catalogue.is_trained(name):
-        return {"drafter": name, "config": to_dict(catalogue.config(name)), "training": {}}
-    try:
-        description = json.loads(file.read_text())
-        return msgspec.structs.asdict(msgspec.convert(description, _DrafterFile))
-    except FileNotFoundError:
-        raise TrainingError(f"no drafter in {folder}{_instead(folder)}") from None
-    except OSError as error:
-        raise TrainingError(f"{file} cannot be read: {error.strerror}") from None
-    except msgspec.ValidationError as error:
-        raise TrainingError(f"{file} is not that of a drafter of format 1 or {FORMAT}: {error}") from None
-    except (ValueError, RecursionError) as error:
-        raise TrainingError(
-            f"{file} is not readable JSON ({one_line(error)}); train the drafter again"
-        ) from None
-
-
-def trained_on(folder: Path) -> frozenset[str] | None:
-    """The keys of the samples that the drafter in a folder was trained on; None if it does not list them."""
-    try:
-        return frozenset((folder / SAMPLES).read_text(encoding="utf-8").splitlines())
-    except (OSError, ValueError):
-        return None
-
-
-def _instead(folder: Path) -> str:
-    """What to do about a missing drafter: the nearest name, or how to train it."""
-    if folder.name in catalogue.NAMES:
-        return f": it is not trained yet; `vlmdistill train {folder.name}`"
-    there = sorted(file.parent.name for file in folder.parent.glob("*/config.json"))
-    if near := did_you_mean(folder.name, there):
-        return near
-    known = did_you_mean(folder.name, catalogue.NAMES)
-    return f"{known}: train one first, for example `vlmdistill train sparrow`"
 
 
 def load(folder: Path, head: Head, info: TargetInfo, *, provenance: Provenance | None = None) -> Proposer:

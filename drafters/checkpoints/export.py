@@ -12,8 +12,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.checkpoints import checkpoint
-from vlmdistill.drafters.core import catalogue
+from vlmdistill.drafters.checkpoints.description import describe
 from vlmdistill.drafters.core.batch import Head
 from vlmdistill.drafters.core.serving import KEY, Exportable
 from vlmdistill.stores.errors import TrainingError
@@ -59,7 +60,7 @@ def export(folder: Path, out: Path, dtype: str = "bfloat16") -> Exported:
     Embeddings stay with the target, which shares them. TrainingError when the drafter cannot be read, when
     no engine has its method or would feed it as it was trained, and when `out` holds anything else.
     """
-    description = checkpoint.describe(folder)
+    description = describe(folder)
     name = description["drafter"]
     if name not in exportable():
         served = ", ".join(exportable())

@@ -13,8 +13,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from vlmdistill.drafters.checkpoints import checkpoint, published
-from vlmdistill.drafters.core import catalogue
+from vlmdistill.drafters import catalogue
+from vlmdistill.drafters.checkpoints import published
+from vlmdistill.drafters.checkpoints.description import describe
 from vlmdistill.drafters.core.config import ModelConfig
 from vlmdistill.drafters.core.drafter import Drafter
 from vlmdistill.drafters.core.settings import from_dict
@@ -67,7 +68,7 @@ class Initial:
             found = published.read(folder, drafter)
             facts = {"rope_theta": found.layer.rope_theta, "rms_norm_eps": found.layer.rms_norm_eps}
             return cls(str(folder), found.hash, found.weights, found.settings, facts, found)
-        description = checkpoint.describe(folder)
+        description = describe(folder)
         file = folder / "model.safetensors"
         try:
             config = from_dict(catalogue.config(description["drafter"]), description["config"])

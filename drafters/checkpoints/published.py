@@ -19,8 +19,8 @@ from msgspec import Meta
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.checkpoints import checkpoint
-from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.batch import Head
 from vlmdistill.drafters.core.config import DrafterConfig
 from vlmdistill.drafters.core.drafter import Drafter

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from vlmdistill.drafters.checkpoints import checkpoint
+from vlmdistill.drafters.checkpoints.description import describe
 from vlmdistill.drafters.checkpoints.initial import Initial
 from vlmdistill.drafters.core.config import DrafterConfig
 from vlmdistill.drafters.core.settings import flat, to_dict
@@ -142,7 +142,7 @@ def check_follows(run: Run) -> None:
 def finished(run: Run, data: RunData) -> bool:
     """Whether the run is done; TrainingError when the folders hold another run, done or not."""
     if run.out.exists():
-        description = checkpoint.describe(run.out)
+        description = describe(run.out)
         done = description.get("training", {})
         if done.get("signature") == data.signature:
             if done.get("content", data.settings["content"]) == data.settings["content"]:

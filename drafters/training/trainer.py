@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.checkpoints import checkpoint
-from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.batch import Batch, Head
 from vlmdistill.drafters.core.config import Stage
 from vlmdistill.drafters.core.vocabulary import columns_of

@@ -13,7 +13,7 @@ from 0, the tokens are not samples of p. Some wrong tokens have a large surprise
 from collections.abc import Iterator
 from typing import Final
 
-from vlmdistill.drafters.core import catalogue
+from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.pipelines.bench.records import Decoding, Evaluation, Measurement, PromptResult
 from vlmdistill.stores.errors import DataError

@@ -16,7 +16,7 @@ import msgspec
 import polars as pl
 import torch
 
-from vlmdistill.drafters.checkpoints import checkpoint
+from vlmdistill.drafters.checkpoints.description import describe, trained_on
 from vlmdistill.drafters.core.drafter import Proposer
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.decoding import hardware, tree_search
@@ -275,7 +275,7 @@ def leaks(workspace: Workspace, names: Sequence[str], chosen: Sequence[Prompt]) 
     Media and texts are compared with the workspace's prompts. None for a drafter that does not name its
     samples.
     """
-    seen = {name: checkpoint.trained_on(workspace.drafter(name)) for name in names}
+    seen = {name: trained_on(workspace.drafter(name)) for name in names}
     keys_of: dict[str, set[str]] = {}  # evaluated prompts by what they share with others
     for one in chosen:
         for trait in _traits(one):
@@ -341,7 +341,7 @@ class _Description:
 def _describe(folder: Path) -> _Description:
     """Read a drafter's `config.json`; TrainingError if it is missing or invalid."""
     try:
-        return msgspec.convert(checkpoint.describe(folder), _Description)
+        return msgspec.convert(describe(folder), _Description)
     except msgspec.ValidationError as error:
         raise TrainingError(f"{folder / 'config.json'} is not a drafter ({error}): train it again") from None
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from vlmdistill.stores.errors import DataError
 
@@ -19,6 +19,7 @@ KINDS = {
     "video": "3gp avi flv m1v m2ts m4v mkv mov mp4 mpe mpeg mpg mts ogv qt vob webm wmv",
 }
 PLAIN_FORMATS = ("PNG", "JPEG", "WEBP")  # that all servers read
+HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"mif1", b"msf1")
 ORIENTATION = 0x0112  # tag of EXIF 2.3, section 4.6.4
 TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -58,8 +59,30 @@ def decoding() -> Iterator[None]:
 
 def open_image(file: Any, formats: tuple[str, ...] | None = None) -> Image.Image:
     """Open an image, in one of Pillow's `formats` or any; OSError if that is impossible."""
+    try:
+        with decoding():
+            return Image.open(file, formats=formats)
+    except UnidentifiedImageError:
+        if not _is_heif(file):
+            raise
+    try:
+        import pillow_heif
+    except ModuleNotFoundError:
+        raise OSError("HEIC and HEIF need a package: pip install 'vlmdistill[heic]'") from None
+    pillow_heif.register_heif_opener()
     with decoding():
         return Image.open(file, formats=formats)
+
+
+def _is_heif(file: Any) -> bool:
+    """Whether a file that Pillow does not know has the brand of a HEIF image (ISO/IEC 23008-12, 10.2)."""
+    if isinstance(file, str | Path):
+        with Path(file).open("rb") as opened:
+            return _is_heif(opened)
+    file.seek(0)
+    head = file.read(12)
+    file.seek(0)
+    return head[4:8] == b"ftyp" and head[8:12] in HEIF_BRANDS
 
 
 @contextlib.contextmanager
@@ -110,22 +133,37 @@ def _turn(image: Image.Image) -> Image.Transpose | None:
     return TURNS.get(orientation)
 
 
+@contextlib.contextmanager
+def _naming(source: Any) -> Iterator[None]:
+    """Turn an OSError into the MediaError that names the image."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise MediaError(f"image {source} does not exist") from None
+    except OSError as error:
+        raise MediaError(f"image {source} cannot be read: {error}") from None
+
+
+def read_image(source: str | Path | Image.Image) -> Image.Image:
+    """Load an image upright and in RGB; MediaError names a file that is missing or unreadable."""
+    with _naming(source):
+        if isinstance(source, Image.Image):
+            return upright(source)
+        with large_images(), open_image(source) as image:
+            return upright(image)
+
+
 def data_url(file: str | Path) -> str:
     """An image as a data URL that any reader shows as `upright` does; MediaError if it cannot be read.
 
     The file's own bytes if they need no rotation and no conversion, else a PNG.
     """
-    try:
-        with large_images(), open_image(file) as image:
-            kind = image.format or ""
-            if kind in PLAIN_FORMATS and image.mode == "RGB" and _turn(image) is None:
-                data = Path(file).read_bytes()
-            else:
-                kind, buffer = "PNG", io.BytesIO()
-                upright(image).save(buffer, kind)
-                data = buffer.getvalue()
-    except FileNotFoundError:
-        raise MediaError(f"image {file} does not exist") from None
-    except OSError as error:
-        raise MediaError(f"image {file} cannot be read: {error}") from None
+    with _naming(file), large_images(), open_image(file) as image:
+        kind = image.format or ""
+        if kind in PLAIN_FORMATS and image.mode == "RGB" and _turn(image) is None:
+            data = Path(file).read_bytes()
+        else:
+            kind, buffer = "PNG", io.BytesIO()
+            upright(image).save(buffer, kind)
+            data = buffer.getvalue()
     return f"data:image/{kind.lower()};base64,{base64.b64encode(data).decode()}"

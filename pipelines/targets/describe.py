@@ -6,34 +6,14 @@ from typing import Any
 
 import transformers
 
-from vlmdistill.drafters.core import catalogue as drafters
+from vlmdistill.drafters import catalogue as drafters
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import fingerprint
-from vlmdistill.pipelines.targets.checkpoints.folder import family_of, locate, parameters_in, weight_files
+from vlmdistill.pipelines.targets.checkpoints.folder import family_of, locate, weight_files
 from vlmdistill.pipelines.targets.checkpoints.info import target_info
-from vlmdistill.pipelines.targets.checkpoints.registry import REGISTRY
-from vlmdistill.pipelines.targets.embedded import EMBEDDED
-from vlmdistill.pipelines.targets.families import FAMILIES
 from vlmdistill.pipelines.targets.loading import generation_of, processor_of, skeleton
 from vlmdistill.stores.schema import Feature, TargetInfo
 
 BYTES = 2  # per number, in bfloat16
-
-
-def known() -> dict[str, dict[str, Any]]:
-    """The targets that have a name; `found`: whether the weights are here, None if not even a folder is."""
-    targets: dict[str, dict[str, Any]] = {}
-    for name in (*EMBEDDED, *REGISTRY):
-        location = locate(name)
-        published = REGISTRY.get(name)
-        targets[name] = {
-            "origin": location.origin,
-            "family": FAMILIES[published.model_type].name if published else family_of(location.config).name,
-            "parameters": published.parameters if published else parameters_in(location.config.parent),
-            "folder": str(location.folder) if location.folder else None,
-            "found": None if location.folder is None else not location.lacking,
-            "lacking": location.lacking,
-        }
-    return targets
 
 
 def describe(name: str, text: int, visual: int, images: int = 1) -> dict[str, Any]:
@@ -43,7 +23,7 @@ def describe(name: str, text: int, visual: int, images: int = 1) -> dict[str, An
     TargetError if the name is unknown here, or its family is not supported.
     """
     location = locate(name)
-    family = family_of(location.config)
+    family = family_of(location.config).load()
     model = skeleton(location.config)
     folder = location.folder if not location.lacking else None  # of a complete checkpoint
     generation = generation_of(location.folder) if location.folder is not None else None

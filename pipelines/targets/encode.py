@@ -5,15 +5,13 @@ Shapes: L positions of the expanded prompt, A rotary axes.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from PIL import Image
 from torch import Tensor
 
 from vlmdistill.pipelines.media.frames import check_unchanged, media_file
-from vlmdistill.pipelines.media.images import MediaError, large_images, open_image, upright
+from vlmdistill.pipelines.media.images import MediaError, read_image
 from vlmdistill.pipelines.media.urls import is_url
 from vlmdistill.pipelines.targets.batching import out_of_memory
 from vlmdistill.pipelines.targets.checkpoints.folder import first_line
@@ -187,19 +185,6 @@ def _part(part: Mapping[str, Any], videos: VideoSampler) -> dict[str, Any]:
 
 def _local(source: Any, part: Mapping[str, Any]) -> Any:
     return media_file({**part, "path": source}) if isinstance(source, str) and is_url(source) else source
-
-
-def read_image(source: str | Path | Image.Image) -> Image.Image:
-    """Load an image upright and in RGB; MediaError names a file that is missing or unreadable."""
-    try:
-        if isinstance(source, Image.Image):
-            return upright(source)
-        with large_images(), open_image(source) as image:
-            return upright(image)
-    except FileNotFoundError:
-        raise MediaError(f"image {source} does not exist") from None
-    except OSError as error:
-        raise MediaError(f"image {source} cannot be read: {error}") from None
 
 
 def _spans(kind_L: Tensor, lengths: Mapping[int, Sequence[int]]) -> tuple[Span, ...]:

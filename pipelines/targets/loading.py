@@ -103,7 +103,7 @@ class _Source:
         if attention == "flash_attention_2":
             _check_flash(self.device, self.dtype)
         self.folder = resolve(name)
-        self.family = family_of(self.folder / "config.json")
+        self.family = family_of(self.folder / "config.json").load()
         configuration(self.folder / "config.json")
         self.generation = generation_of(self.folder)
         self.processor = processor_of(self.folder, self.family)
@@ -176,7 +176,7 @@ def skeleton(config: Path) -> Any:
 
 def configuration(config: Path) -> Any:
     """Read a `config.json`; TargetError if it is invalid or its text model is not supported."""
-    family = family_of(config)
+    family = family_of(config).load()
     written = read_json(config.parent, config.name)
     for part in (
         "text_config",

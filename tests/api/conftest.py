@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import vlmdistill
-from vlmdistill.drafters.core import catalogue
+from vlmdistill.drafters import catalogue
 from vlmdistill.pipelines.demo import files
 from vlmdistill.pipelines.train import planned, resolve, run
 from vlmdistill.pipelines.workspace.workspace import Workspace

@@ -20,8 +20,8 @@ import torch
 from tests.drafters import synthetic
 from vlmdistill.cli import console
 from vlmdistill.cli.main import GROUPS, VERBS, main
+from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.checkpoints import checkpoint
-from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.settings import flat
 from vlmdistill.pipelines.data.prompts.prompt_table import read
 from vlmdistill.pipelines.report import page

@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from tests.drafters import synthetic
 from vlmdistill.cli.main import main
+from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.checkpoints import checkpoint
-from vlmdistill.drafters.core import catalogue
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import TargetError
 from vlmdistill.stores.suggestions import did_you_mean
@@ -165,3 +166,57 @@ def test_an_error_names_what_helps(arguments: list[str], cure: str, failing: Cal
     Path("llava.json").write_text(json.dumps([{"image": "1.jpg", "conversations": turns}]))
     Path("photos.json").write_text(json.dumps([{"image": "1.jpg"}]))
     assert cure in failing(*arguments)
+
+
+WRONG = {
+    "train sparow": "there is no drafter 'sparow' (did you mean 'sparrow'",
+    "run --drafters wren,sparow": "there is no drafter 'sparow' (did you mean 'sparrow'",
+    "features --for sparow": "there is no drafter 'sparow' (did you mean 'sparrow'",
+    "features --model demmo": "there is no target 'demmo' (did you mean 'demo'?)",
+    "features": "no prompts in",
+    "responses": "no prompts in",
+    "eval wren": "no prompts in",
+    "generate hi --model demmo": "there is no target 'demmo'",
+    "generate hi --image no.jpg": "image no.jpg does not exist",
+    "generate hi --drafter wren": "it is not trained yet; `vlmdistill train wren`",
+    "generate hi --video no.mp4": "video no.mp4 does not exist",
+    "export wren --out out": "it is not trained yet; `vlmdistill train wren`",
+    "serve --drafter wren": "it is not trained yet; `vlmdistill train wren`",
+    "target list": "llava-next",
+}
+
+
+def test_cheap_mistakes_and_lists_need_no_torch(capfd: pytest.CaptureFixture[str]) -> None:
+    program = f"""
+import shlex, sys
+sys.modules["torch"] = None  # to import it is an error
+from vlmdistill.cli.main import main
+for command in {list(WRONG)}:
+    for out in sys.stdout, sys.stderr:
+        print("\\n$", command, file=out, flush=True)
+    main(shlex.split(command))
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+    printed = capfd.readouterr()
+    for command, line in WRONG.items():
+        said = [text.partition(f"$ {command}\n")[2].partition("\n$")[0] for text in printed]
+        assert any(line in text for text in said), (command, said)
+
+
+def test_videos_are_refused_at_import_for_a_target_without_video(
+    checkpoint: Callable[..., Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    llava = str(checkpoint("llava"))
+    rows = [{"video": "clip.gif", "conversations": [{"from": "human", "value": "<video>What happens?"}]}]
+    rows += [{"conversations": [{"from": "human", "value": f"Question {i}"}]} for i in range(3)]
+    Path("rows.json").write_text(json.dumps(rows))
+    still = [Image.new("RGB", (16, 16), color) for color in ("red", "blue")]
+    still[0].save("clip.gif", save_all=True, append_images=still[1:])
+    assert main(["prompts", "rows.json", "--model", llava, "--json"]) == 0
+    facts = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert (facts["added"], facts["skipped"]) == (3, {"video": 1})
+    Path("rows.json").write_text(json.dumps(rows[:1]))
+    assert main(["prompts", "rows.json", "--model", llava]) == 1
+    assert "targets of the family llava-1.5 support images alone" in capfd.readouterr().err
+    assert main(["generate", "What?", "--video", "clip.gif", "--model", llava]) == 1
+    assert "targets of the family llava-1.5 support images, not videos" in capfd.readouterr().err

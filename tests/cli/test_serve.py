@@ -50,7 +50,7 @@ def test_a_missing_package_is_one_line_that_says_what_to_install(
     monkeypatch.setitem(sys.modules, "fastapi", None)
     monkeypatch.delitem(sys.modules, "vlmdistill.pipelines.endpoint.app", raising=False)
     monkeypatch.delattr("vlmdistill.pipelines.endpoint.app", raising=False)
-    assert main(["serve", "--host", "0.0.0.0"]) == 1  # which would be refused, too
+    assert main(["serve"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "fastapi" in line
     assert "pip install 'vlmdistill[serve]'" in line

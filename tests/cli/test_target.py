@@ -11,7 +11,7 @@ import huggingface_hub
 import pytest
 
 from vlmdistill.cli.main import main
-from vlmdistill.drafters.core import catalogue
+from vlmdistill.drafters import catalogue
 from vlmdistill.pipelines.targets.checkpoints.registry import HUB, REGISTRY, shipped
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.pipelines.targets.loading import load

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.checkpoints.checkpoint import build as build_drafter
-from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.batch import Batch, Head
 from vlmdistill.drafters.core.drafter import Drafter, Proposer
 from vlmdistill.drafters.core.layers import DecoderLayer, apply_rotary

@@ -9,9 +9,9 @@ from tests.drafters import synthetic
 from tests.drafters.conformance import test_masks, test_needs, test_steps, test_training
 from tests.pipelines.vllm import test_entry_map
 from vlmdistill import drafters
+from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.checkpoints.export import export
-from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.drafter import Drafter
 from vlmdistill.drafters.training.trainer import train
 from vlmdistill.pipelines.train import resolve

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.drafters import synthetic
 from tests.drafters.synthetic import INFO, LAYOUTS, batch, cut
-from vlmdistill.drafters.core import catalogue
+from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.core.batch import Batch
 from vlmdistill.drafters.core.config import Stage
 from vlmdistill.drafters.core.layers import DecoderLayer, apply_rotary

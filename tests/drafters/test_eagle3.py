@@ -9,8 +9,8 @@ from torch import Tensor
 
 from tests.drafters import synthetic
 from tests.drafters.synthetic import INFO, LAYOUTS, batch, cut, head
+from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.checkpoints import checkpoint
-from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.batch import Batch, Entries, TokenIndex
 from vlmdistill.drafters.core.config import Stage, depths
 from vlmdistill.drafters.core.kv_cache import GrowingKVCache

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests import tiny
-from vlmdistill.drafters.core import catalogue
+from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.core.settings import override
 from vlmdistill.drafters.core.tree import DraftTree, Tree
 from vlmdistill.drafters.decoding.decoders import plain, speculate

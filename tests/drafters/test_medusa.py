@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.drafters.synthetic import INFO, LAYOUTS, batch, cut, head
-from vlmdistill.drafters.core import catalogue
+from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.core.batch import Batch, Head
 from vlmdistill.drafters.core.config import Stage
 from vlmdistill.drafters.core.settings import override

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.drafters.synthetic import INFO, LAYOUTS, batch, cut, head, plain_layer
-from vlmdistill.drafters.core import catalogue
+from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.core.batch import Batch, TokenIndex
 from vlmdistill.drafters.core.config import Stage
 from vlmdistill.drafters.core.kv_cache import GrowingKVCache, PackedKVCache

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tests.drafters.sizes import real
 from tests.drafters.synthetic import INFO, LAYOUTS, batch, head, plain_layer
-from vlmdistill.drafters.core import catalogue
+from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.core.batch import Batch, Head, TokenIndex
 from vlmdistill.drafters.core.kv_cache import PackedKVCache
 from vlmdistill.drafters.core.settings import override

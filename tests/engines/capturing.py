@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from tests import tiny
 from tests.engines.draws import HIDDEN, Draws
-from vlmdistill.drafters.core import catalogue
+from vlmdistill.drafters import catalogue
 from vlmdistill.pipelines.targets.encode import EncodedPrompt, EncodedResponse
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget

@@ -9,9 +9,9 @@ import torch
 
 from tests import tiny
 from vlmdistill.cli.main import main
+from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.checkpoints.checkpoint import Origin
-from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.drafter import Drafter
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.workspace.workspace import Workspace

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from tests.stores.samples import make, sample, write
 from vlmdistill.cli.store import app
-from vlmdistill.drafters.core import catalogue
+from vlmdistill.drafters import catalogue
 from vlmdistill.stores.errors import DataError, StoreError
 from vlmdistill.stores.schema import Feature
 from vlmdistill.stores.store import Store

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from vlmdistill.drafters.core import catalogue
+from vlmdistill.drafters import catalogue
 from vlmdistill.pipelines.cluster.environment import EngineName
 from vlmdistill.pipelines.cluster.shared import marked
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import Fingerprint
@@ -123,7 +123,7 @@ def drafters(names: str) -> tuple[str, ...] | None:
     """Parse `a,b`, or `all` (None). DataError on an unknown name."""
     if names == "all":
         return None
-    listed = tuple(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
+    listed = tuple(catalogue.listed(names))
     for name in listed:
         if not catalogue.is_trained(name):
             raise DataError(

@@ -48,6 +48,7 @@ class Choices:
     eval_share: float = 0.05
     split: Split | None = None  # of all prompts, instead of `eval_share`
     by_dataset: bool = False  # the same prompt in two datasets is two prompts
+    images_only: str = ""  # the family of a target that reads no videos
 
     @property
     def sampling(self) -> dict[str, float | int]:
@@ -129,6 +130,8 @@ def import_rows(
 def _cures(choices: Choices) -> dict[str, str]:
     """The options that may help, by the reason for which rows were left out."""
     cures = {}
+    if choices.images_only:
+        cures["video"] = f"targets of the family {choices.images_only} support images alone: choose another"
     if choices.images is None:
         cures["missing image"] = cures["missing video"] = (
             "if paths start at another folder, name it: --images DIR"
@@ -266,7 +269,12 @@ class _Import:
 
     def _conversation(self, row: Row, kind: Format) -> Conversation | None:
         try:
-            return formats.conversation(row, kind, self.choices.sampling, self.choices.ask)
+            talk = formats.conversation(row, kind, self.choices.sampling, self.choices.ask)
+            if (family := self.choices.images_only) and any(
+                part["type"] == "video" for part in media_parts(talk.messages)
+            ):
+                raise BadRowError("video", f"targets of the family {family} support images, not videos")
+            return talk
         except BadRowError as error:
             self._skip(row, error)
             return None

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vlmdistill.drafters.checkpoints import checkpoint
+from vlmdistill.drafters.checkpoints.description import describe
 from vlmdistill.drafters.core.drafter import Proposer
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.decoding import tree_search
@@ -78,7 +78,7 @@ def open_pair(
             raise DataError(f"--tree {tree}: it needs a --drafter")
         return load(workspace.model, **(how or Options())), None, None
     folder = workspace.trained(drafter)
-    checkpoint.describe(folder)  # fails before the target is loaded
+    describe(folder)  # fails before the target is loaded
     target = load(workspace.model, **(how or Options()))
     loaded = target.drafter(folder)
     if tree == "auto":

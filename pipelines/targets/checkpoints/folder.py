@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+from huggingface_hub import constants
 
-from vlmdistill.pipelines.targets.checkpoints.registry import HUB, hub_id, shipped
+from vlmdistill.pipelines.targets.checkpoints.registry import HUB, REGISTRY, hub_id, shipped
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
-from vlmdistill.pipelines.targets.families import FAMILIES
-from vlmdistill.pipelines.targets.families.family import Family
-from vlmdistill.stores.errors import TargetError
+from vlmdistill.pipelines.targets.families import FAMILIES, FamilyEntry
+from vlmdistill.stores.errors import DataError, TargetError
 
 HUB_TIMEOUT = 5.0  # seconds until the hub counts as unreachable
 WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
@@ -62,7 +62,7 @@ def locate(name: str) -> CheckpointLocation:
     config = folder / "config.json" if folder else None
     if config is None or not config.is_file():
         config = shipped(name) or config
-    cache = huggingface_hub.constants.HF_HUB_CACHE
+    cache = constants.HF_HUB_CACHE
     if config is None:
         raise TargetError(
             f"nothing is known of {origin} here: it is not in {cache} and not a registered name"
@@ -76,6 +76,23 @@ def locate(name: str) -> CheckpointLocation:
     return CheckpointLocation(origin, config, folder, "")
 
 
+def known() -> dict[str, dict[str, Any]]:
+    """The targets that have a name; `found`: whether the weights are here, None if not even a folder is."""
+    targets: dict[str, dict[str, Any]] = {}
+    for name in (*EMBEDDED, *REGISTRY):
+        location = locate(name)
+        published = REGISTRY.get(name)
+        targets[name] = {
+            "origin": location.origin,
+            "family": FAMILIES[published.model_type].name if published else family_of(location.config).name,
+            "parameters": published.parameters if published else parameters_in(location.config.parent),
+            "folder": str(location.folder) if location.folder else None,
+            "found": None if location.folder is None else not location.lacking,
+            "lacking": location.lacking,
+        }
+    return targets
+
+
 def cached(repository: str) -> Path | None:
     """The snapshot of a hub id in the local cache, complete or not; None if there is no snapshot."""
     try:
@@ -84,7 +101,7 @@ def cached(repository: str) -> Path | None:
         return None
 
 
-def family_of(config: Path) -> Family:
+def family_of(config: Path) -> FamilyEntry:
     """The family of a `config.json`; TargetError if it is not supported."""
     kind = read_json(config.parent, config.name).get("model_type")
     if kind not in FAMILIES:
@@ -92,6 +109,20 @@ def family_of(config: Path) -> Family:
             f"{config.parent}: model_type '{kind}' is not supported: choose a model of {', '.join(FAMILIES)}"
         )
     return FAMILIES[str(kind)]
+
+
+def known_family(name: str) -> FamilyEntry | None:
+    """The family of a target, if it can be told here without the hub."""
+    try:
+        return family_of(locate(name).config)
+    except TargetError:
+        return None
+
+
+def check_videos(name: str) -> None:
+    """DataError if a target is known to read no videos."""
+    if (family := known_family(name)) and not family.videos:
+        raise DataError(f"targets of the family {family.name} support images, not videos")
 
 
 def complete(folder: Path) -> Path:

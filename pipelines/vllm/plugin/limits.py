@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import torch
 
-from vlmdistill.drafters.core import catalogue
+from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.core.batch import Head
 from vlmdistill.drafters.core.eagle_drafter import EagleDrafter
 from vlmdistill.drafters.core.serving import KEY, Feeding

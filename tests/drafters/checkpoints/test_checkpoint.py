@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.drafters import synthetic
+from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.checkpoints import checkpoint
-from vlmdistill.drafters.core import catalogue
+from vlmdistill.drafters.checkpoints.description import describe
 from vlmdistill.drafters.core.settings import from_dict, override, to_dict, with_file
 from vlmdistill.drafters.sparrow import Sparrow
 from vlmdistill.stores.errors import TrainingError
@@ -127,7 +128,7 @@ def test_sizes_are_compared_with_the_weights_before_anything_is_allocated(tmp_pa
         checkpoint.load(tmp_path / "odd", synthetic.head(), synthetic.INFO)
     (tmp_path / "odd" / "config.json").write_text("[" * 100_000)
     with pytest.raises(TrainingError, match="not readable JSON"):
-        checkpoint.describe(tmp_path / "odd")
+        describe(tmp_path / "odd")
 
 
 def test_a_draft_vocabulary_outside_the_targets_is_refused(tmp_path: Path) -> None:

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from tests.drafters import synthetic
 from tests.drafters.synthetic import INFO, LAYOUTS
+from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.checkpoints import checkpoint, published
 from vlmdistill.drafters.checkpoints.initial import Initial
-from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.batch import Batch
 from vlmdistill.drafters.core.config import features
 from vlmdistill.drafters.core.drafter import Drafter

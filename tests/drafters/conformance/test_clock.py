@@ -9,7 +9,7 @@ import torch
 from tests import tiny
 from tests.drafters.synthetic import untrained
 from tests.ticks import Ticks
-from vlmdistill.drafters.core import catalogue
+from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.decoding import clock as clocks
 from vlmdistill.drafters.decoding.clock import Cycle

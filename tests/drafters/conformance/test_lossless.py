@@ -14,7 +14,7 @@ from torch import Tensor
 from tests import tiny
 from tests.drafters.synthetic import untrained
 from tests.thorough import THOROUGH
-from vlmdistill.drafters.core import catalogue
+from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.core.tree import DraftTree, Tree
 from vlmdistill.drafters.decoding import acceptance as verifying
 from vlmdistill.drafters.decoding import decoders

@@ -13,7 +13,7 @@ from torch import Tensor
 from tests import tiny
 from tests.drafters import synthetic
 from tests.drafters.synthetic import ALL, CASES, INFO, TRAINED, batch, build, cut, plan
-from vlmdistill.drafters.core import catalogue
+from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.core.batch import Batch
 from vlmdistill.drafters.core.config import Stage
 from vlmdistill.drafters.core.drafter import Drafter

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from tests.drafters import synthetic
 from tests.drafters.synthetic import CASES, INFO, LAYOUTS, TRAINED, batch, build, cut, head, plan
+from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.checkpoints import checkpoint
-from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.config import Stage
 from vlmdistill.drafters.core.drafter import Drafter, Proposer
 from vlmdistill.drafters.core.tree import Tree

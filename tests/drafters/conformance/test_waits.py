@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import tiny
 from tests.drafters.synthetic import untrained
-from vlmdistill.drafters.core import catalogue
+from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.decoding.clock import Cycle
 from vlmdistill.drafters.decoding.decoders import plain, speculate

@@ -14,7 +14,7 @@ import pytest
 
 from tests.drafters import synthetic
 from tests.drafters.synthetic import plan
-from vlmdistill.drafters.checkpoints import checkpoint
+from vlmdistill.drafters.checkpoints.description import describe
 from vlmdistill.drafters.training import follow, saved
 from vlmdistill.drafters.training.progress import TrainingProgress
 from vlmdistill.drafters.training.run import Run
@@ -62,7 +62,7 @@ def test_each_shard_is_read_once_it_is_there_and_half_of_the_steps_after_the_las
     thread.join()
     assert taken == [*range(1, STEPS + 1)]
     assert all(steps <= follow.LEAD * STEPS * shards / SHARDS for steps, shards in there)
-    shards = checkpoint.describe(tmp_path / "out")["training"]["shards"]
+    shards = describe(tmp_path / "out")["training"]["shards"]
     assert [*shards] == [f"u{number}" for number in range(SHARDS)]
     assert shards["u0"] >= shards["u3"] > 1
 

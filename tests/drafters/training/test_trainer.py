@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 
 from tests.drafters import synthetic
 from tests.drafters.synthetic import plan
+from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.checkpoints import checkpoint
-from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.config import ModelConfig
 from vlmdistill.drafters.core.settings import from_dict, override, to_dict
 from vlmdistill.drafters.training.progress import TrainingProgress
@@ -487,7 +487,9 @@ def test_a_drafter_folder_is_whole_or_refused(store: Path, tmp_path: Path) -> No
 
 
 def test_the_catalogue_is_the_folder() -> None:
-    modules = {file.stem for file in (ROOT / "drafters").glob("*.py")} - {"__init__"}
+    modules = {file.stem for file in (ROOT / "drafters").glob("*.py")} - {"__init__", "catalogue"}
     assert modules == set(catalogue.DRAFTERS)
+    untrained = [name for name in catalogue.DRAFTERS if not catalogue.load(name).Training().stages]
+    assert untrained == [*catalogue.UNTRAINED]
     for name in catalogue.DRAFTERS:
         assert issubclass(catalogue.load(name).Config, ModelConfig)

@@ -16,6 +16,7 @@ from torch import Tensor
 from tests.drafters import synthetic
 from tests.drafters.synthetic import plan
 from vlmdistill.drafters.checkpoints import checkpoint
+from vlmdistill.drafters.checkpoints.description import describe
 from vlmdistill.drafters.core.config import Stage
 from vlmdistill.drafters.core.drafter import Drafter
 from vlmdistill.drafters.training.batches import as_batch, split
@@ -47,7 +48,7 @@ class StopError(Exception):
 
 
 def training(run: Run) -> dict[str, Any]:
-    found: dict[str, Any] = checkpoint.describe(run.out)["training"]
+    found: dict[str, Any] = describe(run.out)["training"]
     return found
 
 

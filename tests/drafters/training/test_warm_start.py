@@ -15,6 +15,7 @@ from tests.drafters.synthetic import plan
 from tests.drafters.training.test_trainer import stopped
 from vlmdistill.cli.main import main
 from vlmdistill.drafters.checkpoints import checkpoint
+from vlmdistill.drafters.checkpoints.description import describe
 from vlmdistill.drafters.training.schedule import RangeTest, Sweep, rate_test
 from vlmdistill.drafters.training.trainer import find_rate, train
 from vlmdistill.stores.errors import StoppedError, TrainingError
@@ -41,7 +42,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def recorded(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = checkpoint.describe(folder)["training"]["init"]
+    found: dict[str, Any] = describe(folder)["training"]["init"]
     return found
 
 
@@ -78,17 +79,17 @@ def test_a_draft_vocabulary_comes_with_its_head(store: Path, tmp_path: Path) -> 
     first = train(plan(store, tmp_path / "first", drafter="eagle3", settings=(*STILL, *small)))
     drafter = weights(first)
     drafter["d2t"] = torch.arange(9) + 2  # another choice than the samples of the store would give
-    checkpoint.put(first, checkpoint.describe(first), drafter)
+    checkpoint.put(first, describe(first), drafter)
     out = train(plan(store, tmp_path / "out", drafter="eagle3", settings=(*STILL, *small), init=first))
     assert torch.equal(weights(out)["d2t"], drafter["d2t"])
     run = plan(store, tmp_path / "out", drafter="eagle3", settings=(*STILL, *small), init=first)
     sweep = Sweep(low=1e-5, high=10.0, steps=20)
     before = find_rate(run, sweep).losses[0]
     drafter["d2t"] += 1
-    checkpoint.put(first, checkpoint.describe(first), drafter)
+    checkpoint.put(first, describe(first), drafter)
     assert find_rate(run, sweep).losses[0] != before  # the test of learning rates does not choose again
     drafter["d2t"] += 10**6
-    checkpoint.put(first, checkpoint.describe(first), drafter)
+    checkpoint.put(first, describe(first), drafter)
     with pytest.raises(TrainingError, match="d2t"):
         train(plan(store, tmp_path / "other", drafter="eagle3", settings=(*STILL, *small), init=first))
 

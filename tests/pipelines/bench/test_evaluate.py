@@ -15,8 +15,8 @@ import torch
 from tests.pipelines.bench.made_up import newest
 from tests.ticks import Ticks
 from vlmdistill.cli.main import main
+from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.checkpoints.checkpoint import Origin, save
-from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.drafter import Drafter
 from vlmdistill.drafters.core.tree import DraftTree, Tree
 from vlmdistill.drafters.decoding import clock, decoders

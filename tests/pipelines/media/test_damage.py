@@ -12,9 +12,8 @@ from PIL import Image
 from tests import tiny
 from tests.thorough import count
 from vlmdistill.pipelines.media import frames, images
-from vlmdistill.pipelines.media.images import MediaError
+from vlmdistill.pipelines.media.images import MediaError, read_image
 from vlmdistill.pipelines.media.resolver import BadRowError, MediaResolver
-from vlmdistill.pipelines.targets.encode import read_image
 
 MUTATIONS = count(25, 600)  # of each file
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "TGA", "ICO", "AVIF", "JPEG2000")

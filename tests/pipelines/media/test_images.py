@@ -1,6 +1,7 @@
 """Pictures: upright and in RGB, whatever the file says about itself."""
 
 import struct
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -8,9 +9,8 @@ import pytest
 from PIL import Image
 
 from tests import tiny
-from vlmdistill.pipelines.media import frames
-from vlmdistill.pipelines.media.images import MediaError, upright
-from vlmdistill.pipelines.targets.encode import read_image
+from vlmdistill.pipelines.media import frames, images
+from vlmdistill.pipelines.media.images import MediaError, read_image, upright
 
 TURNED = {1: 0, 3: 2, 6: 3, 8: 1}  # orientation -> quarter turns counter-clockwise that make it upright
 
@@ -73,3 +73,17 @@ def test_numbers_without_a_black_and_a_white_are_refused(tmp_path: Path, dtype: 
     for read in (frames.probe, read_image):
         with pytest.raises(MediaError, match=r"a\.tif .*mode "):
             read(tmp_path / "a.tif")
+
+
+def test_heic_photos_are_read_with_pillow_heif(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pillow_heif = pytest.importorskip("pillow_heif")
+    photo = tmp_path / "photo.heic"
+    pillow_heif.from_pillow(Image.new("RGB", (64, 48), (200, 30, 40))).save(photo)
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "pillow_heif", None)
+        with pytest.raises(MediaError, match=r"photo.heic cannot be read: .*vlmdistill\[heic\]"):
+            read_image(photo)
+    assert read_image(photo).size == (64, 48)
+    red, green, blue = np.asarray(read_image(photo))[20, 20].tolist()
+    assert max(abs(red - 200), abs(green - 30), abs(blue - 40)) < 8
+    assert images.data_url(photo).startswith("data:image/png")

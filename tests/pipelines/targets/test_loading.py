@@ -41,6 +41,13 @@ def test_every_supported_family_is_tested() -> None:
     assert set(FAMILIES) == set(tiny.FAMILIES)
 
 
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_the_table_of_families_says_what_their_classes_say(kind: str) -> None:
+    entry, family = FAMILIES[kind], FAMILIES[kind].load()
+    said = (kind, entry.name, entry.videos)
+    assert said == (family.model_type, family.name, family.frame_processor is not None)
+
+
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_facts_of_a_target(checkpoint: Checkpoint, family: str) -> None:
     target = load(str(checkpoint(family)))

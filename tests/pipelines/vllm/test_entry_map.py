@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from tests.drafters import synthetic
 from tests.drafters.synthetic import INFO, LAYOUTS
+from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.checkpoints.export import export
-from vlmdistill.drafters.core import catalogue
 from vlmdistill.drafters.core.batch import Batch, Head
 from vlmdistill.drafters.core.drafter import Drafter
 from vlmdistill.drafters.core.eagle_drafter import EagleDrafter

@@ -13,8 +13,8 @@ import pytest
 
 from tests.drafters import synthetic
 from vlmdistill.cli.main import main
+from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.checkpoints import checkpoint
-from vlmdistill.drafters.core import catalogue
 from vlmdistill.pipelines.cluster.environment import VARIABLE
 from vlmdistill.pipelines.vllm import launch
 from vlmdistill.pipelines.vllm.launch import EngineError
