@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from vlmdistill.stores.errors import printable
-from vlmdistill.stores.progress import Progress
+from vlmdistill.stores.progress import Progress, silent
 
 if TYPE_CHECKING:
     from vlmdistill.pipelines.cluster.environment import EngineName
@@ -62,6 +62,15 @@ SplitName = Annotated[
 Seed = Annotated[int, typer.Option("--seed", min=0, max=LAST_SEED, help="Random seed.")]
 MaxNewTokens = Annotated[
     int, typer.Option("--max-new-tokens", min=1, help="Maximum length of a response, in tokens.")
+]
+TrainedTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--max-new-tokens",
+        min=1,
+        help="Maximum length of a response to train on, in tokens; default: that of the responses that "
+        "exist, or 1024.",
+    ),
 ]
 BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Prompts per batch of generation.")]
 TreeShape = Annotated[
@@ -142,6 +151,9 @@ def _known_trackers(names: Sequence[str]) -> list[str]:
     return list(names)
 
 
+quiet: ContextVar[bool] = ContextVar("quiet", default=False)
+"""Whether to print results, errors and warnings alone."""
+
 held: ContextVar[ExitStack] = ContextVar("held")
 """What is closed at the end of the command."""
 
@@ -204,6 +216,12 @@ def note(text: str) -> None:
     typer.echo(plain(text), err=True)
 
 
+def remark(text: str) -> None:
+    """Print a line on stderr that --quiet leaves out."""
+    if not quiet.get():
+        note(text)
+
+
 def plain(text: str) -> str:
     """Lines of text with all that controls a terminal escaped."""
     return "\n".join(map(printable, text.split("\n")))
@@ -231,13 +249,19 @@ def progress(what: str, unit: str, kept_in: str = "") -> Iterator[Progress]:
         show(done, total, remark)
 
     try:
-        with _bar(what, unit) if sys.stderr.isatty() else nullcontext(_Lines(what, unit)) as show:
+        with _shown(what, unit) as show:
             yield report
     except (KeyboardInterrupt, SystemExit) as stop:
         if not kept_in:
             raise
         code = stop.code if isinstance(stop, SystemExit) and isinstance(stop.code, int) else SIGINT_STATUS
         raise CommandStopped(code, f"stopped: {kept}; run the same command to continue") from None
+
+
+def _shown(what: str, unit: str) -> AbstractContextManager[Progress]:
+    if quiet.get():
+        return nullcontext(silent)
+    return _bar(what, unit) if sys.stderr.isatty() else nullcontext(_Lines(what, unit))
 
 
 class _Lines:
@@ -303,7 +327,7 @@ def _bar(what: str, unit: str) -> Iterator[Progress]:
 
 def waiting(what: str) -> AbstractContextManager[object]:
     """On a terminal, show what the command waits for."""
-    if not sys.stderr.isatty():
+    if quiet.get() or not sys.stderr.isatty():
         return nullcontext()
     from rich.console import Console
 
@@ -322,7 +346,7 @@ def log_to_stderr(debug: bool) -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(_Line("%(message)s"))
         logger.addHandler(handler)
-    logger.setLevel(logging.DEBUG if debug else logging.INFO)
+    logger.setLevel(logging.DEBUG if debug else logging.WARNING if quiet.get() else logging.INFO)
     logger.propagate = False
 
 

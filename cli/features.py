@@ -45,6 +45,7 @@ def features(
     batch_tokens: Annotated[
         int, typer.Option(min=1, help="Maximum tokens in one forward pass, padding included.")
     ] = 8192,
+    max_new_tokens: console.TrainedTokens = None,
     workers: console.Workers = None,
     wait: console.Wait = None,
     allow_failed: console.AllowFailed = 0.0,
@@ -64,6 +65,8 @@ def features(
     from vlmdistill.pipelines.data.prompts import prompt_table
     from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
 
+    if responses and max_new_tokens:
+        raise typer.BadParameter("it generates none: leave out --max-new-tokens", param_hint="--responses")
     workspace = console.workspace(model, runs)
     checkpoint(model)  # what is cheap to check comes before Ray and torch
     chosen_for = store_part.drafters(drafters)
@@ -95,6 +98,7 @@ def features(
         settings,
         console.worker_options(workers, wait, attention, target_dtype, engine),
         generate=responses is None,
+        sampling=flow.sampling(workspace.responses, max_new_tokens) if max_new_tokens else None,
         bar=console.progress,
     )
     failed = done.failed if as_json else len(done.failed)  # a key may fail in either stage

@@ -77,4 +77,4 @@ def generate(
         green = marked and piece.drafted
         typer.echo(typer.style(text, fg="green", underline=True) if green else text, nl=False)
     typer.echo()
-    console.note(stream.summary())
+    console.remark(stream.summary())

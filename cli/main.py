@@ -23,11 +23,13 @@ from vlmdistill.cli.export import export
 from vlmdistill.cli.features import features
 from vlmdistill.cli.generate import generate
 from vlmdistill.cli.importing import import_drafter
+from vlmdistill.cli.listing import list_names
 from vlmdistill.cli.prompts import prompts
 from vlmdistill.cli.report import report
 from vlmdistill.cli.responses import responses
 from vlmdistill.cli.run import run
 from vlmdistill.cli.serve import serve
+from vlmdistill.cli.status import status
 from vlmdistill.cli.train import train
 from vlmdistill.stores.errors import StoppedError, VlmdistillError, one_line
 
@@ -44,9 +46,11 @@ COMMANDS = (
     serve,
     export,
     run,
+    status,
+    list_names,
     doctor,
 )
-KEYWORDS = {evaluate: "eval", import_drafter: "import"}  # no names of functions
+KEYWORDS = {evaluate: "eval", import_drafter: "import", list_names: "list"}  # no names of functions
 VERBS = {KEYWORDS.get(verb, verb.__name__): verb for verb in COMMANDS}
 
 KEPT = "finished work is kept; run the same command to continue"
@@ -82,12 +86,17 @@ def vlmdistill(
     debug: Annotated[
         bool, typer.Option("--debug", help="Show the traceback of an error; may follow the subcommand.")
     ] = False,
+    quiet: Annotated[
+        bool,
+        typer.Option("--quiet", help="Print results, errors and warnings alone; may follow the subcommand."),
+    ] = False,
 ) -> None:
     """Train, verify and compare drafters for speculative decoding of vision-language models.
 
     The flow: prompts -> responses -> features -> train -> eval -> report. Each command reads and writes the
     workspace runs/<model>/ and does only what is missing. `vlmdistill run` runs all of them.
     """
+    console.quiet.set(quiet)
     console.log_to_stderr(debug)
 
 
@@ -114,8 +123,9 @@ for _name, _verb in VERBS.items():
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; the exit status: 0 done, 1 failed, 2 usage, 130 interrupted, 143 terminated."""
     given = sys.argv[1:] if arguments is None else list(arguments)
-    debug = "--debug" in given
-    given = (["--debug"] if debug else []) + [argument for argument in given if argument != "--debug"]
+    anywhere = [option for option in ("--debug", "--quiet") if option in given]
+    debug = "--debug" in anywhere
+    given = [*anywhere, *(argument for argument in given if argument not in anywhere)]
     return _status(lambda: _run(given), given, debug)
 
 

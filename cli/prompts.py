@@ -1,25 +1,29 @@
 """`vlmdistill prompts`: import prompts into the workspace."""
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from vlmdistill.cli import console
+
+if TYPE_CHECKING:
+    from vlmdistill.pipelines.workspace.workspace import Workspace
 
 FEW = 20  # held-out prompts, below which results are noise
 
 
 def prompts(
     sources: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
             metavar="SRC...",
             help="JSON, JSONL, Parquet or tar files, plain or compressed with gzip, bzip2 or xz; Hugging "
             "Face datasets (a folder, or name[:subset][@split] with --format hf); with --ask a folder of "
             "images and videos; or 'demo': generated scenes and dialogues for the demo targets.",
         ),
-    ],
+    ] = None,
     model: console.Model = "demo",
     kind: Annotated[
         Literal["auto", "llava", "sharegpt", "chat", "hf"],
@@ -66,6 +70,14 @@ def prompts(
         Literal["train", "eval"] | None,
         typer.Option(help="Put all prompts into this split, instead of --eval-share."),
     ] = None,
+    resplit: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE",
+            help="Import nothing: hold out this share of the prompts that are there. Prompts that have "
+            "responses stay in their split.",
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Parquet file to write; default: the workspace's prompts.parquet."),
@@ -106,6 +118,13 @@ def prompts(
     A folder of images and videos, or a tar archive of them
     vlmdistill prompts photos --ask "Describe the image."
     """
+    if resplit is not None:
+        if sources or split:
+            raise typer.BadParameter("it imports nothing: leave out SRC and --split", param_hint="--resplit")
+        _split_again(console.workspace(model, runs), resplit, out, as_json)
+        return
+    if not sources:
+        raise typer.BadParameter("name what to import", param_hint="SRC...")
     from vlmdistill.pipelines.data.prompts.importing import Choices
     from vlmdistill.pipelines.flow import import_sources
 
@@ -129,9 +148,18 @@ def prompts(
     if split is None and eval_share and summary.eval < FEW:
         console.note(
             f"warning: only {summary.eval} of {summary.total} prompts are held out for `eval`, too few to "
-            f"measure drafters: import more with --split eval, or remove {summary.out} and import again with "
-            "a larger --eval-share"
+            "measure drafters: `vlmdistill prompts --resplit 0.2`, or import more with --split eval"
         )
+
+
+def _split_again(workspace: "Workspace", share: float, out: Path | None, as_json: bool) -> None:
+    from vlmdistill.pipelines.data.prompts.importing import resplit
+    from vlmdistill.pipelines.data.responses import dataset
+
+    summary = resplit(out or workspace.prompts, share, dataset.keys(workspace.responses))
+    console.result(asdict(summary), as_json)
+    if share and summary.kept and not summary.moved:
+        console.note("warning: no prompt has moved: those with responses stay in their split")
 
 
 def _without_empty(summary: dict[str, Any]) -> dict[str, Any]:

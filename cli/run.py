@@ -28,14 +28,7 @@ def run(
         typer.Option(help="Temperature of the evaluation; may be repeated; default: 0 and 1."),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Evaluate on at most N held-out prompts.")] = 100,
-    max_new_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Maximum length of a response to train on, in tokens; default: that of the responses that "
-            "exist, or 1024.",
-        ),
-    ] = None,
+    max_new_tokens: console.TrainedTokens = None,
     batch_size: console.BatchSize = 32,
     workers: console.Workers = None,
     wait: console.Wait = None,
@@ -72,6 +65,6 @@ def run(
         seed=seed,
         watching=train.Watching(held_out=held_out, trackers=tuple(tracker or ())),
     )
-    evaluations = flow.run(workspace, plan, console.note, console.progress)
+    evaluations = flow.run(workspace, plan, console.remark, console.progress)
     report(model=model, runs=runs)
     check_lossless(evaluations)

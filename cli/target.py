@@ -25,7 +25,7 @@ def list_targets(as_json: console.Json = False) -> None:
         for name, one in targets.items()
     ]
     console.rows(("name", "family", "parameters", "weights", "checkpoint"), lines)
-    console.note(f"or a checkpoint folder or hub id of these families: {', '.join(sorted(FAMILIES))}")
+    console.remark(f"or a checkpoint folder or hub id of these families: {', '.join(sorted(FAMILIES))}")
 
 
 @app.command("show")

@@ -81,6 +81,12 @@ def train(
             help="Only test rising learning rates and suggest one, from fresh weights or those of --init.",
         ),
     ] = False,
+    show_config: Annotated[
+        bool,
+        typer.Option(
+            "--show-config", help="Only print all settings, as a file that --recipe takes; needs no store."
+        ),
+    ] = False,
     force: Annotated[
         bool, typer.Option("--force", help="Start over and replace an earlier run of this name.")
     ] = False,
@@ -97,11 +103,21 @@ def train(
     from vlmdistill.drafters import catalogue
 
     catalogue.check(drafter)  # what is cheap to check comes before torch
+    if recipe and not recipe.endswith(".toml"):
+        catalogue.check_recipe(recipe)
     workspace = console.workspace(model, runs)
     from vlmdistill.drafters.checkpoints.description import describe
+    from vlmdistill.drafters.core.settings import to_dict
+    from vlmdistill.drafters.training import recipes
     from vlmdistill.pipelines import train as pipeline
 
-    config = pipeline.resolve(drafter, recipe or pipeline.default_recipe(model), settings or ())
+    config = recipes.resolve(drafter, recipe or pipeline.default_recipe(model), settings or ())
+    if show_config:
+        if as_json:
+            console.result(to_dict(config), as_json)
+        else:
+            typer.echo(recipes.as_file(drafter, config), nl=False)
+        return
     plan = pipeline.planned(workspace, drafter, config, name=name, seed=seed)
     copies = f"{checkpoints.rstrip('/')}/{workspace.root.name}/{name or drafter}" if checkpoints else None
     plan = dataclasses.replace(

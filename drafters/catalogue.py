@@ -1,9 +1,13 @@
-"""The catalogue: every drafter by name.
+"""The catalogue: every drafter and every recipe by name.
 
 Light to import, so that a wrong name fails before torch loads.
 """
 
+import ast
 import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from vlmdistill.stores.errors import DataError
@@ -50,6 +54,60 @@ VARIANTS = {
 """Baselines of the papers that are a drafter with other settings: name -> (drafter, settings)."""
 
 NAMES = (*DRAFTERS, *VARIANTS)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Settings for every drafter, so that drafters compare."""
+
+    about: str
+    settings: str = ""
+    """As for `--set`, with spaces between."""
+    epochs: Mapping[str, float] = field(default_factory=dict)
+    """By the name of a stage; a stage of another name keeps its paper's epochs."""
+
+
+_EQUAL = Recipe(
+    "as fair, with each paper's own schedule of images and text",
+    "steps=40000 stages.*.learning_rate=1e-4 batch_tokens=16384 tree=30-3-8 warmup=0.05",
+)
+_SMALL = Recipe(
+    "as demo, with each paper's own schedule of images and text",
+    "steps=600 stages.*.learning_rate=2e-3 batch_tokens=2048 tree=chain-4 warmup=0.05 clip=1.0",
+    {"text": 1, "multimodal": 9},
+)
+
+
+def _mixed(recipe: Recipe, about: str) -> Recipe:
+    return replace(recipe, about=about, settings=f"{recipe.settings} stages.*.visual=[0.5,0.5]")
+
+
+RECIPES = {
+    "paper": Recipe("each paper's own settings"),
+    "fair": _mixed(_EQUAL, "the same steps, tree and share of images for all, to compare methods"),
+    "fair-paper": _EQUAL,
+    "demo": _mixed(_SMALL, "as fair, for the embedded targets"),
+    "demo-paper": _SMALL,
+}
+
+
+def check_recipe(name: str) -> None:
+    """DataError on an unknown recipe."""
+    if name not in RECIPES:
+        near = did_you_mean(name, RECIPES)
+        raise DataError(f"there is no recipe '{name}'{near}; choose from {', '.join(RECIPES)}")
+
+
+def about(name: str) -> str:
+    """What a drafter is, in one line: that of its class, and the settings of a variant."""
+    source = (Path(__file__).parent / f"{base(name)}.py").read_text(encoding="utf-8")
+    kind = next(
+        node
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef) and node.name == DRAFTERS[base(name)]
+    )
+    line = (ast.get_docstring(kind) or "").partition("\n")[0]
+    return f"{base(name)} with {' '.join(VARIANTS[name][1])}" if name in VARIANTS else line
 
 
 def check(name: str) -> None:

@@ -14,6 +14,7 @@ from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.core.config import DrafterConfig
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.training import ranks
+from vlmdistill.drafters.training.recipes import resolve
 from vlmdistill.pipelines import train
 from vlmdistill.pipelines.bench import evaluate
 from vlmdistill.pipelines.bench.records import Evaluation
@@ -83,7 +84,7 @@ def run(
     if not plan.drafters:
         raise DataError("--drafters names no drafter: give names separated by commas, or all")
     trained = [name for name in plan.drafters if catalogue.is_trained(name)]
-    configs = {name: train.resolve(name, plan.recipe, plan.settings) for name in trained}
+    configs = {name: resolve(name, plan.recipe, plan.settings) for name in trained}
     prepare(workspace, plan, log, bar)
     fit(workspace, configs, plan, log, bar)
     trees = {config.tree for config in configs.values()}
@@ -109,7 +110,7 @@ def prepare(workspace: Workspace, plan: Plan, log: Callable[[str], None], bar: P
             StorePart(workspace.features),
             CaptureSettings(drafters=trained),
             plan.workers,
-            sampling=_sampling(workspace.responses, plan),
+            sampling=sampling(workspace.responses, plan.max_new_tokens, plan.seed),
             batch=plan.batch,
             bar=bar,
         )
@@ -123,12 +124,12 @@ def prepare(workspace: Workspace, plan: Plan, log: Callable[[str], None], bar: P
         check_failed(done.failed, len(prompts), plan.allow_failed)
 
 
-def _sampling(responses: Path, plan: Plan) -> SamplingSettings:
+def sampling(responses: Path, max_new_tokens: int | None, seed: int = 0) -> SamplingSettings:
     """How responses are sampled: as those that exist, which may be of another seed than the training."""
     known = dataset.read_settings(responses)[0]
     if not (responses / dataset.SETTINGS).is_file():
-        known = replace(known, seed=plan.seed)
-    return replace(known, max_new_tokens=plan.max_new_tokens or known.max_new_tokens)
+        known = replace(known, seed=seed)
+    return replace(known, max_new_tokens=max_new_tokens or known.max_new_tokens)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Stage 4: resolve settings and train drafters: one rank, several ranks, or several drafters at once."""
+"""Stage 4: train drafters: one rank, several ranks, or several drafters at once."""
 
 import os
 import tempfile
@@ -11,8 +11,8 @@ import torch
 
 from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.core.config import DrafterConfig
-from vlmdistill.drafters.core.settings import override, with_file, with_recipe
 from vlmdistill.drafters.training import ranks
+from vlmdistill.drafters.training.recipes import resolve
 from vlmdistill.drafters.training.run import Run
 from vlmdistill.drafters.training.trainer import train
 from vlmdistill.pipelines.cluster.processes import FunctionDone, FunctionProgress, Processes
@@ -25,21 +25,6 @@ from vlmdistill.stores.progress import Progress, silent
 def default_recipe(model: str) -> str:
     """`demo` for the embedded targets, else `paper`."""
     return "demo" if model in EMBEDDED else "paper"
-
-
-def resolve(drafter: str, recipe: str, settings: Sequence[str]) -> DrafterConfig:
-    """The configuration of a drafter: its defaults, then the recipe, then `key=value` settings.
-
-    A recipe is a name, or a file whose name ends in `.toml`. DataError on an unknown drafter, recipe or key,
-    or a value of the wrong type.
-    """
-    catalogue.trained(drafter)
-    config = catalogue.config(drafter)
-    if recipe.endswith(".toml"):
-        config = with_file(config, Path(recipe), drafter, catalogue.NAMES)
-    else:
-        config = with_recipe(config, recipe)
-    return override(config, settings)
 
 
 @dataclass(frozen=True, kw_only=True)

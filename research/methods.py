@@ -23,6 +23,7 @@ from research import say
 from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.core.drafter import Proposer
 from vlmdistill.drafters.decoding.decoders import speculate
+from vlmdistill.drafters.training.recipes import resolve
 from vlmdistill.pipelines import flow, train
 from vlmdistill.pipelines.bench import evaluate
 from vlmdistill.pipelines.bench.records import Evaluation
@@ -66,12 +67,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     paced = []
     for name, seed in pairs:
         share = _seconds(workspace, EQUAL, options.seeds) / _seconds(workspace, name, options.seeds)
-        steps = f"steps={round(train.resolve(name, 'demo', ()).training.steps * share)}"
+        steps = f"steps={round(resolve(name, 'demo', ()).training.steps * share)}"
         paced.append(train.Job(name, _folder(name, seed, "-equal"), seed, (steps,)))
     folders += made([job for job in paced if job.drafter != EQUAL])
     folders += made([train.Job(name, _folder(name, 0, "-paper"), 0) for name in trained], "demo-paper")
     folders += [name for name in names if name not in trained]
-    tree = train.resolve(EQUAL, "demo", ()).tree
+    tree = resolve(EQUAL, "demo", ()).tree
     settings = evaluate.Settings(temperatures=(0.0, 1.0), limit=options.limit, trees=(tree,))
     reports = evaluate.kept(workspace, folders, settings)
     reports = reports or evaluate.evaluate(workspace, folders, settings, on_prompt=_progress)
@@ -155,7 +156,7 @@ def _untrained(workspace: Workspace, name: str) -> float:
     """Tau at temperature 0 of the untrained method, on a few prompts."""
     target = load(workspace.model)
     torch.manual_seed(0)
-    config = train.resolve(name, "demo", ())
+    config = resolve(name, "demo", ())
     drafter: Proposer = catalogue.load(name)(config.model, target.info, target.head).eval()
     gained = calls = 0
     for prompt in evaluate.held_out(workspace.prompts, UNTRAINED):

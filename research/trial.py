@@ -22,13 +22,15 @@ import torch
 from research import say
 from research.claimed import Setting
 from vlmdistill.drafters import catalogue
+from vlmdistill.drafters.catalogue import RECIPES
 from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.core.batch import Head
 from vlmdistill.drafters.core.config import Stage
 from vlmdistill.drafters.core.drafter import Drafter
-from vlmdistill.drafters.core.settings import RECIPES, to_dict
+from vlmdistill.drafters.core.settings import to_dict
 from vlmdistill.drafters.decoding import hardware
 from vlmdistill.drafters.training.batches import as_batch
+from vlmdistill.drafters.training.recipes import resolve
 from vlmdistill.drafters.training.unroll import supervised, unroll
 from vlmdistill.pipelines import flow, train
 from vlmdistill.pipelines.bench import evaluate
@@ -132,7 +134,7 @@ class Trial:
 
     def folders(self, setting: Setting) -> list[str]:
         """The drafters of a setting by seed. The names contain a hash of the whole configuration."""
-        config = train.resolve(setting.drafter, "paper", (*self.recipe, *self.settings(setting)))
+        config = resolve(setting.drafter, "paper", (*self.recipe, *self.settings(setting)))
         digest = content_hash([catalogue.base(setting.drafter), to_dict(config)])[:10]
         return [f"{setting.drafter}.{digest}.{seed}" for seed in range(self.seeds)]
 

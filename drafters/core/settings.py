@@ -1,97 +1,16 @@
-"""Settings of drafters as text: JSON in a checkpoint, `--set key=value`, and named recipes."""
+"""Settings of drafters as text: JSON in a checkpoint, and `--set key=value`."""
 
 import dataclasses
 import json
-import tomllib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from vlmdistill.drafters.core.config import DrafterConfig
 from vlmdistill.drafters.core.tree import Tree
-from vlmdistill.stores.errors import DataError, one_line
+from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.suggestions import did_you_mean
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Settings for every drafter, so that drafters compare."""
-
-    settings: str = ""
-    """As for `--set`, with spaces between."""
-    epochs: Mapping[str, float] = field(default_factory=dict)
-    """By the name of a stage; a stage of another name keeps its paper's epochs."""
-
-
-_EQUAL = Recipe("steps=40000 stages.*.learning_rate=1e-4 batch_tokens=16384 tree=30-3-8 warmup=0.05")
-_SMALL = Recipe(
-    "steps=600 stages.*.learning_rate=2e-3 batch_tokens=2048 tree=chain-4 warmup=0.05 clip=1.0",
-    epochs={"text": 1, "multimodal": 9},
-)
-
-
-def _mixed(recipe: Recipe) -> Recipe:
-    return replace(recipe, settings=f"{recipe.settings} stages.*.visual=[0.5,0.5]")
-
-
-RECIPES = {
-    "paper": Recipe(),
-    "fair": _mixed(_EQUAL),
-    "fair-paper": _EQUAL,
-    "demo": _mixed(_SMALL),
-    "demo-paper": _SMALL,
-}
-"""Each paper's own settings; the same steps, tree and share of images for all; the same, but for each paper's
-own schedule of images and text; and both for the embedded targets."""
-
-
-def with_recipe(config: DrafterConfig, name: str) -> DrafterConfig:
-    """Apply a recipe by its name; DataError on an unknown one."""
-    if name not in RECIPES:
-        near = did_you_mean(name, RECIPES)
-        raise DataError(f"there is no recipe '{name}'{near}; choose from {', '.join(RECIPES)}")
-    recipe = RECIPES[name]
-    names = {stage.name for stage in config.training.stages}
-    epochs = [f"stages.{stage}.epochs={count}" for stage, count in recipe.epochs.items() if stage in names]
-    return override(config, [*recipe.settings.split(), *epochs])
-
-
-def with_file(config: DrafterConfig, file: Path, drafter: str, drafters: Collection[str]) -> DrafterConfig:
-    """Apply a recipe file: TOML with the keys of `override`, and a table for each drafter that has its own.
-
-    It begins with the named recipe that its key `recipe` gives, `paper` by default. Of the tables of all
-    `drafters`, that of `drafter` counts. DataError names the file, and the key or value that does not fit.
-    """
-    try:
-        found = tomllib.loads(file.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        reason = (isinstance(error, OSError) and error.strerror) or one_line(error)
-        raise DataError(f"the recipe file {file} cannot be read: {reason}") from None
-    for key, value in found.items():
-        if key in drafters and not isinstance(value, dict):
-            raise DataError(f"{file}: {key} is a drafter: write a table [{key}] with its settings")
-        if isinstance(value, dict) and key not in ("stages", *drafters):
-            near = did_you_mean(key, ("stages", *drafters))
-            raise DataError(f"{file}: the table [{key}] is neither [stages] nor that of a drafter{near}")
-    shared = {key: value for key, value in found.items() if key not in (*drafters, "recipe")}
-    try:
-        config = with_recipe(config, str(found.get("recipe", "paper")))
-        return _changed(config, [*_leaves(shared), *_leaves(found.get(drafter, {}))])
-    except DataError as error:
-        raise DataError(f"{file}: {error}") from None
-
-
-def _leaves(table: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of a table and of those in it, by their dotted keys; losses are one value."""
-    for name, value in table.items():
-        key = f"{path}.{name}" if path else name
-        if isinstance(value, dict) and name != "losses":
-            yield from _leaves(value, key)
-        else:
-            yield key, value
 
 
 def to_dict(config: DrafterConfig) -> dict[str, Any]:
@@ -151,10 +70,10 @@ def override(config: DrafterConfig, settings: Sequence[str]) -> DrafterConfig:
         if not equals:
             raise DataError(f"'{setting}' is not a setting: write key=value, such as batch_tokens=8192")
         parsed.append((key, _parse(text)))
-    return _changed(config, parsed)
+    return changed(config, parsed)
 
 
-def _changed(config: DrafterConfig, settings: Iterable[tuple[str, Any]]) -> DrafterConfig:
+def changed(config: DrafterConfig, settings: Iterable[tuple[str, Any]]) -> DrafterConfig:
     """Assign values by key, in order."""
     values = to_dict(config)
     for key, value in settings:

@@ -127,6 +127,12 @@ class Workspace:
             raise DataError(f"'{name}' is no drafter's name: use letters, digits, '_', '.' and '-'")
         return self._part(f"drafters/{name}")
 
+    def drafters(self) -> list[str]:
+        """The names of the drafters that are trained, or whose training has begun."""
+        there = self.parts.there if self.parts else Local(self.root)
+        names = {name.removesuffix(".training") for name in there.list_names("drafters")}
+        return sorted(name for name in names if NAME.fullmatch(name))
+
     def trained(self, drafter: str) -> Path:
         """The folder of a drafter, given by its name in this workspace or by a path."""
         path = Path(drafter).expanduser()

@@ -13,7 +13,7 @@ from research.claimed import PAPERS, Claim
 from research.trial import Cost, Measured, Run
 from tests.pipelines.bench.made_up import drafted, measured
 from vlmdistill.drafters.core.settings import flat
-from vlmdistill.pipelines import train
+from vlmdistill.drafters.training.recipes import resolve
 from vlmdistill.pipelines.bench.records import Measurement
 from vlmdistill.pipelines.bench.statistics import Difference, Interval, difference
 from vlmdistill.pipelines.data.prompts.importing import Choices, import_prompts
@@ -106,7 +106,7 @@ def test_both_sides_of_a_claim_have_one_budget_and_differ(claim: Claim) -> None:
     shared = ("steps=90", "batch_tokens=512", "stages.*.learning_rate=1e-3", "tree=chain-4")
     sides = list[object]()
     for setting in (claim.one, claim.other):
-        config = flat(train.resolve(setting.drafter, "paper", (*shared, *setting.settings)))
+        config = flat(resolve(setting.drafter, "paper", (*shared, *setting.settings)))
         rates = {value for key, value in config.items() if key.endswith("learning_rate")}
         assert (config["steps"], config["batch_tokens"], rates) == (90, 512, {1e-3})
         sides.append((setting.drafter, setting.where, config, claim.at[len(sides)]))

@@ -6,8 +6,9 @@ import pytest
 
 import vlmdistill
 from vlmdistill.drafters import catalogue
+from vlmdistill.drafters.training.recipes import resolve
 from vlmdistill.pipelines.demo import files
-from vlmdistill.pipelines.train import planned, resolve, run
+from vlmdistill.pipelines.train import planned, run
 from vlmdistill.pipelines.workspace.workspace import Workspace
 
 STEPS = ["steps=2", "batch_tokens=512"]

@@ -23,10 +23,10 @@ from vlmdistill.cli.main import GROUPS, VERBS, main
 from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.core.settings import flat
+from vlmdistill.drafters.training.recipes import resolve
 from vlmdistill.pipelines.data.prompts.prompt_table import read
 from vlmdistill.pipelines.report import page
 from vlmdistill.pipelines.targets.loading import load
-from vlmdistill.pipelines.train import resolve
 
 COMMAND = [sys.executable, "-m", "vlmdistill"]
 

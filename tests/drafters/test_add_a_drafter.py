@@ -13,8 +13,8 @@ from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.checkpoints.export import export
 from vlmdistill.drafters.core.drafter import Drafter
+from vlmdistill.drafters.training.recipes import resolve
 from vlmdistill.drafters.training.trainer import train
-from vlmdistill.pipelines.train import resolve
 
 PAGE = Path(__file__).parents[2] / "docs" / "add-a-drafter.md"
 SWITCHES = [{}, {"gate": False}]

@@ -11,7 +11,7 @@ image are on one side, whatever imported them, and so are those that share one w
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -191,6 +191,51 @@ def _import_rows(
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class SplitSummary:
+    """How prompts are split."""
+
+    out: Path
+    moved: int
+    kept: int  # of the prompts in `fixed`, and those that share an image or a question with one
+    train: int
+    eval: int
+
+
+def resplit(out: Path, eval_share: float, fixed: Collection[str] = ()) -> SplitSummary:
+    """Split the prompts of a file anew; those with a key in `fixed` stay on their side.
+
+    DataError if there are no prompts, or if the share is out of range.
+    """
+    Choices(eval_share=eval_share).check()
+    with only_writer(out):
+        prompts = read(out)
+        sides = _Sides([])
+        ties = [_ties(prompt) for prompt in prompts]
+        for prompt, its in zip(prompts, ties, strict=True):
+            sides.join(its, prompt.split if prompt.key in fixed else None)
+        new = [
+            dataclasses.replace(prompt, split=sides.of(its[0], eval_share))
+            for prompt, its in zip(prompts, ties, strict=True)
+        ]
+        write(out, new)
+    splits = Counter(prompt.split for prompt in new)
+    return SplitSummary(
+        out=out,
+        moved=sum(before.split != after.split for before, after in zip(prompts, new, strict=True)),
+        kept=sum(sides.known(its[0]) for its in ties),
+        train=splits["train"],
+        eval=splits["eval"],
+    )
+
+
+def _ties(prompt: Prompt) -> list[str]:
+    """What a prompt shares with others that have to be on its side: its media, else its first question."""
+    first = next(message for message in prompt.messages if message["role"] == "user")
+    digests = [part["digest"] for part in prompt.media if "digest" in part]
+    return digests or prompt.files or [content_hash(_content([first]))]
+
+
 class _Sides:
     """The split of each image, and of each first question without one: a forest of what belongs together.
 
@@ -200,10 +245,7 @@ class _Sides:
     def __init__(self, prompts: Iterable[Prompt]) -> None:
         self._above: dict[str, str] = {}
         for prompt in prompts:
-            first = next(message for message in prompt.messages if message["role"] == "user")
-            digests = [part["digest"] for part in prompt.media if "digest" in part]
-            if digests or not prompt.files:
-                self.join(digests or [content_hash(_content([first]))], prompt.split)
+            self.join(_ties(prompt), prompt.split)
 
     def join(self, ties: Iterable[str], split: Split | None = None) -> bool:
         """Put these on one side; False, and nothing is done, if they are on both."""
@@ -213,6 +255,10 @@ class _Sides:
         lowest = min(roots)
         self._above |= dict.fromkeys(roots - {lowest}, lowest)
         return True
+
+    def known(self, tie: str) -> bool:
+        """Whether the side of an image or a question is given."""
+        return self._root(tie).startswith("!")
 
     def of(self, tie: str, eval_share: float) -> Split:
         """The side of an image or a question."""

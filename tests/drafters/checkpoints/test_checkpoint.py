@@ -10,11 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.drafters import synthetic
+from tests.drafters.synthetic import TRAINED
 from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.checkpoints.description import describe
-from vlmdistill.drafters.core.settings import from_dict, override, to_dict, with_file
+from vlmdistill.drafters.core.settings import from_dict, override, to_dict
 from vlmdistill.drafters.sparrow import Sparrow
+from vlmdistill.drafters.training.recipes import as_file, resolve
 from vlmdistill.stores.errors import TrainingError
 
 WRITTEN = """{
@@ -56,9 +58,18 @@ def test_losses_of_a_recipe_file_replace_the_papers(tmp_path: Path) -> None:
     replaced = override(paper, ['stages.text.losses={"l1": 2}'])
     assert {name for stage in replaced.training.stages for name in stage.losses} > {"l1"}
     file.write_text("[stages.text]\nlosses = { l1 = 2 }\n")
-    assert with_file(paper, file, "sparrow", catalogue.NAMES) == replaced
+    assert resolve("sparrow", str(file)) == replaced
     file.write_text("[sparrow.stages.text.losses]\nl1 = 2\n")
-    assert with_file(paper, file, "sparrow", catalogue.NAMES) == replaced
+    assert resolve("sparrow", str(file)) == replaced
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_settings_written_as_a_recipe_file_are_read_back_alike(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    for recipe in catalogue.RECIPES:
+        config = resolve(name, recipe, ["warmup=0.125"])
+        file.write_text(as_file(name, config))
+        assert resolve(name, str(file)) == config
 
 
 def test_no_setting_has_two_meanings() -> None:

@@ -1,0 +1,136 @@
+"""What a user sees before paying: what can be named, what is there, what comes next."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.drafters import synthetic
+from tests.pipelines.bench import made_up
+from vlmdistill.cli.main import main
+from vlmdistill.drafters import catalogue
+from vlmdistill.drafters.checkpoints import checkpoint
+from vlmdistill.drafters.training.recipes import resolve
+from vlmdistill.pipelines.bench import records
+from vlmdistill.pipelines.bench.records import Training
+from vlmdistill.pipelines.data.prompts.prompt_table import read
+from vlmdistill.pipelines.data.responses.dataset import ResponseRow, write_part
+
+pytestmark = pytest.mark.usefixtures("workplace")
+Output = pytest.CaptureFixture[str]
+
+
+def printed(capsys: Output, *arguments: str) -> Any:
+    """What a command prints as JSON."""
+    capsys.readouterr()
+    assert main([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def dialogues(count: int) -> None:
+    rows = [{"conversations": [{"from": "human", "value": f"Question {i}"}]} for i in range(count)]
+    Path("talks.json").write_text(json.dumps(rows))
+
+
+def test_list_names_what_commands_take(capsys: Output) -> None:
+    lists = printed(capsys, "list")
+    assert {*lists["drafters"]} == {*catalogue.NAMES}
+    assert {*lists["recipes"]} == {*catalogue.RECIPES}
+    assert all(about for names in lists.values() for about in names.values())
+    assert main(["list", "sets"]) == 0
+    shown = capsys.readouterr().out
+    assert "textvqa" in shown
+    assert "sparrow" not in shown
+
+
+def test_the_printed_settings_are_a_recipe(capsys: Output) -> None:
+    assert main(["train", "wren", "--show-config", "--set", "steps=7", "--recipe", "fair"]) == 0
+    Path("mine.toml").write_text(capsys.readouterr().out)
+    assert resolve("wren", "mine.toml") == resolve("wren", "fair", ["steps=7"])
+    assert printed(capsys, "train", "wren", "--show-config")["steps"] == 600
+    assert not Path("runs").exists()
+
+
+def test_status_names_what_is_there_and_the_command_that_comes_next(capsys: Output) -> None:
+    def state() -> tuple[Any, str]:
+        found = printed(capsys, "status")
+        return found, found["next"]
+
+    found, following = state()
+    assert (found["prompts"], found["samples"], following) == (0, 0, "vlmdistill prompts demo")
+    dialogues(40)
+    assert main(["prompts", "talks.json", "--split", "train"]) == 0
+    found, following = state()
+    assert (found["prompts"], found["held_out"], following) == (40, 0, "vlmdistill prompts --resplit 0.2")
+    assert main(["prompts", "--resplit", "0.2"]) == 0
+    found, following = state()
+    assert found["prompts"] + found["held_out"] == 40
+    assert following == "vlmdistill features"
+    responded(2)
+    found, _ = state()
+    assert (found["responses"], found["uncaptured"]) == (2, 2)
+    folder = Path("runs/demo/drafters/mine.training")
+    folder.mkdir(parents=True)
+    assert state()[0]["drafters"][0]["remarks"] == ["not finished: `vlmdistill train mine` continues"]
+
+
+def responded(count: int) -> list[str]:
+    """Responses to some prompts to train on; their keys."""
+    prompts = [prompt for prompt in read(Path("runs/demo/prompts.parquet")) if prompt.split == "train"]
+    keys = [prompt.key for prompt in prompts[:count]]
+    rows = [
+        ResponseRow(key=key, keep=True, temperature=1.0, top_p=1.0, max_new_tokens=8, target="t")
+        for key in keys
+    ]
+    write_part(Path("runs/demo/responses"), "part", rows)
+    return keys
+
+
+def test_status_has_each_drafter_with_what_it_was_measured_at(capsys: Output) -> None:
+    dialogues(40)
+    assert main(["prompts", "talks.json", "--eval-share", "0.3"]) == 0
+    folder, reports = Path("runs/demo/drafters/mine"), Path("runs/demo/reports")
+    training = {"signature": "s", "steps": 600, "saved_step": 500, "samples": 30, "view": None}
+    origin = checkpoint.Origin(synthetic.provenance(), catalogue.config("eagle3").training, training)
+    checkpoint.save(synthetic.build("eagle3"), "eagle3", folder, origin)
+    (drafter,) = printed(capsys, "status")["drafters"]
+    assert (drafter["method"], drafter["steps"], drafter["measured"]) == ("eagle3", 500, "")
+    measured = made_up.evaluation("mine", training=Training(signature="s"))
+    records.write(measured, records.new_file(reports, "mine"))
+    (drafter,) = printed(capsys, "status")["drafters"]
+    assert (drafter["measured"], drafter["remarks"]) == (measured.measured, [])
+    assert drafter["tau"] > 1
+    training |= {"signature": "other"}
+    checkpoint.save(synthetic.build("eagle3"), "eagle3", folder, replace(origin, training=training))
+    assert main(["status"]) == 0
+    assert "measured before it was trained again" in capsys.readouterr().out
+
+
+def test_a_new_split_leaves_prompts_with_responses_where_they_are(capsys: Output) -> None:
+    dialogues(60)
+    assert main(["prompts", "talks.json", "--split", "train"]) == 0
+    keys = responded(20)
+    summary = printed(capsys, "prompts", "--resplit", "0.5")
+    assert summary["kept"] == 20
+    assert summary["eval"] == summary["moved"] > 5
+    split = {prompt.key: prompt.split for prompt in read(Path("runs/demo/prompts.parquet"))}
+    assert {split[key] for key in keys} == {"train"}
+    assert printed(capsys, "prompts", "--resplit", "0.5")["moved"] == 0  # the split is a hash
+    assert main(["prompts", "--resplit", "0"]) == 0
+    assert {prompt.split for prompt in read(Path("runs/demo/prompts.parquet"))} == {"train"}
+    assert main(["prompts", "talks.json", "--resplit", "0.5"]) == 2
+    assert main(["prompts", "--resplit", "1.5"]) == 1
+    assert main(["prompts"]) == 2
+
+
+def test_quiet_prints_results_errors_and_warnings_alone(capsys: Output) -> None:
+    assert main(["target", "list", "--quiet"]) == 0
+    shown = capsys.readouterr()
+    assert "demo" in shown.out
+    assert shown.err == ""
+    assert main(["--quiet", "prompts", "talks.json"]) == 0
+    assert capsys.readouterr().err.startswith("warning: only 0 of 3")
+    assert main(["prompts", "absent.json", "--quiet"]) == 1
+    assert capsys.readouterr().err.startswith("error: ")
