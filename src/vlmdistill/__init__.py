@@ -12,6 +12,17 @@ if TYPE_CHECKING:
     from vlmdistill.drafters.core.batch import Batch
     from vlmdistill.inference import Chunk, generate, load_drafter, load_target
     from vlmdistill.packing import StoreDataset, iterate_batches
+    from vlmdistill.stages import (
+        TrainedDrafter,
+        evaluate,
+        export,
+        features,
+        prompts,
+        report,
+        responses,
+        status,
+        train,
+    )
     from vlmdistill.stores.errors import VlmdistillError
     from vlmdistill.stores.loader.tensors import as_numpy, as_torch
     from vlmdistill.stores.schema import Feature, Sample, Span
@@ -27,15 +38,24 @@ __all__ = [
     "Span",
     "Store",
     "StoreDataset",
+    "TrainedDrafter",
     "VlmdistillError",
     "as_numpy",
     "as_torch",
     "create_store",
+    "evaluate",
+    "export",
+    "features",
     "generate",
     "iterate_batches",
     "load_drafter",
     "load_target",
     "open_store",
+    "prompts",
+    "report",
+    "responses",
+    "status",
+    "train",
 ]
 
 _MODULES = {
@@ -43,6 +63,17 @@ _MODULES = {
     "drafters.core.batch": ("Batch",),
     "inference": ("Chunk", "generate", "load_drafter", "load_target"),
     "packing": ("StoreDataset", "iterate_batches"),
+    "stages": (
+        "TrainedDrafter",
+        "evaluate",
+        "export",
+        "features",
+        "prompts",
+        "report",
+        "responses",
+        "status",
+        "train",
+    ),
     "stores.errors": ("VlmdistillError",),
     "stores.loader.tensors": ("as_numpy", "as_torch"),
     "stores.schema": ("Feature", "Sample", "Span"),

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from collections.abc import Callable
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -21,7 +22,7 @@ PAGE = README.parent / "docs" / "api.md"
 
 
 @pytest.fixture(scope="module")
-def after(demo_folder: Path) -> dict[str, Any]:
+def after(demo_folder: Path, ray: None) -> dict[str, Any]:
     """The variables that the examples leave."""
     names: dict[str, Any] = {}
     large = Workspace("demo-large", demo_folder / "runs" / "demo-large")  # as `make demo` leaves it
@@ -42,6 +43,36 @@ def after(demo_folder: Path) -> dict[str, Any]:
 def test_the_page_uses_every_public_function(after: dict[str, Any]) -> None:
     functions = [name for name in vlmdistill.__all__ if name.islower() or name == "StoreDataset"]
     assert [name for name in functions if f"vlmdistill.{name}(" not in PAGE.read_text()] == []
+
+
+def test_the_flow_in_python_is_that_of_the_commands(after: dict[str, Any], demo_folder: Path) -> None:
+    imported, captured, trained = after["imported"], after["captured"], after["trained"]
+    assert imported.added == 6
+    assert 0 < imported.eval < 6
+    store = vlmdistill.open_store(demo_folder / "flow/demo/features")
+    assert captured.samples == imported.train == len(store)
+    assert (trained.name, trained.steps, (demo_folder / trained.folder).is_dir()) == ("wren", 4, True)
+    (result,) = after["results"]
+    assert (result.name, result.temperature, result.failures) == ("wren", 0.0, [])
+    assert result.evaluation.lossless
+    assert len(result.evaluation.keys) == imported.eval
+    assert (demo_folder / after["page"]).is_file()
+    assert after["served"].drafter == "wren"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(demo_folder)
+        state = vlmdistill.status(runs="flow")
+        assert (state.prompts, state.held_out, state.next) == (imported.train, imported.eval, "")
+        assert vlmdistill.features(["wren"], runs="flow").captured == 0
+        steps: list[tuple[str, int, int]] = []
+        shorter = {"steps": 2}
+        done = vlmdistill.train("wren", runs="flow", name="other", settings=shorter, progress=note(steps))
+    assert done.steps == 2
+    assert steps[-1] == ("train", 2, 2)
+
+
+def note(steps: list[tuple[str, int, int]]) -> Callable[..., None]:
+    """A callback that notes how far a stage has come."""
+    return lambda stage, done, total, remark="": steps.append((stage, done, total))
 
 
 def test_the_drafter_leaves_the_response_as_it_is(after: dict[str, Any]) -> None:

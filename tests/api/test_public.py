@@ -19,7 +19,9 @@ from torch.utils.data import DataLoader
 import vlmdistill
 
 HEAVY = {"torch", "ray", "transformers"}
-FUNCTIONS = ["create_store", "generate", "iterate_batches", "load_drafter", "load_target", "open_store"]
+CONVERSIONS = ("as_numpy", "as_torch")
+FUNCTIONS = [name for name in vlmdistill.__all__ if name.islower() and name not in CONVERSIONS]
+SIGNATURES = Path(__file__).parent / "signatures.txt"
 
 
 def python(code: str) -> str:
@@ -67,6 +69,19 @@ def test_all_names_are_there_and_no_others() -> None:
     assert [name for name in dir(vlmdistill) if not hasattr(vlmdistill, name)] == []
     with pytest.raises(AttributeError, match="no attribute 'open_stores'"):
         _ = vlmdistill.open_stores  # type: ignore[attr-defined]
+
+
+def test_public_signatures_change_only_on_purpose() -> None:
+    """`signatures.txt` is edited by hand, with an entry in CHANGELOG.md."""
+
+    def shown(name: str) -> str:
+        """Without types, which mypy checks and Python versions print differently."""
+        known = inspect.signature(getattr(vlmdistill, name))
+        bare = [one.replace(annotation=inspect.Parameter.empty) for one in known.parameters.values()]
+        return f"{name}{inspect.Signature(bare)}"
+
+    names = [name for name in vlmdistill.__all__ if inspect.isfunction(getattr(vlmdistill, name))]
+    assert [*map(shown, names)] == SIGNATURES.read_text().splitlines()
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

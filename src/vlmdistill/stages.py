@@ -1,0 +1,405 @@
+"""The stages of the flow as functions: each does what the command of its name does, in the same workspace."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from vlmdistill.drafters import catalogue
+from vlmdistill.drafters.checkpoints import export as exports
+from vlmdistill.drafters.checkpoints.description import describe
+from vlmdistill.drafters.checkpoints.export import Exported
+from vlmdistill.drafters.core.tree import Tree
+from vlmdistill.drafters.training.recipes import resolve
+from vlmdistill.pipelines import flow
+from vlmdistill.pipelines import status as overview
+from vlmdistill.pipelines import train as training
+from vlmdistill.pipelines.bench import evaluate as bench
+from vlmdistill.pipelines.cluster.pool import WorkerOptions
+from vlmdistill.pipelines.cluster.reporting import check_failed
+from vlmdistill.pipelines.data.features.capturer import CaptureSettings, CaptureSummary
+from vlmdistill.pipelines.data.features.store_part import StorePart
+from vlmdistill.pipelines.data.prompts import prompt_table
+from vlmdistill.pipelines.data.prompts.importing import Choices, ImportSummary
+from vlmdistill.pipelines.data.responses import responder
+from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
+from vlmdistill.pipelines.data.responses.quality import Filters
+from vlmdistill.pipelines.data.responses.responder import ResponseSummary
+from vlmdistill.pipelines.report import page
+from vlmdistill.pipelines.report.comparison import DrafterResult, rank
+from vlmdistill.pipelines.status import WorkspaceStatus
+from vlmdistill.pipelines.workspace.workspace import Workspace
+from vlmdistill.stores.progress import Progress, silent
+
+Runs = str | Path | None
+
+
+class StageProgress(Protocol):
+    """Is called whenever more of a stage is done."""
+
+    def __call__(self, stage: str, done: int, total: int, remark: str = "", /) -> None:
+        """`done` of `total` parts of `stage`, where 0 means that the total is unknown, and a remark."""
+
+
+def _of(progress: StageProgress | None, stage: str) -> Progress:
+    """The progress of one stage."""
+    return partial(progress, stage) if progress else silent
+
+
+def prompts(
+    *sources: str | Path,
+    model: str = "demo",
+    runs: Runs = None,
+    images: str | Path | None = None,
+    ask: str | None = None,
+    limit: int | None = None,
+    eval_share: float = 0.05,
+    split: Literal["train", "eval"] | None = None,
+    progress: StageProgress | None = None,
+) -> ImportSummary:
+    """Import prompts from files, folders and datasets into a workspace; as `vlmdistill prompts`.
+
+    Args:
+        sources: JSON, JSONL, Parquet or tar files, datasets, folders of photos (with `ask`), or `demo`.
+        model: The target: a name, a hub id or a checkpoint folder. Its workspace is `runs/<model>`.
+        runs: Folder or URL of the workspaces; default: VLMDISTILL_RUNS, else `runs`.
+        images: Folder of the images, if it is not that of the source.
+        ask: The question about images and videos that have none.
+        limit: Import at most so many prompts.
+        eval_share: Share of the prompts to hold out for evaluation.
+        split: Put all prompts into this split instead.
+        progress: Is called as rows are read.
+
+    Returns:
+        What was added, and what was skipped for which reason.
+
+    Raises:
+        DataError: Nothing can be imported.
+
+    Example:
+        >>> vlmdistill.prompts("photos", ask="Describe the image.")
+    """
+    choices = Choices(
+        images=Path(images) if images else None, ask=ask, limit=limit, eval_share=eval_share, split=split
+    )
+    with Workspace.of(model, runs) as workspace:
+        return flow.import_sources(
+            workspace,
+            [str(source) for source in sources],
+            choices=choices,
+            progress=lambda rows: _of(progress, "prompts")(rows, 0),
+        )
+
+
+def responses(
+    *,
+    model: str = "demo",
+    runs: Runs = None,
+    limit: int | None = None,
+    temperature: float = 1.0,
+    max_new_tokens: int = 1024,
+    seed: int = 0,
+    workers: int | None = None,
+    allow_failed: float = 0.0,
+    progress: StageProgress | None = None,
+) -> ResponseSummary:
+    """Generate the missing responses of the target to the prompts to train on; as `vlmdistill responses`.
+
+    Args:
+        model: The target; see `prompts`.
+        runs: Folder or URL of the workspaces.
+        limit: Use only the first prompts.
+        temperature: 1 is the target's own distribution, 0 is greedy.
+        max_new_tokens: Maximum length of a response, in tokens.
+        seed: Seed of the sampling.
+        workers: Ray workers; default: as many as the GPUs, or cores, can hold.
+        allow_failed: Share of the prompts that may fail.
+        progress: Is called as responses come.
+
+    Returns:
+        What was generated, kept and dropped.
+
+    Raises:
+        DataError: There are no prompts, or more failed than `allow_failed`; the others are kept.
+
+    Example:
+        >>> vlmdistill.responses(max_new_tokens=256)
+    """
+    with Workspace.of(model, runs) as workspace:
+        chosen = prompt_table.load(workspace.prompts, model, "train", limit)
+        summary = responder.respond(
+            chosen,
+            workspace.responses,
+            model,
+            SamplingSettings(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed),
+            Filters(),
+            WorkerOptions(workers=workers),
+            report=_of(progress, "responses"),
+        )
+        check_failed(summary.failed, summary.prompts, allow_failed)
+        return summary
+
+
+def features(
+    drafters: Sequence[str] | None = None,
+    *,
+    model: str = "demo",
+    runs: Runs = None,
+    limit: int | None = None,
+    max_new_tokens: int | None = None,
+    workers: int | None = None,
+    allow_failed: float = 0.0,
+    progress: StageProgress | None = None,
+) -> CaptureSummary:
+    """Capture the features that drafters need, after missing responses; as `vlmdistill features`.
+
+    Args:
+        drafters: Names to capture for; None: all.
+        model: The target; see `prompts`.
+        runs: Folder or URL of the workspaces.
+        limit: Use only the first prompts.
+        max_new_tokens: Maximum length of new responses; default: that of those that exist, or 1024.
+        workers: Ray workers; default: as many as the GPUs, or cores, can hold.
+        allow_failed: Share of the prompts that may fail.
+        progress: Is called as responses and samples come.
+
+    Returns:
+        What was captured, and the store.
+
+    Raises:
+        DataError: There are no prompts, or more failed than `allow_failed`; the others are kept.
+
+    Example:
+        >>> vlmdistill.features(["wren", "sparrow"])
+    """
+    for name in drafters or ():
+        catalogue.trained(name)
+    with Workspace.of(model, runs) as workspace:
+        chosen = prompt_table.load(workspace.prompts, model, "train", limit)
+        done = flow.capture_features(
+            model,
+            chosen,
+            workspace.responses,
+            StorePart(workspace.features),
+            CaptureSettings(drafters=tuple(drafters) if drafters else None),
+            WorkerOptions(workers=workers),
+            sampling=flow.sampling(workspace.responses, max_new_tokens) if max_new_tokens else None,
+            bar=partial(_bar, progress),
+        )
+        check_failed(done.failed, len(chosen), allow_failed)
+        return done.features
+
+
+@contextmanager
+def _bar(progress: StageProgress | None, what: str, unit: str, kept_in: str = "") -> Iterator[Progress]:
+    yield _of(progress, unit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedDrafter:
+    """A drafter after its training."""
+
+    name: str
+    folder: Path
+    steps: int
+    saved_step: int
+    """The step whose weights are kept: the last one, or the best on the samples kept apart."""
+    samples: int
+    agreement: tuple[float, ...]
+    """Of each hop, the share of drafted tokens that the target would choose, on samples kept apart."""
+
+
+def train(
+    drafter: str,
+    *,
+    model: str = "demo",
+    runs: Runs = None,
+    name: str | None = None,
+    recipe: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    init: str | None = None,
+    seed: int = 0,
+    held_out: float = 0.02,
+    force: bool = False,
+    progress: StageProgress | None = None,
+) -> TrainedDrafter:
+    """Train a drafter on the workspace's features, in this process; as `vlmdistill train`.
+
+    Args:
+        drafter: Name of a method, such as `wren`.
+        model: The target; see `prompts`. It is not loaded.
+        runs: Folder or URL of the workspaces.
+        name: Name of the trained drafter; default: that of the method.
+        recipe: A recipe by name, or a file; default: `demo` for the embedded targets, else `paper`.
+        settings: Settings over those of the recipe, such as `{"steps": 100}`.
+        init: Initialize from this drafter or published checkpoint.
+        seed: Of weights, order and noise.
+        held_out: Share of the samples kept apart to validate on.
+        force: Start over and replace an earlier run of this name.
+        progress: Is called after each step.
+
+    Returns:
+        The drafter. A run that was stopped continues; one that is done is returned as it is.
+
+    Raises:
+        DataError: A name or a setting is unknown, or the store lacks a feature.
+        TrainingError: The training cannot run, or the folder holds another run.
+
+    Example:
+        >>> vlmdistill.train("wren", settings={"steps": 100})
+    """
+    catalogue.check(drafter)
+    texts = [f"{key}={json.dumps(value)}" for key, value in (settings or {}).items()]
+    with Workspace.of(model, runs) as workspace:
+        config = resolve(drafter, recipe or training.default_recipe(model), texts)
+        watching = training.Watching(held_out=held_out)
+        plan = training.planned(workspace, drafter, config, name=name, seed=seed, watching=watching)
+        plan = replace(plan, init=workspace.trained(init).absolute() if init else None)
+        folder = training.launch(plan, 1, force, _of(progress, "train"))
+        facts = describe(folder)["training"]
+    saved = facts.get("saved_step", facts["steps"])
+    measured: dict[str, Any] = next((one for one in facts["history"] if one["step"] == saved), {})
+    return TrainedDrafter(
+        name=folder.name,
+        folder=folder,
+        steps=facts["steps"],
+        saved_step=saved,
+        samples=facts["samples"],
+        agreement=tuple(measured.get("held_out_agreement", ())),
+    )
+
+
+def evaluate(
+    *drafters: str,
+    model: str = "demo",
+    runs: Runs = None,
+    name: str = "",
+    temperatures: Sequence[float] = (0.0,),
+    limit: int = 100,
+    max_new_tokens: int = 512,
+    trees: Sequence[str] = (),
+    seed: int = 0,
+    threads: int = 0,
+    progress: StageProgress | None = None,
+) -> list[DrafterResult]:
+    """Decode held-out prompts with and without drafters, and add the evaluation; as `vlmdistill eval`.
+
+    Args:
+        drafters: Names of trained drafters, or of methods that need no training.
+        model: The target; see `prompts`.
+        runs: Folder or URL of the workspaces.
+        name: Name of the evaluation, to find it.
+        temperatures: 0 is greedy.
+        limit: Decode at most so many prompts.
+        max_new_tokens: Maximum length of a response, in tokens.
+        trees: Draft trees, such as `chain-5` or `auto`; none: each drafter's own.
+        seed: Of sampling.
+        threads: CPU threads; 0: one or all, whichever decodes faster.
+        progress: Is called after each prompt.
+
+    Returns:
+        A result for each drafter, tree and temperature, the fastest first at each temperature. `figures` has
+        tau, speedup and their intervals, `failures` says what contradicts itself, and `evaluation.lossless`
+        is False if a response at temperature 0 is not the target's.
+
+    Raises:
+        DataError: There are no prompts.
+        TrainingError: A drafter is missing, or was trained for another target.
+
+    Example:
+        >>> [(one.name, one.figures.tau) for one in vlmdistill.evaluate("wren")]
+    """
+    settings = bench.Settings(
+        temperatures=tuple(dict.fromkeys(temperatures)),
+        limit=limit,
+        max_new_tokens=max_new_tokens,
+        trees=tuple("auto" if one == "auto" else Tree.parse(one) for one in trees),
+        seed=seed,
+        threads=threads,
+    )
+    with Workspace.of(model, runs) as workspace:
+        made = bench.evaluate(workspace, drafters, settings, title=name, on_prompt=_of(progress, "evaluate"))
+    return [one for ranking in rank(made) for one in ranking.results]
+
+
+def report(
+    *,
+    model: str = "demo",
+    runs: Runs = None,
+    out: str | Path | None = None,
+    where: Sequence[str] = (),
+) -> Path:
+    """Write the page of all evaluations; as `vlmdistill report`.
+
+    Args:
+        model: The target; see `prompts`.
+        runs: Folder or URL of the workspaces.
+        out: File to write; default: the workspace's `reports/index.html`.
+        where: Only evaluations for which these expressions are true, such as `temperature = 0`.
+
+    Returns:
+        The page.
+
+    Raises:
+        DataError: There are no evaluations.
+
+    Example:
+        >>> vlmdistill.report()
+    """
+    with Workspace.of(model, runs) as workspace:
+        found = page.read(workspace, Path(out) if out else None, where)
+        page.write(found.html, found.page)
+        return found.page
+
+
+def export(
+    drafter: str | Path,
+    out: str | Path,
+    *,
+    model: str = "demo",
+    runs: Runs = None,
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
+) -> Exported:
+    """Write a trained drafter in the format of serving engines; as `vlmdistill export`.
+
+    Args:
+        drafter: Name or folder of a trained drafter.
+        out: Folder to write.
+        model: The target; see `prompts`.
+        runs: Folder or URL of the workspaces.
+        dtype: Dtype of the weights.
+
+    Returns:
+        What was written, and how vLLM is to be started with it.
+
+    Raises:
+        TrainingError: The drafter is missing, or no engine has its method.
+
+    Example:
+        >>> vlmdistill.export("wren", "served/wren")
+    """
+    with Workspace.of(model, runs) as workspace:
+        return exports.export(workspace.trained(str(drafter)), Path(out), dtype)
+
+
+def status(*, model: str = "demo", runs: Runs = None) -> WorkspaceStatus:
+    """What a workspace holds, what is missing or stale, and the next command; as `vlmdistill status`.
+
+    Args:
+        model: The target; see `prompts`.
+        runs: Folder or URL of the workspaces.
+
+    Returns:
+        Counts, drafters with what they were measured at, and `next`, a command.
+
+    Raises:
+        TargetError: There is neither a target nor a workspace of that name.
+
+    Example:
+        >>> vlmdistill.status().next
+    """
+    with Workspace.of(model, runs) as workspace:
+        return overview.status(workspace)
