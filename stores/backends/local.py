@@ -24,6 +24,13 @@ from vlmdistill.stores.schema import Array
 
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
+os.umask(UMASK := os.umask(0o077))  # which can only be read by setting it
+
+
+def shared(path: Path) -> None:
+    """Let others read a file as the umask permits: safetensors writes for the owner alone."""
+    path.chmod(path.stat().st_mode | 0o666 & ~UMASK)
+
 
 def sync(path: Path) -> None:
     """Force a file or a folder's entries to the disk."""
@@ -52,6 +59,7 @@ def atomic_write(path: Path, *, alone: bool = False) -> Iterator[Path]:
     aside = path.with_name(f".{path.name}" if alone else f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         yield aside
+        shared(aside)
         sync(aside)
         aside.replace(path)
         sync(path.parent)
@@ -71,8 +79,10 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     try:
         yield new
         for parent, _, names in os.walk(new):
-            for path in (*(Path(parent, name) for name in names), Path(parent)):
+            for path in (Path(parent, name) for name in names):
+                shared(path)
                 sync(path)
+            sync(Path(parent))
         if folder.exists():
             folder.rename(old)
         new.rename(folder)

@@ -166,3 +166,13 @@ def test_a_drafter_survives_ctrl_c_while_it_is_replaced(
         written(folder, "medusa", heads=3)
     assert json.loads((folder / "config.json").read_text()) == before
     assert [file.name for file in tmp_path.iterdir()] == ["mine"]
+
+
+def test_all_files_of_a_drafter_are_readable_by_those_whom_the_umask_lets(tmp_path: Path) -> None:
+    origin = checkpoint.Origin(synthetic.provenance(), catalogue.config("eagle3").training, {}, ["a"])
+    checkpoint.save(synthetic.build("eagle3"), "eagle3", tmp_path / "out", origin)
+    (tmp_path / "plain").touch()
+    usual = (tmp_path / "plain").stat().st_mode
+    assert {file.name: file.stat().st_mode for file in (tmp_path / "out").iterdir()} == dict.fromkeys(
+        ("config.json", "model.safetensors", "samples.txt"), usual
+    )
