@@ -176,14 +176,14 @@ def page(results: dict[str, Any]) -> str:
     for one in rows:
         cells = [
             f"`{one['name']}`",
-            _spread(one["tau@0 image"]),
-            _spread(one["tau@0 text"]),
+            spread(one["tau@0 image"]),
+            spread(one["tau@0 text"]),
             _rate(one, "speedup@0"),
             _rate(one, "tau@1"),
             _rate(one, "speedup@1"),
-            _spread(one["tau@0 image-equal"]) if one["tau@0 image-equal"] else "-",
-            _spread(one["tau@0 text-equal"]) if one["tau@0 text-equal"] else "-",
-            _spread(one["cpu_seconds"], 0) if one.get("cpu_seconds") else "-",
+            spread(one["tau@0 image-equal"]) if one["tau@0 image-equal"] else "-",
+            spread(one["tau@0 text-equal"]) if one["tau@0 text-equal"] else "-",
+            spread(one["cpu_seconds"], 0) if one.get("cpu_seconds") else "-",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     table = "\n".join(lines)
@@ -244,13 +244,14 @@ methods learn under equal conditions, not how they rank on a large model or on l
 def _rate(method: dict[str, Any], key: str) -> str:
     """A rate with its spread over seeds, or for a single seed with its interval over prompts."""
     if len(method[key]) > 1:
-        return _spread(method[key])
+        return spread(method[key])
     rate, temperature = key.split("@")
     low, high = method[f"intervals@{temperature}"][0][rate]
     return f"{method[key][0]:.2f} ({low:.2f}-{high:.2f})"
 
 
-def _spread(values: Sequence[float], digits: int = 2) -> str:
+def spread(values: Sequence[float], digits: int = 2) -> str:
+    """The mean of some values, with minimum and maximum in parentheses."""
     mean = f"{statistics.mean(values):.{digits}f}"
     if len(values) == 1:
         return mean
