@@ -14,7 +14,7 @@ from vlmdistill.pipelines.report import selection
 from vlmdistill.pipelines.targets.checkpoints.folder import locate
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.pipelines.workspace.workspace import Workspace
-from vlmdistill.stores.errors import TargetError, TrainingError
+from vlmdistill.stores.errors import TargetError, TrainingError, one_line
 from vlmdistill.stores.schema import Provenance
 from vlmdistill.stores.store import Store
 
@@ -125,8 +125,9 @@ def _drafter(workspace: Workspace, name: str, store: Store | None, measured: sel
             remarks.append(f"trained on {training['samples']} of {len(store)} samples")
         if mine and mine[0].evaluation.training.signature != training.get("signature"):
             remarks.append("measured before it was trained again")
-    except TrainingError:
-        remarks.append(f"not finished: `vlmdistill train {name}` continues")
+    except (TrainingError, msgspec.ValidationError) as error:
+        begun = not (folder / "config.json").exists()
+        remarks.append(f"not finished: `vlmdistill train {name}` continues" if begun else one_line(error))
     return DrafterStatus(
         name=name,
         method=method,
@@ -150,9 +151,9 @@ def _next(found: WorkspaceStatus, model: str) -> str:
         return f"vlmdistill features{of}"
     if not found.drafters:
         return f"vlmdistill train {FIRST}{of}"
-    if begun := [one.name for one in found.drafters if not one.steps]:
+    if begun := [one.name for one in found.drafters if any("not finished" in line for line in one.remarks)]:
         return f"vlmdistill train {begun[0]}{of}"
-    if unmeasured := [one.name for one in found.drafters if not one.measured]:
+    if unmeasured := [one.name for one in found.drafters if one.steps and not one.measured]:
         return f"vlmdistill eval {' '.join(unmeasured)}{of}"
     if not found.report or any("report" in line for line in found.stale):
         return f"vlmdistill report{of}"

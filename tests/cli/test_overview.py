@@ -74,6 +74,15 @@ def test_status_names_what_is_there_and_the_command_that_comes_next(capsys: Outp
     folder = Path("runs/demo/drafters/mine.training")
     folder.mkdir(parents=True)
     assert state()[0]["drafters"][0]["remarks"] == ["not finished: `vlmdistill train mine` continues"]
+    damaged = folder.with_name("mine")
+    damaged.mkdir()
+    (damaged / "config.json").write_text("{")
+    assert "not readable JSON" in state()[0]["drafters"][0]["remarks"][0]
+    (damaged / "config.json").write_text(
+        '{"format": 2, "drafter": "wren", "config": {}, "target": {}, '
+        '"provenance": {}, "training": {"samples": 1}}'
+    )
+    assert state()[0]["drafters"][0]["method"] == "wren"
 
 
 def responded(count: int) -> list[str]:
