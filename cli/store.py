@@ -198,10 +198,12 @@ def filter_(
     facts = {"view": view.name, "rows": view.rows, "kept": view.kept, "dropped": dict(view.dropped)}
     if as_json:
         console.result(facts, True)
-        return
-    console.result({"view": view.name, "kept": f"{view.kept} of {view.rows}"}, False)
-    if view.dropped:
-        console.rows(("dropped", "reason"), [(count, reason) for reason, count in view.dropped.items()])
+    else:
+        console.result({"view": view.name, "kept": f"{view.kept} of {view.rows}"}, False)
+        if view.dropped:
+            console.rows(("dropped", "reason"), [(count, reason) for reason, count in view.dropped.items()])
+    if not view.kept:
+        console.note(f"warning: the view {view.name} keeps none of {view.rows} samples")
 
 
 @app.command()

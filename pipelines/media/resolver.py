@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmdistill.pipelines.media import frames
-from vlmdistill.pipelines.media.images import decoding, open_image, upright
+from vlmdistill.pipelines.media.images import decoding, kind_of, open_image, upright
 from vlmdistill.pipelines.media.urls import address, at_hand, copy_of, is_url
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError, lone_surrogate
@@ -68,7 +68,8 @@ class MediaResolver:
         try:
             path = at_hand(address(path), again=path in self._named)
             if kind == "video":
-                frames.probe(path)
+                if frames.probe(path).total < 2 and kind_of(path.name) == "image":
+                    return BadRowError("an image as a video", f"{path} is a still picture: name it an image")
             else:
                 _decode(path)
             return frames.digest(path)

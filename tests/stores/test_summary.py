@@ -204,6 +204,8 @@ def test_each_verb_answers_in_json_and_in_words(store: Store, tmp_path: Path) ->
     view = run("filter", path, "--where", "words > 5", "--name", "long")
     assert view == {"view": "long", "rows": 9, "kept": 3, "dropped": {"words > 5": 6}}
     assert "3 of 9" in text("filter", path, "--where", "words > 5", "--name", "long")
+    nobody = CliRunner().invoke(app, ["filter", path, "--where", "words > 99", "--name", "none"])
+    assert "keeps none of 9 samples" in nobody.stderr
     assert run("verify", path)["findings"] == []
     there = str(tmp_path / "there")
     assert run("push", path, there, "--view", "long", "--features", "hidden.text")["copied"] == 3

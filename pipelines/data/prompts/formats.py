@@ -29,6 +29,7 @@ ROLES = {
 }
 TOOLS = ("tool", "function", "function_call", "tool_call", "tool_response", "observation", "ipython")
 TURNS = ("messages", "conversations", "conversation", "items", "texts", "prompt")
+ASKING = ("chat/completions", "/responses")  # the requests of an OpenAI batch that are read
 FILES = {"image": ("image", "images"), "video": ("video", "videos")}
 COUNTS = ("frames", "nframes", "num_frames")  # keys for the number of frames of a video
 SAMPLING = ("fps", *COUNTS)
@@ -123,6 +124,9 @@ def _request(value: Mapping[str, Any]) -> Mapping[str, Any]:
     body = value.get("body")
     if not isinstance(body, Mapping) or "custom_id" not in value:
         return value
+    url = value.get("url")
+    if isinstance(url, str) and not url.endswith(ASKING):
+        raise BadRowError("no conversation", f"a request to {url}")
     named = {name: item for name, item in body.items() if name != "model"}
     return {"messages": named.pop("input"), **named} if isinstance(named.get("input"), list) else named
 

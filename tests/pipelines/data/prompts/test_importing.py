@@ -65,6 +65,21 @@ def test_llava_rows_keep_their_image_where_its_tag_stood(tmp_path: Path, out: Pa
     assert (first.reference, first.dataset, first.row) == ("A wall.", "mix", 1)
 
 
+def test_what_is_no_question_and_a_still_under_video_are_skipped_with_the_reason(
+    tmp_path: Path, out: Path
+) -> None:
+    picture(tmp_path / "1.jpg", 1)
+    request = {"custom_id": "1", "body": {"input": "a text"}}
+    rows = [
+        said("<video>\nWhat happens?", "Nothing.", video="1.jpg"),
+        {**request, "url": "/v1/embeddings"},
+        {**request, "url": "/v1/responses", "body": {"input": [{"role": "user", "content": "Hello?"}]}},
+    ]
+    summary = import_prompts([write(tmp_path / "mix.json", rows)], out)
+    assert (summary.added, summary.skipped) == (1, {"an image as a video": 1, "no conversation": 1})
+    assert "/v1/embeddings" in skipped(summary)[0]["detail"] + skipped(summary)[1]["detail"]
+
+
 def test_images_are_found_in_the_folder_that_is_given(tmp_path: Path, out: Path) -> None:
     picture(tmp_path / "elsewhere" / "1.png")
     source = write(tmp_path / "mix.json", [said("<image>\nWhat?", "That.", image="1.png")])
