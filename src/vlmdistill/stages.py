@@ -32,6 +32,7 @@ from vlmdistill.pipelines.report import page
 from vlmdistill.pipelines.report.comparison import DrafterResult, rank
 from vlmdistill.pipelines.status import WorkspaceStatus
 from vlmdistill.pipelines.workspace.workspace import Workspace
+from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.progress import Progress, silent
 
 Runs = str | Path | None
@@ -175,6 +176,8 @@ def features(
     Example:
         >>> vlmdistill.features(["wren", "sparrow"])
     """
+    if drafters is not None and not drafters:
+        raise DataError("drafters=[] names no drafter: give names, or None for all")
     for name in drafters or ():
         catalogue.trained(name)
     with Workspace.of(model, runs) as workspace:
@@ -312,6 +315,8 @@ def evaluate(
     Example:
         >>> [(one.name, one.figures.tau) for one in vlmdistill.evaluate("wren")]
     """
+    if not drafters:
+        raise DataError("evaluate() names no drafter: give at least one, such as 'wren'")
     settings = bench.Settings(
         temperatures=tuple(dict.fromkeys(temperatures)),
         limit=limit,

@@ -71,6 +71,12 @@ def test_all_names_are_there_and_no_others() -> None:
         _ = vlmdistill.open_stores  # type: ignore[attr-defined]
 
 
+def test_a_stage_without_a_drafter_is_refused(tmp_path: Path) -> None:
+    for stage in (partial(vlmdistill.features, []), vlmdistill.evaluate):
+        with pytest.raises(vlmdistill.VlmdistillError, match="names no drafter"):
+            stage(runs=tmp_path)
+
+
 def test_public_signatures_change_only_on_purpose() -> None:
     """`signatures.txt` is edited by hand, with an entry in CHANGELOG.md."""
 
