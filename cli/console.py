@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import asdict, replace
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -21,6 +22,7 @@ from vlmdistill.stores.progress import Progress, silent
 if TYPE_CHECKING:
     from vlmdistill.pipelines.cluster.environment import EngineName
     from vlmdistill.pipelines.cluster.pool import WorkerOptions
+    from vlmdistill.pipelines.forecast import CaptureForecast
     from vlmdistill.pipelines.targets.checkpoints.registry import Options
     from vlmdistill.pipelines.workspace.workspace import Workspace
 
@@ -40,6 +42,10 @@ Runs = Annotated[
         help="Folder or URL of the workspaces; default: runs.",
         envvar="VLMDISTILL_RUNS",
     ),
+]
+DryRun = Annotated[
+    bool,
+    typer.Option("--dry-run", help="Only say what would be done: samples, tokens, bytes, what exists."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 PromptsFile = Annotated[
@@ -214,6 +220,38 @@ def echo(text: str) -> None:
 def note(text: str) -> None:
     """Print a line on stderr, as `echo`."""
     typer.echo(plain(text), err=True)
+
+
+def capture_forecast(forecast: "CaptureForecast", as_json: bool, *, features: bool) -> None:
+    """Print what `responses`, or also `features`, would do."""
+    if as_json:
+        result(asdict(forecast), as_json)
+        return
+    about = "some " if forecast.to_generate else ""
+
+    def some(tokens: int | None) -> str:
+        return "unknown until some responses exist: try --limit" if tokens is None else f"{about}{tokens}"
+
+    disk = "" if forecast.free_bytes is None else f"; {size(forecast.free_bytes)} are free"
+    lines = {
+        "prompts": forecast.prompts,
+        "responses": f"{forecast.responses} exist, {forecast.to_generate} to generate",
+        "tokens_to_generate": f"{some(forecast.likely_tokens)}; at most {forecast.most_tokens}",
+        "target": "its weights are not here"
+        if forecast.weights_bytes is None
+        else f"weights of {size(forecast.weights_bytes)}",
+    }
+    if features:
+        lines |= {
+            "samples": f"{forecast.samples} exist, {forecast.to_capture} to capture",
+            "text_tokens": some(forecast.text_tokens),
+            "visual_tokens": some(forecast.visual_tokens),
+            "features": forecast.features,
+            "bytes": (some(None) if forecast.bytes is None else about + size(forecast.bytes)) + disk,
+        }
+    result(lines, as_json=False)
+    if features and (forecast.bytes or 0) > (forecast.free_bytes or inf):
+        note("warning: the features do not fit on the disk: name another --store, or fewer methods in --for")
 
 
 def remark(text: str) -> None:

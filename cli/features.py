@@ -52,6 +52,7 @@ def features(
     engine: console.Engine = "transformers",
     attention: console.Attention = "sdpa",
     target_dtype: console.TargetDtype = "auto",
+    dry_run: console.DryRun = False,
     runs: console.Runs = None,
     as_json: console.Json = False,
 ) -> None:
@@ -72,14 +73,23 @@ def features(
     chosen_for = store_part.drafters(drafters)
     encodings = store_part.encodings(encoding or ())
     file = prompts or workspace.prompts
+    part = store_part.StorePart(store or workspace.features)
     if not import_:
-        prompt_table.load(file, model, split, limit)
+        chosen = prompt_table.load(file, model, split, limit)
+        if dry_run:
+            from vlmdistill.pipelines import forecast
+
+            there = responses or workspace.responses
+            found = forecast.capture(model, chosen, there, part, chosen_for, max_new_tokens)
+            console.capture_forecast(found, as_json, features=True)
+            return
+    elif dry_run:
+        raise typer.BadParameter("it imports nothing: leave out --import", param_hint="--dry-run")
     from vlmdistill.pipelines import flow
     from vlmdistill.pipelines.cluster.reporting import check_failed
     from vlmdistill.pipelines.data.features.capturer import CaptureSettings
     from vlmdistill.pipelines.flow import import_sources
 
-    part = store_part.StorePart(store or workspace.features)
     settings = CaptureSettings(
         drafters=chosen_for,
         dtype=dtype,

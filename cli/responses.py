@@ -41,6 +41,7 @@ def responses(
     engine: console.Engine = "transformers",
     attention: console.Attention = "sdpa",
     target_dtype: console.TargetDtype = "auto",
+    dry_run: console.DryRun = False,
     runs: console.Runs = None,
     as_json: console.Json = False,
 ) -> None:
@@ -56,12 +57,20 @@ def responses(
     workspace = console.workspace(model, runs)
     checkpoint(model)  # what is cheap to check comes before Ray and torch
     chosen = prompt_table.load(prompts or workspace.prompts, model, split, limit)
+    folder = out or workspace.responses
+    if dry_run:
+        from vlmdistill.pipelines import forecast
+        from vlmdistill.pipelines.data.features.store_part import StorePart
+
+        part = StorePart(workspace.features)
+        found = forecast.capture(model, chosen, folder, part, None, max_new_tokens)
+        console.capture_forecast(found, as_json, features=False)
+        return
     from vlmdistill.pipelines.cluster.reporting import check_failed
     from vlmdistill.pipelines.data.responses import responder
     from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
     from vlmdistill.pipelines.data.responses.quality import Filters
 
-    folder = out or workspace.responses
     with console.progress("generating", "responses", str(folder)) as report:
         summary = responder.respond(
             chosen,

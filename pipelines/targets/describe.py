@@ -1,12 +1,13 @@
 """Describes targets without loading their weights: sizes, where they are, and the cost of their features."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import transformers
 
-from vlmdistill.drafters import catalogue as drafters
+from vlmdistill.drafters import catalogue
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import fingerprint
 from vlmdistill.pipelines.targets.checkpoints.folder import family_of, locate, weight_files
 from vlmdistill.pipelines.targets.checkpoints.info import target_info
@@ -16,10 +17,13 @@ from vlmdistill.stores.schema import Feature, TargetInfo
 BYTES = 2  # per number, in bfloat16
 
 
-def describe(name: str, text: int, visual: int, images: int = 1) -> dict[str, Any]:
+def describe(
+    name: str, text: int, visual: int, images: int = 1, *, drafters: Sequence[str] | None = None
+) -> dict[str, Any]:
     """Family, sizes, whether the weights are here, and the bytes of one sample for each drafter.
 
-    The sample has `text` text tokens and `visual` visual tokens in `images` spans, stored in bfloat16.
+    The sample has `text` text tokens and `visual` visual tokens in `images` spans, stored in bfloat16. `all`
+    is what `drafters` need together, of all methods by default.
     TargetError if the name is unknown here, or its family is not supported.
     """
     location = locate(name)
@@ -39,7 +43,7 @@ def describe(name: str, text: int, visual: int, images: int = 1) -> dict[str, An
     own_head = 0 if head is embed else head.numel()
     language += own_head
     rows = {"text": text, "visual": visual, "span": images}
-    needs = {drafter: drafters.config(drafter).model.needs(info) for drafter in drafters.NAMES}
+    needs = {drafter: catalogue.config(drafter).model.needs(info) for drafter in drafters or catalogue.NAMES}
     needs["all"] = frozenset[Feature]().union(*needs.values())
     return {
         "name": name,

@@ -85,12 +85,21 @@ def test_status_names_what_is_there_and_the_command_that_comes_next(capsys: Outp
     assert state()[0]["drafters"][0]["method"] == "wren"
 
 
-def responded(count: int) -> list[str]:
-    """Responses to some prompts to train on; their keys."""
+def responded(count: int, tokens: int = 0) -> list[str]:
+    """Responses of so many tokens to some prompts to train on; their keys."""
     prompts = [prompt for prompt in read(Path("runs/demo/prompts.parquet")) if prompt.split == "train"]
     keys = [prompt.key for prompt in prompts[:count]]
     rows = [
-        ResponseRow(key=key, keep=True, temperature=1.0, top_p=1.0, max_new_tokens=8, target="t")
+        ResponseRow(
+            key=key,
+            ids=[1] * tokens,
+            prompt_tokens=9,
+            keep=True,
+            temperature=1.0,
+            top_p=1.0,
+            max_new_tokens=8,
+            target="t",
+        )
         for key in keys
     ]
     write_part(Path("runs/demo/responses"), "part", rows)
@@ -143,3 +152,25 @@ def test_quiet_prints_results_errors_and_warnings_alone(capsys: Output) -> None:
     assert capsys.readouterr().err.startswith("warning: only 0 of 3")
     assert main(["prompts", "absent.json", "--quiet"]) == 1
     assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_a_dry_run_says_what_features_would_cost_and_does_nothing(capsys: Output) -> None:
+    dialogues(20)
+    assert main(["prompts", "talks.json", "--split", "train"]) == 0
+    before = sorted(Path("runs").rglob("*"))
+    unknown = printed(capsys, "features", "--dry-run", "--for", "wren", "--max-new-tokens", "64")
+    assert (unknown["to_generate"], unknown["most_tokens"], unknown["bytes"]) == (20, 1280, None)
+    assert sorted(Path("runs").rglob("*")) == before
+    responded(5, tokens=11)
+    found = printed(capsys, "features", "--dry-run", "--for", "wren")
+    assert (found["responses"], found["to_generate"], found["likely_tokens"]) == (5, 15, 15 * 11)
+    assert (found["samples"], found["to_capture"]) == (0, 20)
+    text = 20 * (9 + 11)
+    assert (found["text_tokens"], found["visual_tokens"]) == (text, 0)
+    assert len(found["features"]) == 4
+    assert found["bytes"] == text * 4 * 2 * 128  # four states of width 128 in two bytes
+    assert main(["features", "--dry-run"]) == 0
+    assert "some 400" in capsys.readouterr().out
+    assert main(["responses", "--dry-run", "--limit", "4"]) == 0
+    assert "0; at most 0" in capsys.readouterr().out
+    assert main(["features", "--dry-run", "--import", "demo"]) == 2

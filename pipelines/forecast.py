@@ -1,0 +1,89 @@
+"""What a stage would do, without doing it: samples, tokens, bytes, and what exists already."""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from vlmdistill.pipelines.data.features.store_part import StorePart
+from vlmdistill.pipelines.data.prompts.prompt_table import Prompts
+from vlmdistill.pipelines.data.responses import dataset
+from vlmdistill.pipelines.targets.describe import describe
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureForecast:
+    """What `responses` and `features` would do for some prompts.
+
+    Tokens of responses that are missing are estimated by the mean of those that exist, dropped ones included;
+    None where none exists.
+    """
+
+    prompts: int
+    responses: int  # that exist
+    to_generate: int
+    most_tokens: int  # to generate at most
+    likely_tokens: int | None  # to generate
+    samples: int  # of these prompts that exist
+    to_capture: int  # at most: filters may drop some of the responses to come
+    text_tokens: int | None  # to capture
+    visual_tokens: int | None
+    features: tuple[str, ...]
+    bytes: int | None  # in the dtype of two bytes; a store of int8 takes half
+    free_bytes: int | None  # where the store lies; None behind a URL
+    weights_bytes: int | None  # of the target
+
+
+def capture(
+    model: str,
+    prompts: Prompts,
+    responses: Path,
+    part: StorePart,
+    drafters: Sequence[str] | None,
+    max_new_tokens: int | None,
+) -> CaptureForecast:
+    """Forecast responses and features; no weights are loaded and nothing is written."""
+    import polars as pl
+
+    facts = dataset.facts(responses).filter(pl.col("key").is_in(prompts.facts["key"].implode()))
+    stored = part.store.keys() if part.store else set[str]()
+    there = sum(key in stored for key in prompts.facts["key"])
+    waiting = facts.filter(pl.col("keep") & ~pl.col("key").is_in(list(stored)))
+    missing = len(prompts) - len(facts)
+    limit = max_new_tokens or dataset.read_settings(responses)[0].max_new_tokens
+
+    def total(*columns: str) -> int | None:
+        """The tokens of samples to capture: known for some, the mean of all responses for the others."""
+        if not len(facts) and missing:
+            return None
+        known, mean = ((sum(one[name].sum() for name in columns)) for one in (waiting, facts))
+        return int(known) + (round(missing * mean / len(facts)) if missing else 0)
+
+    prompt, visual, response = total("prompt_tokens"), total("visual_tokens"), total("tokens")
+    text = None if prompt is None or visual is None or response is None else prompt - visual + response
+    captured = len(waiting) + missing
+    about = describe(model, text or 0, visual or 0, captured if visual else 0, drafters=drafters)
+    cost = about["drafters"]["all"]
+    return CaptureForecast(
+        prompts=len(prompts),
+        responses=len(facts),
+        to_generate=missing,
+        most_tokens=missing * limit,
+        likely_tokens=round(missing * int(facts["tokens"].sum()) / len(facts)) if len(facts) else None,
+        samples=there,
+        to_capture=captured,
+        text_tokens=text,
+        visual_tokens=visual,
+        features=tuple(cost["features"]),
+        bytes=None if text is None else cost["bytes"],
+        free_bytes=_free(part.path),
+        weights_bytes=about["weights_bytes"],
+    )
+
+
+def _free(path: str) -> int | None:
+    """Free bytes of the disk of a local path, which may not exist yet."""
+    if "://" in path:
+        return None
+    folder = Path(path).absolute()
+    return shutil.disk_usage(next(one for one in (folder, *folder.parents) if one.exists())).free
