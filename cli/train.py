@@ -87,6 +87,7 @@ def train(
             "--show-config", help="Only print all settings, as a file that --recipe takes; needs no store."
         ),
     ] = False,
+    dry_run: console.DryRun = False,
     force: Annotated[
         bool, typer.Option("--force", help="Start over and replace an earlier run of this name.")
     ] = False,
@@ -135,6 +136,13 @@ def train(
         init=workspace.trained(init).absolute() if init else None,
         checkpoints=copies or plan.checkpoints,
     )
+    if dry_run:
+        from vlmdistill.pipelines import forecast
+
+        found = dataclasses.asdict(forecast.training(plan, ranks))
+        size = console.size(found["state_bytes"])
+        console.result(found if as_json else {**found, "state_bytes": size}, as_json)
+        return
     if find_lr:
         if ranks > 1 or "RANK" in os.environ:
             raise typer.BadParameter("--find-lr runs in one process: leave out --ranks")

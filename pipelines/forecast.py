@@ -5,10 +5,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
+from vlmdistill.drafters import catalogue
+from vlmdistill.drafters.core.batch import Head
+from vlmdistill.drafters.training import saved
+from vlmdistill.drafters.training.run import Run, RunData, finished
+from vlmdistill.drafters.training.saved import Position
+from vlmdistill.drafters.training.schedule import Schedule
 from vlmdistill.pipelines.data.features.store_part import StorePart
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompts
 from vlmdistill.pipelines.data.responses import dataset
 from vlmdistill.pipelines.targets.describe import describe
+from vlmdistill.stores.loader.epoch import Epoch
+
+FLOATS = 4  # of each trained weight: itself, its gradient, Adam's two moments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +89,55 @@ def capture(
         bytes=None if text is None else cost["bytes"],
         free_bytes=_free(part.path),
         weights_bytes=about["weights_bytes"],
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainForecast:
+    """What a training would do."""
+
+    samples: int  # with images or videos, and without
+    text_samples: int
+    held_out: int
+    steps: int
+    stages: dict[str, str]  # the share of each in the run
+    batch_tokens: int  # of an optimizer step
+    parameters: int  # that are trained
+    state_bytes: int  # weights, gradients and both moments of Adam, in float32, before ZeRO
+    done: int  # steps of an earlier start of the same run
+    finished: bool
+
+
+def training(run: Run, world: int = 1) -> TrainForecast:
+    """Forecast a training; nothing is written. Raises what the training would of its store and settings."""
+    data = RunData.of(run)
+    micro, budget = run.packing(world)
+    schedule = Schedule(run.config.training, run.config.schedule, micro)
+
+    def batches(keys: Sequence[str]) -> int:
+        return len(Epoch(data.store, data.needs, keys=keys, token_budget=budget, world=world))
+
+    def drawn(stage: int, ramp: float) -> Sequence[str]:
+        return data.samples[stage].draw(schedule.stages[stage], ramp, 0)
+
+    info = data.store.info
+    with torch.device("meta"):
+        table_VD = torch.empty(info.vocab_size, info.hidden_size)
+        drafter = catalogue.trained(run.drafter)(run.config.model, info, Head(table_VD, table_VD))
+    weights = sum(weight.numel() for weight in drafter.parameters() if weight.requires_grad)
+    begun = saved.read(run.state)
+    last = data.samples[-1]
+    return TrainForecast(
+        samples=len(last.visual),
+        text_samples=len(last.text),
+        held_out=len(last.held_out),
+        steps=schedule.planned(Position(), drawn, batches),
+        stages={one.name: schedule.share(number) for number, one in enumerate(schedule.stages)},
+        batch_tokens=run.config.training.batch_tokens,
+        parameters=weights,
+        state_bytes=FLOATS * 4 * weights,
+        done=begun.position.total if begun and begun.signature == data.signature else 0,
+        finished=finished(run, data),
     )
 
 

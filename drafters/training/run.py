@@ -1,9 +1,10 @@
 """A training run: its settings, its samples, and how far it has come on disk."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from vlmdistill.stores.loader.epoch import select
 from vlmdistill.stores.schema import Feature, content_hash
 from vlmdistill.stores.store import Store
 
-LATER = ("validate_every", "patience")
-"""Left out of the signature when unset, so that runs of earlier versions keep theirs."""
+LATER = ("validate_every", "patience", "anchors")
+"""Settings that came later, of a run or of its stages: left out of the signature when unset, so that runs of
+earlier versions keep theirs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +59,12 @@ class Run:
         """The dtype that the run computes in."""
         automatic = "bfloat16" if torch.cuda.is_available() else "float32"
         return automatic if self.dtype == "auto" else self.dtype
+
+    def packing(self, world: int) -> tuple[int, int]:
+        """The micro-batches of an optimizer step on each of `world` ranks, and the tokens of each."""
+        tokens = self.config.training.batch_tokens
+        micro = ceil(tokens / (world * self.micro_tokens))
+        return micro, max(1, tokens // (world * micro))
 
     @property
     def how(self) -> dict[str, Any]:
@@ -97,7 +105,8 @@ class RunData:
         settings["samples"] = f"{len({*chain.from_iterable(keys)})} ({content_hash(keys)})"
         if run.follow:
             settings["samples"] = "those of a growing store"
-        config = {name: value for name, value in to_dict(run.config).items() if value or name not in LATER}
+        config = _known(to_dict(run.config))
+        config["stages"] = [*map(_known, config["stages"])]
         initial = Initial.read(run.init, run.drafter) if run.init else None
         if initial:
             settings["init"] = initial.hash
@@ -110,6 +119,11 @@ class RunData:
     def keys(self) -> list[str]:
         """All samples that any stage trains on."""
         return sorted({key for one in self.samples for key in (*one.visual, *one.text)})
+
+
+def _known(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings without those of `LATER` that are unset."""
+    return {name: value for name, value in values.items() if value or name not in LATER}
 
 
 def content_of(store: Store, keys: Collection[str]) -> str:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import cached_property
-from math import ceil, isfinite
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -126,8 +126,7 @@ class _Trainer:
         drafter.tree = run.config.tree
         # Before DeepSpeed copies the weights; a checkpoint then replaces them all.
         self.taken = initial.into(drafter, run.drafter) if initial else None
-        self.micro = ceil(self.config.batch_tokens / (self.world * run.micro_tokens))
-        self.budget = max(1, self.config.batch_tokens // (self.world * self.micro))
+        self.micro, self.budget = run.packing(self.world)
         self.schedule = Schedule(self.config, run.config.schedule, self.micro)
         self.engine = deepspeed_engine.build(
             Unroll(drafter, self.config).to(self.device),

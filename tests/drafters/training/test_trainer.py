@@ -23,14 +23,15 @@ from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.core.config import ModelConfig
 from vlmdistill.drafters.core.settings import from_dict, override, to_dict
 from vlmdistill.drafters.training.progress import TrainingProgress
-from vlmdistill.drafters.training.run import Run
+from vlmdistill.drafters.training.run import LATER, Run, RunData
 from vlmdistill.drafters.training.saved import Position
 from vlmdistill.drafters.training.schedule import Schedule
 from vlmdistill.drafters.training.trainer import train
+from vlmdistill.pipelines import forecast
 from vlmdistill.stores.backends.local import Local
 from vlmdistill.stores.errors import DataError, StoppedError, StoreError, TrainingError
 from vlmdistill.stores.manifest import digest, seal
-from vlmdistill.stores.schema import Feature
+from vlmdistill.stores.schema import Feature, content_hash
 from vlmdistill.stores.sharing.part import Part
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.views.filters import filter_store
@@ -57,6 +58,36 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("trainer") / "store"
     synthetic.store(path, 24)
     return path
+
+
+def test_settings_that_came_later_leave_runs_of_earlier_versions_their_signature(
+    store: Path, tmp_path: Path
+) -> None:
+    run = plan(store, tmp_path / "out")
+    data = RunData.of(run)
+    earlier = {key: value for key, value in to_dict(run.config).items() if key not in LATER}
+    earlier["stages"] = [
+        {key: value for key, value in stage.items() if key not in LATER} for stage in earlier["stages"]
+    ]
+    keys = [sorted([*one.visual, *one.text]) for one in data.samples]
+    assert {"anchors", "patience", "validate_every"} == {*LATER}
+    assert data.signature == content_hash([run.drafter, earlier, run.seed, keys])
+    bounded = override(run.config, ["stages.*.anchors=4"])
+    assert RunData.of(replace(run, config=bounded)).signature != data.signature
+
+
+def test_a_forecast_says_what_the_training_then_does(store: Path, tmp_path: Path) -> None:
+    run = plan(store, tmp_path / "out")
+    found = forecast.training(run)
+    assert not found.finished
+    assert [*tmp_path.iterdir()] == []
+    steps: list[TrainingProgress] = []
+    train(run, steps.append)
+    assert found.steps == steps[-1].step
+    weights = load_file(run.out / "model.safetensors")
+    assert found.parameters == sum(weight.numel() for weight in weights.values())
+    after = forecast.training(run)
+    assert (after.finished, after.done) == (True, found.steps)
 
 
 def test_a_killed_run_continues_bit_for_bit(store: Path, tmp_path: Path) -> None:
