@@ -18,6 +18,7 @@ AV      ?= av>=15,<19
 VLM      = VLMDISTILL_RUNS=$(RUNS) $(BIN)/vlmdistill
 
 .DEFAULT_GOAL := help
+unexport PYTHONPATH  # it may name another checkout
 .PHONY: help setup engine demo test test-nightly test-engine test-cluster lint types pytest test-fast prompts responses features train eval report bench bench-store bench-train results video claims docs wheel clean
 
 help:  ## list the targets
