@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 SERVER = "openai:"
 HERE, VLLM, THERE = "transformers", "vllm", "openai:URL"
 ENGINES = {
-    **dict.fromkeys(("tree", "threads", "attention", "compiled"), (HERE,)),
+    **dict.fromkeys(("dry_run", "tree", "threads", "attention", "compiled"), (HERE,)),
     "target_dtype": (HERE, VLLM),
     "concurrency": (VLLM, THERE),
     "name": (HERE, THERE),
@@ -100,6 +100,7 @@ def evaluate(
     listed: Annotated[
         bool, typer.Option("--list", help="List the evaluations there are (of DRAFTER...) and end.")
     ] = False,
+    dry_run: console.DryRun = False,
     runs: console.Runs = None,
     as_json: console.Json = False,
 ) -> None:
@@ -151,6 +152,14 @@ def evaluate(
         how=console.loading(attention, target_dtype, compiled=compiled),
         concurrencies=tuple(dict.fromkeys(concurrency or (1,))),
     )
+    if dry_run:
+        from vlmdistill.pipelines import forecast
+
+        facts = asdict(forecast.evaluation(workspace, drafters or [], settings, prompts))
+        if not as_json and facts["seconds"] is None:
+            facts["seconds"] = "unknown: a drafter was not measured on this machine"
+        console.result(facts, as_json)
+        return
     if kind != HERE:
         from vlmdistill.pipelines.bench import served
 

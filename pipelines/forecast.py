@@ -4,19 +4,25 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import torch
 
 from vlmdistill.drafters import catalogue
+from vlmdistill.drafters.checkpoints.description import describe as describe_drafter
 from vlmdistill.drafters.core.batch import Head
+from vlmdistill.drafters.decoding import hardware
 from vlmdistill.drafters.training import saved
 from vlmdistill.drafters.training.run import Run, RunData, finished
 from vlmdistill.drafters.training.saved import Position
 from vlmdistill.drafters.training.schedule import Schedule
+from vlmdistill.pipelines.bench.evaluate import Settings, held_out
 from vlmdistill.pipelines.data.features.store_part import StorePart
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompts
 from vlmdistill.pipelines.data.responses import dataset
+from vlmdistill.pipelines.report import selection
 from vlmdistill.pipelines.targets.describe import describe
+from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.loader.epoch import Epoch
 
 FLOATS = 4  # of each trained weight: itself, its gradient, Adam's two moments
@@ -139,6 +145,52 @@ def training(run: Run, world: int = 1) -> TrainForecast:
         done=begun.position.total if begun and begun.signature == data.signature else 0,
         finished=finished(run, data),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalForecast:
+    """What an evaluation would do."""
+
+    prompts: int
+    decodings: int  # of a prompt: plain, and each drafter with each tree, at each temperature
+    most_tokens: int
+    seconds: float | None  # of decoding, by earlier evaluations here; None where a drafter has none
+
+
+def evaluation(
+    workspace: Workspace, drafters: Sequence[str], settings: Settings, prompts_file: Path | None = None
+) -> EvalForecast:
+    """Forecast an evaluation; nothing is decoded or written.
+
+    DataError if there are no prompts, TrainingError if a drafter is missing.
+    """
+    settings.check()
+    for name in drafters:
+        describe_drafter(workspace.drafter(name))
+    prompts = len(held_out(prompts_file or workspace.prompts, settings.limit, workspace.model))
+    temperatures, trees = len(settings.temperatures), max(1, len(settings.trees))
+    decodings = temperatures * (1 + len(drafters) * trees)
+    return EvalForecast(
+        prompts=prompts,
+        decodings=decodings,
+        most_tokens=prompts * decodings * settings.max_new_tokens,
+        seconds=_seconds(workspace, drafters, prompts * temperatures, trees),
+    )
+
+
+def _seconds(workspace: Workspace, drafters: Sequence[str], responses: int, trees: int) -> float | None:
+    """The time of so many responses, plain and of each drafter, by the latest measurements here."""
+    machine = hardware.of(torch.device("cuda" if torch.cuda.is_available() else "cpu")).name
+    latest = {
+        one.facts["drafter"]: one.at.prompts
+        for one in reversed(selection.read(workspace.reports).own)
+        if one.evaluation.hardware == machine
+    }
+    if not {*drafters} <= latest.keys():
+        return None
+    found = [latest[name] for name in drafters]
+    plain = fmean(row.plain.seconds for rows in found for row in rows)
+    return responses * (plain + trees * sum(fmean(row.drafted.seconds for row in rows) for rows in found))
 
 
 def _free(path: str) -> int | None:

@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.drafters import synthetic
 from tests.pipelines.bench import made_up
 from vlmdistill.cli.main import main
 from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.checkpoints import checkpoint
+from vlmdistill.drafters.decoding import hardware
 from vlmdistill.drafters.training.recipes import resolve
 from vlmdistill.pipelines.bench import records
 from vlmdistill.pipelines.bench.records import Training
@@ -174,3 +176,23 @@ def test_a_dry_run_says_what_features_would_cost_and_does_nothing(capsys: Output
     assert main(["responses", "--dry-run", "--limit", "4"]) == 0
     assert "0; at most 0" in capsys.readouterr().out
     assert main(["features", "--dry-run", "--import", "demo"]) == 2
+
+
+def test_a_dry_run_of_eval_takes_its_time_from_earlier_evaluations_on_this_machine(capsys: Output) -> None:
+    dialogues(40)
+    assert main(["prompts", "talks.json", "--eval-share", "0.3"]) == 0
+    origin = checkpoint.Origin(synthetic.provenance(), catalogue.config("eagle3").training, {})
+    checkpoint.save(synthetic.build("eagle3"), "eagle3", Path("runs/demo/drafters/mine"), origin)
+    command = ["eval", "mine", "--dry-run", "--limit", "5", "--max-new-tokens", "10", "--tree", "chain-3"]
+    found = printed(capsys, *command, "--tree", "chain-5")
+    assert found == {"prompts": 5, "decodings": 3, "most_tokens": 150, "seconds": None}
+    reports = Path("runs/demo/reports")
+    for machine in ("CPU of another", hardware.of(torch.device("cpu")).name):
+        measured = made_up.evaluation("mine", hardware=machine)
+        records.write(measured, records.new_file(reports, "mine"))
+    rows = measured.temperatures[0].prompts
+    plain, drafted = (sum(getattr(row, side).seconds for row in rows) for side in ("plain", "drafted"))
+    seconds = printed(capsys, *command, "--tree", "chain-5")["seconds"]
+    assert seconds == pytest.approx(5 * (plain + 2 * drafted) / len(rows))
+    assert main(["eval", "absent", "--dry-run"]) == 1
+    assert len([*reports.glob("*.json")]) == 2
