@@ -86,8 +86,8 @@ def test_a_machine_that_hangs_or_does_not_come_is_named(cluster: Cluster, world:
     hung = f"mount -t tmpfs none /mnt && mkfifo /mnt/pipe && mount --bind /mnt/pipe {model}/config.json"
     cluster.on(B="true", D=hung)
     status, reports, lines = doctor(
-        cluster, world, "--store", "s3://bucket/new", "--machines", "4", "--wait", "15"
-    )
+        cluster, world, "--store", "s3://bucket/new", "--machines", "5", "--wait", "15"
+    )  # three are there, and Ray may still count C
     assert status == 1
     assert list(reports["D (127.0.0.68)"]["failures"]) == ["reply"]
     assert list(reports["driver"]["failures"]) == ["machines"]
