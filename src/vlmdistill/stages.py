@@ -336,6 +336,7 @@ def report(
     runs: Runs = None,
     out: str | Path | None = None,
     where: Sequence[str] = (),
+    plots: str | Path | None = None,
 ) -> Path:
     """Write the page of all evaluations; as `vlmdistill report`.
 
@@ -344,6 +345,7 @@ def report(
         runs: Folder or URL of the workspaces.
         out: File to write; default: the workspace's `reports/index.html`.
         where: Only evaluations for which these expressions are true, such as `temperature = 0`.
+        plots: Folder that gets each chart of the page as an SVG file.
 
     Returns:
         The page.
@@ -357,6 +359,8 @@ def report(
     with Workspace.of(model, runs) as workspace:
         found = page.read(workspace, Path(out) if out else None, where)
         page.write(found.html, found.page)
+        if plots is not None:
+            page.plot(found, Path(plots))
         return found.page
 
 
