@@ -59,8 +59,8 @@ def features(
     """Capture the features that drafters need.
 
     One pass captures the hidden states for all drafters of --for. Missing responses are generated first, with
-    --engine vllm in the same pass, and only missing samples are captured. The exit status is 1 if any prompt
-    fails on all machines.
+    --engine vllm in the same pass, and only missing samples are captured. Features that a store lacks are
+    added to the samples that it has. The exit status is 1 if any prompt fails on all machines.
     """
     from vlmdistill.pipelines.data.features import store_part
     from vlmdistill.pipelines.data.prompts import prompt_table

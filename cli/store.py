@@ -18,8 +18,9 @@ app = typer.Typer(help="Inspect, check, filter and share feature stores.", no_ar
 
 BARS = " ▁▂▃▄▅▆▇█"
 LISTED = 20  # names to print; the rest is counted
-RESTORE_RECORD = "Copy each such record back from ledger/, such as {0} from ledger/{0}."
+RESTORE_RECORD = "Copy each such record back from ledger/, such as {0}{1} from {0}ledger/{1}."
 UNREADABLE = "Check the permissions, the disk and the connection, and run `store verify` again."
+RECAPTURE = "Remove {0}, and run the `vlmdistill features` again that added its features."
 RESTORE = "Copy store.json and heads/ from another copy of the store."
 REMEDIES = {  # folder -> how to repair damage in it
     "shards": "To replace a damaged shard, remove its record from ledger/commits/, then from commits/, "
@@ -76,6 +77,10 @@ def info(store: Path, as_json: console.Json = False) -> None:
         for name, f in facts["fields"].items()
     ]
     console.rows(("feature", "rows", "size", "encoding", "error"), features)
+    for annex in facts["annexes"]:
+        if annex["samples"] < facts["samples"]:
+            lacking, total = facts["samples"] - annex["samples"], facts["samples"]
+            console.note(f"{lacking} of {total} samples lack {', '.join(annex['features'])}")
     typer.echo()
     datasets = [
         (name or "-", *list(d.values())[:-1], console.size(d["bytes"]))
@@ -148,13 +153,19 @@ def verify(
 
 def _advice(found: "Verification") -> str:
     """How to repair all damage, each step once."""
+    from vlmdistill.stores.manifest import ANNEXES
+
     advice = dict[str, str]()
     for finding in found.damage:
-        folder = finding.name.split("/")[0]
+        parts = finding.name.split("/")
+        depth = 2 if parts[0] == ANNEXES else 0
+        below, folder = "".join(f"{part}/" for part in parts[:depth]), parts[depth]
         if finding.kind == "unreadable":
             advice["unreadable"] = UNREADABLE
         elif finding.name in found.copies:
-            advice.setdefault("record", RESTORE_RECORD.format(finding.name))
+            advice.setdefault("record", RESTORE_RECORD.format(below, finding.name[len(below) :]))
+        elif below and folder == "store.json":
+            advice[below] = RECAPTURE.format(below)
         else:
             folder = "shards" if folder == "commits" else folder  # or its record, which has no copy
             advice[folder] = REMEDIES.get(folder, RESTORE)
@@ -229,6 +240,8 @@ def merge(
         for what in ("conflicts", "replaced", "left"):
             if one[what]:
                 console.echo(f"{what} of {source}: {_some(one[what])}")
+        if one["annexes"]:
+            console.echo(f"samples of {source} that got features of an annex: {_listed(one['annexes'])}")
 
 
 @app.command()
@@ -296,7 +309,12 @@ def _send(source: str, target: str, view: str | None, features: str | None, as_j
         copied = send(source, target, view=view, features=chosen, progress=report)
     facts = asdict(copied)
     named = {what: _some(facts[what]) for what in ("conflicts", "replaced", "left")}
+    named["annexes"] = _listed(facts["annexes"])
     console.result(facts if as_json else {**facts, **named}, as_json)
+
+
+def _listed(counts: Sequence[int]) -> str:
+    return ", ".join(map(str, counts)) or "none"
 
 
 def _some(names: Sequence[str]) -> str:

@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
@@ -21,9 +21,10 @@ from vlmdistill.pipelines.data.features.store_part import StorePart
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompts
 from vlmdistill.pipelines.data.responses import dataset
 from vlmdistill.pipelines.report import selection
-from vlmdistill.pipelines.targets.describe import describe
+from vlmdistill.pipelines.targets.describe import describe, feature_cost
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.loader.epoch import Epoch
+from vlmdistill.stores.schema import Feature
 
 FLOATS = 4  # of each trained weight: itself, its gradient, Adam's two moments
 
@@ -51,6 +52,21 @@ class CaptureForecast:
     weights_bytes: int | None  # of the target
 
 
+@dataclass(frozen=True)
+class _Gain:
+    """What a store, or an annex of it, would get; tokens None where no response tells."""
+
+    features: frozenset[Feature]
+    samples: int
+    text: int | None = None
+    visual: int | None = None
+
+    def bytes(self, width: int) -> int:
+        spans = self.samples if self.visual else 0
+        rows = {"text": self.text or 0, "visual": self.visual or 0, "span": spans}
+        return int(feature_cost(self.features, rows, width)["bytes"])
+
+
 def capture(
     model: str,
     prompts: Prompts,
@@ -63,24 +79,29 @@ def capture(
     import polars as pl
 
     facts = dataset.facts(responses).filter(pl.col("key").is_in(prompts.facts["key"].implode()))
-    stored = part.store.keys() if part.store else set[str]()
+    stored = part.keys()
     there = sum(key in stored for key in prompts.facts["key"])
-    waiting = facts.filter(pl.col("keep") & ~pl.col("key").is_in(list(stored)))
     missing = len(prompts) - len(facts)
     limit = max_new_tokens or dataset.read_settings(responses)[0].max_new_tokens
+    about = describe(model, 0, 0, drafters=drafters)
 
-    def total(*columns: str) -> int | None:
-        """The tokens of samples to capture: known for some, the mean of all responses for the others."""
+    def of(part: StorePart) -> _Gain:
+        """What a part gets from the responses that exist, and from those to come, each of the mean size."""
+        waiting = facts.filter(pl.col("keep") & ~pl.col("key").is_in(list(part.keys())))
+        held = part.select(drafters, part.store.info) if part.store else map(Feature.parse, needed)
+        gain = _Gain(frozenset(held), len(waiting) + missing)
         if not len(facts) and missing:
-            return None
-        known, mean = ((sum(one[name].sum() for name in columns)) for one in (waiting, facts))
-        return int(known) + (round(missing * mean / len(facts)) if missing else 0)
+            return gain
+        more = missing / len(facts) if missing else 0.0
+        visual, prompt, response = (
+            int(waiting[name].sum()) + round(more * int(facts[name].sum()))
+            for name in ("visual_tokens", "prompt_tokens", "tokens")
+        )
+        return replace(gain, text=prompt - visual + response, visual=visual)
 
-    prompt, visual, response = total("prompt_tokens"), total("visual_tokens"), total("tokens")
-    text = None if prompt is None or visual is None or response is None else prompt - visual + response
-    captured = len(waiting) + missing
-    about = describe(model, text or 0, visual or 0, captured if visual else 0, drafters=drafters)
-    cost = about["drafters"]["all"]
+    needed = about["drafters"]["all"]["features"]
+    gains = [of(one) for one in (part, *part.annexes(drafters))]
+    largest, width = max(gains, key=lambda gain: gain.samples), about["target"]["hidden_size"]
     return CaptureForecast(
         prompts=len(prompts),
         responses=len(facts),
@@ -88,11 +109,11 @@ def capture(
         most_tokens=missing * limit,
         likely_tokens=round(missing * int(facts["tokens"].sum()) / len(facts)) if len(facts) else None,
         samples=there,
-        to_capture=captured,
-        text_tokens=text,
-        visual_tokens=visual,
-        features=tuple(cost["features"]),
-        bytes=None if text is None else cost["bytes"],
+        to_capture=largest.samples,
+        text_tokens=largest.text,
+        visual_tokens=largest.visual,
+        features=tuple(sorted({feature.name for one in gains if one.samples for feature in one.features})),
+        bytes=None if largest.text is None else sum(one.bytes(width) for one in gains),
         free_bytes=_free(part.path),
         weights_bytes=about["weights_bytes"],
     )

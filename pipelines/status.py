@@ -82,7 +82,7 @@ def status(workspace: Workspace) -> WorkspaceStatus:
         dropped=dict(dataset.counted(responses["reason"])),
         samples=len(stored),
         uncaptured=len(kept - stored),
-        features=store.provenance.features if store else (),
+        features=tuple(feature.name for feature in store.features) if store else (),
         drafters=drafters,
         evaluations=len(measured.own) + len(measured.served),
         report=str(page) if page.exists() else "",

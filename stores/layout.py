@@ -9,7 +9,7 @@ Every shard has `tokens`; every captured feature has one array, or three when it
 """
 
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,6 @@ from vlmdistill.stores.schema import (
     Rows,
     Sample,
     TargetInfo,
-    as_features,
 )
 
 STORAGE = {"bfloat16": "uint16", "float16": "float16", "float32": "float32"}
@@ -100,19 +99,6 @@ class Layout:
                 return f"{name} has {size} bytes, {count} rows have {file_bytes(spec, count)}"
         odd = sorted(names ^ files.keys())
         return f"{odd[0]} is {'missing' if odd[0] in names else 'no file of this store'}" if odd else None
-
-    def choose(self, features: Collection[str | Feature] | None) -> tuple[Feature, ...]:
-        """The features asked for, all when None; StoreError names what was never captured."""
-        if features is None:
-            return self.features
-        chosen = set(as_features(features))
-        missing = sorted(feature.name for feature in chosen - set(self.features))
-        if missing:
-            raise StoreError(
-                f"this store has no {', '.join(missing)}: it holds "
-                f"{', '.join(feature.name for feature in self.features)}. Capture the features again"
-            )
-        return tuple(sorted(chosen))
 
     def check(self, sample: Sample) -> None:
         """Refuse a sample that does not fit, naming the sample and the field."""

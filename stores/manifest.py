@@ -31,6 +31,7 @@ VIEWS = "views"
 CACHE = "cache"
 CAPTURE = "capture.json"
 STATS = "stats"
+ANNEXES = "annexes"
 HEAD_FILE = "head.safetensors"
 INDEX = "index.arrow"
 GROUP = "zarr.json"  # describes a shard, and each of its arrays

@@ -7,17 +7,20 @@
       shards/<unit>-<hash>/ a Zarr v3 group of arrays, and index.arrow
       views/, stats/        what filters keep; what training says of samples
       ledger/               a copy of each record, to miss lost ones by
+      annexes/<hash>/       a store, without heads/, of further features of the same samples
       staging/              unfinished work
 
 `docs/store-format.md` describes every file.
 """
 
 import contextlib
+import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from vlmdistill.stores.arrays import ArraySpec, byte_range, read_rows
 from vlmdistill.stores.backends.backend import STAGING, Backend, writing
@@ -29,6 +32,7 @@ from vlmdistill.stores.index.merged import Lines, Shards
 from vlmdistill.stores.index.tables import XXH3, reserved, view_keys
 from vlmdistill.stores.layout import TOKENS, Layout, dequantize, rows_of
 from vlmdistill.stores.manifest import (
+    ANNEXES,
     CAPTURE,
     COMMITS,
     FORMAT,
@@ -58,6 +62,7 @@ from vlmdistill.stores.schema import (
     Sample,
     Span,
     TargetInfo,
+    as_features,
     content_hash,
 )
 from vlmdistill.stores.suggestions import did_you_mean
@@ -66,6 +71,8 @@ from vlmdistill.stores.writer import Writer
 if TYPE_CHECKING:
     import polars as pl
     import zarr
+
+SAME = ("key", f"{XXH3}{TOKENS.name}", "visual_tokens")  # equal in a sample and in what an annex adds to it
 
 
 class Store:
@@ -169,6 +176,101 @@ class Store:
             StoreError: The file is missing or damaged.
         """
         return read_head(self.backend, self.record.head, self.layout.width)
+
+    # Annexes: features that nobody asked for when the store was made
+
+    @functools.cached_property
+    def annexes(self) -> "tuple[Store, ...]":
+        """The stores of further features of these samples; StoreError when one is of another origin."""
+        found = []
+        for name in names_in(self.backend, ANNEXES):
+            if annex := Store.find(self.backend.within(f"{ANNEXES}/{name}")):
+                self._require_like(annex)
+                found.append(annex)
+        return tuple(found)
+
+    def annex(self, names: Collection[str], encoding: Mapping[str, str] | None = None) -> "Store":
+        """Make the annex of these features, or open it. It has the frozen head of this store.
+
+        StoreError when it is there with another `encoding`, or when a feature is in the store already.
+        """
+        names = tuple(sorted(names))
+        backend = self.backend.within(annex_folder(names))
+        if backend.size(STORE) is None:
+            held = [one.provenance.features for one in (self, *self.annexes)]
+            if there := {*names} & {name for other in held if other != names for name in other}:
+                raise StoreError(
+                    f"{self.path} has {', '.join(sorted(there))} already, but not together with all of "
+                    f"{', '.join(names)}: use another store"
+                )
+            provenance = replace(self.provenance, features=names)
+            Layout.of(provenance, self.info, encoding or {})
+            with writing(backend):
+                require_room(backend)
+                record = replace(self.record, provenance=provenance, encoding=dict(encoding or {}))
+                backend.create(STORE, seal(record))
+        annex = Store.open(backend)
+        self._require_like(annex)
+        if encoding is not None and dict(encoding) != annex.layout.encoding:
+            mine = dict(annex.layout.encoding)
+            raise StoreError(f"{annex.path} was made with encoding {mine}, not {dict(encoding)}")
+        self.__dict__.pop("annexes", None)  # there may be one more
+        return annex
+
+    def _require_like(self, annex: "Store") -> None:
+        annex.require(replace(self.provenance, features=annex.provenance.features), self.info)
+
+    @property
+    def features(self) -> tuple[Feature, ...]:
+        """All features, those of annexes included; StoreError when an annex is damaged."""
+        return tuple(sorted({feature for one in (self, *self.annexes) for feature in one.layout.features}))
+
+    def choose(self, features: Collection[str | Feature] | None) -> tuple[Feature, ...]:
+        """The features asked for, all when None; StoreError names what was never captured."""
+        chosen = self.features if features is None else tuple(sorted(as_features(features)))
+        if not self.layout.parts.keys() >= {*chosen} and (missing := {*chosen} - {*self.features}):
+            raise StoreError(
+                f"this store has no {_names(missing)}: it holds {_names(self.features)}. Capture what is "
+                "missing with `vlmdistill features --for DRAFTER`"
+            )
+        return chosen
+
+    def holder(self, feature: Feature) -> "Store":
+        """This store, or the first annex that has a feature; StoreError when none has."""
+        if feature in self.layout.parts:
+            return self
+        for annex in self.annexes:
+            if feature in annex.layout.parts:
+                return annex
+        raise StoreError(f"this store has no {feature.name}: it holds {_names(self.features)}")
+
+    def lines(
+        self, rows: "pl.DataFrame", features: Collection[Feature]
+    ) -> "Iterator[tuple[Store, pl.DataFrame]]":
+        """This store and each annex with some of the features, and its lines of the samples `rows`.
+
+        StoreError when an annex lacks a sample, as while it is captured, or has it with other tokens.
+        """
+        yield self, rows
+        for annex in dict.fromkeys(self.holder(feature) for feature in sorted(features)):
+            if annex is not self:
+                held = annex.index.join(rows.select(SAME), on=SAME, how="semi")
+                if len(held) < len(rows):
+                    key = rows.join(held, on="key", how="anti").row(0, named=True)["key"]
+                    raise StoreError(
+                        f"{len(rows) - len(held)} of {len(rows)} samples, such as {key}, lack "
+                        f"{_names(annex.layout.features)} in {self.path}: run the `vlmdistill features` that "
+                        "adds them again, or leave these samples out"
+                    )
+                yield annex, held
+
+    def _held(self, feature: Feature, row: Mapping[str, Any]) -> "tuple[Store, Mapping[str, Any]] | None":
+        """The store with a feature of a sample, and its line there; None when it is not captured yet."""
+        holder = self.holder(feature)
+        if holder is self:
+            return self, row
+        line = holder._find(row["key"])
+        return (holder, line) if line and all(line[name] == row[name] for name in SAME) else None
 
     # Writing
 
@@ -289,11 +391,10 @@ class Store:
     # Reading
 
     def __repr__(self) -> str:
-        names = ", ".join(feature.name for feature in self.layout.features)
         try:
-            samples = f"{len(self)} samples"
+            samples, names = f"{len(self)} samples", _names(self.features)
         except StoreError as error:
-            samples = f"not readable ({error})"
+            samples, names = f"not readable ({error})", _names(self.layout.features)
         return f"<Store {self.path}: {samples} of {self.info.name}, {names} in {self.layout.dtype}>"
 
     def __bool__(self) -> bool:
@@ -317,7 +418,8 @@ class Store:
 
         Args:
             key: The key of the sample.
-            features: The features to read, or their names such as `hidden.text`; all when None.
+            features: The features to read, or their names such as `hidden.text`; when None, all that
+                the sample has.
 
         Returns:
             The sample. Its arrays are writable, and writing to them does not change the store.
@@ -330,7 +432,9 @@ class Store:
         row = self._find(key)
         if row is None:
             raise StoreError(f"{self.path} has no sample '{key}'")
-        chosen = self.layout.choose(features)
+        chosen = self.choose(features)
+        if features is None:
+            chosen = tuple(feature for feature in chosen if self._held(feature, row))
         self._prefetch(row, chosen)
         return self._read(row, chosen)
 
@@ -396,7 +500,7 @@ class Store:
         The features are read into `buffers` (uint8, replaced when too small), so that the next batch that is
         given the same ones overwrites them: fresh memory costs more than copying into it.
         """
-        chosen = self.layout.choose(features)
+        chosen = self.choose(features)
         ends = {where: [0, *np.cumsum([rows_of(where, row) for row in rows])] for where in KINDS}
         for row in rows:
             for where in KINDS:
@@ -435,10 +539,14 @@ class Store:
 
     def _feature(self, feature: Feature, row: Mapping[str, Any], out: Array | None = None) -> Array:
         """The rows [n, D] of a feature of one sample, in `out` if given."""
-        specs = self.layout.parts[feature]
+        if (held := self._held(feature, row)) is None:
+            what = f"sample {row['key']} has no {feature.name} in {self.path} yet"
+            raise StoreError(f"{what}: run the `vlmdistill features` that adds it again")
+        holder, line = held
+        specs = holder.layout.parts[feature]
         if len(specs) == 1:
-            return self.rows(specs[0], row, out)
-        rows = dequantize(tuple(self.rows(spec, row) for spec in specs), self.layout.dtype)
+            return holder.rows(specs[0], line, out)
+        rows = dequantize(tuple(holder.rows(spec, line) for spec in specs), self.layout.dtype)
         if out is None:
             return rows
         out[:] = rows
@@ -449,12 +557,14 @@ class Store:
 
     def _prefetch(self, row: Mapping[str, Any], features: Sequence[Feature]) -> None:
         """Let the disk start on all arrays of a sample at once, in the order of reading."""
-        shard = self.commit(row["unit"]).named
-        specs = [spec for feature in features for spec in self.layout.parts[feature]]
+        wanted: list[tuple[Store, Mapping[str, Any], ArraySpec]] = [(self, row, TOKENS)]
+        for feature in features:
+            if held := self._held(feature, row):
+                wanted += [(*held, spec) for spec in held[0].layout.parts[feature]]
         with contextlib.suppress(OSError):  # reading it reports what is missing
-            for spec in (TOKENS, *specs):
-                if span := self._span(spec.rows, row):
-                    self.backend.prefetch(*byte_range(shard, spec, span))
+            for store, line, spec in wanted:
+                if span := store._span(spec.rows, line):
+                    store.backend.prefetch(*byte_range(store.commit(line["unit"]).named, spec, span))
 
     def _span(self, rows: Rows, row: Mapping[str, Any]) -> range:
         """The rows of one kind that a sample has, as its line of the index says."""
@@ -481,6 +591,15 @@ class Store:
 
     def _where(self, shard: str, spec: ArraySpec, row: Mapping[str, Any]) -> str:
         return f"{self.path}/{shard}: {spec.name} of sample {row['key']}"
+
+
+def annex_folder(names: Collection[str]) -> str:
+    """Where the annex of these features is: whoever adds the same ones adds them there."""
+    return f"{ANNEXES}/{content_hash(sorted(names))}"
+
+
+def _names(features: Collection[Feature]) -> str:
+    return ", ".join(sorted(feature.name for feature in features))
 
 
 def require_room(backend: Backend) -> None:

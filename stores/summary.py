@@ -3,6 +3,7 @@
 import logging
 from collections import Counter
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from vlmdistill.stores.index.tables import ROW, reserved, view_keys
 from vlmdistill.stores.layout import TOKENS
 from vlmdistill.stores.manifest import CACHE, COMMITS, STATS, STORE, VIEWS, record_names, units
 from vlmdistill.stores.schema import Array, Feature
-from vlmdistill.stores.store import Store
+from vlmdistill.stores.store import SAME, Store
 
 BINS = 24
 COUNTS = ("text_tokens", "visual_tokens", "response_tokens")
@@ -28,50 +29,42 @@ def info(store: Store, needs: Mapping[str, Collection[Feature]] | None = None) -
     `bytes` on disk are those of the fields, `index_bytes`, `head_bytes` and `records_bytes` (the records, the
     ledger, and the tables of views, statistics and cache). Shards that no record names do not count.
     `shadowed` samples have a key that an earlier unit has too. A view says what it keeps, and how much of
-    that is there.
+    that is there. `annexes` are those of further features, and of how many of the samples; sizes count them.
     `needs` maps drafters to the features they read: then also what each would read, or lacks.
     """
     index = store.index
-    backend, records = store.backend, 0
-    disk = Counter[str]()  # array, or file next to the arrays -> bytes in all shards
-    rows = Counter[str]()
-    losses: dict[str, list[float]] = {}
-    for record in backend.map(store.commit, units(backend)):
-        records += 1
-        for name, (size, _) in record.files.items():
-            disk[name.split("/")[0]] += size
-        rows.update(record.rows)
-        for name, sums in record.losses.items():
-            losses[name] = [a + b for a, b in zip(losses.get(name, [0.0, 0.0]), sums, strict=True)]
-
-    def on_disk(specs: Collection[ArraySpec]) -> int:
-        return sum(disk[spec.name] for spec in specs)
-
-    fields: dict[str, dict[str, Any]] = {"tokens": {"bytes": on_disk([TOKENS]), "rows": rows["text"]}}
-    for feature in store.layout.features:
-        about = {
-            "bytes": on_disk(store.layout.parts[feature]),
-            "rows": rows[feature.where],
-            "encoding": store.layout.encoding.get(feature.name, "raw"),
+    backend, parts = store.backend, (store, *store.annexes)
+    tallies = [_tally(one) for one in parts]
+    fields: dict[str, dict[str, Any]] = {
+        "tokens": {
+            "bytes": sum(tally.on_disk([TOKENS]) for tally in tallies),  # an annex has them, too
+            "rows": tallies[0].rows["text"],
         }
-        if feature.name in losses:
-            error, squares = losses[feature.name]
-            about["relative_error"] = float(np.sqrt(error / squares)) if squares else 0.0
-        fields[feature.name] = about
-    arrays = on_disk(store.layout.arrays)
-    small = [sum(backend.list_files(folder).values()) for folder in (COMMITS, VIEWS, STATS, CACHE, LEDGER)]
+    }
+    for one, tally in zip(parts, tallies, strict=True):
+        for feature in one.layout.features:
+            about = {
+                "bytes": tally.on_disk(one.layout.parts[feature]),
+                "rows": tally.rows[feature.where],
+                "encoding": one.layout.encoding.get(feature.name, "raw"),
+            }
+            if sums := tally.losses.get(feature.name):
+                error, squares = sums
+                about["relative_error"] = float(np.sqrt(error / squares)) if squares else 0.0
+            fields.setdefault(feature.name, about)
+    arrays = [tally.on_disk(one.layout.arrays) for one, tally in zip(parts, tallies, strict=True)]
     sizes = {
-        "index_bytes": sum(disk.values()) - arrays,
+        "index_bytes": sum(tally.disk.total() for tally in tallies) - sum(arrays),
         "head_bytes": store.record.head.entry[0],
-        "records_bytes": (backend.size(STORE) or 0) + sum(small),
+        "records_bytes": sum(tally.records_bytes for tally in tallies),
     }
     views = {name: _kept(store, name) for name in record_names(backend, VIEWS)}
     facts: dict[str, Any] = {
         "path": store.path,
         "samples": len(index),
-        "shadowed": rows["sample"] - len(index),
-        "units": records,
-        "bytes": arrays + sum(sizes.values()),
+        "shadowed": tallies[0].rows["sample"] - len(index),
+        "units": tallies[0].units,
+        "bytes": sum(arrays) + sum(sizes.values()),
         **sizes,
         "schema": store.record.schema,
         "provenance": store.provenance.to_dict(),
@@ -81,10 +74,43 @@ def info(store: Store, needs: Mapping[str, Collection[Feature]] | None = None) -
         "views": {name: counts[0] for name, counts in views.items()},
         "views_there": {name: counts[1] for name, counts in views.items()},
         "runs": record_names(backend, STATS),
+        "annexes": [
+            {"features": [*one.provenance.features], "samples": len(index.join(one.index, SAME, "semi"))}
+            for one in parts[1:]
+        ],
     }
     if needs is not None:
         facts["drafters"] = {name: _cost(store, wanted, fields) for name, wanted in sorted(needs.items())}
     return facts
+
+
+@dataclass
+class _Tally:
+    """What the shards of a store hold, from their records."""
+
+    units: int = 0
+    records_bytes: int = 0
+    disk: Counter[str] = field(default_factory=Counter)  # array, or file next to the arrays -> bytes
+    rows: Counter[str] = field(default_factory=Counter)
+    losses: dict[str, list[float]] = field(default_factory=dict)
+
+    def on_disk(self, specs: Collection[ArraySpec]) -> int:
+        return sum(self.disk[spec.name] for spec in specs)
+
+
+def _tally(store: Store) -> _Tally:
+    backend = store.backend
+    small = [sum(backend.list_files(folder).values()) for folder in (COMMITS, VIEWS, STATS, CACHE, LEDGER)]
+    tally = _Tally(records_bytes=(backend.size(STORE) or 0) + sum(small))
+    for record in backend.map(store.commit, units(backend)):
+        tally.units += 1
+        for name, (size, _) in record.files.items():
+            tally.disk[name.split("/")[0]] += size
+        tally.rows.update(record.rows)
+        for name, sums in record.losses.items():
+            before = tally.losses.get(name, [0.0, 0.0])
+            tally.losses[name] = [a + b for a, b in zip(before, sums, strict=True)]
+    return tally
 
 
 def _kept(store: Store, view: str) -> tuple[int, int] | tuple[None, None]:
@@ -100,8 +126,8 @@ def _kept(store: Store, view: str) -> tuple[int, int] | tuple[None, None]:
 
 
 def _cost(store: Store, wanted: Collection[Feature], fields: Mapping[str, Any]) -> dict[str, Any]:
-    missing = sorted(feature.name for feature in set(wanted) - set(store.layout.features))
-    held = sorted(feature.name for feature in set(wanted) & set(store.layout.features))
+    missing = sorted(feature.name for feature in set(wanted) - set(store.features))
+    held = sorted(feature.name for feature in set(wanted) & set(store.features))
     read = sum(fields[name]["bytes"] for name in ["tokens", *held])
     samples = max(1, len(store.index))
     return {"features": held, "missing": missing, "bytes": read, "bytes_per_sample": read // samples}
@@ -113,8 +139,11 @@ def _datasets(store: Store, fields: Mapping[str, Any]) -> dict[str, dict[str, in
     columns = {"text": "text_tokens", "visual": "visual_tokens", "span": "span_count"}
     bytes_of = pl.lit(0.0)
     for name, about in fields.items():
-        where = "text" if name == "tokens" else Feature.parse(name).where
-        bytes_of += pl.col(columns[where]).sum() * (about["bytes"] / max(1, about["rows"]))
+        column = columns["text" if name == "tokens" else Feature.parse(name).where]
+        rows = max(
+            1, about["rows"], index[column].sum()
+        )  # an annex may lack samples, and any shard shadow some
+        bytes_of += pl.col(column).sum() * (about["bytes"] / rows)
     counts = [pl.col(name).sum() for name in COUNTS]
     grouped = index.group_by("dataset").agg(pl.len().alias("samples"), *counts, bytes_of.alias("bytes"))
     return {

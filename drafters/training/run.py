@@ -89,10 +89,15 @@ class RunData:
         """Open the store; TrainingError when it lacks what the drafter needs."""
         store = Store.open(run.store, run.cache)
         needs = run.config.model.needs(store.info)
-        if missing := sorted(feature.name for feature in needs - {*store.layout.features}):
+        if missing := sorted(feature.name for feature in needs - {*store.features}):
             raise TrainingError(
                 f"{run.store} does not hold {', '.join(missing)}, which {run.drafter} needs: capture "
-                f"them into another store with `vlmdistill features --for {run.drafter} --store DIR`"
+                f"them with `vlmdistill features --for {run.drafter} --store {run.store}`"
+            )
+        if run.follow and needs - {*store.layout.features}:
+            raise TrainingError(
+                f"--follow takes in what a store was made for, and {run.drafter} needs features that were "
+                "added later: train it when they are captured"
             )
         samples = splits(run, store)
         if run.config.training.validate_every and samples and not samples[-1].held_out:

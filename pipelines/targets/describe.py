@@ -12,7 +12,7 @@ from vlmdistill.pipelines.targets.checkpoints.fingerprint import fingerprint
 from vlmdistill.pipelines.targets.checkpoints.folder import family_of, locate, weight_files
 from vlmdistill.pipelines.targets.checkpoints.info import target_info
 from vlmdistill.pipelines.targets.loading import generation_of, processor_of, skeleton
-from vlmdistill.stores.schema import Feature, TargetInfo
+from vlmdistill.stores.schema import Feature
 
 BYTES = 2  # per number, in bfloat16
 
@@ -61,7 +61,9 @@ def describe(
         "hashes": _hashes(folder) if folder else {},
         "sample": {"text": text, "visual": visual, "images": images, "dtype": "bfloat16"},
         "captured": sorted({feature.source for feature in needs["all"]}, key=_layer),
-        "drafters": {drafter: _cost(wanted, rows, info) for drafter, wanted in needs.items()},
+        "drafters": {
+            drafter: feature_cost(wanted, rows, info.hidden_size) for drafter, wanted in needs.items()
+        },
     }
 
 
@@ -75,9 +77,9 @@ def _layer(source: str) -> float:
     return -1 if source == "embed" else math.inf if source == "hidden" else int(source.removeprefix("layer"))
 
 
-def _cost(wanted: frozenset[Feature], rows: dict[str, int], info: TargetInfo) -> dict[str, Any]:
-    """The features of one sample, and their bytes at text positions and at visual positions and spans."""
-    width = BYTES * info.hidden_size
+def feature_cost(wanted: frozenset[Feature], rows: dict[str, int], hidden_size: int) -> dict[str, Any]:
+    """Features by name, and the bytes of so many rows of each at text positions, and at visual and spans."""
+    width = BYTES * hidden_size
     at_text = sum(width * rows[feature.where] for feature in wanted if feature.where == "text")
     at_visual = sum(width * rows[feature.where] for feature in wanted if feature.where != "text")
     return {

@@ -30,6 +30,10 @@ class Backend(ABC):
     exclusive = True  # whether of several that create a file at once, one alone is told so
 
     @abstractmethod
+    def within(self, folder: str) -> "Backend":
+        """The backend of a folder below this root."""
+
+    @abstractmethod
     def read(self, name: str, most: int | None = None) -> bytes:
         """The whole file, or its first `most` bytes; FileNotFoundError when it is missing."""
 

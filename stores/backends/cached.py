@@ -163,6 +163,10 @@ class Cached(Remote):
     def __reduce__(self) -> tuple[Any, ...]:
         return (_again, (self.url, self.cache.folder, self.cache.limit))
 
+    def within(self, folder: str) -> "Cached":
+        """The backend of a folder below this root, with the same cache."""
+        return Cached(f"{self.url}/{folder}", self.cache)
+
     def prefetch(self, name: str, start: int, length: int) -> None:
         """Start to fetch a range that is not in the cache."""
         with self._lock:

@@ -119,6 +119,10 @@ class Local(Backend):
     def __reduce__(self) -> tuple[Any, ...]:
         return (Local, (self.root,))
 
+    def within(self, folder: str) -> "Local":
+        """The backend of a folder below this root."""
+        return Local(self.root / folder)
+
     def read(self, name: str, most: int | None = None) -> bytes:
         """The whole file, or its first `most` bytes; FileNotFoundError when it is missing."""
         with open(open_regular(f"{self.url}/{name}"), "rb") as file:

@@ -46,6 +46,10 @@ class Remote(Backend):
     def __reduce__(self) -> tuple[Any, ...]:
         return (Remote, (self.url,))
 
+    def within(self, folder: str) -> "Remote":
+        """The backend of a folder below this root."""
+        return Remote(f"{self.url}/{folder}")
+
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
 

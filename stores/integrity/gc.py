@@ -47,6 +47,14 @@ def collect(store: Store, *, grace: float = GRACE, dry_run: bool = False) -> lis
     StoreError when a record is lost or damaged: what it names looks like garbage then, so nothing is
     removed. StoreError also, after everything else is removed, when something cannot be removed.
     """
+    removed = _collect(store, grace, dry_run)
+    for annex in store.annexes:
+        inside = annex.path.removeprefix(f"{store.path}/")
+        removed += [Removed(f"{inside}/{one.name}", one.bytes) for one in _collect(annex, grace, dry_run)]
+    return removed
+
+
+def _collect(store: Store, grace: float, dry_run: bool) -> list[Removed]:
     backend = store.backend
     names = [f"{folder}/{name}.json" for folder in KEPT for name in record_names(backend, folder)]
     there = backend.map(lambda name: find_record(backend, name, kind_of(name)), names)

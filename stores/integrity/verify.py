@@ -5,11 +5,12 @@ file.
 """
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import polars as pl
 import pyarrow as pa
 
@@ -22,6 +23,7 @@ from vlmdistill.stores.index.tables import XXH3, table_of
 from vlmdistill.stores.integrity.checks import Finding, StoreChecks, failed
 from vlmdistill.stores.layout import Layout
 from vlmdistill.stores.manifest import (
+    ANNEXES,
     CACHE,
     CAPTURE,
     COMMITS,
@@ -61,18 +63,58 @@ class Verification:
 
 
 def verify(path: str | Path, *, threads: int | None = None, progress: Progress = silent) -> Verification:
-    """Read everything once and compare it with its record.
+    """Read everything once and compare it with its record, one annex after the other as well.
 
-    `progress` is called with (bytes done, bytes in all). StoreError only when there is no
+    `progress` is called with (bytes done, bytes in all), of each. StoreError only when there is no
     store, or a record of it is newer than this code.
     """
     backend = open_backend(path)
-    there = backend.list_files("")
-    if STORE not in there and not any(name.startswith(f"{COMMITS}/") for name in there):
+    parts: dict[str, dict[str, int]] = {"": {}}  # the files of the store, and of each annex
+    for name, size in backend.list_files("").items():
+        inside = name.split("/")
+        below = f"{'/'.join(inside[:2])}/" if inside[0] == ANNEXES and len(inside) > 2 else ""
+        parts.setdefault(below, {})[name.removeprefix(below)] = size
+    if not _has_store(parts[""]):
         raise StoreError(f"there is no feature store at {path}")
+    whole, store = _verify(backend, parts.pop(""), threads, progress)
+    for below, there in sorted(parts.items()):
+        if not _has_store(there):
+            orphans = (Finding("orphan", f"{below}{name}", "no record names it") for name in sorted(there))
+            whole = replace(whole, findings=(*whole.findings, *orphans))
+            continue
+        one, annex = _verify(backend.within(below.rstrip("/")), there, threads, progress, annex=True)
+        findings = list(one.findings)
+        if store and annex and (why := _unlike(store, annex)):
+            findings.append(Finding("damaged", STORE, f"it is of another origin than the store ({why})"))
+        named = (replace(finding, name=f"{below}{finding.name}") for finding in findings)
+        whole = Verification(
+            files=whole.files + one.files,
+            bytes=whole.bytes + one.bytes,
+            findings=(*whole.findings, *named),
+            copies=whole.copies | {f"{below}{name}" for name in one.copies},
+        )
+    return whole
+
+
+def _has_store(there: Iterable[str]) -> bool:
+    return any(name == STORE or name.startswith(f"{COMMITS}/") for name in there)
+
+
+def _verify(
+    backend: Backend,
+    there: Mapping[str, int],
+    threads: int | None,
+    progress: Progress,
+    *,
+    annex: bool = False,
+) -> tuple[Verification, StoreRecord | None]:
+    """Verify a store or an annex; also its own record."""
     found = _Records(backend)
+    own = found.records.get(STORE)
+    if annex:
+        found.records.pop(STORE, None)  # the head that it names is that of the store around it
     total = sum(size for record in found.records.values() for _, (size, _) in files_of(record))
-    checks = StoreChecks(backend, there, _layout(found))
+    checks = StoreChecks(backend, there, _layout(own, found.findings))
 
     def check(record: Record) -> tuple[int, list[Finding], pl.DataFrame | None]:
         files = files_of(record)
@@ -100,9 +142,18 @@ def verify(path: str | Path, *, threads: int | None = None, progress: Progress =
         findings += _strays(backend, found, samples)
     promised = {name for record in found.records.values() for name, _ in files_of(record)}
     findings += _others(backend, there, promised)
-    return Verification(
-        len(promised) + sum(map(_is_record, there)), total, tuple(findings), frozenset(found.copies)
-    )
+    files = len(promised) + sum(map(_is_record, there))
+    verified = Verification(files, total, tuple(findings), frozenset(found.copies))
+    return verified, own if isinstance(own, StoreRecord) else None
+
+
+def _unlike(store: StoreRecord, annex: StoreRecord) -> str | None:
+    """In what an annex differs from its store; None where it may."""
+    features = annex.provenance.features
+    mine = msgspec.structs.replace(store.provenance, features=features), store.info, store.head
+    theirs = annex.provenance, annex.info, annex.head
+    difference = mine[0].mismatch(theirs[0])
+    return difference or (None if mine[1:] == theirs[1:] else "its target or its frozen head")
 
 
 def files_of(record: Record) -> list[tuple[str, Entry]]:
@@ -186,15 +237,14 @@ class _Records:
             return True
 
 
-def _layout(found: _Records) -> Layout | None:
+def _layout(store: Record | None, findings: list[Finding]) -> Layout | None:
     """The layout of the store; None, and a finding, when it declares none that makes sense."""
-    store = found.records.get(STORE)
     if not isinstance(store, StoreRecord):
         return None
     try:
         return Layout.of(store.provenance, store.info, store.encoding)
     except StoreError as error:
-        found.findings.append(failed(STORE, error))
+        findings.append(failed(STORE, error))
         return None
 
 

@@ -107,10 +107,11 @@ class Epoch(Iterator[PackedSamples]):
         if not 0 <= rank < world:
             raise StoreError(f"rank={rank}: the ranks of world={world} count from 0 to {world - 1}")
         self._store = store
-        self._features = store.layout.choose(features)
+        self._features = store.choose(features)
         self._rows = select(store, view, keys)
-        for _ in store.backend.map(store.commit, self._rows["unit"].unique()):
-            pass  # of a URL many at once; each batch would fetch its own, one after the other
+        for one, lines in store.lines(self._rows, self._features):
+            for _ in one.backend.map(one.commit, lines["unit"].unique()):
+                pass  # of a URL many at once; each batch would fetch its own, one after the other
         tokens = self._cost()
         self._identity = content_hash([self._rows["key"].to_list(), tokens.tolist(), seed, epoch])
         self._history: list[tuple[int, int, int]] = []

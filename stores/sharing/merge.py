@@ -23,7 +23,7 @@ from vlmdistill.stores.retry import retried
 from vlmdistill.stores.schema import Feature
 from vlmdistill.stores.sharing.merge_tables import bring_tables
 from vlmdistill.stores.sharing.transfer import copy_unit
-from vlmdistill.stores.store import Store
+from vlmdistill.stores.store import SAME, Store
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Copied:
     conflicts: tuple[str, ...]  # keys that are there with other content: the ones there stay
     replaced: tuple[str, ...] = ()  # views and statistics, such as views/long, that say something else now
     left: tuple[str, ...] = ()  # those that stay as they are though the source says something else
+    annexes: tuple[int, ...] = ()  # of each annex of the source, the samples that were copied
 
 
 def merge(target: str | Path, sources: Sequence[str | Path], *, progress: Progress = silent) -> list[Copied]:
@@ -50,7 +51,13 @@ def merge(target: str | Path, sources: Sequence[str | Path], *, progress: Progre
     for store in stores[1:]:
         stores[0].require(store.provenance, store.info)
     into = _like(target, stores, stores[0].provenance.features)
-    return [_copy(store, into, store.view(None), merging=True, progress=progress) for store in stores]
+    annexes = [_annexes(store, into, store.features) for store in stores]
+    done = []
+    for store, pairs in zip(stores, annexes, strict=True):
+        wanted = store.view(None)
+        copied = _copy(store, into, wanted, merging=True, progress=progress)
+        done.append(_copy_annexes(copied, into, wanted, pairs, progress))
+    return done
 
 
 def send(
@@ -68,10 +75,46 @@ def send(
     other features, or when a shard that is copied whole does not arrive as it was sent.
     """
     store = Store.open(source)
-    names = tuple(feature.name for feature in store.layout.choose(features))
+    chosen = store.choose(features)
+    names = tuple(feature.name for feature in chosen if feature in store.layout.parts)
+    if not names:
+        held = ", ".join(store.provenance.features)
+        raise StoreError(f"a copy needs at least one of the features that {store.path} was made with: {held}")
     wanted = store.view(view)
     into = _like(target, [store], names)
-    return _copy(store, into, wanted, tables=view is None, progress=progress)
+    pairs = _annexes(store, into, chosen)
+    copied = _copy(store, into, wanted, tables=view is None, progress=progress)
+    return _copy_annexes(copied, into, wanted, pairs, progress)
+
+
+def _annexes(store: Store, into: Store, chosen: Collection[Feature]) -> list[tuple[Store, Store]]:
+    """Each annex that has some of the features, and that of `into` to copy it to, made if need be."""
+    pairs = []
+    for annex in store.annexes:
+        if names := [feature.name for feature in annex.layout.features if feature in chosen]:
+            encoding = {name: how for name, how in annex.layout.encoding.items() if name in names}
+            there = into.annex(names, encoding)
+            _require_kinds([there, annex])
+            pairs.append((annex, there))
+    return pairs
+
+
+def _copy_annexes(
+    copied: Copied,
+    into: Store,
+    wanted: pl.DataFrame,
+    pairs: Sequence[tuple[Store, Store]],
+    progress: Progress,
+) -> Copied:
+    """Copy annexes, for the samples that both stores have; what was copied before, and this."""
+    both = wanted.select(SAME).join(into.index, on=SAME, how="semi")
+    done = [
+        _copy(annex, there, annex.index.join(both, on=SAME, how="semi"), tables=False, progress=progress)
+        for annex, there in pairs
+    ]
+    conflicts = {*copied.conflicts}.union(*(one.conflicts for one in done))
+    annexes = tuple(one.copied for one in done)
+    return replace(copied, conflicts=tuple(sorted(conflicts)), annexes=annexes)
 
 
 def _like(path: str | Path, sources: Sequence[Store], features: tuple[str, ...]) -> Store:

@@ -1,6 +1,7 @@
 """Small stores of made-up samples: every test builds its own from a number."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from vlmdistill.stores.store import Store
 
 WIDTH = 8
 FEATURES = ("embed.span", "hidden.text", "layer2.visual")
+MORE = ("layer1.text", "layer3.text")  # of annexes
 
 
 def provenance(**changes: Any) -> Provenance:
@@ -105,6 +107,28 @@ def write(store: Store, unit: str, numbers: Iterable[int]) -> None:
     with store.writer(unit) as writer:
         for number in numbers:
             writer.add(sample(number))
+
+
+def more(number: int) -> Sample:
+    """The sample of a number, with the features of an annex in place of its own."""
+    rng, one = np.random.default_rng([number, 1]), sample(number)
+    rows = {Feature.parse(name): bf16(rng.standard_normal((len(one.ids_T), WIDTH))) for name in MORE}
+    return replace(one, features=rows)
+
+
+def whole(number: int) -> Sample:
+    """The sample of a number with its own features and those of an annex."""
+    one = sample(number)
+    return replace(one, features={**one.features, **more(number).features})
+
+
+def add(store: Store, unit: str, numbers: Iterable[int], **options: Any) -> Store:
+    """Write a unit of the annex of a store."""
+    annex = store.annex(MORE, **options)
+    with annex.writer(unit) as writer:
+        for number in numbers:
+            writer.add(more(number))
+    return annex
 
 
 def forget(store: Store, *records: str) -> None:

@@ -16,7 +16,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from tests.stores.samples import make, write
+from tests.stores.samples import add, make, write
 from vlmdistill.stores import arrays
 from vlmdistill.stores.integrity.gc import collect
 from vlmdistill.stores.integrity.verify import verify
@@ -64,13 +64,17 @@ def ptrace(request: int, process: int, at: int = 0, data: object = None) -> None
 
 
 def act(path: Path) -> None:
-    """Write a store with one unit, and collect what a dead writer left; small samples count as large."""
+    """Write a store and an annex with one unit each, and collect what a dead writer left.
+
+    Small samples count as large.
+    """
     arrays.LARGE, arrays.SYNC_EVERY = 200, 600
     store = make(path)
     left = path / SHARDS / "left-0123456789abcdef"
     left.mkdir(parents=True, exist_ok=True)
     (left / "index.arrow").write_bytes(b"left")
     write(store, "u", UNIT)
+    add(store, "a", UNIT[:1])
     collect(store, grace=0)
 
 
@@ -125,7 +129,9 @@ def campaign(folder: Path, every: int) -> int:
             return (at - 1) // every
         if (path / "store.json").exists():
             assert not verify(path, threads=1).damage, at
-            assert Store.open(path).keys() in (set(), keys), at
+            store = Store.open(path)
+            assert store.keys() in (set(), keys), at
+            assert all(annex.keys() in (set(), {min(keys)}) for annex in store.annexes), at
         act(path)
     raise AssertionError
 

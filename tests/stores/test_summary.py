@@ -209,7 +209,7 @@ def test_each_verb_answers_in_json_and_in_words(store: Store, tmp_path: Path) ->
     assert run("verify", path)["findings"] == []
     there = str(tmp_path / "there")
     assert run("push", path, there, "--view", "long", "--features", "hidden.text")["copied"] == 3
-    nothing: dict[str, list[str]] = {"conflicts": [], "replaced": [], "left": []}
+    nothing: dict[str, list[str]] = {"conflicts": [], "replaced": [], "left": [], "annexes": []}
     counts = {"copied": 9, "present": 0, "duplicates": 0}
     assert run("pull", path, str(tmp_path / "all")) == counts | nothing
     assert run("merge", str(tmp_path / "merged"), path)[path]["copied"] == 9

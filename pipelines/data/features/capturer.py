@@ -8,7 +8,7 @@ import dataclasses
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ from vlmdistill.pipelines.data.features.shard_plan import (
     missing_of,
     tasks,
 )
-from vlmdistill.pipelines.data.features.store_part import StorePart
+from vlmdistill.pipelines.data.features.store_part import StorePart, check_captured
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt, facts_of
 from vlmdistill.pipelines.data.responses import dataset
 from vlmdistill.pipelines.data.responses.quality import LENIENT
@@ -119,10 +119,12 @@ class Capturer:
         if engine == "vllm":
             self.engine = EngineTarget(self.target, self.features, settings.batch_tokens)
             provenance = msgspec.structs.replace(provenance, engine=self.engine.name)
-        part.check_encoding(self.features, settings.encoding)
-        encoding = {name: how for name, how in settings.encoding.items() if how != "raw"}
-        made = encoding if there is None else None  # an existing store keeps its own
-        self.store = Store.create(part.backend, provenance, self.target.info, stored_head(self.target), made)
+        names = {feature.name for feature in self.features}
+        for name, how in settings.encoding.items() if there is None else ():
+            check_captured(name, how, names)
+        encoding = {name: how for name, how in settings.encoding.items() if name in names and how != "raw"}
+        self.store = part.create(provenance, self.target.info, stored_head(self.target), encoding)
+        self.completes = there if part.annex else None  # the store whose samples get further features
 
     def facts(self) -> CaptureFacts:
         """What the driver plans shards with."""
@@ -222,6 +224,14 @@ class Capturer:
                 f"the prompt has {prompt.length} tokens, but had {item.response.prompt_tokens} when the "
                 "response was generated: check if its image or video has changed"
             )
+        if self.completes is not None:
+            stored = self.completes.read(item.prompt.key, ())
+            ids = [*prompt.ids_L[~prompt.visual_L].tolist(), *map(int, item.response.ids)]
+            if (stored.ids_T.tolist(), stored.spans) != (ids, prompt.spans):
+                raise DataError(
+                    f"the store {self.completes.path} has other tokens of it: give the prompts and responses "
+                    "that the store was made of"
+                )
         return prompt
 
     def _problem(self, item: CaptureItem) -> str:
@@ -264,6 +274,16 @@ def stored_head(target: Any) -> FrozenTables:
     )
 
 
+@dataclass
+class _Pass:
+    """What one part of a store, itself or an annex of it, got."""
+
+    missing: set[str]  # the keys of samples that were to be captured
+    failed: dict[str, str]
+    tokens: int
+    seconds: float
+
+
 def capture(
     prompts: Sequence[Prompt],
     responses: Path,
@@ -275,9 +295,10 @@ def capture(
 ) -> CaptureSummary:
     """Capture the features of all kept responses to `prompts` that the store lacks.
 
-    Stopped at any time, it keeps what is done. DataError if there are no responses, or if another target
-    generated them. StoreError if the store is of another target, keeps a feature in another encoding, or is
-    not the same on all machines.
+    What drafters of the settings need beyond the features of a store that is there goes into an annex, for
+    the samples that the store has. Stopped at any time, it keeps what is done. DataError if there are no
+    responses, or if another target generated them. StoreError if the store is of another target, keeps a
+    feature in another encoding, or is not the same on all machines.
     """
     settings, options = settings or CaptureSettings(), options or WorkerOptions()
     check_environment(options.engine)  # before Ray starts
@@ -285,9 +306,9 @@ def capture(
     dataset.check_settings(responses, {"checkpoint": str(fingerprint)})
     part.check_origin(fingerprint)
     generated = dataset.Responses(responses)
-    items = len(missing_of(prompts, generated, set()))
+    items = missing_of(prompts, generated, set())
     reasons = facts_of(prompts).select("key").join(dataset.facts(responses), on="key", how="inner")["reason"]
-    if not items:
+    if not len(items):
         why = ", ".join(f"{reason} {count}" for reason, count in dataset.counted(reasons).items())
         less = "".join(f" {option}" for reason, option in LENIENT.items() if reason in {*reasons})
         other = f"{less} --out DIR` and give --responses DIR; dropped were: {why}" if why else "`"
@@ -296,59 +317,80 @@ def capture(
             f"`vlmdistill responses -m {model}{other}"
         )
     with part.writing():
-        there = keys_in(part, settings, options.engine)
-        missing = missing_of(prompts, generated, there)
-        start, done, tokens, failed = time.monotonic(), items - len(missing), 0, dict[str, str]()
-        if len(missing):
-            part.announce(len(there) + len(missing))  # before the workers start, which takes minutes
-            report(done, items, "starting")
-            sampling = str(dataset.read_settings(responses)[0])
-            worker = partial(
-                Capturer, absolute_model(model), part, sampling, settings, options.load, options.engine
-            )
-            media = some_media([prompts[at] for at in missing["prompt"][:: len(missing) // LOOKED_AT or 1]])
-            weights = weight_bytes(model, options.load)
-            pool = ActorPool[CaptureTask, CaptureResult]
-            with session(), part.marked() as mark:
-                shared = Shared(absolute_model(model), fingerprint, media, part.backend, mark)
-                with pool(worker, shared, options, weights=weights) as workers:
-                    work = tasks(prompts, generated, missing, workers.facts(), settings.shard_bytes)
-                    part.announce(len(there) + len(missing))  # in a store that is new
-                    start = time.monotonic()
-                    for ended in workers.run(work):
-                        done += (ended.result.samples if ended.result else 0) + len(ended.failed)
-                        tokens += ended.result.tokens if ended.result else 0
-                        failed |= ended.failed
-                        report(done, items, f"{tokens / (time.monotonic() - start):.0f} tokens/s")
-        seconds = time.monotonic() - start
-        final = part.made
-        stored = final.keys()  # this counts, not what workers return
-        if len(missing) or (final.capture and not final.capture.ended):  # for those who train on it meanwhile
-            final.announce(len(stored), ended=True)
-        failed = {
-            key: failed.get(
-                key, f"it is not in {part.path} after capture: check that all machines see this store"
-            )
-            for key in missing["key"].filter(
-                ~missing["key"].is_in(pl.Series(list(stored), dtype=pl.String).implode())
-            )
-        }
-        if failed and len(failed) == items:
+        keys_in(part, settings, options.engine)
+        sampling = str(dataset.read_settings(responses)[0])
+        one = partial(_capture, prompts, generated, sampling, model, settings, options, report)
+        passes = [one(part, items)]
+        if annexes := part.annexes(settings.drafters):
+            held = _named(items, part.keys())
+            passes += [one(annex, items.filter(held)) for annex in annexes]
+        failed = {key: why for one in reversed(passes) for key, why in one.failed.items()}
+        if failed and len(failed) == len(items):
             key, why = next(iter(failed.items()))
             raise TargetError(f"all {len(failed)} samples failed; {key}: {why}")
-        captured = len(missing) - len(failed)
+        captured = len(set().union(*(one.missing - one.failed.keys() for one in passes)))
+        seconds = sum(one.seconds for one in passes)
         return CaptureSummary(
             store=part.path,
-            features=final.provenance.features,
-            samples=len(stored),
+            features=tuple(feature.name for feature in Store.open(part.backend).features),
+            samples=len(part.keys()),
             captured=captured,
             no_response=len(prompts) - len(reasons),
             dropped=dataset.counted(reasons),
             failed=failed,
             samples_per_second=captured / seconds if captured else 0.0,
-            tokens_per_second=tokens / seconds if captured else 0.0,
+            tokens_per_second=sum(one.tokens for one in passes) / seconds if captured else 0.0,
             seconds=seconds,
         )
+
+
+def _named(items: pl.DataFrame, keys: Collection[str]) -> pl.Series:
+    return items["key"].is_in(pl.Series(list(keys), dtype=pl.String).implode())
+
+
+def _capture(
+    prompts: Sequence[Prompt],
+    generated: dataset.Responses,
+    sampling: str,
+    model: str,
+    settings: CaptureSettings,
+    options: WorkerOptions,
+    report: Progress,
+    part: StorePart,
+    items: pl.DataFrame,
+) -> _Pass:
+    """Capture what a store, or an annex of it, lacks of `items`."""
+    there = part.keys()
+    missing = items.filter(~_named(items, there))
+    start, done, tokens, failed = time.monotonic(), len(items) - len(missing), 0, dict[str, str]()
+    if len(missing):
+        part.announce(len(there) + len(missing))  # before the workers start, which takes minutes
+        report(done, len(items), "starting")
+        worker = partial(
+            Capturer, absolute_model(model), part, sampling, settings, options.load, options.engine
+        )
+        media = some_media([prompts[at] for at in missing["prompt"][:: len(missing) // LOOKED_AT or 1]])
+        weights = weight_bytes(model, options.load)
+        pool = ActorPool[CaptureTask, CaptureResult]
+        with session(), part.marked() as mark:
+            shared = Shared(absolute_model(model), checkpoint(model), media, part.backend, mark)
+            with pool(worker, shared, options, weights=weights) as workers:
+                work = tasks(prompts, generated, missing, workers.facts(), settings.shard_bytes)
+                part.announce(len(there) + len(missing))  # in a store that is new
+                start = time.monotonic()
+                for ended in workers.run(work):
+                    done += (ended.result.samples if ended.result else 0) + len(ended.failed)
+                    tokens += ended.result.tokens if ended.result else 0
+                    failed |= ended.failed
+                    report(done, len(items), f"{tokens / (time.monotonic() - start):.0f} tokens/s")
+    seconds = time.monotonic() - start
+    final = part.made
+    stored = final.keys()  # this counts, not what workers return
+    if len(missing) or (final.capture and not final.capture.ended):  # for those who train on it meanwhile
+        final.announce(len(stored), ended=True)
+    unseen = f"it is not in {part.path} after capture: check that all machines see this store"
+    wanted = set(missing["key"])
+    return _Pass(wanted, {key: failed.get(key, unseen) for key in wanted - stored}, tokens, seconds)
 
 
 def keys_in(part: StorePart, settings: CaptureSettings, engine: EngineName) -> set[str]:
@@ -360,5 +402,5 @@ def keys_in(part: StorePart, settings: CaptureSettings, engine: EngineName) -> s
         raise StoreError(
             f"{part.path} keeps features in {theirs}, not {settings.dtype}: give another --store"
         )
-    part.check_encoding(part.select(settings.drafters, there.info), settings.encoding)
+    part.check_encoding(settings.drafters, settings.encoding)
     return there.keys()

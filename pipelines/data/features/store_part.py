@@ -1,10 +1,12 @@
-"""The store that a run captures into: what it is checked for, and what is chosen to be captured."""
+"""The store that a run captures into, or an annex of it: what it is checked for, and what is captured."""
 
 import os
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from vlmdistill.drafters import catalogue
 from vlmdistill.pipelines.cluster.environment import EngineName
@@ -14,25 +16,27 @@ from vlmdistill.pipelines.workspace.workspace import only_writer
 from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.errors import DataError, StoreError
 from vlmdistill.stores.layout import ENCODINGS
-from vlmdistill.stores.schema import Feature, TargetInfo
-from vlmdistill.stores.store import Store
+from vlmdistill.stores.schema import Feature, FrozenTables, Provenance, TargetInfo
+from vlmdistill.stores.store import Store, annex_folder
 
 
 class StorePart:
-    """The store of a run, which its workers may have yet to make. Pickled, it is opened anew, once a process.
+    """The store of a run, or an annex of it, which workers may have yet to make. Pickled, it is opened anew.
 
     Attributes:
-        path: The folder or URL, as the user gave it.
-        backend: Its files.
+        path: The folder or URL of the store, as the user gave it.
+        backend: The files of the store.
+        annex: The features of the annex that is captured into; none for the store itself.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, annex: Collection[str] = ()) -> None:
         self.path = os.path.expanduser(path)
         self.backend = open_backend(self.path if "://" in self.path else Path(self.path).absolute())
+        self.annex = tuple(sorted(annex))
         self._store: Store | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return StorePart, (self.backend.url,)
+        return StorePart, (self.backend.url, self.annex)
 
     @property
     def store(self) -> Store | None:
@@ -42,9 +46,29 @@ class StorePart:
         return self._store
 
     @property
+    def there(self) -> Store | None:
+        """The store, or the annex of it, to capture into; None while there is none."""
+        return Store.find(self.backend.within(annex_folder(self.annex))) if self.annex else self.store
+
+    @property
     def made(self) -> Store:
-        """The store; StoreError when there is none."""
-        return self.store or Store.open(self.backend)
+        """The store or annex to capture into; StoreError when there is none."""
+        return self.there or Store.open(self.backend)
+
+    def keys(self) -> set[str]:
+        """The keys of the samples that are captured already."""
+        there = self.there
+        return set() if there is None else there.keys()
+
+    def annexes(self, drafters: Sequence[str] | None) -> "list[StorePart]":
+        """The annexes of the store, and one more for what the given drafters need that it lacks."""
+        if self.store is None:
+            return []
+        names = [annex.provenance.features for annex in self.store.annexes]
+        needed = self._needs(drafters or (), self.store.info)
+        if more := needed - {*self.store.features}:
+            names.append(tuple(feature.name for feature in more))
+        return [StorePart(self.path, annex) for annex in names]
 
     def writing(self) -> AbstractContextManager[object]:
         """Lock the store against other runs; see `only_writer`."""
@@ -56,37 +80,48 @@ class StorePart:
 
     def announce(self, samples: int) -> None:
         """Say in the store, if there is one, that it will hold so many samples: who follows it waits."""
-        if self.store:
-            self.store.announce(samples, ended=False)
+        if there := self.there:
+            there.announce(samples, ended=False)
+
+    @staticmethod
+    def _needs(drafters: Sequence[str], info: TargetInfo) -> frozenset[Feature]:
+        return frozenset().union(*(catalogue.config(name).model.needs(info) for name in drafters))
 
     def select(self, drafters: Sequence[str] | None, info: TargetInfo) -> frozenset[Feature]:
-        """The features to capture: those of an existing store, else the union of what the drafters need.
+        """The features to capture: those of a store or annex, for a new store what the drafters need.
 
-        `drafters` None means all, which an existing store need not serve. StoreError if the store lacks what
-        one of the given drafters needs.
+        `drafters` None means all.
         """
-        needs = {name: catalogue.config(name).model.needs(info) for name in (drafters or catalogue.NAMES)}
+        if self.annex:
+            return frozenset(map(Feature.parse, self.annex))
         if self.store is None:
-            return frozenset().union(*needs.values())
-        held = frozenset(map(Feature.parse, self.store.provenance.features))
-        for name, wanted in needs.items():
-            if drafters and wanted - held:
-                lacking = ", ".join(sorted(feature.name for feature in wanted - held))
-                raise StoreError(
-                    f"the store {self.path} lacks {lacking}, which {name} needs: give another --store, and "
-                    "name all drafters at once, such as --for sparrow,eagle2"
-                )
-        return held
+            return self._needs(drafters or catalogue.NAMES, info)
+        return frozenset(map(Feature.parse, self.store.provenance.features))
 
-    def check_encoding(self, features: Collection[Feature], asked: Mapping[str, str]) -> None:
+    def create(
+        self, provenance: Provenance, info: TargetInfo, head: FrozenTables, encoding: Mapping[str, str]
+    ) -> Store:
+        """The store or annex, made if it is not there yet; StoreError that names what differs.
+
+        `encoding` is of what is made. A store that is there keeps its own.
+        """
+        made = None if self.there else encoding
+        if self.annex:
+            store = Store.open(self.backend)
+            store.require(replace(provenance, features=store.provenance.features), info)
+            return store.annex(self.annex, made)
+        return Store.create(self.backend, provenance, info, head, made)
+
+    def check_encoding(self, drafters: Sequence[str] | None, asked: Mapping[str, str]) -> None:
         """StoreError if a feature is not captured, or if the store keeps it in another encoding."""
-        captured = sorted(feature.name for feature in features)
+        if self.store is None:
+            return  # the features are known once the target is
+        held = {feature: one for one in (self.store, *self.store.annexes) for feature in one.layout.features}
+        captured = {feature.name for feature in {*held} | self._needs(drafters or (), self.store.info)}
         for name, encoding in asked.items():
-            if name not in captured:
-                raise StoreError(
-                    f"--encoding {name}={encoding}: choose from the captured features {', '.join(captured)}"
-                )
-            if self.store and (other := self.store.layout.encoding.get(name, "raw")) != encoding:
+            check_captured(name, encoding, captured)
+            holder = held.get(Feature.parse(name))
+            if holder and (other := holder.layout.encoding.get(name, "raw")) != encoding:
                 raise StoreError(
                     f"the store {self.path} keeps {name} as {other}, not {encoding}: omit --encoding {name}, "
                     "or give another --store"
@@ -117,6 +152,14 @@ class StorePart:
                     f"the store {self.path} is of another target ({name}_hash: {theirs}, not {mine}): give "
                     "another --store"
                 )
+
+
+def check_captured(name: str, encoding: str, captured: Collection[str]) -> None:
+    """StoreError if a feature that is given an encoding is not captured."""
+    if name not in captured:
+        raise StoreError(
+            f"--encoding {name}={encoding}: choose from the captured features {', '.join(sorted(captured))}"
+        )
 
 
 def drafters(names: str) -> tuple[str, ...] | None:

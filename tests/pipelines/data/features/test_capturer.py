@@ -278,9 +278,72 @@ def test_states_of_another_engine_are_not_mixed_in(
     assert Store.open(stored).provenance.engine == "transformers"
 
 
-def test_a_store_without_what_a_drafter_needs_is_refused_by_name(given: Given, stored: Path) -> None:
-    with pytest.raises(StoreError, match=r"hidden\.visual.*eagle2"):
-        run(given, stored, ["eagle2"])
+def test_features_that_a_store_lacks_are_added_to_its_samples(given: Given, tmp_path: Path) -> None:
+    mine, once = tmp_path / "mine", tmp_path / "once"
+    run(given, mine, ["sparrow"], prompts=given.prompts[:5], dtype="float32")
+    before = {file: file.read_bytes() for file in (mine / "shards").rglob("*") if file.is_file()}
+    some = run(given, mine, ["eagle2"], prompts=given.prompts[:3])
+    assert some.captured == len(given.kept & {prompt.key for prompt in given.prompts[:3]})
+    added = run(given, mine, ["eagle2"])
+    run(given, once, ["sparrow", "eagle2"], dtype="float32")
+    assert added.features == Store.open(once).provenance.features
+    assert (added.samples, added.captured, added.failed) == (
+        len(given.kept),
+        len(given.kept) - some.captured,
+        {},
+    )
+    assert all(file.read_bytes() == data for file, data in before.items())
+    stores = [Store.open(path) for path in (mine, once)]
+    assert len(stores[0].annexes) == 1
+    for key in sorted(given.kept):
+        one, other = (store[key] for store in stores)
+        assert np.array_equal(one.ids_T, other.ids_T)
+        assert one.meta == other.meta
+        assert one.features.keys() == other.features.keys()
+        for feature, rows in one.features.items():  # captured in batches of other samples
+            np.testing.assert_allclose(rows, other.features[feature], rtol=1e-4, atol=1e-5)
+    assert not verify(mine).findings
+    assert all(store.capture.ended for store in (stores[0], *stores[0].annexes))  # type: ignore[union-attr]
+    again = run(given, mine, ["eagle2", "sparrow"])
+    assert (again.captured, again.seconds < 1) == (0, True)
+    assert run(given, mine, None).captured == 0  # all methods: of those that there are features for
+
+
+def test_added_features_have_an_encoding_of_their_own_and_the_dtype_of_the_store(
+    given: Given, tmp_path: Path
+) -> None:
+    store, two = tmp_path / "store", given.prompts[:2]
+    run(given, store, ["sparrow"], prompts=two)
+    with pytest.raises(StoreError, match=r"layer0\.text=int8: choose from .*hidden\.visual"):
+        run(given, store, ["eagle2"], prompts=two, encoding={"layer0.text": "int8"})
+    with pytest.raises(StoreError, match="keeps features in bfloat16, not float32"):
+        run(given, store, ["eagle2"], prompts=two, dtype="float32")
+    assert not Store.open(store).annexes
+    run(given, store, ["eagle2"], prompts=two, encoding={"hidden.visual": "int8"})
+    (annex,) = Store.open(store).annexes
+    assert annex.provenance.features == ("embed.visual", "hidden.visual")
+    assert annex.layout.encoding == {"hidden.visual": "int8"}
+    with pytest.raises(StoreError, match=r"keeps hidden\.visual as int8, not raw"):
+        run(given, store, ["eagle2"], encoding={"hidden.visual": "raw"})
+    run(given, store, ["eagle2"])
+    assert Store.open(store).annexes[0].keys() == given.kept
+
+
+def test_features_of_another_response_are_not_added_to_a_sample(given: Given, tmp_path: Path) -> None:
+    rows = [row for row in dataset.read(given.responses, kept=False) if row.keep][:2]
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    shutil.copy(given.responses / dataset.SETTINGS, theirs)
+    other = [int(token) for token in rows[0].ids]
+    other[0] ^= 1
+    dataset.write_part(theirs, "0", [dataclasses.replace(rows[0], ids=np.array(other, np.int32)), rows[1]])
+    store = tmp_path / "store"
+    run(given, store, ["sparrow"])
+    two = [prompt for prompt in given.prompts if prompt.key in {row.key for row in rows}]
+    done = run(given, store, ["eagle2"], prompts=two, responses=theirs)
+    assert done.failed.keys() == {rows[0].key}
+    assert "has other tokens of it" in done.failed[rows[0].key]
+    assert Store.open(store).annexes[0].keys() == {rows[1].key}
 
 
 def test_a_response_whose_prompt_has_changed_fails_and_is_not_stored(given: Given, tmp_path: Path) -> None:

@@ -1,0 +1,283 @@
+"""A store takes more features later: it is then read, checked and shared like one captured at once."""
+
+import shutil
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from tests.stores.samples import (
+    FEATURES,
+    MORE,
+    add,
+    bf16,
+    head,
+    info,
+    make,
+    more,
+    provenance,
+    same,
+    sample,
+    whole,
+)
+from vlmdistill.cli.store import app
+from vlmdistill.stores.errors import StoreError
+from vlmdistill.stores.integrity.gc import collect
+from vlmdistill.stores.integrity.verify import verify
+from vlmdistill.stores.loader.epoch import Epoch
+from vlmdistill.stores.schema import Feature
+from vlmdistill.stores.sharing.merge import merge, send
+from vlmdistill.stores.store import Store, annex_folder
+from vlmdistill.stores.summary import info as summary
+from vlmdistill.stores.views.filters import filter_store
+
+ALL = tuple(sorted(FEATURES + MORE))
+INT8 = {"layer3.text": "int8"}
+
+
+def completed(path: Path) -> Store:
+    """Six samples in two shards, and an annex with them in other groups and in another order."""
+    store = make(path, [range(3), range(3, 6)])
+    add(store, "a0", (5, 0, 3), encoding=INT8)
+    add(store, "a1", (1, 2, 4))
+    return Store.open(path)
+
+
+def at_once(path: Path) -> Store:
+    """The same samples in a store that was made for all features."""
+    store = Store.create(path, provenance(features=ALL), info(), head(), INT8)
+    for unit, numbers in enumerate((range(3), range(3, 6))):
+        with store.writer(f"u{unit}") as writer:
+            for number in numbers:
+                writer.add(whole(number))
+    return store
+
+
+def files(path: Path) -> dict[str, bytes]:
+    return {
+        file.relative_to(path).as_posix(): file.read_bytes() for file in path.rglob("*") if file.is_file()
+    }
+
+
+def test_a_completed_store_reads_as_one_that_was_captured_at_once(tmp_path: Path) -> None:
+    mine, theirs = completed(tmp_path / "mine"), at_once(tmp_path / "theirs")
+    assert mine.features == theirs.features
+    for number in range(6):
+        assert same(mine[f"k{number:04}"], theirs[f"k{number:04}"])
+    for features in (None, ["layer3.text"], ["hidden.text", "layer1.text"], ["hidden.text"], []):
+        epochs = [Epoch(one, features, token_budget=60, seed=3) for one in (mine, theirs)]
+        for one, other in zip(*epochs, strict=True):
+            assert one.keys == other.keys
+            assert one.features.keys() == other.features.keys()
+            assert all(np.array_equal(rows, other.features[name]) for name, rows in one.features.items())
+
+
+def test_adding_features_changes_no_file_that_is_there(tmp_path: Path) -> None:
+    store = make(tmp_path / "store", [range(6)])
+    before = files(tmp_path / "store")
+    add(store, "a", range(6))
+    after = files(tmp_path / "store")
+    assert before.items() <= after.items()
+    assert all(name.startswith(annex_folder(MORE)) for name in after.keys() - before.keys())
+
+
+def test_a_sample_that_an_annex_lacks_is_read_without_and_not_trained_on(tmp_path: Path) -> None:
+    store = make(tmp_path / "store", [range(6)])
+    add(store, "a", range(4))
+    store = Store.open(tmp_path / "store")
+    assert {*store["k0003"].features} == {*map(Feature.parse, ALL)}
+    assert {*store["k0004"].features} == {*map(Feature.parse, FEATURES)}
+    with pytest.raises(StoreError, match=r"k0004.*layer1\.text"):
+        store.read("k0004", ["layer1.text"])
+    with pytest.raises(StoreError, match=r"2 of 6 samples, such as k0004, lack layer1\.text, layer3\.text"):
+        Epoch(store, ["layer1.text"], token_budget=100)
+    assert len(list(Epoch(store, ["hidden.text"], token_budget=1000))) == 1
+    filter_store(store, "begun", expressions=["words < 4"])
+    assert len(list(Epoch(store, ["layer1.text"], view="begun", token_budget=1000))) == 1
+
+
+def test_features_of_other_tokens_are_never_read_as_those_of_a_sample(tmp_path: Path) -> None:
+    store = make(tmp_path / "store", [range(2)])
+    other = more(1)
+    ids = other.ids_T.copy()
+    ids[0] ^= 1
+    with store.annex(MORE).writer("a") as writer:
+        writer.add(more(0))
+        writer.add(replace(other, ids_T=ids))
+    store = Store.open(tmp_path / "store")
+    assert {*store["k0001"].features} == {*map(Feature.parse, FEATURES)}
+    with pytest.raises(StoreError, match="1 of 2 samples, such as k0001"):
+        Epoch(store, ["layer1.text"], token_budget=100)
+
+
+def test_an_annex_has_features_that_its_store_has_not(tmp_path: Path) -> None:
+    store = make(tmp_path / "store", [range(2)])
+    with pytest.raises(StoreError, match=r"has hidden\.text already"):
+        store.annex(("hidden.text", "layer1.text"))
+    add(store, "a", range(2), encoding=INT8)
+    with pytest.raises(StoreError, match=r"has layer1\.text already, but not together with all of layer0"):
+        store.annex(("layer0.text", "layer1.text"))
+    with pytest.raises(StoreError, match="was made with encoding"):
+        store.annex(MORE, {})
+    assert store.annex(MORE).keys() == store.keys()
+
+
+def test_an_annex_of_another_origin_is_refused_and_found(tmp_path: Path) -> None:
+    store = make(tmp_path / "store", [range(2)])
+    add(store, "a", range(2))
+    other = Store.create(tmp_path / "other", provenance(weights_hash="w1"), info(), head())
+    add(other, "a", range(2))
+    inside = tmp_path / "store" / annex_folder(MORE)
+    shutil.rmtree(inside)
+    shutil.copytree(tmp_path / "other" / annex_folder(MORE), inside)
+    with pytest.raises(StoreError, match="weights_hash"):
+        Store.open(tmp_path / "store").read("k0000", ["layer1.text"])
+    found = verify(tmp_path / "store")
+    assert [(one.kind, one.name) for one in found.damage] == [("damaged", f"{annex_folder(MORE)}/store.json")]
+    assert "weights_hash" in found.damage[0].detail
+    said = CliRunner().invoke(app, ["verify", str(tmp_path / "store")])
+    assert said.exit_code == 1
+    assert f"Remove {annex_folder(MORE)}/" in str(said.exception)
+
+
+def test_what_is_damaged_in_an_annex_is_named_and_the_rest_is_read(tmp_path: Path) -> None:
+    store = completed(tmp_path / "store")
+    victim = next((tmp_path / "store" / annex_folder(MORE)).glob("shards/a0-*/layer1.text*/c/*/*"))
+    data = victim.read_bytes()
+    victim.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+    name = victim.relative_to(tmp_path / "store").as_posix()
+    assert [one.name for one in verify(store.path).damage] == [name]
+    store = Store.open(store.path)
+    with pytest.raises(StoreError, match="damaged"):
+        store.read("k0005")
+    assert same(store.read("k0005", FEATURES), sample(5))
+    assert {*store["k0001"].features} == {*map(Feature.parse, ALL)}
+
+
+def test_what_dead_writers_left_in_an_annex_is_collected(tmp_path: Path) -> None:
+    store = completed(tmp_path / "store")
+    left = tmp_path / "store" / annex_folder(MORE) / "shards" / "left-0123456789abcdef"
+    left.mkdir()
+    (left / "index.arrow").write_bytes(b"left")
+    assert [one.kind for one in verify(store.path).findings] == ["orphan"]
+    removed = collect(store, grace=0)
+    assert {one.name.split("/shards/")[0] for one in removed} == {annex_folder(MORE)}
+    assert not verify(store.path).findings
+    assert same(Store.open(store.path)["k0000"], at_once(tmp_path / "other")["k0000"])
+
+
+def test_sizes_count_annexes_and_add_up(tmp_path: Path) -> None:
+    store = make(tmp_path / "store", [range(6)])
+    add(store, "a", range(4), encoding=INT8)
+    facts = summary(Store.open(store.path), {"one": [Feature.parse("layer1.text")]})
+    assert facts["annexes"] == [{"features": [*MORE], "samples": 4}]
+    assert facts["fields"]["layer3.text"]["encoding"] == "int8"
+    assert 0 < facts["fields"]["layer3.text"]["relative_error"] < 0.01
+    assert facts["fields"]["layer1.text"]["rows"] < facts["fields"]["hidden.text"]["rows"]
+    assert facts["drafters"]["one"]["missing"] == []
+    fields = sum(one["bytes"] for one in facts["fields"].values())
+    assert facts["bytes"] == fields + facts["index_bytes"] + facts["head_bytes"] + facts["records_bytes"]
+    assert facts["bytes"] == sum(map(len, files(Path(store.path)).values()))
+    assert sum(one["bytes"] for one in facts["datasets"].values()) == pytest.approx(fields, abs=4)
+    said = CliRunner().invoke(app, ["info", store.path])
+    assert "2 of 6 samples lack layer1.text, layer3.text" in said.output
+
+
+@pytest.mark.parametrize("view", [None, "some"])
+def test_a_pushed_store_brings_its_annexes(tmp_path: Path, view: str | None) -> None:
+    store = completed(tmp_path / "store")
+    filter_store(store, "some", expressions=["words > 2"])
+    kept = store.view(view)["key"].to_list()
+    first = send(store.path, tmp_path / "there", view=view)
+    assert (first.copied, first.annexes) == (len(kept), (len(kept),))
+    there = Store.open(tmp_path / "there")
+    assert sorted(there.keys()) == kept
+    assert all(same(there[key], store[key]) for key in kept)
+    again = send(store.path, tmp_path / "there", view=view)
+    assert (again.copied, again.present, again.annexes) == (0, len(kept), (0,))
+    assert not verify(there.path).findings
+
+
+def test_what_was_added_after_a_push_is_pushed_by_the_next(tmp_path: Path) -> None:
+    store = make(tmp_path / "store", [range(6)])
+    send(store.path, tmp_path / "there")
+    add(store, "a", range(6))
+    again = send(store.path, tmp_path / "there")
+    assert (again.copied, again.present, again.annexes) == (0, 6, (6,))
+    assert same(Store.open(tmp_path / "there")["k0002"], whole(2))
+
+
+def test_a_copy_of_some_features_takes_those_of_annexes(tmp_path: Path) -> None:
+    store = completed(tmp_path / "store")
+    chosen = [Feature.parse(name) for name in ("hidden.text", "layer1.text")]
+    send(store.path, tmp_path / "there", features=chosen)
+    there = Store.open(tmp_path / "there")
+    assert [*there.features] == chosen
+    assert same(there["k0004"], store.read("k0004", chosen))
+    with pytest.raises(StoreError, match="needs at least one of the features that"):
+        send(store.path, tmp_path / "none", features=chosen[1:])
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_merge_brings_annexes_of_the_samples_that_it_brings(tmp_path: Path) -> None:
+    one, two = make(tmp_path / "one", [range(4)]), make(tmp_path / "two", [range(2, 6)])
+    add(one, "a", range(4))
+    add(two, "a", range(2, 5))
+    brought = merge(tmp_path / "both", [one.path, two.path])
+    assert [(done.copied, done.annexes) for done in brought] == [(4, (4,)), (2, (1,))]
+    both = Store.open(tmp_path / "both")
+    assert all(same(both[f"k{number:04}"], whole(number)) for number in range(5))
+    assert {*both["k0005"].features} == {*map(Feature.parse, FEATURES)}
+    assert not verify(both.path).findings
+
+
+def test_a_merge_refuses_what_would_not_fit_before_it_copies(tmp_path: Path) -> None:
+    one, two = make(tmp_path / "one", [range(2)]), make(tmp_path / "two", [range(2, 4)])
+    add(one, "a", range(2))
+    annex = two.annex(("layer1.text",))
+    rows = bf16(np.zeros((len(more(2).ids_T), 8)))
+    with annex.writer("a") as writer:
+        writer.add(replace(more(2), features={Feature.parse("layer1.text"): rows}))
+    before = one.keys()
+    with pytest.raises(StoreError, match="not together with all of layer1"):
+        merge(one.path, [two.path])
+    assert Store.open(one.path).keys() == before
+    add(other := make(tmp_path / "other", [range(4, 6)]), "a", range(4, 6), encoding=INT8)
+    with pytest.raises(StoreError, match="was made with encoding"):
+        merge(one.path, [other.path])
+    assert Store.open(one.path).keys() == before
+
+
+def test_an_annex_at_a_url_is_read_with_and_without_a_cache(tmp_path: Path) -> None:
+    store = completed(tmp_path / "store")
+    send(store.path, url := f"memory://{tmp_path.name}/annexes")
+    assert all(same(Store.open(url)[key], store[key]) for key in store)
+    cached = Store.open(url, cache=f"{tmp_path}/cache:1GB")
+    assert all(same(cached[key], store[key]) for key in store)
+    kept = sum(file.stat().st_size for file in (tmp_path / "cache").rglob("*"))
+    fields = summary(store)["fields"]
+    assert kept > fields["layer1.text"]["bytes"] + fields["hidden.text"]["bytes"]
+
+
+def test_two_that_make_an_annex_at_once_make_one(tmp_path: Path) -> None:
+    make(tmp_path / "store", [range(6)])
+    failed = list[StoreError]()
+
+    def capture(numbers: range) -> None:
+        try:
+            add(Store.open(tmp_path / "store"), f"a{numbers.start}", numbers)
+        except StoreError as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=capture, args=[range(at, at + 1)]) for at in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    store = Store.open(tmp_path / "store")
+    assert len(store.annexes) == 1
+    assert all(same(store[f"k{number:04}"], whole(number)) for number in range(6))
