@@ -2,11 +2,18 @@
 
 import ipaddress
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from vlmdistill.cli import console
+
+if TYPE_CHECKING:
+    from socket import socket
+
+    from fastapi import FastAPI
+
+LOCAL_NAMES = ("localhost", "127.0.0.1")  # by which a browser may reach a server without a key
 
 
 def serve(
@@ -54,7 +61,7 @@ def serve(
     workspace = console.workspace(model, runs)
     if drafter is not None:
         describe(workspace.trained(drafter))  # before torch
-    from vlmdistill.pipelines.endpoint import app as endpoint
+    from vlmdistill.pipelines.endpoint.app import build_app
     from vlmdistill.pipelines.endpoint.served_decoder import open_decoder
 
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -68,15 +75,21 @@ def serve(
                 how=console.loading(attention, target_dtype, compiled=compiled),
             )
         name = f"[{host}]" if ":" in host else host
-        hosts = ["*"] if key else ["localhost", "127.0.0.1", name]
-        app = endpoint.build_app(decoder, key=key, media=media, queue_limit=queue, hosts=hosts)
-        url = f"http://{name}:{listener.getsockname()[1]}"
-        what = f"{decoder.model} with {decoder.drafter_name or 'plain decoding'}"
-        console.echo(f"serving {what} at {url}; Ctrl-C stops")
-        try:
-            endpoint.server(app).run(sockets=[listener])
-        except KeyboardInterrupt:
-            raise console.CommandStopped(console.SIGINT_STATUS, "stopped") from None
+        hosts = ["*"] if key else [*LOCAL_NAMES, name]
+        app = build_app(decoder, key=key, media=media, queue_limit=queue, hosts=hosts)
+        what = f"serving {decoder.model} with {decoder.drafter_name or 'plain decoding'}"
+        until_stopped(app, listener, f"{what} at http://{name}")
+
+
+def until_stopped(app: "FastAPI", listener: "socket", what: str) -> None:
+    """Say `what` with the port, and serve until a signal ends it."""
+    from vlmdistill.pipelines.endpoint.hosting import server
+
+    console.echo(f"{what}:{listener.getsockname()[1]}; Ctrl-C stops")
+    try:
+        server(app).run(sockets=[listener])
+    except KeyboardInterrupt:
+        raise console.CommandStopped(console.SIGINT_STATUS, "stopped") from None
 
 
 def _is_local(host: str) -> bool:

@@ -11,7 +11,8 @@ from typing import Any
 
 import openai
 
-from vlmdistill.pipelines.endpoint.app import build_app, server
+from vlmdistill.pipelines.endpoint.app import build_app
+from vlmdistill.pipelines.endpoint.hosting import server
 from vlmdistill.pipelines.endpoint.served_decoder import ServedDecoder
 
 
@@ -29,11 +30,18 @@ class Served:
     def request(
         self, method: str, path: str, body: Any = None, chunked: bool = False, **headers: str
     ) -> tuple[int, bytes]:
+        """The status and the body of a response."""
+        return self.exchange(method, path, body, chunked, **headers)[:2]
+
+    def exchange(
+        self, method: str, path: str, body: Any = None, chunked: bool = False, **headers: str
+    ) -> tuple[int, bytes, dict[str, str]]:
+        """A response with its headers, in lower case."""
         sent = {name.replace("_", "-"): text for name, text in headers.items()}
         with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=400)) as connection:
             connection.request(method, path, body, sent, encode_chunked=chunked)
             response = connection.getresponse()
-            return response.status, response.read()
+            return response.status, response.read(), {k.lower(): v for k, v in response.getheaders()}
 
     def metric(self, name: str) -> float:
         lines = self.request("GET", "/metrics")[1].decode().splitlines()

@@ -6,67 +6,32 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing
-from dataclasses import asdict
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
-import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from vlmdistill.pipelines.data.responses.pieces import Piece
 from vlmdistill.pipelines.endpoint.chat import NEUTRAL, ChatRequest
 from vlmdistill.pipelines.endpoint.decoder_queue import DecoderQueue, QueueFullError
-from vlmdistill.pipelines.endpoint.gate import ApiError, Gate, error_response, json_response
+from vlmdistill.pipelines.endpoint.gate import ApiError, json_response
+from vlmdistill.pipelines.endpoint.hosting import application, page
 from vlmdistill.pipelines.endpoint.metrics import ServingMetrics
 from vlmdistill.pipelines.endpoint.served_decoder import ServedDecoder, ServedResponse
+from vlmdistill.pipelines.report.templates import script_hash, source, templates
 from vlmdistill.stores.errors import DataError
 
-GRACE_SECONDS = 10  # for running responses, after SIGINT or SIGTERM
-HEADER_SECONDS = 10  # for the headers of the first request of a connection
 CLIENT_GONE = 499  # nginx's status for it
-PAGE_POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
-    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+COUNTS = (  # of `bench.records.Decoding`, that a response tells
+    *("tokens", "calls", "accepted", "seconds", "prefill_seconds", "decode_seconds"),
+    *("chain_tried", "chain_accepted"),
 )
 
 Value = TypeVar("Value")
-
-
-class Connection(H11Protocol):
-    """Closes a connection that has not sent the headers of its first request after HEADER_SECONDS."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the time."""
-        super().connection_made(transport)
-        self.loop.call_later(HEADER_SECONDS, self._close_if_silent)
-
-    def _close_if_silent(self) -> None:
-        first: object = self.cycle
-        if first is None:
-            self.transport.close()
-
-
-def server(app: FastAPI) -> uvicorn.Server:
-    """A server that ends at SIGINT or SIGTERM: running responses have GRACE_SECONDS more."""
-    return uvicorn.Server(
-        uvicorn.Config(
-            app,
-            http=Connection,
-            lifespan="off",
-            ws="none",
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=GRACE_SECONDS,
-        )
-    )
 
 
 def build_app(
@@ -81,22 +46,16 @@ def build_app(
 
     `media` is the folder that file:// images may come from; `queue_limit` requests may wait.
     """
-    app = FastAPI(title="vlmdistill", docs_url=None, redoc_url=None)  # pages that load scripts from a CDN
-    app.add_middleware(Gate, key=key, hosts=tuple(host.lower() for host in hosts))
+    app = application(key, hosts, _api_error)
     queue = DecoderQueue(queue_limit)
     metrics = ServingMetrics(queue)
     started = int(time.time())
-    page = files("vlmdistill.pipelines.endpoint").joinpath("page.html").read_text(encoding="utf-8")
-
-    async def reported(_: Request, error: Exception) -> Response:
-        return error_response(_api_error(error))
-
-    for kind in (HTTPException, RequestValidationError, DataError, Exception):
-        app.add_exception_handler(kind, reported)
+    script = source("report/replay.js") + source("endpoint/page.js")
+    html = templates().get_template("endpoint/page.html.jinja").render(script=script)
 
     @app.get("/", include_in_schema=False)
     async def index() -> Response:
-        return HTMLResponse(page, headers={"Content-Security-Policy": PAGE_POLICY})
+        return page(html, script_hash(script))
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -175,6 +134,9 @@ async def _unless_gone(request: Request, work: Awaitable[Value]) -> Value:
 def _api_error(error: Exception) -> HTTPException:
     """An error as the client sees it."""
     if isinstance(error, HTTPException):
+        if error.status_code in (404, 405) and not isinstance(error, ApiError):
+            routes = "POST /v1/chat/completions, GET /v1/models, /metrics, /health and the page /"
+            return ApiError(error.status_code, f"this server has {routes}")
         return error
     if isinstance(error, DataError):
         return ApiError(400, str(error), param="messages")
@@ -185,8 +147,8 @@ def _api_error(error: Exception) -> HTTPException:
     if first["type"] == "json_invalid" or not param:
         return ApiError(400, "the body is not a JSON object of Content-Type application/json")
     if first["type"] == "extra_forbidden":
-        end = " with this value" if param in NEUTRAL else ""
-        return ApiError(400, f"'{param}' is not supported{end}", param=param, code="unsupported_parameter")
+        how = f": leave it out, or send {json.dumps(NEUTRAL[param][0])}" if param in NEUTRAL else ""
+        return ApiError(400, f"'{param}' is not supported{how}", param=param, code="unsupported_parameter")
     return ApiError(400, f"'{param}' cannot be used: {first['msg']}", param=param, code="invalid_value")
 
 
@@ -238,6 +200,6 @@ class _Completion:
         tokens_per_call = (counts.tokens - 1) / max(1, counts.calls)
         return {
             "drafter": self._response.drafter_name,
-            **asdict(counts),
+            **{name: getattr(counts, name) for name in COUNTS},
             "tokens_per_call": tokens_per_call,
         }

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import unquote, urlsplit
 
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 
 from vlmdistill.pipelines.endpoint.gate import ApiError
@@ -163,10 +163,15 @@ def _source(url: str, media: Path | None) -> Path | io.BytesIO:
 
 def _image(source: Path | io.BytesIO, pixels: int) -> Image.Image:
     """An image upright and in RGB; OSError when it cannot be read, ValueError when it is too large."""
-    with large_images(), open_image(source, FORMATS) as image:
-        if max(image.width * image.height, MIN_PIXELS) > pixels:
-            raise ValueError(
-                f"{image.width} x {image.height} pixels are too many: the images of a request may have "
-                f"{MAX_PIXELS} pixels together, each counted as at least {MIN_PIXELS}"
-            )
-        return upright(image)
+    with large_images():
+        try:
+            opened = open_image(source, FORMATS)
+        except UnidentifiedImageError:  # whose message is of a Python object
+            raise OSError("this is no PNG, JPEG, WebP or GIF, or it is damaged") from None
+        with opened as image:
+            if max(image.width * image.height, MIN_PIXELS) > pixels:
+                raise ValueError(
+                    f"{image.width} x {image.height} pixels are too many: the images of a request may have "
+                    f"{MAX_PIXELS} pixels together, each counted as at least {MIN_PIXELS}"
+                )
+            return upright(image)

@@ -7,13 +7,11 @@ Evaluations that cannot be compared are in separate groups (`comparison.gather`)
 
 import base64
 import contextlib
-import hashlib
 import io
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,12 +25,13 @@ from vlmdistill.pipelines.media.urls import at_hand, is_url
 from vlmdistill.pipelines.report import charts, selection
 from vlmdistill.pipelines.report.charts import Chart
 from vlmdistill.pipelines.report.comparison import DrafterResult, Group, differing, group
+from vlmdistill.pipelines.report.templates import script_hash, source, templates
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError
 
 if TYPE_CHECKING:
-    from jinja2 import Environment
+    from jinja2 import Template
 
 IMAGE_SIDE = 320  # pixels of the longer side of an embedded image
 NAME_LENGTH = 120  # of a chart's file
@@ -218,7 +217,8 @@ class ReportPage:
     @property
     def html(self) -> str:
         """The page itself."""
-        template, script = _templates().get_template("report.html.jinja"), _read("report.js")
+        template = _template("report.html.jinja")
+        script = "".join(source(f"report/{name}") for name in ("replay.js", "report.js"))
         return template.render(
             title=self.title,
             views=self.views,
@@ -228,7 +228,7 @@ class ReportPage:
             fewest=FEWEST,
             fewest_of_kind=FEWEST_OF_KIND,
             script=script,
-            script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+            script_hash=script_hash(script),
         )
 
 
@@ -269,7 +269,7 @@ def plot(report: ReportPage, folder: Path, form: PlotFormat = "svg") -> None:
 
     PDF and PNG are the SVG drawn by svglib, with embedded fonts; ModuleNotFoundError without it.
     """
-    template, styles = _templates().get_template("chart.svg.jinja"), _light_styles()
+    template, styles = _template("chart.svg.jinja"), _light_styles()
     names: list[str] = []
     for view in report.views:
         for chart in view.charts:
@@ -320,31 +320,16 @@ def _drawn(svg: str, form: PlotFormat) -> bytes:
 
 def _light_styles() -> str:
     """The styles of charts on light paper, with plain colors: many programs know no variables."""
-    page, drawn = (_read(name) for name in ("report.css", "charts.css"))
+    page, drawn = (source(f"report/{name}") for name in ("page.css", "charts.css"))
     light = dict(re.findall(r"--([\w-]+): (#\w+)", page.partition("@media")[0]))
     return re.sub(r"var\(--([\w-]+)\)", lambda found: light[found[1]], drawn)
 
 
-def _templates() -> "Environment":
-    from jinja2 import Environment, FunctionLoader, StrictUndefined
-
-    found = Environment(
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        loader=FunctionLoader(_read),
-    )
-    formats = {"fixed": "{:.2f}", "tenths": "{:.1f}", "percent": "{:.0%}", "short": "{:g}"}
-    formats["grouped"] = "{:,.0f}"
-    found.filters |= {name: form.format for name, form in formats.items()}
+def _template(name: str) -> "Template":
+    found = templates()
     margins = {"left": charts.LEFT, "right": charts.RIGHT, "top": charts.TOP, "below": charts.BELOW}
     found.globals["plane"] = {"width": charts.WIDTH, "bar": charts.BAR, **margins}
-    return found
-
-
-def _read(name: str) -> str:
-    return (resources.files("vlmdistill.pipelines.report") / name).read_text(encoding="utf-8")
+    return found.get_template(f"report/{name}")
 
 
 def _timed(pieces: Sequence[Piece]) -> bool:

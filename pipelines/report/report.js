@@ -1,7 +1,4 @@
-"use strict";
-/* Sorts and filters tables, and replays responses at their measured pace or slower. Nothing plays until it is asked to. */
-
-const all = (selector, inside = document) => [...inside.querySelectorAll(selector)];
+/* Sorts and filters tables, and replays responses. Nothing plays until it is asked to. */
 
 function sortable(table) {
   const headers = all("thead th", table), rows = all("tbody tr", table);
@@ -47,79 +44,32 @@ function filter(tools) {
   tools.hidden = false;
 }
 
-/* Milliseconds that the slower side takes at least, where a slower pace is offered. */
-const WATCHED = 4000;
-
 function replay(box) {
-  const part = (name) => box.querySelector(`.${name}`);
-  const [open, player, choice, pace, play] = ["open", "player", "choice", "pace", "play"].map(part);
+  const [open, panels, choice] = ["open", "player", "choice"].map((name) => box.querySelector(`.${name}`));
   const drafted = all(".drafted", box), plain = all(".plainly", box), status = box.querySelector("[role=status]");
-  let runs = [], end = 0, now = 0, last = null, remark = "";
+  let remark = "";
+  const playing = player(panels, (ended) => {
+    status.textContent = ended ? `One prompt, decoded once each, prefill included. ${remark}` : "";
+  });
 
   function choose() {
     const chosen = drafted[choice.selectedIndex], beside = plain[Number(chosen.dataset.plain)];
     for (const one of [...plain, ...drafted]) one.hidden = one !== chosen && one !== beside;
-    runs = [beside, chosen].map((panel) => ({
-      facts: panel.querySelector(".facts"),
-      bar: panel.querySelector("progress"),
-      total: Number(panel.querySelector(".facts").dataset.total),
-      pieces: all("[data-at]", panel).map((node) => ({ node, at: Number(node.dataset.at) })),
-      text: panel.querySelector(".text").textContent,
-    }));
-    const same = runs[0].text === runs[1].text ? "The texts are identical." : "The texts differ.";
-    remark = "sampled" in chosen.dataset ? "Each samples its own text." : same;
-    now = end = Math.max(...runs.map((run) => run.total));
-    last = null;
-    draw();
-  }
-
-  function draw() {
-    for (const run of runs) {
-      const done = now >= run.total, elapsed = `${Math.min(now, run.total).toFixed(0)} ms`;
-      for (const { node, at } of run.pieces) node.classList.toggle("coming", !done && at > now);
-      run.facts.textContent = done ? `${elapsed}: ${run.facts.dataset.facts}` : elapsed;
-      run.bar.max = end;
-      run.bar.value = Math.min(now, run.total);
-    }
-    play.textContent = last === null ? "Play" : "Pause";
-    status.textContent = now < end ? "" : `One prompt, decoded once each, prefill included. ${remark}`;
-  }
-
-  function step(time) {
-    if (last === null) return;
-    now = Math.min(end, now + Math.max(0, time - last) * Number(pace.value));
-    last = now < end ? time : null;
-    draw();
-    if (last !== null) requestAnimationFrame(step);
-  }
-
-  function start(from) {
-    const running = last !== null;
-    [now, last] = [from, performance.now()];
-    draw();
-    if (!running) requestAnimationFrame(step);
-  }
-
-  function show(shown) {
-    [open.hidden, player.hidden, last] = [shown, !shown, null];
+    const [text, other] = [beside, chosen].map((panel) => panel.querySelector(".text").textContent);
+    remark = "sampled" in chosen.dataset ? "Each samples its own text."
+      : text === other ? "The texts are identical." : "The texts differ.";
+    playing.show([beside, chosen]);
   }
 
   open.addEventListener("click", () => {
-    show(true);
+    [open.hidden, panels.hidden] = [true, false];
     choose();
-    const long = (one) => end / Number(one.value) >= WATCHED;
-    pace.value = ([...pace.options].find(long) ?? pace.options[pace.options.length - 1]).value;
-    play.focus();
-    if (!matchMedia("(prefers-reduced-motion: reduce)").matches) start(0);
+    panels.querySelector(".play").focus();
+    playing.watch();
   });
-  play.addEventListener("click", () => {
-    if (last === null) return start(now < end ? now : 0);
-    last = null;
-    draw();
-  });
-  part("restart").addEventListener("click", () => start(0));
-  part("close").addEventListener("click", () => {
-    show(false);
+  box.querySelector(".close").addEventListener("click", () => {
+    playing.pause();
+    [open.hidden, panels.hidden] = [false, true];
     open.focus();
   });
   choice.addEventListener("change", choose);

@@ -2,10 +2,14 @@
 
 import asyncio
 import base64
+import hashlib
 import io
 import json
 import random
+import re
+import shutil
 import socket
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +30,7 @@ from vlmdistill.drafters.decoding.clock import Cycle
 from vlmdistill.pipelines.data.responses.generate import generate
 from vlmdistill.pipelines.data.responses.pieces import Piece
 from vlmdistill.pipelines.demo import scenes
-from vlmdistill.pipelines.endpoint import app, chat, gate
+from vlmdistill.pipelines.endpoint import chat, gate, hosting
 from vlmdistill.pipelines.endpoint.chat import ChatRequest
 from vlmdistill.pipelines.endpoint.decoder_queue import DecoderQueue
 from vlmdistill.pipelines.endpoint.served_decoder import (
@@ -132,6 +136,7 @@ def test_accepted_tokens_are_marked_and_counted(decoder: ServedDecoder, media: P
         assert decoding["tokens_per_call"] == pytest.approx((decoding["tokens"] - 1) / decoding["calls"])
         times = [piece["seconds"] for piece in pieces]
         assert times == sorted(times)
+        assert {"check", "phases", "missed"}.isdisjoint(decoding)  # of evaluations
         assert decoding["prefill_seconds"] == times[0] < times[-1] <= decoding["seconds"]
         assert served.metric("vlmdistill_accepted_tokens_total") == decoding["accepted"]
         assert served.metric('vlmdistill_requests_total{outcome="stop"}') == 1
@@ -221,16 +226,31 @@ def test_models_and_health(server: Served) -> None:
     assert (model.id, model.model_extra) == ("demo", {"drafter": "sparrow"})
     assert server.request("GET", "/health") == (200, b'{"status":"ok"}')
     status, body = server.request("GET", "/nothing")
-    assert (status, json.loads(body)["error"]["message"]) == (404, "Not Found")
+    assert status == 404
+    assert "POST /v1/chat/completions" in json.loads(body)["error"]["message"]
 
 
 def test_the_page_loads_nothing_from_elsewhere(server: Served) -> None:
-    status, body = server.request("GET", "/")
-    page = body.decode()
+    status, body, headers = server.exchange("GET", "/")
+    page, policy = body.decode(), headers["content-security-policy"]
     assert status == 200
     assert "http:" not in page
     assert "https:" not in page
     assert "innerHTML" not in page
+    (script,) = re.findall("<script>(.*)</script>", page, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'; connect-src 'self'" in policy
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_the_script_of_the_page_reaches_the_server(server: Served, tmp_path: Path) -> None:
+    command = [
+        *("chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"),
+        *("--dump-dom", "--virtual-time-budget=3000", f"http://127.0.0.1:{server.port}/"),
+    ]
+    page = subprocess.run(command, check=True, capture_output=True, timeout=60, text=True).stdout
+    assert re.search("<h1[^>]*>demo with sparrow</h1>", page)
+    assert re.search('<section id="results"[^>]* hidden', page)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +293,7 @@ def test_a_bad_parameter_is_named(server: Served, options: dict[str, Any], param
 
 
 def test_the_openai_client_raises_what_it_raises_for_openai(server: Served) -> None:
-    with pytest.raises(openai.BadRequestError, match="'n' is not supported with this value") as bad:
+    with pytest.raises(openai.BadRequestError, match="'n' is not supported: leave it out, or send 1") as bad:
         ask(server.client(), n=2)
     assert (bad.value.param, bad.value.code) == ("n", "unsupported_parameter")
     with pytest.raises(openai.NotFoundError, match="there is no model 'other': this server has 'demo'"):
@@ -302,8 +322,8 @@ def _bomb() -> str:
         (lambda _: "http://[", "Invalid IPv6 URL"),
         (lambda _: "data:image/png,abc", "a data URL looks like"),
         (lambda _: "data:image/png;base64,*", "base64"),
-        (lambda _: data_url(b"no image"), "cannot identify image file"),
-        (lambda _: data_url(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"), "cannot identify"),
+        (lambda _: data_url(b"no image"), "url: this is no PNG, JPEG, WebP or GIF, or it is damaged"),
+        (lambda _: data_url(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"), "this is no PNG"),
         (lambda _: _bomb(), "9000 x 9000 pixels are too many"),
         (lambda media: f"file://{media}/absent.png", "no such file in the server's media folder"),
         (lambda media: f"file://{media}/../secret.png", "no such file in the server's media folder"),
@@ -371,8 +391,8 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read(
 @pytest.mark.parametrize(
     ("limit", "sent", "status"),
     [
-        ((app, "HEADER_SECONDS"), b"", b""),
-        ((app, "HEADER_SECONDS"), b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n", b""),
+        ((hosting, "HEADER_SECONDS"), b"", b""),
+        ((hosting, "HEADER_SECONDS"), b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n", b""),
         (
             (gate, "BODY_SECONDS"),
             b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
