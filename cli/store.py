@@ -153,19 +153,19 @@ def verify(
 
 def _advice(found: "Verification") -> str:
     """How to repair all damage, each step once."""
-    from vlmdistill.stores.manifest import ANNEXES
+    from vlmdistill.stores.manifest import ANNEXES, STORE
 
     advice = dict[str, str]()
     for finding in found.damage:
         parts = finding.name.split("/")
-        depth = 2 if parts[0] == ANNEXES else 0
-        below, folder = "".join(f"{part}/" for part in parts[:depth]), parts[depth]
+        annex = f"{parts[0]}/{parts[1]}/" if parts[0] == ANNEXES and len(parts) > 2 else ""
+        folder = parts[2] if annex else parts[0]
         if finding.kind == "unreadable":
             advice["unreadable"] = UNREADABLE
         elif finding.name in found.copies:
-            advice.setdefault("record", RESTORE_RECORD.format(below, finding.name[len(below) :]))
-        elif below and folder == "store.json":
-            advice[below] = RECAPTURE.format(below)
+            advice.setdefault("record", RESTORE_RECORD.format(annex, finding.name[len(annex) :]))
+        elif folder == ANNEXES or (annex and folder == STORE):
+            advice[finding.name] = RECAPTURE.format(annex or finding.name)
         else:
             folder = "shards" if folder == "commits" else folder  # or its record, which has no copy
             advice[folder] = REMEDIES.get(folder, RESTORE)

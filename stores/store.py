@@ -181,12 +181,16 @@ class Store:
 
     @functools.cached_property
     def annexes(self) -> "tuple[Store, ...]":
-        """The stores of further features of these samples; StoreError when one is of another origin."""
+        """The stores of further features of these samples; StoreError when one is damaged or does not fit."""
         found = []
         for name in names_in(self.backend, ANNEXES):
-            if annex := Store.find(self.backend.within(f"{ANNEXES}/{name}")):
-                self._require_like(annex)
+            where = f"{ANNEXES}/{name}"
+            backend = self.backend.within(where)
+            if annex := Store.find(backend):
+                self._require_annex(annex, where)
                 found.append(annex)
+            elif backend.list_files(COMMITS):
+                raise damaged(f"{self.path}/{where}/{STORE}", "it is missing")
         return tuple(found)
 
     def annex(self, names: Collection[str], encoding: Mapping[str, str] | None = None) -> "Store":
@@ -197,8 +201,9 @@ class Store:
         names = tuple(sorted(names))
         backend = self.backend.within(annex_folder(names))
         if backend.size(STORE) is None:
-            held = [one.provenance.features for one in (self, *self.annexes)]
-            if there := {*names} & {name for other in held if other != names for name in other}:
+            others = [one for one in self.annexes if one.provenance.features != names]
+            held = {name for one in (self, *others) for name in one.provenance.features}
+            if there := held.intersection(names):
                 raise StoreError(
                     f"{self.path} has {', '.join(sorted(there))} already, but not together with all of "
                     f"{', '.join(names)}: use another store"
@@ -210,15 +215,16 @@ class Store:
                 record = replace(self.record, provenance=provenance, encoding=dict(encoding or {}))
                 backend.create(STORE, seal(record))
         annex = Store.open(backend)
-        self._require_like(annex)
+        self._require_annex(annex, annex_folder(names))
         if encoding is not None and dict(encoding) != annex.layout.encoding:
             mine = dict(annex.layout.encoding)
             raise StoreError(f"{annex.path} was made with encoding {mine}, not {dict(encoding)}")
         self.__dict__.pop("annexes", None)  # there may be one more
         return annex
 
-    def _require_like(self, annex: "Store") -> None:
-        annex.require(replace(self.provenance, features=annex.provenance.features), self.info)
+    def _require_annex(self, annex: "Store", where: str) -> None:
+        if why := no_annex(self.record, annex.record, where):
+            raise StoreError(f"{annex.path} is no annex of this store: {why}. Remove it, or move it away")
 
     @property
     def features(self) -> tuple[Feature, ...]:
@@ -596,6 +602,18 @@ class Store:
 def annex_folder(names: Collection[str]) -> str:
     """Where the annex of these features is: whoever adds the same ones adds them there."""
     return f"{ANNEXES}/{content_hash(sorted(names))}"
+
+
+def no_annex(store: StoreRecord, annex: StoreRecord, where: str) -> str | None:
+    """Why what lies at `where` in a store is no annex of it; None if it is."""
+    mine, theirs = store.provenance, annex.provenance
+    if where != (folder := annex_folder(theirs.features)):
+        return f"its features belong in {folder}"
+    if shared := {*mine.features}.intersection(theirs.features):
+        return f"the store has {', '.join(sorted(shared))} itself"
+    if difference := mine.mismatch(replace(theirs, features=mine.features)):
+        return f"it is of another origin ({difference})"
+    return None if (store.info, store.head) == (annex.info, annex.head) else "it is of another target"
 
 
 def _names(features: Collection[Feature]) -> str:

@@ -120,8 +120,8 @@ class Local(Backend):
         return (Local, (self.root,))
 
     def within(self, folder: str) -> "Local":
-        """The backend of a folder below this root."""
-        return Local(self.root / folder)
+        """The backend of a folder below this root; StoreError when a link leads to it."""
+        return Local(self._own(f"{folder}/"))
 
     def read(self, name: str, most: int | None = None) -> bytes:
         """The whole file, or its first `most` bytes; FileNotFoundError when it is missing."""
@@ -172,7 +172,7 @@ class Local(Backend):
         for folder in folders:
             path /= folder
             if path.is_symlink():
-                raise StoreError(f"{path} is a symbolic link, which is not written through: use a folder")
+                raise StoreError(f"{path} is a symbolic link, which may lead elsewhere: use a folder")
         return path / leaf
 
     def _write(self, name: str, data: bytes | Path, into: Callable[[Path, Path], bool]) -> bool:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-import msgspec
 import polars as pl
 import pyarrow as pa
 
@@ -41,6 +40,7 @@ from vlmdistill.stores.manifest import (
 )
 from vlmdistill.stores.progress import Progress, silent
 from vlmdistill.stores.schema import content_hash
+from vlmdistill.stores.store import no_annex
 
 NOTHING = pl.DataFrame(schema={"key": pl.String, "unit": pl.String, "content": pl.UInt64})
 FAULTS = ("damaged", "missing", "unreadable")
@@ -74,18 +74,19 @@ def verify(path: str | Path, *, threads: int | None = None, progress: Progress =
         inside = name.split("/")
         below = f"{'/'.join(inside[:2])}/" if inside[0] == ANNEXES and len(inside) > 2 else ""
         parts.setdefault(below, {})[name.removeprefix(below)] = size
-    if not _has_store(parts[""]):
+    files = parts.pop("")
+    if not _has_store(files):
         raise StoreError(f"there is no feature store at {path}")
-    whole, store = _verify(backend, parts.pop(""), threads, progress)
+    whole, store = _verify(backend, files, threads, progress)
     for below, there in sorted(parts.items()):
         if not _has_store(there):
-            orphans = (Finding("orphan", f"{below}{name}", "no record names it") for name in sorted(there))
-            whole = replace(whole, findings=(*whole.findings, *orphans))
+            found = _others((f"{below}{name}" for name in sorted(there)), ())
+            whole = replace(whole, findings=(*whole.findings, *found))
             continue
         one, annex = _verify(backend.within(below.rstrip("/")), there, threads, progress, annex=True)
         findings = list(one.findings)
-        if store and annex and (why := _unlike(store, annex)):
-            findings.append(Finding("damaged", STORE, f"it is of another origin than the store ({why})"))
+        if store and annex and (why := no_annex(store, annex, below.rstrip("/"))):
+            findings.append(Finding("damaged", STORE, f"it is no annex of the store: {why}"))
         named = (replace(finding, name=f"{below}{finding.name}") for finding in findings)
         whole = Verification(
             files=whole.files + one.files,
@@ -93,7 +94,10 @@ def verify(path: str | Path, *, threads: int | None = None, progress: Progress =
             findings=(*whole.findings, *named),
             copies=whole.copies | {f"{below}{name}" for name in one.copies},
         )
-    return whole
+    odd = [ANNEXES] if ANNEXES in files else [name for name in backend.links(ANNEXES) if name.count("/") < 2]
+    why = "it is no folder, and annexes are not read through links"
+    found = (Finding("damaged", name, why) for name in odd)
+    return replace(whole, findings=tuple(dict.fromkeys((*whole.findings, *found))))
 
 
 def _has_store(there: Iterable[str]) -> bool:
@@ -141,19 +145,11 @@ def _verify(
     if not any(one is None for one in contents):
         findings += _strays(backend, found, samples)
     promised = {name for record in found.records.values() for name, _ in files_of(record)}
-    findings += _others(backend, there, promised)
+    findings += _others(there, promised)
+    findings += _links(backend)
     files = len(promised) + sum(map(_is_record, there))
     verified = Verification(files, total, tuple(findings), frozenset(found.copies))
     return verified, own if isinstance(own, StoreRecord) else None
-
-
-def _unlike(store: StoreRecord, annex: StoreRecord) -> str | None:
-    """In what an annex differs from its store; None where it may."""
-    features = annex.provenance.features
-    mine = msgspec.structs.replace(store.provenance, features=features), store.info, store.head
-    theirs = annex.provenance, annex.info, annex.head
-    difference = mine[0].mismatch(theirs[0])
-    return difference or (None if mine[1:] == theirs[1:] else "its target or its frozen head")
 
 
 def files_of(record: Record) -> list[tuple[str, Entry]]:
@@ -288,14 +284,17 @@ def _is_record(name: str) -> bool:
     return name in (STORE, CAPTURE) or (kept and leaf.endswith(".json"))
 
 
-def _others(backend: Backend, there: Iterable[str], promised: set[str]) -> Iterator[Finding]:
-    """What no record names, and links."""
+def _others(there: Iterable[str], promised: Collection[str]) -> Iterator[Finding]:
+    """What no record names."""
     for name in sorted(there):
         if name in promised or _is_record(name):
             continue
-        if name.startswith(f"{STAGING}/"):
+        if STAGING in name.split("/")[:3:2]:  # of a store, or of an annex
             yield Finding("unfinished", name, "a writer's work in progress")
         else:
             yield Finding("orphan", name, "no record names it")
+
+
+def _links(backend: Backend) -> Iterator[Finding]:
     for name in backend.links():
         yield Finding("note", name, "a symbolic link: what it leads to may lie outside of the store")

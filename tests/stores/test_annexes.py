@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,6 +36,7 @@ from vlmdistill.stores.summary import info as summary
 from vlmdistill.stores.views.filters import filter_store
 
 ALL = tuple(sorted(FEATURES + MORE))
+ANNEX = annex_folder(MORE)
 INT8 = {"layer3.text": "int8"}
 
 
@@ -81,7 +83,7 @@ def test_adding_features_changes_no_file_that_is_there(tmp_path: Path) -> None:
     add(store, "a", range(6))
     after = files(tmp_path / "store")
     assert before.items() <= after.items()
-    assert all(name.startswith(annex_folder(MORE)) for name in after.keys() - before.keys())
+    assert all(name.startswith(ANNEX) for name in after.keys() - before.keys())
 
 
 def test_a_sample_that_an_annex_lacks_is_read_without_and_not_trained_on(tmp_path: Path) -> None:
@@ -125,27 +127,122 @@ def test_an_annex_has_features_that_its_store_has_not(tmp_path: Path) -> None:
     assert store.annex(MORE).keys() == store.keys()
 
 
-def test_an_annex_of_another_origin_is_refused_and_found(tmp_path: Path) -> None:
-    store = make(tmp_path / "store", [range(2)])
-    add(store, "a", range(2))
-    other = Store.create(tmp_path / "other", provenance(weights_hash="w1"), info(), head())
+def exchanged(root: Path, other: Store) -> str:
     add(other, "a", range(2))
-    inside = tmp_path / "store" / annex_folder(MORE)
-    shutil.rmtree(inside)
-    shutil.copytree(tmp_path / "other" / annex_folder(MORE), inside)
-    with pytest.raises(StoreError, match="weights_hash"):
-        Store.open(tmp_path / "store").read("k0000", ["layer1.text"])
-    found = verify(tmp_path / "store")
-    assert [(one.kind, one.name) for one in found.damage] == [("damaged", f"{annex_folder(MORE)}/store.json")]
-    assert "weights_hash" in found.damage[0].detail
-    said = CliRunner().invoke(app, ["verify", str(tmp_path / "store")])
+    shutil.rmtree(root / ANNEX)
+    shutil.copytree(Path(other.path) / ANNEX, root / ANNEX)
+    return f"{ANNEX}/store.json"
+
+
+def other_origin(root: Path) -> str:
+    changed = provenance(template_hash="other")
+    return exchanged(root, Store.create(root.parent / "other", changed, info(), head()))
+
+
+def other_dtype(root: Path) -> str:
+    changed = provenance(dtype="float16")
+    other = Store.create(root.parent / "other", changed, info(), head())
+    other.annex(MORE)
+    shutil.rmtree(root / ANNEX)
+    shutil.copytree(Path(other.path) / ANNEX, root / ANNEX)
+    return f"{ANNEX}/store.json"
+
+
+def other_target(root: Path) -> str:
+    changed = info(rope_theta=1e6)
+    return exchanged(root, Store.create(root.parent / "other", provenance(), changed, head()))
+
+
+def other_head(root: Path) -> str:
+    return exchanged(root, Store.create(root.parent / "other", provenance(), info(), head(tied=False)))
+
+
+def renamed(root: Path) -> str:
+    (root / ANNEX).rename(root / "annexes/mine")
+    return "annexes/mine/store.json"
+
+
+def doubled(root: Path) -> str:
+    shutil.copytree(root / ANNEX, root / "annexes/0123456789abcdef")
+    return "annexes/0123456789abcdef/store.json"
+
+
+def store_in_store(root: Path) -> str:
+    folder = root / annex_folder(FEATURES)
+    shutil.copytree(root, root.parent / "copy")
+    shutil.copytree(root.parent / "copy", folder)
+    return f"{folder.relative_to(root).as_posix()}/store.json"
+
+
+def record_lost(root: Path) -> str:
+    (root / ANNEX / "store.json").unlink()
+    return f"{ANNEX}/store.json"
+
+
+def linked(root: Path) -> str:
+    (root / ANNEX).rename(root.parent / "elsewhere")
+    (root / ANNEX).symlink_to(root.parent / "elsewhere")
+    return ANNEX
+
+
+def all_linked(root: Path) -> str:
+    (root / "annexes").rename(root.parent / "elsewhere")
+    (root / "annexes").symlink_to(root.parent / "elsewhere")
+    return "annexes"
+
+
+def no_folder(root: Path) -> str:
+    shutil.rmtree(root / "annexes")
+    (root / "annexes").write_text("file")
+    return "annexes"
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        other_origin, other_dtype, other_target, other_head, renamed, doubled, store_in_store, record_lost,
+        linked, all_linked, no_folder,
+    ],
+)  # fmt: skip
+def test_an_annex_that_is_not_of_its_store_is_refused_and_found(
+    tmp_path: Path, spoil: Callable[[Path], str]
+) -> None:
+    root = tmp_path / "store"
+    add(make(root, [range(2)]), "a", range(2))
+    name = spoil(root)
+    with pytest.raises(StoreError, match=name.removesuffix("/store.json")):
+        Store.open(root).read("k0000")
+    assert same(Store.open(root).read("k0000", FEATURES), sample(0))
+    with pytest.raises(StoreError):
+        send(root, tmp_path / "there")
+    assert [one.name for one in verify(root).damage] == [name]
+    said = CliRunner().invoke(app, ["verify", str(root)])
     assert said.exit_code == 1
-    assert f"Remove {annex_folder(MORE)}/" in str(said.exception)
+    assert f"Remove {name.removesuffix('store.json')}" in str(said.exception)
+
+
+def test_nothing_is_collected_or_written_through_a_link(tmp_path: Path) -> None:
+    victim, store = make(tmp_path / "victim", [range(2)]), make(tmp_path / "store", [range(2)])
+    add(victim, "a", range(2))
+    left = tmp_path / "victim" / ANNEX / "shards" / "left-0123456789abcdef"
+    left.mkdir()
+    (tmp_path / "store" / "annexes").symlink_to(tmp_path / "victim" / "annexes")
+    before = files(tmp_path / "victim")
+    for act in (lambda: collect(Store.open(store.path), grace=0), lambda: add(store, "b", range(2))):
+        with pytest.raises(StoreError, match="symbolic link"):
+            act()
+    assert left.is_dir()
+    assert files(tmp_path / "victim") == before
+
+
+def test_an_annex_has_no_feature_of_its_store(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"has .*hidden\.text.* already"):
+        make(tmp_path / "store", [range(2)]).annex(FEATURES)
 
 
 def test_what_is_damaged_in_an_annex_is_named_and_the_rest_is_read(tmp_path: Path) -> None:
     store = completed(tmp_path / "store")
-    victim = next((tmp_path / "store" / annex_folder(MORE)).glob("shards/a0-*/layer1.text*/c/*/*"))
+    victim = next((tmp_path / "store" / ANNEX).glob("shards/a0-*/layer1.text*/c/*/*"))
     data = victim.read_bytes()
     victim.write_bytes(bytes([data[0] ^ 1]) + data[1:])
     name = victim.relative_to(tmp_path / "store").as_posix()
@@ -159,12 +256,12 @@ def test_what_is_damaged_in_an_annex_is_named_and_the_rest_is_read(tmp_path: Pat
 
 def test_what_dead_writers_left_in_an_annex_is_collected(tmp_path: Path) -> None:
     store = completed(tmp_path / "store")
-    left = tmp_path / "store" / annex_folder(MORE) / "shards" / "left-0123456789abcdef"
+    left = tmp_path / "store" / ANNEX / "shards" / "left-0123456789abcdef"
     left.mkdir()
     (left / "index.arrow").write_bytes(b"left")
     assert [one.kind for one in verify(store.path).findings] == ["orphan"]
     removed = collect(store, grace=0)
-    assert {one.name.split("/shards/")[0] for one in removed} == {annex_folder(MORE)}
+    assert {one.name.split("/shards/")[0] for one in removed} == {ANNEX}
     assert not verify(store.path).findings
     assert same(Store.open(store.path)["k0000"], at_once(tmp_path / "other")["k0000"])
 
