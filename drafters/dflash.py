@@ -11,14 +11,17 @@ its rank), and a head that tells the chance of acceptance (`tells`).
 On images: `context=text` leaves visual positions out, so that drafting costs the same for any number of them
 and the features are those of `wren`; `context=all` reads the states at all positions, as served VLMs do.
 
-Shapes: N entries, R rows, J slots of a block, Q = R * J, G guesses of a block, D hidden, V vocabulary.
+Shapes: N entries, R rows, J slots of a block, Q = R * J, G guesses of a block, D hidden, V vocabulary,
+K draft vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
+import msgspec
 import torch
+import torch.nn.functional as F
 from msgspec.structs import replace
 from torch import Tensor, nn
 
@@ -33,12 +36,53 @@ from vlmdistill.drafters.core.config import (
     depths,
     features,
 )
-from vlmdistill.drafters.core.layers import DecoderLayer
+from vlmdistill.drafters.core.layers import DecoderLayer, layer_names
+from vlmdistill.drafters.core.vocabulary import FrequentTokens
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import Feature, TargetInfo
 
+MASK = "mask_embedding.pt"
+"""The file of a mask that is learned, in published drafters."""
 
-class DFlash(Drafter):
+
+LAYOUTS = {
+    "DFlashDraftModel": False,
+    "DSparkDraftModel": True,
+    "Qwen3DSparkModel": True,
+    "dflash": False,
+    "dspark": True,
+}
+"""What z-lab, SpecForge, DeepSpec and speculators call theirs -> whether the anchor guesses unless said."""
+
+
+NEUTRAL: dict[str, Any] = {
+    "causal": False,
+    "is_causal": False,
+    "use_swa": False,
+    "attention_sink_bias": False,
+    "attention_value_scale": 1.0,
+    "is_neox_style": True,
+    "logit_scale": 1.0,
+    "use_aux_hidden_state": True,
+}
+"""Switches that vLLM knows -> the value that those have which are read."""
+
+
+class Published(msgspec.Struct, frozen=True, kw_only=True):
+    """What `config.json` of a published drafter says of it."""
+
+    architectures: tuple[str, ...] = ()
+    speculators_model_type: str | None = None
+    num_hidden_layers: int
+    block_size: int
+    mask_token_id: int | None = None
+    target_layer_ids: tuple[int, ...] = ()
+    aux_hidden_state_layer_ids: tuple[int, ...] = ()
+    sample_from_anchor: bool | None = None
+    projector_type: str | None = None
+
+
+class DFlash(FrequentTokens, Drafter):
     """Some decoder layers over a block of masks, with the target's states as their context."""
 
     @dataclass(frozen=True, kw_only=True)
@@ -53,19 +97,24 @@ class DFlash(Drafter):
         """The last token's own position guesses the next token (DSpark); else the first mask's does."""
         taps: tuple[int, ...] = ()
         """Layers of the target whose inputs are read; none named: EAGLE-3's three."""
+        mask: int = -1
+        """The token whose embedding a mask has, as in released drafters; -1: a vector that is learned."""
         context: Literal["text", "all"] = "text"
         """Positions whose states are read: those of text, or visual ones too."""
         markov: int = 0
         """Rank of what the token before adds to the scores; 0: nothing (DSpark: 256)."""
         tells: bool = False
         """A head for the chance that a guess is accepted; train it with the loss `confidence`."""
+        draft_vocab: int = 0
+        """Size of the draft vocabulary: the most frequent tokens of the training responses; 0: all tokens."""
         kv_heads: Literal["all", "target"] = "target"
         positions: Positions = "compact"
 
         def __post_init__(self) -> None:
             at_least(self, 1, "layers", most=64)
             at_least(self, 1 if self.from_anchor else 2, "block", most=64)
-            at_least(self, 0, "markov")
+            at_least(self, 0, "markov", "draft_vocab")
+            at_least(self, -1, "mask")
             if self.context == "all" and self.positions == "compact":
                 raise DataError("with context=all, set positions=expanded: compact ones count text alone")
 
@@ -111,7 +160,58 @@ class DFlash(Drafter):
         )
 
     tree = Tree.parse("chain-7")
+    published_names: ClassVar[Mapping[str, str]] = {
+        **{name: name for name in ("fc", "hidden_norm", "norm", "d2t")},
+        **layer_names("layers.*", "layers.*"),
+        "layers.*.input_layernorm": "input_norms.*",
+        "layers.*.self_attn.q_norm": "layers.*.q_norm",
+        "layers.*.self_attn.k_norm": "layers.*.k_norm",
+        "markov_head.markov_w1": "markov_in",
+        "markov_head.markov_w2": "markov_out",
+        "confidence_head.proj": "tell",
+        f"{MASK}:embedding": "mask_D",
+    }
+    published_settings: ClassVar[Mapping[str, str]] = {"d2t": "draft_vocab"}
+    published_files: ClassVar[tuple[str, ...]] = (MASK,)
     config: Config
+
+    @classmethod
+    def published_config(cls, raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Mapping[str, Any]:
+        """Those of the layouts in `LAYOUTS`, which read the states of all positions."""
+        nested = (raw.get(key) or {} for key in ("transformer_layer_config", "dflash_config"))
+        try:
+            layers, block = nested
+            every = {**layers, **raw, **block}
+            found = msgspec.convert(every, Published)
+        except (msgspec.ValidationError, TypeError) as error:
+            raise DataError(f"it does not describe a block drafter: {error}") from None
+        name = found.speculators_model_type or ", ".join(found.architectures)
+        if name not in LAYOUTS or found.projector_type not in (None, "dflash", "dspark"):
+            odd = found.projector_type if name in LAYOUTS else name or "not named"
+            raise DataError(f"its architecture is {odd}, and read are {', '.join(LAYOUTS)}")
+        for switch, neutral in NEUTRAL.items():
+            if (value := every.get(switch)) not in (None, neutral):
+                raise DataError(f"it has {switch}={value}, and drafters here have {neutral}")
+        # An id is the layer that a state leaves; for speculators, as here, the one that it enters.
+        left, entered = found.target_layer_ids, found.aux_hidden_state_layer_ids
+        taps = entered if found.speculators_model_type else tuple(one + 1 for one in left)
+        learned = f"{MASK}:embedding" in tensors
+        for key, there in {"target layer ids": taps, "mask_token_id": learned or found.mask_token_id}.items():
+            if there in (None, ()):
+                raise DataError(f"it has no {key}")
+        markov = tensors.get("markov_head.markov_w1.weight")
+        anchored = found.sample_from_anchor
+        return {
+            "layers": found.num_hidden_layers,
+            "block": found.block_size,
+            "from_anchor": LAYOUTS[name] if anchored is None else anchored,
+            "taps": taps,
+            "mask": -1 if learned else found.mask_token_id,
+            "context": "all",
+            "positions": "expanded",
+            "markov": 0 if markov is None else markov.shape[-1],
+            "tells": "confidence_head.proj.weight" in tensors,
+        }
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -129,10 +229,15 @@ class DFlash(Drafter):
         )
         self.input_norms = nn.ModuleList(nn.RMSNorm(width, eps) for _ in range(config.layers))
         self.norm = nn.RMSNorm(width, eps)
-        self.mask_D = nn.Parameter(torch.randn(width) * width**-0.5)
+        if config.mask < 0:
+            self.mask_D = nn.Parameter(torch.randn(width) * width**-0.5)
+        elif config.mask >= info.vocab_size:
+            raise DataError(f"mask={config.mask}: the target has tokens 0 to {info.vocab_size - 1}")
+        size = min(config.draft_vocab or info.vocab_size, info.vocab_size)
+        self.register_buffer("d2t", torch.zeros(size, dtype=torch.long) if config.draft_vocab else None)
         if config.markov:
             self.markov_in = nn.Embedding(info.vocab_size, config.markov)
-            self.markov_out = nn.Linear(config.markov, info.vocab_size, bias=False)
+            self.markov_out = nn.Linear(config.markov, size, bias=False)
             nn.init.zeros_(self.markov_out.weight)
         if config.tells:
             self.tell = nn.Linear(width + config.markov, 1)
@@ -156,7 +261,8 @@ class DFlash(Drafter):
         if rows_R is not None:
             ids_R, rotary_R = ids_R[rows_R], rotary_R[rows_R]
         slots = self.config.block
-        mask_RJD = self.mask_D.expand(len(ids_R), slots - 1, -1)
+        mask_D = self.mask_D if self.config.mask < 0 else self.embed_VD[self.config.mask]
+        mask_RJD = mask_D.expand(len(ids_R), slots - 1, -1)
         x_QD = torch.cat([self.embed(ids_R)[:, None], mask_RJD], dim=1).flatten(0, 1)
         rotary_Q = (rotary_R[:, None] + torch.arange(1, slots + 1, device=x_QD.device)).flatten()
         for number, layer in self._layers():
@@ -184,11 +290,13 @@ class DFlash(Drafter):
 
     def lm_logits(self, estimate_ND: Tensor, last_N: Tensor) -> Tensor:
         """The target's LM head, and what the Markov head adds after a token (DSpark)."""
-        logits_NV = super().lm_logits(estimate_ND, last_N)
+        columns_K = self.vocabulary_K
+        head_KD = self.lm_head_VD if columns_K is None else self.lm_head_VD[columns_K]
+        logits_NK = F.linear(estimate_ND, head_KD).float()
         if not self.config.markov:
-            return logits_NV
-        added_NV: Tensor = self.markov_out(self.markov_in(last_N))
-        return logits_NV + added_NV.float()
+            return logits_NK
+        added_NK: Tensor = self.markov_out(self.markov_in(last_N))
+        return logits_NK + added_NK.float()
 
     def confidence(self, estimate_ND: Tensor, last_N: Tensor) -> Tensor | None:
         """DSpark's head: of the state of a guess and the Markov vector of the token before it."""

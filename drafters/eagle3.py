@@ -31,10 +31,11 @@ from vlmdistill.drafters.core.serving import (
     layer_weights,
     unserved,
 )
+from vlmdistill.drafters.core.vocabulary import FrequentTokens
 from vlmdistill.stores.schema import Feature, TargetInfo
 
 
-class Eagle3(Drafter):
+class Eagle3(FrequentTokens, Drafter):
     """One decoder layer over [embedding ; fused state] of every position, with a vocabulary of its own."""
 
     @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,8 @@ class Eagle3(Drafter):
         visual: Literal["all", "none"] = "all"
         """Visual tokens are entries, or do not enter (the text after them still has the states before it)."""
         kv_heads: Literal["all", "target"] = "target"
+        normed_residual: bool = False
+        """The layer's residual is the normed state (`norm_before_residual` of speculators)."""
 
         def __post_init__(self) -> None:
             at_least(self, 1, "draft_vocab")
@@ -86,11 +89,18 @@ class Eagle3(Drafter):
 
     published_names: ClassVar[Mapping[str, str]] = {
         **{name: name for name in ("fc", "norm", "lm_head", "d2t")},
-        **layer_names("midlayer", "layer"),
-        "midlayer.input_layernorm": "embed_norm",
-        "midlayer.hidden_norm": "hidden_norm",
+        **{
+            f"{layer}{theirs}": ours
+            for layer in ("midlayer", "layers.0")  # the authors' and SpecForge's; that of speculators
+            for theirs, ours in {
+                **layer_names("", "layer"),
+                ".input_layernorm": "embed_norm",
+                ".hidden_norm": "hidden_norm",
+            }.items()
+        },
     }
     published_settings: ClassVar[Mapping[str, str]] = {"lm_head.weight": "draft_vocab"}
+    published_switches: ClassVar[Mapping[str, str]] = {"norm_before_residual": "normed_residual"}
     config: Config
     d2t: Tensor
 
@@ -111,22 +121,7 @@ class Eagle3(Drafter):
         self.norm = nn.RMSNorm(info.hidden_size, info.rms_norm_eps)
         size = min(config.draft_vocab, info.vocab_size)
         self.lm_head = nn.Linear(info.hidden_size, size, bias=False)
-        # Draft id k is target id k + d2t[k]: the form in which it is published.
         self.register_buffer("d2t", torch.zeros(size, dtype=torch.long))
-        self._reduced = size < info.vocab_size
-
-    @property
-    def vocabulary_K(self) -> Tensor | None:
-        """The draft vocabulary in ascending order; None when it is the target's."""
-        if not self._reduced:
-            return None
-        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
-
-    def choose_vocabulary(self, count_V: Tensor) -> None:
-        """The most frequent tokens; those that never occur by id."""
-        often_V = torch.sort(count_V, descending=True, stable=True).indices
-        chosen_K = often_V[: len(self.d2t)].sort().values
-        self.d2t.copy_(chosen_K - torch.arange(len(chosen_K), device=chosen_K.device))
 
     def condition(self, batch: Batch, cache: KVCache) -> None:
         """Visual tokens enter as [visual embedding ; fused states before it], at their expanded positions."""
@@ -144,8 +139,9 @@ class Eagle3(Drafter):
         embed_ND = self.embed(entries.ids_N)
         hidden_ND = self.fc(entries.hidden_ND) if entries.hop == 0 else entries.hidden_ND
         x_ND = self.normed(embed_ND, hidden_ND)
+        residual_ND = x_ND[:, len(hidden_ND[0]) :] if self.config.normed_residual else hidden_ND
         state_RD: Tensor = self.layer(
-            x_ND, entries.rotary_N, entries.tokens, cache, entries.hop, residual_ND=hidden_ND
+            x_ND, entries.rotary_N, entries.tokens, cache, entries.hop, residual_ND=residual_ND
         )
         return state_RD
 
@@ -186,7 +182,7 @@ class Eagle3(Drafter):
             **layer_settings(self, layer),
             "target_hidden_size": info.hidden_size,
             "draft_vocab_size": len(self.d2t),
-            "norm_before_residual": False,
+            "norm_before_residual": self.config.normed_residual,
             "num_aux_hidden_states": len(taps),
             "eagle_aux_hidden_state_layer_ids": [*taps],  # vLLM: the layers that a state enters
             "eagle_config": {  # SGLang: those that it leaves, one less

@@ -1,4 +1,4 @@
-"""Drafters as their authors publish them: `config.json` of a Llama kind, and one file of weights.
+"""Drafters as their authors publish them: `config.json` of a Llama or Qwen3 kind, and one file of weights.
 
 The file is `pytorch_model.bin`, of which tensors alone are read, or `model.safetensors`. Each tensor has a
 counterpart here, or is the target's and is compared with it, or the checkpoint is refused by its name.
@@ -32,13 +32,17 @@ from vlmdistill.stores.schema import Provenance, TargetInfo
 log = logging.getLogger(__name__)
 
 FILES = ("pytorch_model.bin", "model.safetensors")
-EMBEDDING, SPOKEN, FREQUENCIES = "embed_tokens.weight", "t2d", ".rotary_emb.inv_freq"
+EMBEDDING, HEAD, SPOKEN, FREQUENCIES = "embed_tokens.weight", "lm_head.weight", "t2d", "rotary_emb.inv_freq"
 """What follows from the target, or from other tensors."""
 NEAR = 1e-2  # of a table that was kept in half precision
 PADDING = 512
 """Tables of one vocabulary differ by fewer rows: Qwen2-VL's has 151,936 in the small sizes, 152,064 in 7B."""
 UNKNOWN = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """Switches of later EAGLE-3 trainers that compute something else."""
+NESTED = "transformer_layer_config"
+"""Where speculators has the layers' configuration."""
+WIDTHS = {"qwen3": 128}
+"""The width of a head by `model_type` where `head_dim` is missing; else hidden_size / heads."""
 PLAIN_AXES = "qwen2_vl"
 """The `model_type` of MSD's code, which gives all axes of M-RoPE the same position: that is plain RoPE."""
 
@@ -53,6 +57,7 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
 
     hidden_size: Size
     intermediate_size: Size
+    num_hidden_layers: Annotated[int, Meta(gt=0, le=256)] = 1
     num_attention_heads: Heads
     num_key_value_heads: Heads | None = None
     head_dim: Heads | None = None
@@ -63,6 +68,20 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
     rope_parameters: dict[str, Any] | None = None
     model_type: str = "llama"
     vocab_size: Size | None = None
+    layer_types: tuple[str, ...] | None = None
+    sliding_window: int | None = None
+    use_sliding_window: bool = False
+    eagle_aux_hidden_state_layer_ids: tuple[int, ...] | None = None
+
+    @property
+    def width(self) -> int:
+        """Of a head."""
+        return self.head_dim or WIDTHS.get(self.model_type) or self.hidden_size // self.num_attention_heads
+
+
+class _Left(msgspec.Struct):
+    """`eagle_config` of SpecForge and SGLang: the layers that states leave, one less than the next ones."""
+
     eagle_aux_hidden_state_layer_ids: tuple[int, ...] | None = None
 
 
@@ -77,6 +96,8 @@ class Published:
     """Settings of the drafter that its tensors show."""
     origin: Mapping[str, str]
     """Name here -> their name, or names."""
+    names: Mapping[str, str]
+    """The drafter's `published_names`, for each of the layers."""
     others: Mapping[str, Tensor] = field(default_factory=dict)
     """Tensors without a counterpart."""
 
@@ -88,7 +109,7 @@ class Published:
             intermediate_size=layer.intermediate_size,
             num_heads=layer.num_attention_heads,
             num_kv_heads=layer.num_key_value_heads or layer.num_attention_heads,
-            head_dim=layer.head_dim or layer.hidden_size // layer.num_attention_heads,
+            head_dim=layer.width,
             rms_norm_eps=layer.rms_norm_eps,
             rope_theta=layer.rope_theta,
             attention_bias=any(name.endswith("qkv_proj.bias") for name in self.weights),
@@ -108,23 +129,14 @@ def read(folder: Path, name: str) -> Published:
     kind = catalogue.trained(name)
     if not kind.published_names:
         raise TrainingError(f"{folder}: published checkpoints of {name} have another architecture than ours")
-    layer = _layer(folder)
+    raw, layer = _layer(folder, kind)
     found = [folder / file for file in FILES if (folder / file).is_file()]
     if not found:
         raise TrainingError(f"{folder} has no weights: there is neither {' nor '.join(FILES)}")
-    file = found[0]
-    try:
-        if file.suffix == ".bin":
-            tensors = torch.load(file, map_location="cpu", weights_only=True)
-        else:
-            tensors = load_file(file)
-    except Exception as error:  # noqa: BLE001 (bytes of a stranger: the unpickler raises what it meets)
-        raise TrainingError(f"{file} cannot be read as tensors alone ({_first(error)})") from None
-    if not isinstance(tensors, dict) or not all(
-        isinstance(key, str) and _is_plain(one) for key, one in tensors.items()
-    ):
-        raise TrainingError(f"{file} is not a state dict: it holds more than named dense tensors")
-    digest = blake3(max_threads=blake3.AUTO).update_mmap(file)
+    file, digest, tensors = found[0], blake3(max_threads=blake3.AUTO), dict[str, Tensor]()
+    for one in (file, *filter(Path.is_file, (folder / name for name in kind.published_files))):
+        tensors |= _tensors(one, "" if one == file else f"{one.name}:")
+        digest.update_mmap(one)
     odd = [key for key, one in tensors.items() if not torch.isfinite(one.float()).all()]
     if odd:
         raise TrainingError(f"{file}: {odd[0]} holds values that are not finite")
@@ -136,8 +148,38 @@ def read(folder: Path, name: str) -> Published:
     for tensor, setting in kind.published_settings.items():
         if tensor in tensors:
             settings[setting] = isinstance(switches[setting], bool) or len(tensors[tensor])
-    weights, origin, others = _translate(file, tensors, kind.published_names)
-    return Published(layer, digest.hexdigest()[:16], weights, settings, origin, others)
+    for switch, setting in kind.published_switches.items():
+        settings[setting] = bool(raw.get(switch))
+    try:
+        settings |= kind.published_config(raw, tensors)
+    except DataError as error:
+        raise TrainingError(f"{folder / 'config.json'}: {error}") from None
+    names = {
+        theirs.replace("*", str(number)): ours.replace("*", str(number))
+        for theirs, ours in kind.published_names.items()
+        for number in range(layer.num_hidden_layers)
+    }
+    weights, origin, others = _translate(file, tensors, names)
+    return Published(layer, digest.hexdigest()[:16], weights, settings, origin, names, others)
+
+
+def _tensors(file: Path, prefix: str) -> dict[str, Tensor]:
+    """The tensors of a file; TrainingError when it holds anything else, numbers beside them apart."""
+    tensors: Any
+    try:
+        if file.suffix == ".safetensors":
+            tensors = load_file(file)
+        else:
+            tensors = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # noqa: BLE001 (bytes of a stranger: the unpickler raises what it meets)
+        raise TrainingError(f"{file} cannot be read as tensors alone ({_first(error)})") from None
+    if prefix and isinstance(tensors, dict):
+        tensors = {key: one for key, one in tensors.items() if not isinstance(one, int)}
+    if not isinstance(tensors, dict) or not all(
+        isinstance(key, str) and _is_plain(one) for key, one in tensors.items()
+    ):
+        raise TrainingError(f"{file} is not a state dict: it holds more than named dense tensors")
+    return {f"{prefix}{key}": one for key, one in tensors.items()}
 
 
 def load(
@@ -164,9 +206,9 @@ def load(
         )
     try:
         config = override(paper, [f"{key}={json.dumps(value)}" for key, value in found.settings.items()])
+        drafter = checkpoint.build(catalogue.base(name), config, found.info(target), head)
     except DataError as error:
         raise TrainingError(f"{folder}: {error}") from None
-    drafter = checkpoint.build(catalogue.base(name), config, found.info(target), head)
     assert isinstance(drafter, Drafter)
     zeros = _fill(folder, drafter, found)
     check_columns(folder, drafter, target.vocab_size)
@@ -196,23 +238,29 @@ def load(
     }
 
 
-def _layer(folder: Path) -> Layer:
+def _layer(folder: Path, kind: type[Drafter]) -> tuple[Mapping[str, Any], Layer]:
+    """Its `config.json`, and what that says of the layers; TrainingError for what is not here."""
     file = folder / "config.json"
     try:
         raw = json.loads(file.read_bytes())
-        layer = msgspec.convert(raw, Layer)
+        layer = msgspec.convert({**raw, **raw.get(NESTED, {})}, Layer)
         rope = layer.rope_scaling or layer.rope_parameters or {}
         theta = msgspec.convert(rope.get("rope_theta", layer.rope_theta), Positive)
-        heads = layer.num_attention_heads
-        width = layer.head_dim or layer.hidden_size // heads
+        heads, width = layer.num_attention_heads, layer.width
         if heads % (layer.num_key_value_heads or heads) or not width or width % 2:
             raise ValueError(f"num_attention_heads {heads} do not fit the other sizes")
         if not math.isfinite(theta + layer.rms_norm_eps):
             raise ValueError("a number is not finite")
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+        left = msgspec.convert(raw.get("eagle_config") or {}, _Left).eagle_aux_hidden_state_layer_ids
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise TrainingError(f"{file} is not the configuration of a drafter ({one_line(error)})") from None
+    if "sliding_attention" in (layer.layer_types or ("sliding_attention",) * layer.use_sliding_window):
+        raise TrainingError(
+            f"{file}: its layers have a sliding window of {layer.sliding_window} tokens, and those of "
+            "drafters here see everything"
+        )
     for switch in UNKNOWN:
-        if raw.get(switch):
+        if raw.get(switch) and switch not in kind.published_switches:
             raise TrainingError(f"{file}: {switch}={raw[switch]} is another architecture than the authors'")
     if layer.hidden_act != "silu":
         raise TrainingError(f"{file}: hidden_act is {layer.hidden_act}, and drafters here have silu")
@@ -220,7 +268,11 @@ def _layer(folder: Path) -> Layer:
     plain = ("default", "mrope") if layer.model_type == PLAIN_AXES else ("default",)
     if scaling not in plain or ("mrope_section" in rope and layer.model_type != PLAIN_AXES):
         raise TrainingError(f"{file}: rope_scaling {rope} is not plain RoPE, which drafters here have")
-    return msgspec.structs.replace(layer, rope_theta=theta)
+    if left is not None:
+        layer = msgspec.structs.replace(
+            layer, eagle_aux_hidden_state_layer_ids=tuple(one + 1 for one in left)
+        )
+    return raw, msgspec.structs.replace(layer, rope_theta=theta)
 
 
 def _is_plain(one: object) -> bool:
@@ -253,7 +305,8 @@ def _translate(
             others[theirs] = tensor
             continue
         key, _, number = ours.partition("/")
-        blocks.setdefault(key, {})[int(number or 0)] = theirs, tensor
+        if (first := blocks.setdefault(key, {}).setdefault(int(number or 0), (theirs, tensor))[0]) != theirs:
+            raise TrainingError(f"{file} has both {first} and {theirs}, which are the same weight here")
     for key, found in blocks.items():  # what is fused here must be there as a whole
         module, _, kind = key.rpartition(".")
         for theirs, ours in names.items():
@@ -284,7 +337,7 @@ def _fill(folder: Path, drafter: Drafter, found: Published) -> list[str]:
     buffers = {name for name, _ in drafter.named_buffers()} if columns_of(drafter) is None else set()
     for key in missing:
         if key not in zeros and key not in buffers:
-            theirs = next((name for name, ours in drafter.published_names.items() if _is(ours, key)), key)
+            theirs = next((name for name, ours in found.names.items() if _is(ours, key)), key)
             raise TrainingError(f"{folder} lacks {theirs}, which this method needs")
     empty = {key: torch.zeros_like(state[key]) for key in zeros}
     drafter.load_state_dict({**state, **found.weights, **empty})
@@ -305,11 +358,18 @@ def check_copies(source: object, drafter: Drafter, found: Published, *, chosen: 
     if theirs is not None and theirs != taps:
         raise TrainingError(f"{source}: it reads the inputs of layers {theirs}; drafters here read {taps}")
 
+    def table(theirs_VD: Tensor, mine_VD: Tensor) -> bool:
+        rows = min(len(theirs_VD), len(mine_VD))  # tables are padded differently
+        same_width = theirs_VD.ndim == 2 and theirs_VD.shape[1] == mine_VD.shape[1]
+        mine_VD = mine_VD[:rows].float().cpu()
+        return same_width and torch.allclose(theirs_VD[:rows].float(), mine_VD, rtol=NEAR, atol=1e-4)
+
     def embedding(table_VD: Tensor) -> bool:
-        rows = min(len(table_VD), len(drafter.embed_VD))  # tables are padded differently
-        mine_VD = drafter.embed_VD[:rows].float().cpu()
-        same_width = table_VD.ndim == 2 and table_VD.shape[1] == mine_VD.shape[1]
-        return same_width and torch.allclose(table_VD[:rows].float(), mine_VD, rtol=NEAR, atol=1e-4)
+        return table(table_VD, drafter.embed_VD)
+
+    def lm_head(table_KD: Tensor) -> bool:
+        mine_VD = drafter.lm_head_VD
+        return table(table_KD, mine_VD if columns_K is None else mine_VD[columns_K.to(mine_VD.device)])
 
     def spoken(spoken_V: Tensor) -> bool:
         chosen = torch.arange(len(spoken_V)) if columns_K is None else columns_K.cpu()
@@ -324,6 +384,7 @@ def check_copies(source: object, drafter: Drafter, found: Published, *, chosen: 
 
     copies: Mapping[str, tuple[Callable[[Tensor], bool], str]] = {
         EMBEDDING: (embedding, "the target's embeddings"),
+        **({HEAD: (lm_head, "the target's LM head")} if chosen or columns_K is None else {}),
         **({SPOKEN: (spoken, "the choice in d2t")} if chosen else {}),
         FREQUENCIES: (frequencies, f"those of rope_theta {drafter.info.rope_theta:g}"),
     }

@@ -10,7 +10,7 @@ whose output is wanted, N tokens or states, D hidden width, V vocabulary.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -73,9 +73,21 @@ class Drafter(Proposer, ABC):
     """A drafter that goes step by step: how visual tokens enter, and what a step is."""
 
     published_names: ClassVar[Mapping[str, str]] = EAGLE_NAMES
-    """Modules or tensors of its authors' checkpoints -> those here; `/n`: the n-th block of rows."""
+    """Modules or tensors of its authors' checkpoints -> those here; `/n`: the n-th block of rows.
+
+    `*` is the number of a layer.
+    """
     published_settings: ClassVar[Mapping[str, str]] = {}
     """Settings by a tensor of such a checkpoint: its rows or, for a switch, that it is there."""
+    published_switches: ClassVar[Mapping[str, str]] = {}
+    """Switches of its `config.json` -> settings."""
+    published_files: ClassVar[tuple[str, ...]] = ()
+    """Files that it may have besides its weights: a tensor's name is `file:key`."""
+
+    @classmethod
+    def published_config(cls, raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Mapping[str, Any]:
+        """The settings that `config.json` and the tensors show; DataError for what is not here."""
+        return {}
 
     def draft(self, prompt: Batch, target: Target) -> DraftSession:
         """Grow trees from its own steps."""

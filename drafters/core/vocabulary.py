@@ -5,9 +5,11 @@ Shapes: K tokens of the draft vocabulary, V vocabulary of the target.
 
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from vlmdistill.stores.errors import TrainingError
+from vlmdistill.stores.schema import TargetInfo
 
 
 @runtime_checkable
@@ -25,6 +27,29 @@ class DraftVocabulary(Protocol):
         Called before training. The choice must be in the checkpoint: a resumed run does not call it.
         """
         ...
+
+
+class FrequentTokens:
+    """A draft vocabulary of the most frequent tokens of the training responses."""
+
+    info: TargetInfo
+    d2t: Tensor | None
+    """Draft id k is target id k + d2t[k], the form in which it is published: a buffer. None: all tokens."""
+
+    @property
+    def vocabulary_K(self) -> Tensor | None:
+        """See `DraftVocabulary`."""
+        if self.d2t is None or len(self.d2t) == self.info.vocab_size:
+            return None
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def choose_vocabulary(self, count_V: Tensor) -> None:
+        """The most frequent tokens; those that never occur by id."""
+        if self.d2t is None:
+            return
+        often_V = torch.sort(count_V, descending=True, stable=True).indices
+        chosen_K = often_V[: len(self.d2t)].sort().values
+        self.d2t.copy_(chosen_K - torch.arange(len(chosen_K), device=chosen_K.device))
 
 
 def columns_of(drafter: object) -> Tensor | None:

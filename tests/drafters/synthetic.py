@@ -62,7 +62,7 @@ TRAINED = tuple(name for name in catalogue.NAMES if catalogue.is_trained(name))
 CASES: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in TRAINED),
     ("dflash", {"context": "all", "positions": "expanded", "taps": (1, 3)}),
-    ("dflash", {"layers": 2, "block": 5, "markov": 3, "kv_heads": "all"}),
+    ("dflash", {"layers": 2, "block": 5, "markov": 3, "kv_heads": "all", "mask": 2, "draft_vocab": 9}),
     ("eagle2", {"kv_heads": "target"}),
     ("eagle3", {"visual": "none", "draft_vocab": 9}),
     ("hivis", {"threshold": 1, "last_visual": True}),

@@ -216,6 +216,23 @@ class Eagle3(nn.Module):
         return out_ND[~one.visual_L[1:]]
 
 
+class Speculators(Eagle3):
+    """EAGLE-3 of speculators: another name for the layer, and perhaps the normed state as the residual."""
+
+    def __init__(self, kv_heads: int, chosen: list[int], normed: bool) -> None:
+        super().__init__(kv_heads, chosen)
+        self.layers, self.normed = nn.ModuleList([self.midlayer]), normed
+        del self.midlayer
+
+    def forward(self, one: Sequence) -> Tensor:
+        (layer,), state_ND = self.layers, self.fc(one.hidden_LX[:-1])
+        embed_ND, normed_ND = layer.input_layernorm(one.embed_LD[1:]), layer.hidden_norm(state_ND)  # type: ignore[operator]
+        residual_ND = normed_ND if self.normed else state_ND
+        x_ND = torch.cat([embed_ND, normed_ND], -1)
+        out_ND: Tensor = layer(x_ND, residual_ND, torch.arange(len(state_ND)))
+        return out_ND[~one.visual_L[1:]]
+
+
 def write(folder: Path, module: nn.Module, *, file: str = "pytorch_model.bin", **config: Any) -> Path:
     """The checkpoint of a random module, whose embeddings are the target's."""
     generator = torch.Generator().manual_seed(0)
@@ -243,6 +260,12 @@ def imported(folder: Path, name: str, out: Path) -> Drafter:
     return drafter
 
 
+SPECULATORS: dict[str, Any] = {
+    "speculators_model_type": "eagle3",
+    "transformer_layer_config": {**CONFIG, "num_key_value_heads": 2},
+    "num_key_value_heads": 1,  # only that of the layers counts
+    "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+}
 CHOSEN = [3, 4, 7, 11, 12, 15, 20, 21, 22]
 CASES: dict[str, tuple[str, nn.Module, dict[str, Any]]] = {
     "EAGLE-2": ("eagle2", Eagle(), {}),
@@ -250,6 +273,20 @@ CASES: dict[str, tuple[str, nn.Module, dict[str, Any]]] = {
     "EAGLE without bias": ("eagle2", Eagle(2, bias=False), {"num_key_value_heads": 2, "bias": False}),
     "EAGLE-3": ("eagle3", Eagle3(2, CHOSEN), {"num_key_value_heads": 2, "draft_vocab_size": 9}),
     "EAGLE-3, all tokens": ("eagle3", Eagle3(HEADS, [*range(23)]), {"draft_vocab_size": 23}),
+    "EAGLE-3, SpecForge": (
+        "eagle3",
+        Eagle3(2, CHOSEN),
+        {
+            "num_key_value_heads": 2,
+            "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+        },
+    ),
+    "EAGLE-3, speculators": ("eagle3", Speculators(2, CHOSEN, normed=False), {**SPECULATORS}),
+    "EAGLE-3, speculators, normed": (
+        "eagle3",
+        Speculators(2, CHOSEN, normed=True),
+        {**SPECULATORS, "norm_before_residual": True, "file": "model.safetensors"},
+    ),
     "ViSpec": ("vispec", Vispec(2), {"model_type": "llava_next", "qkv_bias": True}),
     "ViSpec, two tokens": ("vispec", Vispec(3), {"file": "model.safetensors", "qkv_bias": True}),
     "MSD": ("msd", Msd(), {"model_type": "llava"}),
@@ -357,6 +394,16 @@ def test_tables_that_are_not_the_targets_are_refused(tmp_path: Path) -> None:
     begun(folder)
 
 
+@pytest.mark.parametrize(
+    "odd", [{"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}, {"eagle_config": 3}], ids=str
+)
+def test_other_layers_of_the_target_are_refused(odd: dict[str, Any], tmp_path: Path) -> None:
+    """One too many in the count of SpecForge, where a layer is that which a state leaves."""
+    folder = write(tmp_path / "theirs", Eagle3(2, CHOSEN), num_key_value_heads=2, **odd)
+    with pytest.raises(TrainingError, match=r"inputs of layers \(2, 3, 4\)|config\.json"):
+        imported(folder, "eagle3", tmp_path / "ours")
+
+
 def begun(folder: Path) -> None:
     """Begin a run with an EAGLE-3 of as many tokens."""
     Initial.read(folder, "eagle3").into(synthetic.build("eagle3", draft_vocab=len(CHOSEN)), "eagle3")
@@ -446,7 +493,8 @@ def test_a_run_begins_with_a_published_checkpoint(tmp_path: Path) -> None:
     assert sorted(taken.zero) == ["block.fc.bias", "block.layer.qkv_proj.bias"]
     assert {name.partition(".")[0] for name in taken.fresh} == {"adaptor", "img_fc"}
     assert not taken.unused
-    with pytest.raises(TrainingError, match="fits eagle3"):
-        Initial.read(folder, "eagle3").into(synthetic.build("eagle3"), "eagle3")
+    other = write(tmp_path / "eagle3", Eagle3(2, CHOSEN), num_key_value_heads=2)
+    with pytest.raises(TrainingError, match="fits eagle2"):
+        Initial.read(other, "eagle2").into(synthetic.build("eagle2"), "eagle2")
     lost = Initial.read(write(tmp_path / "vispec", Vispec(2)), "msd").into(synthetic.build("msd"), "msd")
     assert "imadpt.q" in lost.unused
