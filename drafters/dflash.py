@@ -68,7 +68,7 @@ NEUTRAL: dict[str, Any] = {
 """Switches that vLLM knows -> the value that those have which are read."""
 
 
-class Published(msgspec.Struct, frozen=True, kw_only=True):
+class PublishedBlock(msgspec.Struct, frozen=True, kw_only=True):
     """What `config.json` of a published drafter says of it."""
 
     architectures: tuple[str, ...] = ()
@@ -182,7 +182,7 @@ class DFlash(FrequentTokens, Drafter):
         try:
             layers, block = nested
             every = {**layers, **raw, **block}
-            found = msgspec.convert(every, Published)
+            found = msgspec.convert(every, PublishedBlock)
         except (msgspec.ValidationError, TypeError) as error:
             raise DataError(f"it does not describe a block drafter: {error}") from None
         name = found.speculators_model_type or ", ".join(found.architectures)
