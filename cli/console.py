@@ -145,6 +145,14 @@ Engine = Annotated[
     Literal["transformers", "vllm"],
     typer.Option("--engine", help="What runs the target; vllm: fast on GPUs, needs `make engine` once."),
 ]
+Thinking = Annotated[
+    Literal["on", "off", "mixed"] | None,
+    typer.Option(
+        "--thinking",
+        help="Whether the target reasons before it answers, where its chat template has a switch for it; "
+        "mixed: at half of the prompts; default: as the template has it; in eval: as in training.",
+    ),
+]
 Compiled = Annotated[
     bool,
     typer.Option("--compile", help="Compile the target's decoding steps: a slow start, faster on a GPU."),

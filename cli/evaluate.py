@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 SERVER = "openai:"
 HERE, VLLM, THERE = "transformers", "vllm", "openai:URL"
 ENGINES = {
-    **dict.fromkeys(("dry_run", "tree", "threads", "attention", "compiled"), (HERE,)),
+    **dict.fromkeys(("dry_run", "tree", "threads", "attention", "compiled", "thinking"), (HERE,)),
     "target_dtype": (HERE, VLLM),
     "concurrency": (VLLM, THERE),
     "name": (HERE, THERE),
@@ -70,6 +70,7 @@ def evaluate(
     threads: Annotated[
         int, typer.Option(min=0, help="CPU threads; 0: 1 or all, whichever decodes faster.")
     ] = 0,
+    thinking: console.Thinking = None,
     attention: console.Attention = "sdpa",
     target_dtype: console.TargetDtype = "auto",
     compiled: console.Compiled = False,
@@ -142,6 +143,7 @@ def evaluate(
     from vlmdistill.drafters.core.tree import Tree
     from vlmdistill.pipelines.bench import evaluate as pipeline
 
+    how = console.loading(attention, target_dtype, compiled=compiled)
     settings = pipeline.Settings(
         temperatures=tuple(dict.fromkeys(temperature or (0.0,))),
         max_new_tokens=max_new_tokens,
@@ -149,7 +151,7 @@ def evaluate(
         trees=tuple("auto" if one == "auto" else Tree.parse(one) for one in dict.fromkeys(tree or ())),
         seed=seed,
         threads=threads,
-        how=console.loading(attention, target_dtype, compiled=compiled),
+        how={**how, "thinking": thinking} if thinking else how,
         concurrencies=tuple(dict.fromkeys(concurrency or (1,))),
     )
     if dry_run:

@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy.typing as npt
+from msgspec import UNSET, Struct, UnsetType
 from msgspec import Meta as Bounds
-from msgspec import Struct
 
 from vlmdistill.stores.errors import DataError, one_line
 from vlmdistill.stores.suggestions import did_you_mean
@@ -257,6 +257,7 @@ class Provenance(Facts, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sampling: Label = ""  # never compared: responses of several settings may share a store
     code_version: Label = ""  # never compared
     engine: Label = "transformers"  # that ran the target; another one with its version
+    thinking: Label | UnsetType = UNSET  # whether the target reasons: on, off, mixed; absent: as by default
 
     INFORMATIVE: typing.ClassVar = ("target", "revision", "sampling", "code_version")
     WHAT = "provenance"
@@ -268,6 +269,10 @@ class Provenance(Facts, frozen=True, kw_only=True, forbid_unknown_fields=True):
             if name not in self.INFORMATIVE and mine != theirs:
                 return f"{name}: {mine}, not {theirs}"
         return None
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-able form; `from_dict` reads it back. What is absent stays so: earlier versions read it."""
+        return {name: value for name, value in super().to_dict().items() if value is not UNSET}
 
 
 def content_hash(value: Any) -> str:

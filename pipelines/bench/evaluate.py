@@ -37,6 +37,7 @@ from vlmdistill.pipelines.bench.unfinished import Decoded, Unfinished
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt, Prompts
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
+from vlmdistill.pipelines.targets.checkpoints.template import Thinking
 from vlmdistill.pipelines.targets.software import PACKAGES, Software, of_this_process, versions
 from vlmdistill.pipelines.workspace.workspace import NAME, Workspace
 from vlmdistill.stores.errors import DataError, TrainingError
@@ -68,9 +69,31 @@ class Settings:
         return self.how.get("attention", "sdpa")
 
     @property
+    def thinking(self) -> Thinking:
+        """Whether the target reasons before it answers."""
+        return self.how.get("thinking", "")
+
+    @property
     def compiled(self) -> bool:
         """Whether the target's decoding steps are compiled."""
         return self.how.get("compiled", False)
+
+    def trained_as(self, described: "Mapping[str, _Description]") -> "Settings":
+        """With the reasoning that the drafters were trained with, unless `how` names another.
+
+        DataError when they were not all trained with the same.
+        """
+        if "thinking" in self.how:
+            return self
+        modes: dict[str, Thinking] = {
+            name: one.provenance.thinking for name, one in described.items() if one.provenance
+        }
+        if len({*modes.values()}) > 1:
+            trained = ", ".join(f"{name}: {mode or 'as the template'}" for name, mode in modes.items())
+            raise DataError(
+                f"the drafters were trained with different reasoning ({trained}): give --thinking"
+            )
+        return replace(self, how={**self.how, "thinking": next(iter(modes.values()), "")})
 
     def check(self) -> None:
         """DataError on an invalid value."""
@@ -111,6 +134,7 @@ def evaluate(
     listed = prompt_table.load(prompts, workspace.model, "eval").facts["key"].sort()
     asked = tuple(listed[: settings.limit].to_list())
     described = {name: _describe(workspace.drafter(name)) for name in names}  # fails before the target loads
+    settings = settings.trained_as(described)
     leak_of = leaks(workspace, names, chosen)
     target = load(workspace.model, **settings.how)
     machine = hardware.of(target.device)
@@ -165,6 +189,7 @@ def evaluate(
             software=software,
             attention=settings.attention,
             compiled=settings.compiled,
+            thinking=settings.thinking,
             machine=machine,
             calibrations=calibrations,
             title=title,
@@ -239,6 +264,7 @@ def kept(workspace: Workspace, names: Sequence[str], settings: Settings) -> list
     dtype, installed = settings.how.get("dtype", "auto"), Software(**versions(PACKAGES))
     try:
         described = {name: _describe(workspace.drafter(name)) for name in names}
+        settings = settings.trained_as(described)
     except (DataError, TrainingError):
         return []
 
@@ -257,6 +283,7 @@ def kept(workspace: Workspace, names: Sequence[str], settings: Settings) -> list
             and one.software.installed == installed
             and one.attention in (None, settings.attention)
             and one.compiled in (None, settings.compiled)
+            and one.thinking == settings.thinking
             and {at.temperature for at in one.temperatures} >= set(settings.temperatures)
         )
 
@@ -330,12 +357,20 @@ def _first(prompts: Prompts, count: int) -> list[Prompt]:
 
 
 @dataclass(frozen=True)
+class _Trained:
+    """What its evaluation reads of the provenance of its features."""
+
+    thinking: Thinking = ""
+
+
+@dataclass(frozen=True)
 class _Description:
     """The parts of a drafter's `config.json` that its evaluation repeats."""
 
     drafter: str
     config: TrainedSettings
     training: Training = field(default_factory=Training)
+    provenance: _Trained | None = None
 
 
 def _describe(folder: Path) -> _Description:

@@ -254,6 +254,7 @@ class Evaluation:
     software: Software | None = None  # None: measured before it was recorded
     attention: str | None = None  # of the target's prefill; None: measured before it was recorded
     compiled: bool | None = None  # whether decoding steps were compiled; likewise
+    thinking: str = ""  # whether the target reasoned: on, off, mixed; empty: as its template has it
     machine: Hardware | None = None  # likewise
     calibrations: tuple[Calibration, ...] = ()  # where each process began, and at the end
     title: str = ""  # by `--name`

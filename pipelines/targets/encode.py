@@ -81,9 +81,15 @@ class EncodedResponse:
 
 
 def encode(
-    messages: Messages, *, family: Family, model: Any, processor: Any, max_length: int
+    messages: Messages,
+    *,
+    family: Family,
+    model: Any,
+    processor: Any,
+    max_length: int,
+    variables: Mapping[str, Any] | None = None,
 ) -> EncodedPrompt:
-    """Run chat template and processor once over OpenAI-like messages.
+    """Run chat template, with `variables`, and processor once over OpenAI-like messages.
 
     Content is a string or a list of parts: {"type": "text", "text"}, {"type": "image", "path" or "image": a
     path or a PIL image} or {"type": "video", "path" or "video": a file, a folder, an array or a list of
@@ -114,6 +120,7 @@ def encode(
             return_dict=True,
             return_tensors="pt",
             processor_kwargs={"video_metadata": metadata, "do_sample_frames": False} if metadata else {},
+            **(variables or {}),
         )
     except Exception as error:  # templates and processors raise anything
         refusal = MediaError if isinstance(error, OSError) or out_of_memory(error) else DataError

@@ -22,6 +22,7 @@ from vlmdistill.pipelines.targets.checkpoints.folder import (
     weight_files,
 )
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
+from vlmdistill.pipelines.targets.checkpoints.template import Thinking
 from vlmdistill.pipelines.targets.families.family import Family, disagreement, placeholders
 from vlmdistill.pipelines.targets.multi_device import ROOM, DeviceMap, MultiDeviceTarget, device_map
 from vlmdistill.pipelines.targets.target_model import TargetModel
@@ -90,13 +91,14 @@ class _Source:
         attention: str = "sdpa",
         compiled: bool = False,
         layers: DeviceMap | None = None,
+        thinking: Thinking = "",
     ):
         if attention not in ATTENTION:
             raise TargetError(f"unknown attention '{attention}': choose one of {', '.join(ATTENTION)}")
         if dtype != "auto" and dtype not in DTYPES:
             raise TargetError(f"unknown dtype '{dtype}': choose auto or one of {', '.join(DTYPES)}")
         self.name, self.attention = name, attention
-        self.compiled, self.layers = compiled, layers
+        self.compiled, self.layers, self.thinking = compiled, layers, thinking
         self.device = _device(device)
         on_gpu = self.device.type == "cuda"
         self.dtype = DTYPES.get(dtype, torch.bfloat16 if on_gpu else torch.float32)
@@ -130,6 +132,7 @@ class _Source:
             "model": model,
             "processor": self.processor,
             "attention": self.attention,
+            "thinking": self.thinking,
         }
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers
+from msgspec import UNSET
 from torch import Tensor
 
 from vlmdistill.drafters.core.batch import Head
@@ -19,6 +20,7 @@ from vlmdistill.pipelines.targets.batching import HalveOnOom, pad
 from vlmdistill.pipelines.targets.capture import DTYPES, Leaving, Transcript
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import Fingerprint, fingerprint
 from vlmdistill.pipelines.targets.checkpoints.info import target_info
+from vlmdistill.pipelines.targets.checkpoints.template import VARIABLES, Thinking, switch_of, thinks
 from vlmdistill.pipelines.targets.encode import EncodedPrompt, EncodedResponse, Messages, encode
 from vlmdistill.pipelines.targets.families.family import Family, Inputs, Visual, encode_visual
 from vlmdistill.pipelines.targets.generation import Sampler
@@ -34,7 +36,15 @@ class TargetModel(abc.ABC):
     """What a target can do on one device or several; `loading.load_for_capture` makes one."""
 
     def __init__(
-        self, *, name: str, folder: Path, family: Family, model: Any, processor: Any, attention: str = "sdpa"
+        self,
+        *,
+        name: str,
+        folder: Path,
+        family: Family,
+        model: Any,
+        processor: Any,
+        attention: str = "sdpa",
+        thinking: Thinking = "",
     ):
         self.name = name
         self.folder = folder
@@ -44,6 +54,13 @@ class TargetModel(abc.ABC):
         self.tokenizer = processor.tokenizer
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
+        self.thinking = thinking
+        self._switch = switch_of(processor) if thinking else None
+        if thinking and self._switch is None:
+            raise TargetError(
+                f"{folder}: the chat template has no switch for reasoning ({' or '.join(VARIABLES)}): leave "
+                "out --thinking"
+            )
         self._text = model.model.language_model
         self._eager = attention == "eager"
         self._head: Tensor = model.get_output_embeddings().weight
@@ -101,6 +118,7 @@ class TargetModel(abc.ABC):
             dtype=dtype,
             revision=hashes.revision,
             sampling=sampling,
+            thinking=self.thinking or UNSET,
             code_version=versions(("vlmdistill",))["vlmdistill"],
         )
 
@@ -126,6 +144,7 @@ class TargetModel(abc.ABC):
             model=self.model,
             processor=self.processor,
             max_length=self.info.max_position,
+            variables={} if self._switch is None else {self._switch: thinks(self.thinking, messages)},
         )
 
     def generate(

@@ -31,6 +31,7 @@ from vlmdistill.pipelines.data.responses.responder import ResponseSummary
 from vlmdistill.pipelines.report import page
 from vlmdistill.pipelines.report.comparison import DrafterResult, rank
 from vlmdistill.pipelines.status import WorkspaceStatus
+from vlmdistill.pipelines.targets.checkpoints.template import Thinking
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.progress import Progress, silent
@@ -103,6 +104,7 @@ def responses(
     temperature: float = 1.0,
     max_new_tokens: int = 1024,
     seed: int = 0,
+    thinking: Thinking = "",
     workers: int | None = None,
     allow_failed: float = 0.0,
     progress: StageProgress | None = None,
@@ -116,6 +118,8 @@ def responses(
         temperature: 1 is the target's own distribution, 0 is greedy.
         max_new_tokens: Maximum length of a response, in tokens.
         seed: Seed of the sampling.
+        thinking: Whether the target reasons before it answers: `on`, `off`, or `mixed`, at half of the
+            prompts; default: as its chat template has it.
         workers: Ray workers; default: as many as the GPUs, or cores, can hold.
         allow_failed: Share of the prompts that may fail.
         progress: Is called as responses come.
@@ -135,7 +139,9 @@ def responses(
             chosen,
             workspace.responses,
             model,
-            SamplingSettings(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed),
+            SamplingSettings(
+                temperature=temperature, max_new_tokens=max_new_tokens, seed=seed, thinking=thinking
+            ),
             Filters(),
             WorkerOptions(workers=workers),
             report=_of(progress, "responses"),

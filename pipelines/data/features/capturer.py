@@ -318,8 +318,9 @@ def capture(
         )
     with part.writing():
         keys_in(part, settings, options.engine)
-        sampling = str(dataset.read_settings(responses)[0])
-        one = partial(_capture, prompts, generated, sampling, model, settings, options, report)
+        sampling = dataset.read_settings(responses)[0]
+        options = dataclasses.replace(options, load={**options.load, "thinking": sampling.thinking})
+        one = partial(_capture, prompts, generated, str(sampling), model, settings, options, report)
         passes = [one(part, items)]
         if annexes := part.annexes(settings.drafters):
             held = _named(items, part.keys())

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt, Prompts
 from vlmdistill.pipelines.data.responses.quality import Filters
 from vlmdistill.pipelines.data.spool import Spool
+from vlmdistill.pipelines.targets.checkpoints.template import Thinking, check_thinking
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import Array, content_hash
@@ -52,6 +53,7 @@ class SamplingSettings:
     top_p: float = 1.0
     max_new_tokens: int = 1024
     seed: int = 0
+    thinking: Thinking = ""  # whether the target reasons before it answers
 
     def check(self) -> None:
         """DataError if a value is out of range."""
@@ -63,6 +65,7 @@ class SamplingSettings:
             raise DataError(f"--top-p {self.top_p}: give a share above 0, at most 1")
         if self.max_new_tokens < 1:
             raise DataError(f"--max-new-tokens {self.max_new_tokens}: give a number above 0")
+        check_thinking(self.thinking)
 
     def __str__(self) -> str:
         values = dataclasses.asdict(self)
@@ -96,12 +99,12 @@ def check_settings(out: Path, settings: Mapping[str, Any]) -> None:
     path = out / SETTINGS
     if not path.is_file():
         return
-    there = {"engine": "transformers", **_flat(json.loads(path.read_text()))}
+    there = {"engine": "transformers", "thinking": "", **_flat(json.loads(path.read_text()))}
     for name, value in _flat(settings).items():
         if name in there and there[name] != value:
             raise DataError(
-                f"{out} was made with {name} {there[name]}, not {value}: use {there[name]}, or another "
-                "folder (--out; in `vlmdistill run`: --runs)"
+                f"{out} was made with {name} {_shown(there[name])}, not {_shown(value)}: use "
+                f"{_shown(there[name])}, or another folder (--out; in `vlmdistill run`: --runs)"
             )
 
 
@@ -120,6 +123,10 @@ def read_settings(out: Path) -> tuple[SamplingSettings, Filters]:
         return SamplingSettings(), Filters()
     settings = json.loads(path.read_text())
     return SamplingSettings(**settings["sampling"]), Filters(**settings["filters"])
+
+
+def _shown(value: Any) -> str:
+    return "of the template" if value == "" else str(value)
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -105,7 +105,8 @@ class Responder:
         load_options: Options | None = None,
         engine: EngineName = "transformers",
     ) -> None:
-        self.target, self.engine = self._load(model, load_options or Options(), engine)
+        how: Options = {**(load_options or Options()), "thinking": sampling.thinking}
+        self.target, self.engine = self._load(model, how, engine)
         self.sampling = sampling
         self.filters = filters
         self.batch = batch
@@ -195,6 +196,7 @@ class Responder:
 
     def _row(self, prompt: Prompt, *, reason: str, **values: Any) -> ResponseRow:
         settings = {**dataclasses.asdict(self.sampling), "target": str(self.target.fingerprint), "seed": 0}
+        del settings["thinking"]  # of all rows of a folder
         return ResponseRow(key=prompt.key, keep=not reason, reason=reason, **{**settings, **values})
 
 

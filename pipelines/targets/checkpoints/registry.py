@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypedDict
 
+from vlmdistill.pipelines.targets.checkpoints.template import Thinking
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.stores.errors import TargetError
 from vlmdistill.stores.suggestions import did_you_mean
@@ -53,6 +54,7 @@ class Options(TypedDict, total=False):
     dtype: str
     attention: str
     compiled: bool
+    thinking: Thinking
 
 
 def shipped(name: str) -> Path | None:

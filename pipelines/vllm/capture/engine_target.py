@@ -281,7 +281,7 @@ def loaded(model: str, how: Options, engine: EngineName) -> TargetModel:
     dtype = how.get("dtype", "auto")
     if dtype == "auto":
         dtype = "bfloat16" if torch.cuda.is_available() else "float32"
-    return load_for_capture(model, device="cpu", dtype=dtype)
+    return load_for_capture(model, device="cpu", dtype=dtype, thinking=how.get("thinking", ""))
 
 
 def _telling(prompts: Sequence[EncodedPrompt]) -> int:

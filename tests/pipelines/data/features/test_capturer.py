@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from tests import tiny
+from tests.pipelines.targets.test_thinking import with_switch
 from vlmdistill.cli.main import main
 from vlmdistill.pipelines.cluster.environment import VARIABLE
 from vlmdistill.pipelines.cluster.pool import WorkerOptions
@@ -35,6 +36,7 @@ from vlmdistill.pipelines.data.responses.responder import respond
 from vlmdistill.pipelines.flow import capture_features
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint as checkpoint_of
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
+from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.stores.errors import DataError, StoreError
 from vlmdistill.stores.integrity.verify import verify
 from vlmdistill.stores.progress import Progress, silent
@@ -120,6 +122,20 @@ def test_the_store_holds_every_kept_response_with_what_the_drafters_need(given: 
         assert len(sample.spans) == len(by_key[row.key].files)
         assert sample.features[Feature("hidden", "text")].shape == (len(sample.ids_T), tiny.HIDDEN)
         assert (sample.meta["split"], sample.meta["dataset"]) == (by_key[row.key].split, "mix")
+
+
+def test_features_follow_the_reasoning_of_the_responses(given: Given, tmp_path: Path) -> None:
+    target, responses = with_switch(Path(given.model), tmp_path / "target"), tmp_path / "responses"
+    thinking = SamplingSettings(max_new_tokens=6, thinking="mixed")
+    respond(given.prompts, responses, str(target), thinking, ANY, ONE)
+    summary = run(replace(given, model=str(target)), tmp_path / "store", ["wren"], responses=responses)
+    assert summary.captured == len(given.prompts)
+    assert Store.open(tmp_path / "store").provenance.thinking == "mixed"
+    loaded = load(str(target), thinking="mixed")
+    lengths = {one.key: loaded.encode(one.messages).length for one in given.prompts}
+    assert {row.key: row.prompt_tokens for row in dataset.read(responses)} == lengths
+    before = {row.key: row.prompt_tokens for row in dataset.read(given.responses)}
+    assert len({lengths[key] - before[key] for key in before}) == 2
 
 
 def test_the_index_holds_the_media_of_a_sample(given: Given, stored: Path) -> None:

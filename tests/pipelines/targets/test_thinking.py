@@ -1,0 +1,58 @@
+"""The switch for reasoning: found in the chat template, the same for a prompt in every stage."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from msgspec import UNSET
+
+from tests.tiny import checkpoint
+from vlmdistill.pipelines.data.responses.dataset import SamplingSettings, check_settings, write_settings
+from vlmdistill.pipelines.targets.loading import load
+from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
+from vlmdistill.stores.errors import DataError, TargetError
+
+SWITCH = "{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %}no {% endif %}"
+
+
+def with_switch(target: Path, out: Path) -> Path:
+    """A copy of a checkpoint whose template ends a prompt with "no " where it is not to reason."""
+    shutil.copytree(target, out)
+    file = out / "chat_template.jinja"
+    file.write_text(file.read_text() + SWITCH)
+    return out
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("thinking")
+    return with_switch(checkpoint("qwen2_5_vl", made / "plain", layers=2), made / "switch")
+
+
+def lengths(target: VisionLanguageTarget) -> list[int]:
+    return [target.encode([{"role": "user", "content": f"Question {n}?"}]).length for n in range(12)]
+
+
+def test_prompts_follow_the_switch(folder: Path) -> None:
+    by_default, on, off, mixed = (load(str(folder), thinking=mode) for mode in ("", "on", "off", "mixed"))
+    assert lengths(on) == lengths(by_default)
+    extra = len(on.tokenizer("no ")["input_ids"])
+    more = [length - short for length, short in zip(lengths(mixed), lengths(on), strict=True)]
+    assert set(more) == {0, extra}
+    assert [length - extra for length in lengths(off)] == lengths(on)
+    assert [one.provenance((), "float32").thinking for one in (by_default, mixed)] == [UNSET, "mixed"]
+
+
+def test_a_template_without_a_switch_is_refused(folder: Path) -> None:
+    with pytest.raises(TargetError, match=r"no switch for reasoning \(enable_thinking or thinking\)"):
+        load(str(folder.parent / "plain"), thinking="on")
+
+
+def test_responses_of_two_modes_do_not_mix(tmp_path: Path) -> None:
+    sampling = {name: value for name, value in vars(SamplingSettings()).items() if name != "thinking"}
+    write_settings(tmp_path, {"sampling": sampling})  # as before there was a switch
+    check_settings(tmp_path, {"sampling": vars(SamplingSettings())})
+    with pytest.raises(DataError, match="made with thinking of the template, not off"):
+        check_settings(tmp_path, {"sampling": vars(SamplingSettings(thinking="off"))})
+    with pytest.raises(DataError, match="--thinking maybe: choose on, off or mixed"):
+        SamplingSettings(thinking="maybe").check()  # type: ignore[arg-type]
