@@ -25,6 +25,12 @@ def open_regular(path: str | Path) -> int:
     raise OSError(errno.EISDIR, "it is no regular file", str(path))
 
 
+def read_bytes(path: str | Path) -> bytes:
+    """The content of a file; IsADirectoryError for all that is no regular file."""
+    with open(open_regular(path), "rb") as file:
+        return file.read()
+
+
 def decode(data: bytes | str, kind: type[T]) -> T:
     """JSON as a declared type; ValueError when it is none, or is nested too deeply."""
     try:
@@ -40,8 +46,7 @@ def read(path: Path, kind: type[T], what: str, remedy: str, *, error: type[Vlmdi
     line with the path, the reason and the `remedy`.
     """
     try:
-        with open(open_regular(path), "rb") as file:
-            return decode(file.read(), kind)
+        return decode(read_bytes(path), kind)
     except FileNotFoundError:
         raise
     except OSError as cause:

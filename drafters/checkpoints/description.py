@@ -11,6 +11,7 @@ import msgspec
 
 from vlmdistill.drafters import catalogue
 from vlmdistill.stores.errors import TrainingError, one_line
+from vlmdistill.stores.records import read_bytes
 from vlmdistill.stores.suggestions import did_you_mean
 
 FORMAT = 2
@@ -39,7 +40,7 @@ def describe(folder: Path) -> dict[str, Any]:
 
         return {"drafter": name, "config": to_dict(catalogue.config(name)), "training": {}}
     try:
-        description = json.loads(file.read_text())
+        description = json.loads(read_bytes(file))
         return msgspec.structs.asdict(msgspec.convert(description, _DrafterFile))
     except FileNotFoundError:
         raise TrainingError(f"no drafter in {folder}{_instead(folder)}") from None
@@ -56,7 +57,7 @@ def describe(folder: Path) -> dict[str, Any]:
 def trained_on(folder: Path) -> frozenset[str] | None:
     """The keys of the samples that the drafter in a folder was trained on; None if it does not list them."""
     try:
-        return frozenset((folder / SAMPLES).read_text(encoding="utf-8").splitlines())
+        return frozenset(read_bytes(folder / SAMPLES).decode().splitlines())
     except (OSError, ValueError):
         return None
 

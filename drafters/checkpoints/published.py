@@ -27,6 +27,7 @@ from vlmdistill.drafters.core.drafter import Drafter
 from vlmdistill.drafters.core.settings import override
 from vlmdistill.drafters.core.vocabulary import check_columns, columns_of
 from vlmdistill.stores.errors import DataError, TrainingError, one_line
+from vlmdistill.stores.records import read_bytes
 from vlmdistill.stores.schema import Provenance, TargetInfo
 
 log = logging.getLogger(__name__)
@@ -119,7 +120,7 @@ class Published:
 def is_published(folder: Path) -> bool:
     """Whether a folder holds a checkpoint, and not a drafter of this toolkit."""
     try:
-        return "provenance" not in json.loads((folder / "config.json").read_bytes())
+        return "provenance" not in json.loads(read_bytes(folder / "config.json"))
     except (OSError, ValueError, TypeError, RecursionError):
         return False
 
@@ -140,7 +141,7 @@ def read(folder: Path, name: str) -> Published:
     odd = [key for key, one in tensors.items() if not torch.isfinite(one.float()).all()]
     if odd:
         raise TrainingError(f"{file}: {odd[0]} holds values that are not finite")
-    digest.update((folder / "config.json").read_bytes())
+    digest.update(read_bytes(folder / "config.json"))
     settings: dict[str, Any] = {}
     heads = layer.num_attention_heads
     settings["kv_heads"] = "all" if (layer.num_key_value_heads or heads) == heads else "target"
@@ -242,7 +243,7 @@ def _layer(folder: Path, kind: type[Drafter]) -> tuple[Mapping[str, Any], Layer]
     """Its `config.json`, and what that says of the layers; TrainingError for what is not here."""
     file = folder / "config.json"
     try:
-        raw = json.loads(file.read_bytes())
+        raw = json.loads(read_bytes(file))
         layer = msgspec.convert({**raw, **raw.get(NESTED, {})}, Layer)
         rope = layer.rope_scaling or layer.rope_parameters or {}
         theta = msgspec.convert(rope.get("rope_theta", layer.rope_theta), Positive)

@@ -13,6 +13,7 @@ from vlmdistill.pipelines.targets.checkpoints.registry import HUB, REGISTRY, hub
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.pipelines.targets.families import FAMILIES, FamilyEntry
 from vlmdistill.stores.errors import DataError, TargetError
+from vlmdistill.stores.records import read_bytes
 
 HUB_TIMEOUT = 5.0  # seconds until the hub counts as unreachable
 WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
@@ -160,7 +161,7 @@ def weight_files(folder: Path) -> list[Path]:
 def read_json(folder: Path, name: str) -> dict[str, Any]:
     """Read a JSON object of the checkpoint; TargetError if it is missing or not one."""
     try:
-        value = json.loads((folder / name).read_text(encoding="utf-8"))
+        value = json.loads(read_bytes(folder / name))
     except FileNotFoundError:
         raise TargetError(f"{folder} has no {name}: not a checkpoint, or an incomplete download") from None
     except (OSError, ValueError, RecursionError) as error:

@@ -6,6 +6,7 @@ theirs, and read back through the importer.
 
 import json
 import math
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -479,6 +480,16 @@ def test_a_configuration_of_no_layer_is_refused_in_one_line(odd: dict[str, Any],
     folder = write(tmp_path / "theirs", Eagle(), **odd)
     with pytest.raises(TrainingError, match=r"config\.json"):
         imported(folder, "eagle2", tmp_path / "ours")
+
+
+def test_a_configuration_that_is_a_pipe_blocks_no_command(tmp_path: Path) -> None:
+    folder = write(tmp_path / "theirs", Eagle())
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+    assert not published.is_published(folder)
+    for act in (lambda: imported(folder, "eagle2", tmp_path / "ours"), lambda: checkpoint.describe(folder)):
+        with pytest.raises(TrainingError, match=r"config\.json .*no regular file"):
+            act()
 
 
 def test_a_run_begins_with_a_published_checkpoint(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """A wrong name, an incomplete download or an unsupported model is one clear line each."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -242,6 +243,9 @@ def test_corrupt_files(copy: Callable[[str], Path]) -> None:
     weights.write_bytes(whole)
     (folder / "config.json").write_text("{")
     assert "config.json cannot be read" in refusal(folder)
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+    assert "no regular file" in refusal(folder)
 
 
 def test_weights_of_another_model(copy: Callable[[str], Path], checkpoint: Checkpoint) -> None:
