@@ -13,31 +13,29 @@
 `docs/store-format.md` describes every file.
 """
 
-import contextlib
 import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from msgspec.structs import replace
 
-from vlmdistill.stores.arrays import ArraySpec, byte_range, read_rows
 from vlmdistill.stores.backends.backend import STAGING, Backend, writing
 from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.commits import commit, is_complete, require_all
 from vlmdistill.stores.errors import StoreError, one_line
 from vlmdistill.stores.heads import read_head, write_head
+from vlmdistill.stores.index.annexes import SAME, annex_folder, no_annex
 from vlmdistill.stores.index.merged import Lines, Shards
-from vlmdistill.stores.index.tables import XXH3, reserved, view_keys
-from vlmdistill.stores.layout import TOKENS, Layout, dequantize, rows_of
+from vlmdistill.stores.index.reading import Line, SampleReader, ShardRows
+from vlmdistill.stores.index.tables import reserved, view_keys
+from vlmdistill.stores.layout import Layout
 from vlmdistill.stores.manifest import (
     ANNEXES,
     CAPTURE,
     COMMITS,
     FORMAT,
     HEADS,
-    KINDS,
     STATS,
     STORE,
     CaptureRecord,
@@ -58,9 +56,7 @@ from vlmdistill.stores.schema import (
     FrozenTables,
     PackedSamples,
     Provenance,
-    Rows,
     Sample,
-    Span,
     TargetInfo,
     as_features,
     content_hash,
@@ -71,8 +67,6 @@ from vlmdistill.stores.writer import Writer
 if TYPE_CHECKING:
     import polars as pl
     import zarr
-
-SAME = ("key", f"{XXH3}{TOKENS.name}", "visual_tokens")  # equal in a sample and in what an annex adds to it
 
 
 class Store:
@@ -95,6 +89,8 @@ class Store:
         self.info = record.info
         self.layout = Layout.of(self.provenance, self.info, record.encoding)
         self._shards = Shards(backend, self.layout)
+        self.rows = ShardRows(backend, self.layout, self.commit)
+        self._samples = SampleReader(self.rows, self._held)
         self.buffers: list[dict[Feature, Array]] = []  # of finished epochs, each for the features of a batch
         self._index: tuple[Any, Lines] | None = None  # what it was made from; the index
         self._meta: Mapping[str, pl.DataType] = {}
@@ -270,13 +266,13 @@ class Store:
                     )
                 yield annex, held
 
-    def _held(self, feature: Feature, row: Mapping[str, Any]) -> "tuple[Store, Mapping[str, Any]] | None":
-        """The store with a feature of a sample, and its line there; None when it is not captured yet."""
+    def _held(self, feature: Feature, row: Line) -> tuple[ShardRows, Line] | None:
+        """The shards with a feature of a sample, and its line there; None when it is not captured yet."""
         holder = self.holder(feature)
         if holder is self:
-            return self, row
+            return self.rows, row
         line = holder._find(row["key"])
-        return (holder, line) if line and all(line[name] == row[name] for name in SAME) else None
+        return (holder.rows, line) if line and all(line[name] == row[name] for name in SAME) else None
 
     # Writing
 
@@ -441,8 +437,7 @@ class Store:
         chosen = self.choose(features)
         if features is None:
             chosen = tuple(feature for feature in chosen if self._held(feature, row))
-        self._prefetch(row, chosen)
-        return self._read(row, chosen)
+        return self._samples.one(row, chosen, self.commit(row["unit"]).meta)
 
     def array(self, name: str, unit: str) -> "zarr.Array[Any]":
         """Open an array of a shard with zarr, for reading alone; zarr compares no checksums.
@@ -476,25 +471,6 @@ class Store:
         row = self._index[1].find(key) if self._index else None
         return row or self._lines().find(key)  # committed since we last looked?
 
-    def _read(self, row: Mapping[str, Any], features: Sequence[Feature]) -> Sample:
-        """The sample of one row of the index."""
-        ids_T, position_T, rope_T, response_T = np.ascontiguousarray(self._tokens(row).T)
-        written = self.commit(row["unit"]).meta  # without the statistics of training runs
-        return Sample(
-            key=row["key"],
-            ids_T=ids_T,
-            response_T=response_T.astype(np.bool_),
-            position_T=position_T,
-            rope_T=rope_T,
-            spans=self._spans(row),
-            features={feature: self._feature(feature, row) for feature in features},
-            meta={
-                name: value
-                for name, value in row.items()
-                if value is not None and (name in written or (name == "dataset" and value))
-            },
-        )
-
     def read_batch(
         self,
         rows: Sequence[Mapping[str, Any]],
@@ -506,114 +482,7 @@ class Store:
         The features are read into `buffers` (uint8, replaced when too small), so that the next batch that is
         given the same ones overwrites them: fresh memory costs more than copying into it.
         """
-        chosen = self.choose(features)
-        ends = {where: [0, *np.cumsum([rows_of(where, row) for row in rows])] for where in KINDS}
-        for row in rows:
-            for where in KINDS:
-                self._span(where, row)  # before memory is allocated for it
-            self._prefetch(row, chosen)
-        buffers = {} if buffers is None else buffers
-        tokens_T4 = np.empty((ends["text"][-1], TOKENS.width), TOKENS.dtype)
-        held = {feature: self._buffer(feature, ends[feature.where][-1], buffers) for feature in chosen}
-        spans = list[tuple[int, int, int]]()
-        for at, row in enumerate(rows):
-            self._tokens(row, tokens_T4[ends["text"][at] : ends["text"][at + 1]])
-            spans += [(at, span.start, span.length) for span in self._spans(row)]
-            for feature, block in held.items():
-                self._feature(feature, row, block[ends[feature.where][at] : ends[feature.where][at + 1]])
-        return PackedSamples(
-            keys=tuple(row["key"] for row in rows),
-            text_tokens_B=np.diff(ends["text"]),
-            tokens_T4=tokens_T4,
-            span_M3=np.array(spans, np.int64).reshape(-1, 3),
-            features=held,
-        )
-
-    def _buffer(self, feature: Feature, rows: int, buffers: dict[Feature, Array]) -> Array:
-        """Room for the rows [rows, D] of a feature."""
-        size = rows * self.layout.width * np.dtype(self.layout.storage).itemsize
-        if feature not in buffers or len(buffers[feature]) < size:
-            buffers[feature] = np.empty(size + size // 4, np.uint8)
-        return buffers[feature][:size].view(self.layout.storage).reshape(rows, self.layout.width)
-
-    def _tokens(self, row: Mapping[str, Any], out: Array | None = None) -> Array:
-        """The tokens [T, 4] of one sample, in `out` if given; StoreError when no target can have them."""
-        tokens_T4 = self.rows(TOKENS, row, out)
-        if why := self.layout.unknown(tokens_T4[:, 0], tokens_T4[:, 2]):
-            raise damaged(self._where(self.commit(row["unit"]).named, TOKENS, row), why)
-        return tokens_T4
-
-    def _feature(self, feature: Feature, row: Mapping[str, Any], out: Array | None = None) -> Array:
-        """The rows [n, D] of a feature of one sample, in `out` if given."""
-        if (held := self._held(feature, row)) is None:
-            what = f"sample {row['key']} has no {feature.name} in {self.path} yet"
-            raise StoreError(f"{what}: run the `vlmdistill features` that adds it again")
-        holder, line = held
-        specs = holder.layout.parts[feature]
-        if len(specs) == 1:
-            return holder.rows(specs[0], line, out)
-        rows = dequantize(tuple(holder.rows(spec, line) for spec in specs), self.layout.dtype)
-        if out is None:
-            return rows
-        out[:] = rows
-        return out
-
-    def _spans(self, row: Mapping[str, Any]) -> tuple[Span, ...]:
-        return tuple(Span(span["start"], span["length"]) for span in row["spans"])
-
-    def _prefetch(self, row: Mapping[str, Any], features: Sequence[Feature]) -> None:
-        """Let the disk start on all arrays of a sample at once, in the order of reading."""
-        wanted: list[tuple[Store, Mapping[str, Any], ArraySpec]] = [(self, row, TOKENS)]
-        for feature in features:
-            if held := self._held(feature, row):
-                wanted += [(*held, spec) for spec in held[0].layout.parts[feature]]
-        with contextlib.suppress(OSError):  # reading it reports what is missing
-            for store, line, spec in wanted:
-                if span := store._span(spec.rows, line):
-                    store.backend.prefetch(*byte_range(store.commit(line["unit"]).named, spec, span))
-
-    def _span(self, rows: Rows, row: Mapping[str, Any]) -> range:
-        """The rows of one kind that a sample has, as its line of the index says."""
-        start, count, total = row[f"{rows}_row"], rows_of(rows, row), self.commit(row["unit"]).rows[rows]
-        if start + count > total:  # neither is negative, see `check_values`
-            where = f"{self.path}: the index of sample {row['key']}"
-            raise damaged(where, f"it names {rows} rows up to {start + count}, and there are {total}")
-        return range(start, start + count)
-
-    def rows(self, spec: ArraySpec, row: Mapping[str, Any], out: Array | None = None) -> Array:
-        """The rows of one array for one row of the index, as stored and checked, in `out` if given."""
-        shard, span = self.commit(row["unit"]).named, self._span(spec.rows, row)
-        try:
-            rows, checksum = read_rows(self.backend, shard, spec, span, out)
-            if checksum != row[XXH3 + spec.name] and self.backend.forget(*byte_range(shard, spec, span)):
-                rows, checksum = read_rows(self.backend, shard, spec, span, out)
-        except FileNotFoundError as error:
-            raise damaged(self._where(shard, spec, row), "it is missing") from error
-        except OSError as error:
-            raise StoreError(f"{self._where(shard, spec, row)} cannot be read: {error}") from error
-        if checksum != row[XXH3 + spec.name]:
-            raise damaged(self._where(shard, spec, row))
-        return rows
-
-    def _where(self, shard: str, spec: ArraySpec, row: Mapping[str, Any]) -> str:
-        return f"{self.path}/{shard}: {spec.name} of sample {row['key']}"
-
-
-def annex_folder(names: Collection[str]) -> str:
-    """Where the annex of these features is: whoever adds the same ones adds them there."""
-    return f"{ANNEXES}/{content_hash(sorted(names))}"
-
-
-def no_annex(store: StoreRecord, annex: StoreRecord, where: str) -> str | None:
-    """Why what lies at `where` in a store is no annex of it; None if it is."""
-    mine, theirs = store.provenance, annex.provenance
-    if where != (folder := annex_folder(theirs.features)):
-        return f"its features belong in {folder}"
-    if shared := {*mine.features}.intersection(theirs.features):
-        return f"the store has {', '.join(sorted(shared))} itself"
-    if difference := mine.mismatch(replace(theirs, features=mine.features)):
-        return f"it is of another origin ({difference})"
-    return None if (store.info, store.head) == (annex.info, annex.head) else "it is of another target"
+        return self._samples.batch(rows, self.choose(features), {} if buffers is None else buffers)
 
 
 def _names(features: Collection[Feature]) -> str:

@@ -12,11 +12,12 @@ import polars as pl
 from vlmdistill.stores.arrays import ArraySpec
 from vlmdistill.stores.commits import LEDGER
 from vlmdistill.stores.errors import StoreError
+from vlmdistill.stores.index.annexes import SAME
 from vlmdistill.stores.index.tables import ROW, reserved, view_keys
 from vlmdistill.stores.layout import TOKENS
 from vlmdistill.stores.manifest import CACHE, COMMITS, STATS, STORE, VIEWS, record_names, units
 from vlmdistill.stores.schema import Array, Feature
-from vlmdistill.stores.store import SAME, Store
+from vlmdistill.stores.store import Store
 
 BINS = 24
 COUNTS = ("text_tokens", "visual_tokens", "response_tokens")

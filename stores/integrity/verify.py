@@ -17,6 +17,7 @@ from vlmdistill.stores.backends.backend import STAGING, STREAMS, Backend, in_fli
 from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.commits import KEPT, LEDGER, find_copy
 from vlmdistill.stores.errors import NewerError, StoreError
+from vlmdistill.stores.index.annexes import no_annex
 from vlmdistill.stores.index.arrow import frame_of
 from vlmdistill.stores.index.tables import XXH3, table_of
 from vlmdistill.stores.integrity.checks import Finding, StoreChecks, failed
@@ -40,7 +41,6 @@ from vlmdistill.stores.manifest import (
 )
 from vlmdistill.stores.progress import Progress, silent
 from vlmdistill.stores.schema import content_hash
-from vlmdistill.stores.store import no_annex
 
 NOTHING = pl.DataFrame(schema={"key": pl.String, "unit": pl.String, "content": pl.UInt64})
 FAULTS = ("damaged", "missing", "unreadable")

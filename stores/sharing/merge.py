@@ -16,6 +16,7 @@ from msgspec import structs
 from vlmdistill.stores.backends.backend import STREAMS
 from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.errors import RacedError, StoreError
+from vlmdistill.stores.index.annexes import SAME
 from vlmdistill.stores.index.tables import XXH3, unlike
 from vlmdistill.stores.manifest import STORE
 from vlmdistill.stores.progress import Progress, silent
@@ -23,7 +24,7 @@ from vlmdistill.stores.retry import retried
 from vlmdistill.stores.schema import Feature
 from vlmdistill.stores.sharing.merge_tables import bring_tables
 from vlmdistill.stores.sharing.transfer import copy_unit
-from vlmdistill.stores.store import SAME, Store
+from vlmdistill.stores.store import Store
 
 
 @dataclass(frozen=True)

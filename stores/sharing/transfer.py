@@ -40,7 +40,7 @@ def copy_unit(source: Store, target: Store, unit: str, rows: pl.DataFrame) -> No
         # Where the rows lie and what training said of them is not part of the sample.
         written = [name for name in CORE if not name.endswith(ROW)] + [*record.meta]
         for row in rows.iter_rows(named=True):
-            arrays = ((spec, source.rows(specs[spec.name], row)) for spec in target.layout.arrays)
+            arrays = ((spec, source.rows.read(specs[spec.name], row)) for spec in target.layout.arrays)
             losses = {name: row[LOSS + name] for name in record.losses if name in features}
             writer.copy({column: row[column] for column in written}, arrays, losses)
 

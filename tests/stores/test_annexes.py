@@ -26,12 +26,13 @@ from tests.stores.samples import (
 )
 from vlmdistill.cli.store import app
 from vlmdistill.stores.errors import StoreError
+from vlmdistill.stores.index.annexes import annex_folder
 from vlmdistill.stores.integrity.gc import collect
 from vlmdistill.stores.integrity.verify import verify
 from vlmdistill.stores.loader.epoch import Epoch
 from vlmdistill.stores.schema import Feature
 from vlmdistill.stores.sharing.merge import merge, send
-from vlmdistill.stores.store import Store, annex_folder
+from vlmdistill.stores.store import Store
 from vlmdistill.stores.summary import info as summary
 from vlmdistill.stores.views.filters import filter_store
 

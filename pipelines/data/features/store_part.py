@@ -15,9 +15,10 @@ from vlmdistill.pipelines.targets.checkpoints.fingerprint import Fingerprint
 from vlmdistill.pipelines.workspace.workspace import only_writer
 from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.errors import DataError, StoreError
+from vlmdistill.stores.index.annexes import annex_folder
 from vlmdistill.stores.layout import ENCODINGS
 from vlmdistill.stores.schema import Feature, FrozenTables, Provenance, TargetInfo
-from vlmdistill.stores.store import Store, annex_folder
+from vlmdistill.stores.store import Store
 
 
 class StorePart:
