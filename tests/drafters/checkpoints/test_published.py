@@ -21,6 +21,7 @@ from tests.drafters import synthetic
 from tests.drafters.synthetic import INFO, LAYOUTS
 from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.checkpoints import checkpoint, published
+from vlmdistill.drafters.checkpoints.description import describe
 from vlmdistill.drafters.checkpoints.initial import Initial
 from vlmdistill.drafters.core.batch import Batch
 from vlmdistill.drafters.core.config import features
@@ -487,7 +488,7 @@ def test_a_configuration_that_is_a_pipe_blocks_no_command(tmp_path: Path) -> Non
     (folder / "config.json").unlink()
     os.mkfifo(folder / "config.json")
     assert not published.is_published(folder)
-    for act in (lambda: imported(folder, "eagle2", tmp_path / "ours"), lambda: checkpoint.describe(folder)):
+    for act in (lambda: imported(folder, "eagle2", tmp_path / "ours"), lambda: describe(folder)):
         with pytest.raises(TrainingError, match=r"config\.json .*no regular file"):
             act()
 
