@@ -52,7 +52,7 @@ def commit(backend: Backend, record: Commit, publish: Callable[[], None]) -> Com
     made = backend.create(name, seal(record))
     first = record if made else find_record(backend, name, Commit)
     if first is not None and first.shard != record.shard:
-        backend.remove(record.named)  # the unit's name is taken: nobody can commit this shard
+        backend.remove(record.named)  # the unit's name is taken: this shard can never be committed
     if first is not None and is_complete(backend, first):
         note(backend, name, first)
         return first

@@ -91,7 +91,7 @@ class Lease:
         self._touching.start()
 
     def _take(self, generation: int) -> bool:
-        """Take a lock that nobody holds, or whose holder was a process of this machine that has ended."""
+        """Take a lock that is free, or whose holder was a process of this machine that has ended."""
         other = self._holder(generation) if generation else None
         free = generation == 0 or (other is not None and other.ended)
         return free and self._create(generation + 1)

@@ -126,7 +126,7 @@ class Commit(Record, frozen=True, kw_only=True):
         return self.files[file][0] if file in self.files else 0
 
     def wrong(self, name: str) -> str | None:
-        """It is of the unit of its name, its files are those of a shard, and the shard is named by them."""
+        """The record has the name of its unit, names the files of a shard, and the shard is named by them."""
         if name != commit_name(self.unit):
             return f"it is the record of {self.unit}"
         odd = [file for file in self.files if not FILE.fullmatch(file)]

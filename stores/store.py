@@ -173,7 +173,7 @@ class Store:
         """
         return read_head(self.backend, self.record.head, self.layout.width)
 
-    # Annexes: features that nobody asked for when the store was made
+    # Annexes: features that were added after the store was made
 
     @functools.cached_property
     def annexes(self) -> "tuple[Store, ...]":
@@ -224,7 +224,7 @@ class Store:
 
     @property
     def features(self) -> tuple[Feature, ...]:
-        """All features, those of annexes included; StoreError when an annex is damaged."""
+        """All features, including annexes; StoreError when an annex is damaged."""
         return tuple(sorted({feature for one in (self, *self.annexes) for feature in one.layout.features}))
 
     def choose(self, features: Collection[str | Feature] | None) -> tuple[Feature, ...]:

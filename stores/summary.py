@@ -27,10 +27,10 @@ log = logging.getLogger("vlmdistill.stores")
 def info(store: Store, needs: Mapping[str, Collection[Feature]] | None = None) -> dict[str, Any]:
     """What a store holds, from what, how big, per field and per dataset.
 
-    `bytes` on disk are those of the fields, `index_bytes`, `head_bytes` and `records_bytes` (the records, the
+    `bytes` is the sum of the fields, `index_bytes`, `head_bytes` and `records_bytes` (the records, the
     ledger, and the tables of views, statistics and cache). Shards that no record names do not count.
     `shadowed` samples have a key that an earlier unit has too. A view says what it keeps, and how much of
-    that is there. `annexes` are those of further features, and of how many of the samples; sizes count them.
+    that is there. `annexes` name their features and the number of samples that have them; sizes count them.
     `needs` maps drafters to the features they read: then also what each would read, or lacks.
     """
     index = store.index

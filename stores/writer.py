@@ -210,7 +210,7 @@ class Writer:
         }
 
     def _compare(self) -> None:
-        """StoreError unless the samples are those of the unit as it was committed."""
+        """StoreError unless the committed unit has the same samples."""
         if not self._added:
             return
         if find_record(self._backend, commit_name(self.unit), Commit) is None:

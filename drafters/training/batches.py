@@ -19,7 +19,7 @@ from vlmdistill.stores.store import Store
 
 
 def as_batch(samples: PackedSamples, dtype: str) -> Batch:
-    """A torch batch; features share memory. `dtype` is that of the store (bfloat16 comes as uint16)."""
+    """A torch batch; features share memory. `dtype` is the dtype of the store (bfloat16 comes as uint16)."""
     ids_T, position_T, rope_T, response_T = torch.from_numpy(samples.tokens_T4).long().T.contiguous()
     segment_M, start_M, length_M = torch.from_numpy(samples.span_M3).T.contiguous()
     text_tokens_B = torch.from_numpy(samples.text_tokens_B)
@@ -97,7 +97,7 @@ def occurrences(reader: Iterable[PackedSamples], vocab_size: int) -> Tensor:
 
 
 def cure_of(step: Iterable[PackedSamples], store: Store, needs: Collection[Feature]) -> str:
-    """What to do about a step on these samples, and those of the other ranks, whose loss is not finite."""
+    """Advice for a step whose loss is not finite, by its samples on all ranks."""
     odd = [
         key
         for key in chain.from_iterable(samples.keys for samples in step)

@@ -111,7 +111,7 @@ def state(engine: Any) -> dict[str, Tensor]:
 
 
 def expected(engine: Any, best: bool = False) -> dict[str, PartEntry]:
-    """Every tensor that a checkpoint may hold, by its key: those of `state`, and with `best` of `weights`."""
+    """Every tensor that a checkpoint may hold, by its key: of `state`, and with `best` of `weights`."""
     entries = [
         PartEntry(f"{BUFFER}/{name}", tuple(one.shape), one.dtype) for name, one in _buffers(engine).items()
     ]

@@ -33,7 +33,7 @@ class Growth:
     def of(cls, store: Store | None) -> "Growth":
         """What a store holds by now; nothing yet if no capture has begun.
 
-        Units without the record of a capture are those of an older, copied or merged store: they are all.
+        A store without the record of a capture is older, copied or merged: its units are all there will be.
         """
         if store is None:
             return cls()

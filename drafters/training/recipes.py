@@ -1,4 +1,4 @@
-"""The settings of a training: those of a paper, of a recipe (by name or as a file), then `key=value`."""
+"""The settings of a training: from a paper, then a recipe (by name or as a file), then `key=value`."""
 
 import json
 import tomllib
@@ -73,7 +73,7 @@ def _with_file(config: DrafterConfig, file: Path, drafter: str) -> DrafterConfig
             raise DataError(f"{file}: {key} is a drafter: write a table [{key}] with its settings")
         if isinstance(value, dict) and key not in ("stages", *drafters):
             near = did_you_mean(key, ("stages", *drafters))
-            raise DataError(f"{file}: the table [{key}] is neither [stages] nor that of a drafter{near}")
+            raise DataError(f"{file}: the table [{key}] is neither [stages] nor a drafter's{near}")
     shared = {key: value for key, value in found.items() if key not in (*drafters, "recipe")}
     try:
         config = _with_recipe(config, str(found.get("recipe", "paper")))

@@ -127,7 +127,7 @@ class RunData:
 
 
 def _known(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings without those of `LATER` that are unset."""
+    """Settings, without the members of `LATER` that are unset."""
     return {name: value for name, value in values.items() if value or name not in LATER}
 
 

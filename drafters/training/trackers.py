@@ -16,7 +16,7 @@ from vlmdistill.stores.errors import TrainingError, one_line
 
 PROJECT = "vlmdistill"
 MODULES = {"tensorboard": "torch.utils.tensorboard", "trackio": "trackio", "wandb": "wandb"}
-"""Name of a tracker, which is that of an extra, too -> its module."""
+"""Name of a tracker and of its extra -> its module."""
 
 
 @dataclass(frozen=True, kw_only=True)

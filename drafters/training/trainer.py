@@ -402,8 +402,8 @@ class _Trainer:
     def _measure(self, stage: Stage) -> None:
         """Measure agreement on held-out samples, hop by hop, once for each step.
 
-        The samples are those of the last stage, so that all measurements of a run compare. If the run
-        validates, the weights are kept unless those of an earlier step were as good.
+        All take the samples of the last stage, so that the measurements of a run compare. If the run
+        validates, the weights are kept unless an earlier step had weights as good.
         """
         keys, history = self.samples[-1].held_out, self.position.history
         if not keys or not self.position.total or (history and history[-1].step == self.position.total):

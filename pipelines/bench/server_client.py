@@ -200,7 +200,7 @@ class ServerClient:
         except httpx2.HTTPError as error:
             raise ServerError(_text(error)) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ServerError(f"the stream is not that of a chat completion: {error}") from None
+            raise ServerError(f"it is not the stream of a chat completion: {error}") from None
         if not finish:
             raise ServerError("the stream ends before the response does")
         return TimedRequest(

@@ -196,9 +196,9 @@ class Difference:
 def difference(ones: Sequence[Measurement], others: Sequence[Measurement], rate: Rate = "tau") -> Difference:
     """Compare two settings that were each trained with the same seeds: a measurement for each seed.
 
-    Each seed gives a difference of pooled rates. Their t interval has the luck of training; that of their
-    mean over prompts has the luck of the prompts (left out for too few). Half widths add as standard errors
-    do. Noise that both contain counts twice, so the interval is rather too wide.
+    Each seed gives a difference of pooled rates. Their t interval has the luck of training; the interval
+    of their mean over prompts has the luck of the prompts (left out for too few). Half widths add as standard
+    errors do. Noise that both contain counts twice, so the interval is rather too wide.
     """
     left = _left_out(ones[0].prompts)
     whole_1P = np.ones((1, len(ones[0].prompts)))
@@ -354,9 +354,7 @@ def _cpu_share(decoded: Sequence[Decoding]) -> float | None:
 def _disturbed(share: float | None) -> list[str]:
     if share is None or share >= BUSY:
         return []
-    return [
-        f"the CPU was this program's for {share:.0%} of the time: its speeds may be those of other programs"
-    ]
+    return [f"the CPU was this program's for {share:.0%} of the time: other programs may have slowed it down"]
 
 
 def drift(calibrations: Sequence[Calibration]) -> list[str]:

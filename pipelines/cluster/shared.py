@@ -87,7 +87,7 @@ class Shared:
 
 
 def _local(path: str) -> str:
-    """The path, or that of the copy of a URL; of one that cannot be read, a path that does not exist."""
+    """The path, or the path of a copy of a URL; a path that does not exist if the URL cannot be read."""
     try:
         return str(at_hand(path))
     except MediaError:
@@ -101,7 +101,7 @@ def some_files(paths: Iterable[str]) -> tuple[str, ...]:
 
 
 def some_media(prompts: Sequence[HasFiles]) -> tuple[str, ...]:
-    """Up to `MEDIA` files of the prompts that exist here; of many prompts, those of a few are looked at."""
+    """Up to `MEDIA` files of the prompts that exist here; of many prompts, only a few are looked at."""
     few = range(0, len(prompts), len(prompts) // LOOKED_AT or 1)
     files = some_files(path for at in few for path in prompts[at].files)
     return tuple(path for path in files if os.path.exists(_local(path)))

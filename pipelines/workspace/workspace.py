@@ -4,7 +4,7 @@ runs/<model>/prompts.parquet    imported prompts (prompts.skipped.jsonl: rows th
              responses/         the target's responses
              features/          the feature store
              drafters/<name>/   trained drafters
-             reports/           evaluations, those of servers in served/, and the report
+             reports/           evaluations (of servers in served/) and the report
              served/            what `eval --engine vllm` exports, and the logs of its servers
 
 `runs` may be a URL; see `parts`.

@@ -165,7 +165,7 @@ def in_flight(function: Callable[[T], U], items: Iterable[T], most: int) -> Iter
 
 
 def check_wanted() -> None:
-    """InterruptedError in a call of `in_flight` whose result nobody waits for any more."""
+    """InterruptedError in a call of `in_flight` whose result is no longer waited for."""
     stop = getattr(_call, "stop", None)
     if stop and stop.is_set():
         raise InterruptedError("interrupted")

@@ -137,8 +137,8 @@ class Cache:
         """Whether a file is long unused, its name, and its size, in eviction order.
 
         In an epoch of random order, what was used least recently is as likely to come next as anything. So
-        all processes keep the same names: their share of the samples is then read from the cache. Only what
-        nobody reads any more, of another store maybe, goes before.
+        all processes keep the same names: their share of the samples is then read from the cache. Files
+        that are no longer read, perhaps of another store, go first.
         """
         found, now = [], time.time()
         for entry in os.scandir(self.folder):

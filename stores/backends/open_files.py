@@ -20,7 +20,7 @@ SEEK_BYTES = 1 << 18  # what a disk reads in the time of one seek
 
 
 class OpenFile:
-    """A file open for reading until nobody uses it."""
+    """A file that stays open for reading while it is used."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

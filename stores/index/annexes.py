@@ -13,7 +13,7 @@ SAME = ("key", f"{XXH3}{TOKENS.name}", "visual_tokens")  # equal in a sample and
 
 
 def annex_folder(names: Collection[str]) -> str:
-    """Where the annex of these features is: whoever adds the same ones adds them there."""
+    """Where the annex of these features is: every process that adds the same features adds them there."""
     return f"{ANNEXES}/{content_hash(sorted(names))}"
 
 

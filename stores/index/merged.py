@@ -146,7 +146,7 @@ class Shards:
         return merged
 
     def _frames(self, units: Sequence[str]) -> "Iterator[pl.DataFrame]":
-        """The indexes of some units, those of one schema in one frame: a frame costs more than a shard."""
+        """The indexes of some units, a frame per schema: a frame costs more than a shard."""
         import polars as pl
 
         alike: dict[bytes, list[tuple[str, pa.Table]]] = {}

@@ -182,7 +182,7 @@ def check_columns(
 
 
 def _small(kind: pa.DataType) -> pa.DataType:
-    """The type with offsets of 32 bits: a large table has those of 64."""
+    """The type with offsets of 32 bits: a large table has offsets of 64."""
     if pa.types.is_large_list(kind):
         return pa.list_(kind.value_type)
     return pa.string() if pa.types.is_large_string(kind) else kind

@@ -1,6 +1,6 @@
 """Checks of what records name: a file against its checksum, a shard against its index.
 
-A shard whose bytes are those of its record may still not be readable, when a faulty writer made it. So its
+A shard whose bytes match its record may still be unreadable, when a faulty writer made it. So its
 index is compared with the record, its arrays' descriptions with the store's layout, and every sample's rows
 with the checksums that a reader compares: what passes here is what `Store.read` returns.
 """
@@ -231,7 +231,7 @@ def _odd_index(layout: Layout, record: Commit, table: pa.Table) -> Iterator[str]
         row_N = table[f"{kind}_row"].to_numpy()
         odd = np.flatnonzero((count_N < 0) | (row_N != np.cumsum(count_N) - count_N))
         if len(odd):
-            yield f"sample {table['key'][odd[0]]}: its {kind} rows do not follow those of the sample before"
+            yield f"sample {table['key'][odd[0]]}: its {kind} rows do not follow the sample before"
         elif int(count_N.sum()) != record.rows[kind]:
             yield f"its samples have {count_N.sum()} {kind} rows, its record says {record.rows[kind]}"
 
@@ -257,10 +257,10 @@ def _require_described(backend: Backend, name: str, spec: ArraySpec, total: int)
     found: Mapping[str, Any] = _opened(zarr.open_array, backend, name)
     for fact in ("rows", "dtype"):
         if found["attributes"].get(fact) != wanted["attributes"].get(fact):
-            raise StoreError(f"the attribute {fact} in {name} is not that of {spec.name}")
+            raise StoreError(f"the attribute {fact} in {name} does not fit {spec.name}")
     for member, value in _read_by_zarr(zarr.open_array, json.dumps(wanted).encode()).items():
         if member not in ("attributes", "dimension_names") and found[member] != value:
-            raise StoreError(f"the {member} in {name} is not that of {spec.name} with {total} rows")
+            raise StoreError(f"the {member} in {name} does not fit {spec.name} with {total} rows")
 
 
 def _opened(open_node: Callable[..., Any], backend: Backend, name: str) -> Mapping[str, Any]:

@@ -116,7 +116,7 @@ def _verify(
     found = _Records(backend)
     own = found.records.get(STORE)
     if annex:
-        found.records.pop(STORE, None)  # the head that it names is that of the store around it
+        found.records.pop(STORE, None)  # it names the head of the store around it
     total = sum(size for record in found.records.values() for _, (size, _) in files_of(record))
     checks = StoreChecks(backend, there, _layout(own, found.findings))
 

@@ -120,7 +120,7 @@ class Epoch(Iterator[PackedSamples]):
         if start_state is not None:
             if start_state.get("identity") != self._identity:
                 raise StoreError(
-                    "this epoch cannot be continued: its samples, seed or number differ from those of the "
+                    "this epoch cannot be continued: its samples, seed or number differ from the "
                     "saved state. Train on a view: later writes do not change it"
                 )
             self._history = [

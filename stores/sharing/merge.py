@@ -89,7 +89,7 @@ def send(
 
 
 def _annexes(store: Store, into: Store, chosen: Collection[Feature]) -> list[tuple[Store, Store]]:
-    """Each annex that has some of the features, and that of `into` to copy it to, made if need be."""
+    """Each annex with some of the features, and the annex of `into` to copy it to, made if need be."""
     pairs = []
     for annex in store.annexes:
         if names := [feature.name for feature in annex.layout.features if feature in chosen]:

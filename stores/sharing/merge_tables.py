@@ -118,7 +118,7 @@ def _order(record: TableRecord) -> int:
 
 
 def _joined(first: TableRecord, second: TableRecord) -> TableRecord:
-    """The facts of two tables in one: those of the first, the later order, the reasons of both."""
+    """The facts of two tables in one: facts of the first, the later order, the reasons of both."""
     if isinstance(first, RunRecord):
         return replace(first, order=max(_order(first), _order(second)))
     if isinstance(first, ViewRecord) and isinstance(second, ViewRecord):

@@ -3,7 +3,7 @@
     <part>/versions/<number>.json   the files of a version; created, never replaced
            files/<token>-<name>     their content, under a name that no other upload has
 
-Version n+1 is created on the condition that nobody has created it, by a writer that began with version n. So
+Version n+1 is created on the condition that it does not exist, by a writer that began with version n. So
 of two machines one is told that it came too late, whichever slept, died or has a wrong clock, and nothing
 that a version names is changed. No lock and no clock is needed for that.
 
@@ -188,7 +188,7 @@ class Copy:
     def update(self) -> None:
         """Make the folder equal to the latest version.
 
-        Changes that were not published stay if nobody has published a version since; else they are moved
+        Changes that were not published stay if no other version was published since; else they are moved
         aside, and a line in the log says where. DataError if the part has vanished at the URL.
         """
         with self._alone():
@@ -386,7 +386,7 @@ def _digest(path: Path) -> str:
 
 
 def _inside(name: str) -> bool:
-    """Whether a name is that of a file below a folder, on every system."""
+    """Whether a name is a path below a folder on every system."""
     return not {"", ".", ".."} & {*name.split("/")} and not any(one in name for one in "\\\0")
 
 

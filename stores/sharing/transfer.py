@@ -46,7 +46,7 @@ def copy_unit(source: Store, target: Store, unit: str, rows: pl.DataFrame) -> No
 
 
 def _another(unit: str, content: Any) -> str:
-    """A name for some of the samples of a unit, or for other samples than those of that name."""
+    """A name for some of the samples of a unit, or for other samples under that name."""
     mark = f".{content_hash([unit, content])[:8]}"
     return unit[: LONGEST - len(mark)] + mark
 

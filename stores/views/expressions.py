@@ -184,7 +184,7 @@ def _instead(missing: Sequence[str], text: str, known: Sequence[str], listed: st
 
 
 def _some(columns: Sequence[str], listed: str) -> str:
-    """The columns there are; those of each run only counted, for there may be hundreds."""
+    """The names of the columns; columns of runs are only counted, for there may be hundreds."""
     plain = [name for name in columns if "." not in name]
     rest = len(columns) - len(plain[:LISTED])
     return f"Columns: {', '.join(plain[:LISTED])}" + (f" and {rest} more, see `{listed}`" if rest else "")

@@ -66,7 +66,7 @@ def max_tokens(most: str = "2048") -> Filter:
 def unique(text: str = "") -> Filter:
     """One of each group of near-duplicate responses: the first by key that shares no band of its sketch.
 
-    A sample without a sketch is nobody's duplicate and stays.
+    A sample without a sketch counts as unique and stays.
     """
     if text:
         raise StoreError(f"the filter unique takes no value: write unique, not unique={text}")

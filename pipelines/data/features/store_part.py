@@ -89,7 +89,7 @@ class StorePart:
         return frozenset().union(*(catalogue.config(name).model.needs(info) for name in drafters))
 
     def select(self, drafters: Sequence[str] | None, info: TargetInfo) -> frozenset[Feature]:
-        """The features to capture: those of a store or annex, for a new store what the drafters need.
+        """The features to capture: all of a store or annex, for a new store what the drafters need.
 
         `drafters` None means all.
         """

@@ -83,8 +83,8 @@ def conversation(
 ) -> Conversation:
     """The checked conversation of a row; BadRowError if the row cannot be used.
 
-    A `sampling` that is not empty overrides that of the row's videos. `ask` is the question about the images
-    and videos of a row that has none.
+    A `sampling` that is not empty overrides that in the row. `ask` is the question about the images and
+    videos of a row that has none.
     """
     if row.problem:
         raise row.problem

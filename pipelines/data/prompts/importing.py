@@ -428,7 +428,7 @@ def _questions(
 
 
 def _write_skipped(path: Path, skipped: list[dict[str, Any]], sources: set[str]) -> None:
-    """Replace the entries of `sources` in the list of skipped rows; those of others stay."""
+    """Replace the entries of `sources` in the list of skipped rows; other entries stay."""
     lines = path.read_text().splitlines() if path.is_file() else []
     kept = [entry for entry in map(json.loads, lines) if entry["source"] not in sources]
     with atomic_write(path) as file:

@@ -279,7 +279,7 @@ class _Member(tarfile.TarInfo):
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "_Member":
-        """The member of a header; ReadError if it is broken, or announces a name that nobody needs."""
+        """The member of a header; ReadError if it is broken, or announces a name too long for any file."""
         try:
             member = super().frombuf(buf, encoding, errors)
         except (tarfile.InvalidHeaderError, tarfile.TruncatedHeaderError) as error:  # type: ignore[attr-defined]
@@ -314,7 +314,7 @@ def _sample_name(name: str) -> str:
 def _sample(
     archive: tarfile.TarFile, members: Iterator[tarfile.TarInfo]
 ) -> tuple[dict[str, Any], BadRowError | None]:
-    """The columns of one sample: those of its JSON file, its images and videos, and its text as a caption."""
+    """The columns of one sample: of its JSON file, its images and videos, and its text as a caption."""
     value: dict[str, Any] = {}
     media: dict[str, list[bytes]] = {}
     problem = None
