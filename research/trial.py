@@ -107,6 +107,7 @@ class Trial:
     steps: int
     limit: int
     jobs: int
+    methods: tuple[str, ...] = TRAINED  # whose features are captured
 
     @property
     def recipe(self) -> tuple[str, ...]:
@@ -148,7 +149,7 @@ class Trial:
 
     def prepare(self, settings: Sequence[Setting]) -> None:
         """Make the missing prompts, responses, views, and the features of every drafter."""
-        flow.prepare(self.base, flow.Plan(drafters=TRAINED), say, flow.silent)
+        flow.prepare(self.base, flow.Plan(drafters=self.methods), say, flow.silent)
         store = Store.open(str(self.base.features))
         for where in {one.where for one in settings if one.where}:
             if _view(where) not in record_names(store.backend, VIEWS):
@@ -282,7 +283,7 @@ class Trial:
             evaluate.held_out(workspace.prompts, self.limit, self.base.model),
             root / "responses",
             StorePart(root / "features"),
-            CaptureSettings(drafters=TRAINED, dtype="float32"),
+            CaptureSettings(drafters=self.methods, dtype="float32"),
             WorkerOptions(),
             sampling=SamplingSettings(max_new_tokens=LONGEST, temperature=0.0),
         )

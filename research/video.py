@@ -1,51 +1,81 @@
-"""Measures drafters on long videos: the same clips, sampled at higher and higher rates.
+"""Measures drafters on longer and longer videos: `docs/measurements/video.md`.
 
-    python -m research.video [--drafter eagle2 ...] [--length 500 ...] [--clips 3] [--runs DIR] [--out FILE]
+    python -m research.video [--case wren ...] [--once eagle3 ...] [--length 500 ...] [--seeds 3] [--runs DIR]
 
-The embedded video target describes held-out clips at about the given numbers of visual tokens, with plain
-decoding and with each drafter. Missing drafters are trained first, on short videos, images and text. The
-content of a clip and the question do not change with the length. So if tau falls with the length while the
-target's response stays correct, the drafter is the cause. Decoders alternate; times are medians over clips,
-those of drafting and verifying per call of the target; a speedup with the prefill has one prefill for all
-decoders of a clip. Memory is what the drafter keeps of the sequence, and
-the peak growth of the process during decoding, vision tower included. `--model` takes any other target with
-trained drafters.
+Held-out clips of the embedded video target, each sampled at higher and higher rates: the content of a clip
+does not change with the number of its visual tokens. Drafters are trained alike, on half images and videos
+and half text, `--once` with one seed. Tau is counted without decoding (`trial.py`), for all seeds; times are
+of decoding with the first seed, all drafters in turn. Finished work is not repeated, and the times of a
+length are one measurement of some minutes: `--length` makes them one at a time.
 """
 
 import argparse
-import contextlib
 import json
-import random
 import statistics
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-import numpy as np
+import msgspec
 import torch
 from torch import Tensor
 
-from examples.demo_target.scoring import score_clip
 from research import say
+from research.blocks import CASES
+from research.claimed import MIXED, Setting
+from research.methods import spread
+from research.trial import LONGEST, Run, Trial, cost
+from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.core.drafter import Proposer
 from vlmdistill.drafters.core.tree import DraftSession
-from vlmdistill.drafters.decoding.clock import Timed, timed
+from vlmdistill.drafters.decoding import hardware
+from vlmdistill.drafters.decoding.clock import Phase, Timed, timed
 from vlmdistill.drafters.decoding.decoders import plain, speculate
-from vlmdistill.pipelines import flow, train
-from vlmdistill.pipelines.demo import narration
-from vlmdistill.pipelines.demo.clips import SECONDS, Clip, frames, patches_for, random_clip
-from vlmdistill.pipelines.targets.embedded import EMBEDDED
+from vlmdistill.drafters.training.recipes import resolve
+from vlmdistill.pipelines.bench import evaluate
+from vlmdistill.pipelines.bench.statistics import figures
+from vlmdistill.pipelines.targets.describe import feature_cost
 from vlmdistill.pipelines.targets.encode import EncodedPrompt
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 from vlmdistill.pipelines.workspace.workspace import Workspace
-from vlmdistill.stores.errors import DataError, TrainingError
+from vlmdistill.stores.backends.local import atomic_write
+from vlmdistill.stores.store import Store
 
-DRAFTERS = ("eagle2", "msd", "vispec", "hivis", "sparrow", "wren")
-LENGTHS = (500, 1500, 6000, 17000, 25000)
-MIB = 2**20
+DEFAULT = ("wren", "hivis", "eagle3", "dflash-text", "dspark-text", "dspark-all", "eagle2")
+ONCE = ("eagle3", "dflash-text")
+LENGTHS = (500, 1500, 6000, 12000, 25000)
+TREE = "chain-7"
+MIB, MB = 2**20, 10**6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """What decoding with one drafter took; three numbers are quartiles of its cycles, the median second."""
+
+    draft: tuple[float, float, float]  # ms of a cycle
+    cycle: tuple[float, float, float]  # ms
+    verify: float  # ms, the median
+    step: float  # ms of a step of plain decoding, the median
+    drafter_prefill: float  # ms, the median over clips
+    target_prefill: float  # the same
+    kept: int  # bytes that the drafter keeps at the end of a clip, the most
+    cpu_share: float  # of the elapsed time, in which this program had the CPU; the least
+    identical: int  # responses equal to those of plain decoding
+    clips: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timings:
+    """All drafters on the clips of one length."""
+
+    hardware: str
+    threads: int
+    visual: int  # tokens of a clip
+    text: int  # tokens of the prompt and the response, the mean
+    of: dict[str, Timing]
 
 
 class Remembering:
@@ -64,141 +94,95 @@ class Remembering:
         return self.last
 
 
-def prepare(workspace: Workspace, names: Sequence[str], jobs: int) -> None:
-    """Make the missing prompts, features and drafters of an embedded target."""
-    flow.prepare(workspace, flow.Plan(drafters=names, recipe="demo"), say, flow.silent)
-    missing = [train.Job(name, name) for name in names if not workspace.drafter(name).exists()]
-    train.several(workspace, missing, jobs, recipe="demo", on_done=lambda job, _: say(f"trained {job.name}"))
+def setting(case: str) -> Setting:
+    """How a case is trained: one of `research.blocks`, or any drafter with its own settings."""
+    drafter, settings = CASES.get(case, (case, ()))
+    return Setting(drafter, (MIXED, f"tree={TREE}", *settings))
 
 
-def measure(
-    workspace: Workspace, names: Sequence[str], lengths: Sequence[int], count: int, limit: int
-) -> dict[str, Any]:
-    """A row for each length and drafter, and why others are missing."""
+def measure(trial: Trial, cases: Sequence[str], length: int, clips: int) -> Timings:
+    """Decode the clips of a length plainly and with each drafter in turn; kept in the workspace."""
+    workspace = trial.at(length)
+    file = workspace.root / "times.json"
+    if file.exists():
+        found = msgspec.json.decode(file.read_bytes(), type=Timings)
+        if {*cases} <= {*found.of}:
+            return found
     target = load(workspace.model)
-    drafters: dict[str, Proposer] = {}
-    missing: dict[str, str] = {}
-    for name in names:
-        try:
-            drafters[name] = target.drafter(workspace.drafter(name))
-        except TrainingError as error:
-            missing[name] = str(error)
-    rng = random.Random("video benchmark")
-    asked = [
-        (clip, narration.ask(clip, "watch", rng)[0])
-        for clip in (random_clip(rng, "evaluation") for _ in range(count))
-    ]
-    rows: list[dict[str, Any]] = []
-    for length in lengths if drafters else ():
-        found: dict[str, list[dict[str, float]]] = defaultdict(list)
-        visual = 0
-        for number, (clip, question) in enumerate(asked):
-            try:
-                prompt = target.encode(message(clip, question, length))
-            except DataError as error:
-                missing[f"{length} visual tokens"] = str(error)
-                break
-            visual = int(prompt.visual_L.sum())
-            turn = number % (len(drafters) + 1)
-            order: list[str] = ["", *drafters]  # "": plain
-            order = order[turn:] + order[:turn]
-            if not rows and not number:
-                for name in order:  # a warm-up: the first call of each kind allocates
-                    run(target, drafters.get(name), prompt, 8)
-            runs_of = {name: run(target, drafters.get(name), prompt, limit) for name in order}
-            prefill = statistics.median(one.prefill for one in runs_of.values())
-            text = target.tokenizer.decode(runs_of[""].response.ids, skip_special_tokens=True)
-            facts = score_clip(text, clip, "watch").values()
-            correct, total = (sum(side) for side in zip(*facts, strict=True))
-            for name in drafters:
-                found[name].append(_facts(runs_of[""], runs_of[name], prefill) | {"facts": correct / total})
-        rows += [{"visual tokens": visual, "drafter": name, **_middle(found[name])} for name in found]
-        say(f"decoded {count} clips of {visual} visual tokens")
-    return {
-        "model": workspace.model,
-        "clips": count,
-        "trees": {name: str(drafter.tree) for name, drafter in drafters.items()},
-        "threads": torch.get_num_threads(),
-        "missing": missing,
-        "rows": rows,
-    }
-
-
-def message(clip: Clip, question: str, length: int) -> list[dict[str, Any]]:
-    """A question about a clip with about `length` visual tokens."""
-    count = 2 * patches_for(length)
-    frames_FHWC = np.stack([np.asarray(image) for image in frames(clip, count)])
-    video = {"type": "video", "video": frames_FHWC, "fps": count / SECONDS}
-    return [{"role": "user", "content": [video, {"type": "text", "text": question}]}]
-
-
-@dataclass(frozen=True)
-class Decoded:
-    """One decoded prompt."""
-
-    response: Timed
-    kept: int  # bytes that the drafter keeps at the end
-    peak: int  # bytes, the peak growth of the process
-
-    @property
-    def prefill(self) -> float:
-        """Seconds of the target's prefill, vision tower included."""
-        return self.response.phases["vision"] + self.response.phases["prefill"]
-
-
-def run(target: VisionLanguageTarget, drafter: Proposer | None, prompt: EncodedPrompt, limit: int) -> Decoded:
-    """Decode a prompt once; plain decoding without a drafter."""
-    before = _forget_peak()
-    if drafter is None:
-        response = timed(lambda: plain(target, prompt, max_new_tokens=limit), target.device)
-        return Decoded(response, 0, max(_peak() - before, 0))
-    watched: Any = Remembering(drafter)
-    tree = drafter.tree
-    response = timed(
-        lambda: speculate(target, watched, prompt, tree=tree, max_new_tokens=limit), target.device
+    drafters = {case: target.drafter(workspace.drafter(trial.folders(setting(case))[0])) for case in cases}
+    of_plain: list[Timed] = []
+    of_case: dict[str, list[tuple[Timed, int]]] = {case: [] for case in cases}
+    prompts = [target.encode(one.messages) for one in evaluate.held_out(workspace.prompts, clips)]
+    warm = target.encode([{"role": "user", "content": [{"type": "text", "text": "Hello."}]}])
+    for drafter in (None, *drafters.values()):  # the first call of each kind allocates
+        decode(target, drafter, warm, 8)
+    for turn, prompt in enumerate(prompts):
+        order = ["", *cases]
+        for name in order[turn % len(order) :] + order[: turn % len(order)]:
+            response, kept = decode(target, drafters.get(name), prompt, LONGEST)
+            if name:
+                of_case[name].append((response, kept))
+            else:
+                of_plain.append(response)
+    made = Timings(
+        hardware=hardware.of(target.device).name,
+        threads=torch.get_num_threads(),
+        visual=round(statistics.fmean(int(prompt.visual_L.sum()) for prompt in prompts)),
+        text=round(
+            statistics.fmean(
+                prompt.length - int(prompt.visual_L.sum()) + len(one.ids)
+                for prompt, one in zip(prompts, of_plain, strict=True)
+            )
+        ),
+        of={case: timing(of_plain, *zip(*of_case[case], strict=True)) for case in cases},
     )
-    kept = _held(watched.last, {buffer.data_ptr() for buffer in (*drafter.parameters(), *drafter.buffers())})
-    return Decoded(response, kept, max(_peak() - before, 0))
+    with atomic_write(file) as aside:
+        aside.write_bytes(msgspec.json.encode(made))
+    say(f"decoded {clips} clips of {made.visual:,} visual tokens")
+    return made
 
 
-def _facts(base: Decoded, own: Decoded, prefill: float) -> dict[str, float]:
-    """The metrics of a run, relative to plain decoding of the same prompt.
-
-    The target's prefill is the same work for all and takes most of the time, so `prefill`, the median over
-    all runs of the prompt, stands for each: else its noise would decide.
-    """
-    spent = own.response.phases
-    tokens, base_tokens = len(own.response.ids), len(base.response.ids)
-    calls = max(len(own.response.cycles) - 1, 1)
-    seconds, base_seconds = (prefill + one.response.seconds - one.prefill for one in (own, base))
-    return {
-        "tau": (tokens - 1) / calls,
-        "draft ms": 1e3 * spent["draft"] / calls,
-        "verify ms": 1e3 * spent["verify"] / calls,
-        "drafter prefill ms": 1e3 * spent["draft_prefill"],
-        "target prefill ms": 1e3 * prefill,
-        "drafter MiB": own.kept / MIB,
-        "peak MiB": own.peak / MIB,
-        "speedup": _pace(base_seconds, base_tokens) / _pace(seconds, tokens),
-        "decode speedup": _pace(base.response.decode_seconds, base_tokens - 1)
-        / _pace(own.response.decode_seconds, tokens - 1),
-        "accounted": min(base.response.accounted, own.response.accounted),
-        "as plain": float(base.response.ids == own.response.ids),
-    }
+def decode(
+    target: VisionLanguageTarget, drafter: Proposer | None, prompt: EncodedPrompt, limit: int
+) -> tuple[Timed, int]:
+    """Decode a prompt once, plainly without a drafter: the response, and the bytes that the drafter keeps."""
+    if drafter is None:
+        return timed(lambda: plain(target, prompt, max_new_tokens=limit), target.device), 0
+    watched: Any = Remembering(drafter)
+    response = timed(
+        lambda: speculate(target, watched, prompt, tree=drafter.tree, max_new_tokens=limit), target.device
+    )
+    own = {buffer.data_ptr() for buffer in (*drafter.parameters(), *drafter.buffers())}
+    return response, _held(watched.last, own)
 
 
-def _middle(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The median over clips; for shares and `tau` the mean."""
-    means = ("tau", "as plain", "facts", "accounted")
-    return {
-        name: (statistics.fmean if name in means else statistics.median)(one[name] for one in found)
-        for name in found[0]
-    }
+def timing(of_plain: Sequence[Timed], own: Sequence[Timed], kept: Sequence[int]) -> Timing:
+    """The times of some responses, and of plain decoding of the same prompts."""
+    return Timing(
+        draft=_quartiles([*_milliseconds(own, "draft")]),
+        cycle=_quartiles([1e3 * cycle.seconds for one in own for cycle in one.cycles[1:]]),
+        verify=statistics.median(_milliseconds(own, "verify")),
+        step=statistics.median(1e3 * cycle.seconds for one in of_plain for cycle in one.cycles[1:]),
+        drafter_prefill=1e3 * statistics.median(one.phases["draft_prefill"] for one in own),
+        target_prefill=1e3 * statistics.median(one.phases["vision"] + one.phases["prefill"] for one in own),
+        kept=max(kept),
+        cpu_share=min(one.cpu_seconds / one.seconds for one in (*of_plain, *own)),
+        identical=sum(one.ids == other.ids for one, other in zip(of_plain, own, strict=True)),
+        clips=len(own),
+    )
 
 
-def _pace(seconds: float, tokens: int) -> float:
-    """Seconds per token, never 0."""
-    return max(seconds, 1e-9) / max(tokens, 1)
+def _milliseconds(responses: Sequence[Timed], phase: Phase) -> Iterator[float]:
+    """What each cycle after the prefill spent in a phase."""
+    for cycle in chain.from_iterable(one.cycles[1:] for one in responses):
+        spent: dict[Phase, float] = dict.fromkeys(get_args(Phase), 0.0)
+        cycle.laps.add_to(spent)
+        yield 1e3 * spent[phase]
+
+
+def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    low, middle, high = statistics.quantiles(values, n=4)
+    return low, middle, high
 
 
 def _held(thing: Any, shared: set[int]) -> int:
@@ -227,116 +211,160 @@ def _held(thing: Any, shared: set[int]) -> int:
     return sum(storages.values())
 
 
-def _forget_peak() -> int:
-    """Reset the process's peak memory, if the system allows it; returns its current bytes."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-    return _status("VmRSS")
+@dataclass(frozen=True)
+class Result:
+    """A case: its seeds by length, and what a sample of a length stores in bytes."""
+
+    runs: Mapping[int, Sequence[Run]]
+    stored: Mapping[int, int]
+
+    def tau(self, length: int) -> list[float]:
+        """Of every seed."""
+        return [figures(run.measured.measurement).tau for run in self.runs[length]]
 
 
-def _peak() -> int:
-    return _status("VmHWM")
+def page(results: Mapping[str, Result], times: Mapping[int, Timings], steps: int) -> str:
+    """The results as Markdown: a table of each quantity, a row for each case, a column for each length."""
+    any_of = next(iter(times.values()))
 
+    def table(title: str, cell: Callable[[str, int], str]) -> str:
+        lines = [f"| {title} | {' | '.join(f'{one.visual:,}' for one in times.values())} |"]
+        lines += ["|---" * (len(times) + 1) + "|"]
+        for case in results:
+            lines.append(f"| `{case}` | {' | '.join(cell(case, length) for length in times)} |")
+        return "\n".join(lines)
 
-def _status(name: str) -> int:
-    """A memory figure of this process in bytes, 0 if unknown."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(name)), 0)
+    def quartiles(values: tuple[float, float, float]) -> str:
+        low, middle, high = values
+        return f"{middle:.2f} ({low:.2f}-{high:.2f})"
 
+    def at(case: str, length: int) -> Timing:
+        return times[length].of[case]
 
-def page(result: Mapping[str, Any]) -> str:
-    """The rows as Markdown: a table of each metric by length."""
-    rows = result["rows"]
-    lengths = list(dict.fromkeys(row["visual tokens"] for row in rows))
-    names = list(dict.fromkeys(row["drafter"] for row in rows))
-    at = {(row["drafter"], row["visual tokens"]): row for row in rows}
+    def faster(case: str, length: int) -> str:
+        one = at(case, length)
+        return f"{statistics.fmean(results[case].tau(length)) * one.step / one.cycle[1]:.2f}"
 
-    def table(title: str, lines: Mapping[str, Sequence[float]], digits: int) -> str:
-        cells = [[title, *(f"{length:,}" for length in lengths)], ["---"] * (len(lengths) + 1)]
-        cells += [[name, *(f"{value:.{digits}f}" for value in values)] for name, values in lines.items()]
-        return "\n".join(f"| {' | '.join(line)} |" for line in cells)
-
-    def of_drafters(title: str, key: str, digits: int) -> str:
-        return table(title, {f"`{name}`": [at[name, n][key] for n in lengths] for name in names}, digits)
-
-    def of_target(key: str) -> list[float]:
-        return [statistics.median(at[name, length][key] for name in names) for length in lengths]
-
-    tables = [
-        of_drafters("tau", "tau", 2),
-        of_drafters("drafting, ms per cycle", "draft ms", 2),
-        of_drafters("drafter's prefill, ms", "drafter prefill ms", 1),
-        of_drafters("kept by the drafter, MiB", "drafter MiB", 2),
-        of_drafters("speedup after the prefill", "decode speedup", 2),
-        of_drafters("speedup, with one prefill for all", "speedup", 2),
-        table("the target", {"correct facts": of_target("facts")}, 2),
-        table(
-            "the target",
-            {
-                "prefill, ms": of_target("target prefill ms"),
-                "verification, ms": of_target("verify ms"),
-                "peak growth of the process, MiB": of_target("peak MiB"),
-            },
-            1,
-        ),
-    ]
-    text = "\n\n".join(tables)
-    trees = ", ".join(sorted({f"`{tree}`" for tree in result["trees"].values()}))
-    how = f"T=0, tree {trees}, {result['threads']} thread(s)"
-    same = sum(round(row["as plain"] * result["clips"]) for row in rows)
-    total = len(rows) * result["clips"]
-    least = min(row["accounted"] for row in rows)
+    tables = "\n\n".join(
+        [
+            table("tau", lambda case, length: spread(results[case].tau(length))),
+            table("drafting, ms of a cycle", lambda case, length: quartiles(at(case, length).draft)),
+            table(
+                "cycle, in plain steps",
+                lambda case, length: f"{at(case, length).cycle[1] / at(case, length).step:.2f}",
+            ),
+            table("speedup after the prefill", faster),
+            table("drafter's prefill, ms", lambda case, length: f"{at(case, length).drafter_prefill:.1f}"),
+            table("kept while decoding, MiB", lambda case, length: f"{at(case, length).kept / MIB:.2f}"),
+            table("stored of a sample, MB", lambda case, length: f"{results[case].stored[length] / MB:.2f}"),
+        ]
+    )
+    target = ["| the target, ms |" + "".join(f" {one.visual:,} |" for one in times.values())]
+    target += ["|---" * (len(times) + 1) + "|"]
+    for title, key in (("prefill", "target_prefill"), ("a plain step", "step"), ("verification", "verify")):
+        cells = (statistics.median(getattr(one, key) for one in at.of.values()) for at in times.values())
+        target.append(f"| {title} | {' | '.join(f'{value:.1f}' for value in cells)} |")
+    spent = ", ".join(f"`{case}` {cost(next(iter(one.runs.values())))}" for case, one in results.items())
+    seeds = ", ".join(f"`{case}` {len(next(iter(one.runs.values())))}" for case, one in results.items())
+    timings = [one for at in times.values() for one in at.of.values()]
+    machines = ", ".join(dict.fromkeys(one.hardware for one in times.values()))
+    clips = ", ".join(str(next(iter(one.of.values())).clips) for one in times.values())
     return f"""# Long videos on the embedded target
 
-`python -m research.video` writes this page; the raw numbers are in [video.json](video.json).
-Target `{result["model"]}`, {result["clips"]} held-out clips of eight seconds, described at {how}.
-Columns are visual tokens: the same clips, sampled at higher and higher rates. The drafters were trained on
-images and on videos of 72 visual tokens, never on longer ones.
-Responses identical to plain decoding: {same} of {total}. Times are from a clock outside the decoders; the
-decoders' cycles account for at least {least:.2%} of them.
+`python -m research.video` writes this page; the raw numbers are in [video.json](video.json). Target
+`demo-video`: the same held-out clips of eight seconds, sampled at higher and higher rates. Columns are visual
+tokens of a clip. All drafters were trained alike: {steps} steps, half of the samples text, half images and
+videos of 72 visual tokens, never longer ones; tree `{TREE}`, T=0. `dflash` and `dspark` have two layers and
+train 32 positions of a sample in a step; `-text` reads the target's states at text positions alone, `-all` at
+visual ones too.
 
-{text}
+Seeds: {seeds}.
+Tau is counted on the target's greedy responses to three clips: the mean over seeds, with minimum and maximum
+in parentheses. Times are of decoding ({clips} clips of each length) with the first seed, all in turn:
+medians over cycles, with quartiles in parentheses; {any_of.threads} thread, {machines}.
+This program had the CPU for at least {min(one.cpu_share for one in timings):.0%} of the time. Responses
+identical to plain decoding: {sum(one.identical for one in timings)} of {sum(one.clips for one in timings)}.
+The speedup after the prefill is tau over the cost of a cycle in plain steps.
+CPU seconds of a training: {spent}.
 
-The times are from a CPU and a target of two million parameters. On a long video, its vision tower and prefill
-take most of the time. Only the memory figures carry over to another target; for tau, at most the trend with
-the length does (one training each, three clips, no interval). A drafter's KV cache grows by doubling. The
-process grows only beyond its earlier peak. The share of correct facts hardly falls with the length (the
-[model card](../pipelines/targets/embedded/demo-video/README.md) lists the errors), so a falling tau is due to
-the drafter.
+{tables}
+
+{chr(10).join(target)}
+
+The target has two million parameters and runs on a CPU: its vision tower and prefill take most of the time of
+a long video, and its steps read a long KV cache in one thread. Bytes and the trends of tau and drafting carry
+over to another target; milliseconds and speedups do not. A drafter's KV cache grows by doubling. The target
+gets events, cells and shapes right at every length (its
+[model card](../../pipelines/targets/embedded/demo-video/README.md)), so a falling tau is the drafter's.
 """
 
 
-def main() -> None:
-    """Measure, print and save."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train and measure what is missing, write the page."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="demo-video")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of all workspaces")
-    parser.add_argument("--drafter", action="append", help="may be repeated")
+    parser.add_argument("--case", action="append", help="may be repeated")
+    parser.add_argument("--once", action="append", help="a case with one seed, may be repeated")
     parser.add_argument("--length", action="append", type=int, help="visual tokens; may be repeated")
-    parser.add_argument("--clips", type=int, default=3)
-    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--clips", type=int, default=1, help="clips that are decoded for times")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=2, help="drafters trained in parallel")
+    parser.add_argument("--train", action="store_true", help="train and count, measure no times")
     parser.add_argument("--out", type=Path, default=Path("docs/measurements/video.md"))
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     torch.set_num_threads(given.threads)
-    names, lengths = given.drafter or DRAFTERS, given.length or LENGTHS
-    workspace = Workspace.of(given.model, given.runs)
-    if given.model in EMBEDDED:
-        prepare(workspace, names, given.jobs)
-    result = measure(workspace, names, lengths, given.clips, given.max_new_tokens)
-    for name, why in result["missing"].items():
-        say(f"{name} is left out: {why}")
-    if not result["rows"]:
-        raise SystemExit("nothing was measured")
+    cases, once = given.case or DEFAULT, given.once or ONCE
+    settings = {case: setting(case) for case in cases}
+    trial = Trial(
+        base=Workspace.of("demo-video", given.runs),
+        seeds=given.seeds,
+        steps=given.steps,
+        limit=50,
+        jobs=given.jobs,
+        methods=tuple(dict.fromkeys(catalogue.base(one.drafter) for one in settings.values())),
+    )
+    trial.prepare([*settings.values()])
+    results: dict[str, Result] = {}
+    times: dict[int, Timings] = {}
+    lengths = given.length or LENGTHS
+    of_case = {case: replace(trial, seeds=1) if case in once else trial for case in cases}
+    for case, own in of_case.items():
+        own.train([settings[case]])
+        for length in lengths:
+            own.measure(settings[case], length)
+    if given.train:
+        return
+    for length in lengths:
+        times[length] = measure(trial, cases, length, given.clips)
+    info = Store.open(str(trial.base.features)).info
+    for case, own in of_case.items():
+        config = resolve(settings[case].drafter, "paper", settings[case].settings)
+        wanted = config.model.needs(info)
+        results[case] = Result(
+            {length: own.read(settings[case], length) for length in lengths},
+            {
+                length: feature_cost(
+                    wanted, {"text": at.text, "visual": at.visual, "span": 1}, info.hidden_size
+                )["bytes"]
+                for length, at in times.items()
+            },
+        )
+    facts = {
+        "steps": given.steps,
+        "tree": TREE,
+        "times": {str(length): msgspec.to_builtins(one) for length, one in times.items()},
+        "tau": {case: {str(length): one.tau(length) for length in lengths} for case, one in results.items()},
+        "stored": {
+            case: {str(length): one.stored[length] for length in lengths} for case, one in results.items()
+        },
+    }
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-    given.out.write_text(page(result))
+    given.out.with_suffix(".json").write_text(json.dumps(facts, indent=1) + "\n")
+    given.out.write_text(page(results, times, given.steps))
     say(f"wrote {given.out} and {given.out.with_suffix('.json')}")
 
 
