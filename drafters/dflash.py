@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from vlmdistill.drafters.core import Batch, Drafter, Entries, Head, KVCache, Tree
+from vlmdistill.drafters.core import Batch, Drafter, Entries, Head, KVCache, RMSNorm, Tree
 from vlmdistill.drafters.core.batch import TokenIndex
 from vlmdistill.drafters.core.config import (
     ModelConfig,
@@ -222,13 +222,13 @@ class DFlash(FrequentTokens, Drafter):
         super().__init__(config, info, head)
         width, eps = info.hidden_size, info.rms_norm_eps
         self.fc = nn.Linear(len(self.sources) * width, width, bias=False)
-        self.hidden_norm = nn.RMSNorm(width, eps)
+        self.hidden_norm = RMSNorm(width, eps)
         unbiased = replace(info, attention_bias=False)
         self.layers = nn.ModuleList(
             DecoderLayer(unbiased, kv_heads=config.kv_heads, head_norms=True) for _ in range(config.layers)
         )
-        self.input_norms = nn.ModuleList(nn.RMSNorm(width, eps) for _ in range(config.layers))
-        self.norm = nn.RMSNorm(width, eps)
+        self.input_norms = nn.ModuleList(RMSNorm(width, eps) for _ in range(config.layers))
+        self.norm = RMSNorm(width, eps)
         if config.mask < 0:
             self.mask_D = nn.Parameter(torch.randn(width) * width**-0.5)
         elif config.mask >= info.vocab_size:

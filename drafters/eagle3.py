@@ -21,7 +21,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from vlmdistill.drafters.core import Batch, Drafter, Entries, Head, KVCache
+from vlmdistill.drafters.core import Batch, Drafter, Entries, Head, KVCache, RMSNorm
 from vlmdistill.drafters.core.config import ModelConfig, Stage, TrainConfig, at_least, depths, features
 from vlmdistill.drafters.core.layers import DecoderLayer, layer_names
 from vlmdistill.drafters.core.serving import (
@@ -112,13 +112,13 @@ class Eagle3(FrequentTokens, Drafter):
     def __init__(self, config: Config, info: TargetInfo, head: Head) -> None:
         super().__init__(config, info, head)
         self.fc = nn.Linear(3 * info.hidden_size, info.hidden_size, bias=False)
-        self.embed_norm = nn.RMSNorm(info.hidden_size, info.rms_norm_eps)
-        self.hidden_norm = nn.RMSNorm(info.hidden_size, info.rms_norm_eps)
+        self.embed_norm = RMSNorm(info.hidden_size, info.rms_norm_eps)
+        self.hidden_norm = RMSNorm(info.hidden_size, info.rms_norm_eps)
         # Its projections have no bias, even where the target's have one.
         self.layer = DecoderLayer(
             replace(info, attention_bias=False), kv_heads=config.kv_heads, inputs=2 * info.hidden_size
         )
-        self.norm = nn.RMSNorm(info.hidden_size, info.rms_norm_eps)
+        self.norm = RMSNorm(info.hidden_size, info.rms_norm_eps)
         size = min(config.draft_vocab, info.vocab_size)
         self.lm_head = nn.Linear(info.hidden_size, size, bias=False)
         self.register_buffer("d2t", torch.zeros(size, dtype=torch.long))

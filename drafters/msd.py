@@ -12,9 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import nn
-
-from vlmdistill.drafters.core import EagleDrafter, Head, Tree, Visual
+from vlmdistill.drafters.core import EagleDrafter, Head, RMSNorm, Tree, Visual
 from vlmdistill.drafters.core.config import ModelConfig, Stage, TrainConfig, features
 from vlmdistill.drafters.core.layers import EAGLE_NAMES
 from vlmdistill.stores.schema import Feature, TargetInfo
@@ -59,7 +57,7 @@ class MSD(EagleDrafter):
     def __init__(self, config: Config, info: TargetInfo, head: Head) -> None:
         super().__init__(config, info, head)
         if config.input_norm:
-            self.block.layer.input_norm = nn.RMSNorm(info.hidden_size, info.rms_norm_eps)
+            self.block.layer.input_norm = RMSNorm(info.hidden_size, info.rms_norm_eps)
 
     @property
     def visual(self) -> Visual:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from vlmdistill.drafters.core import Batch, EagleDrafter, Head, KVCache, Tree
+from vlmdistill.drafters.core import Batch, EagleDrafter, Head, KVCache, RMSNorm, Tree
 from vlmdistill.drafters.core.config import ModelConfig, Stage, TwoPasses, features
 from vlmdistill.drafters.core.serving import ServedDrafter, unserved
 from vlmdistill.stores.schema import Feature, TargetInfo
@@ -67,7 +67,7 @@ class Sparrow(EagleDrafter):
 
     def __init__(self, config: Config, info: TargetInfo, head: Head) -> None:
         super().__init__(config, info, head)
-        self.visual_norm = nn.RMSNorm(info.hidden_size, info.rms_norm_eps) if config.ivsb else nn.Identity()
+        self.visual_norm = RMSNorm(info.hidden_size, info.rms_norm_eps) if config.ivsb else nn.Identity()
 
     def condition(self, batch: Batch, cache: KVCache) -> None:
         """Visual tokens enter in training as the middle layer's states, unfused; in decoding not at all."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vlmdistill.drafters.core import EagleDrafter, GuessTable, Head, Tree
+from vlmdistill.drafters.core import EagleDrafter, GuessTable, Head, RMSNorm, Tree
 from vlmdistill.drafters.core.config import (
     ModelConfig,
     Positions,
@@ -87,11 +87,11 @@ class Wren(EagleDrafter):
     def __init__(self, config: Config, info: TargetInfo, head: Head) -> None:
         super().__init__(config, info, head)
         width, eps = info.hidden_size, info.rms_norm_eps
-        self.embed_norm = nn.RMSNorm(width, eps) if config.normed else nn.Identity()
-        self.hidden_norm = nn.RMSNorm(width, eps) if config.normed else nn.Identity()
+        self.embed_norm = RMSNorm(width, eps) if config.normed else nn.Identity()
+        self.hidden_norm = RMSNorm(width, eps) if config.normed else nn.Identity()
         self.sequence = GuessTable(config.threshold, width)
         if config.depths:
-            self.depth_norm = nn.RMSNorm(width, eps)
+            self.depth_norm = RMSNorm(width, eps)
             self.depth_fc = nn.Linear(3 * width, width, bias=False)
 
     def combine(self, states_NS: Tensor) -> Tensor:

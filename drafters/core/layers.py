@@ -5,6 +5,7 @@ d head width.
 """
 
 from collections.abc import Mapping
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,35 @@ from torch import Tensor, nn
 from vlmdistill.drafters.core.batch import Batch, TokenIndex
 from vlmdistill.drafters.core.kv_cache import KVCache
 from vlmdistill.stores.schema import TargetInfo
+
+
+def rms_norm(x_ND: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight, [N, D].
+
+    torch has no kernel of its own for a CPU: without gradients, the fewest of others take half the time.
+    """
+    width = x_ND.shape[-1]
+    on_cpu = x_ND.is_cpu and x_ND.dtype == torch.float32
+    if not on_cpu or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return F.rms_norm(x_ND, (width,), weight_D, eps)
+    scale_N1 = F.linear(x_ND * x_ND, *_mean(width, eps)).rsqrt_()
+    return (x_ND * scale_N1).mul_(weight_D)
+
+
+@cache
+def _mean(width: int, eps: float) -> tuple[Tensor, Tensor]:
+    """The product and the summand that make `eps` plus the mean of a row."""
+    with torch.inference_mode(False):
+        return torch.full((1, width), 1 / width), torch.full((1,), eps)
+
+
+class RMSNorm(nn.RMSNorm):
+    """`rms_norm` as a module."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Norm the last dimension."""
+        assert self.eps is not None
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Rotary:
@@ -64,11 +94,11 @@ class DecoderLayer(nn.Module):
         self.register_module("input_norm", None)  # first of the parameters, as in checkpoints of optimizers
         self.qkv_proj = nn.Linear(inputs, qkv, bias=info.attention_bias)
         self.o_proj = nn.Linear(self.heads * self.head_dim, info.hidden_size, bias=False)
-        self.post_attention_norm = nn.RMSNorm(info.hidden_size, info.rms_norm_eps)
+        self.post_attention_norm = RMSNorm(info.hidden_size, info.rms_norm_eps)
         self.gate_up_proj = nn.Linear(info.hidden_size, 2 * info.intermediate_size, bias=False)
         self.down_proj = nn.Linear(info.intermediate_size, info.hidden_size, bias=False)
         for name in ("q_norm", "k_norm"):
-            norm = nn.RMSNorm(self.head_dim, info.rms_norm_eps) if head_norms else None
+            norm = RMSNorm(self.head_dim, info.rms_norm_eps) if head_norms else None
             self.register_module(name, norm)
         self.rotary = Rotary(self.head_dim, info.rope_theta)
 

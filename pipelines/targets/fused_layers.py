@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vlmdistill.drafters.core.layers import rms_norm
 from vlmdistill.pipelines.targets.target_kv_cache import BatchKVCache, CacheShape
 from vlmdistill.stores.errors import TargetError
 
@@ -133,7 +134,7 @@ class FusedLayers:
         for number, layer in enumerate(self.layers):
             if number in taps:
                 states |= dict.fromkeys(taps[number], hidden_ND)
-            normed_ND = F.rms_norm(hidden_ND, layer.norm_in.shape, layer.norm_in, layer.eps)
+            normed_ND = rms_norm(hidden_ND, layer.norm_in, layer.eps)
             qkv_NHd = F.linear(normed_ND, layer.qkv, layer.qkv_bias).view(count, -1, width)
             qk_NHd = qkv_NHd[:, :rotated]
             if layer.norm_qk_Hd is not None:
@@ -142,12 +143,11 @@ class FusedLayers:
             qk_NHd.mul_(cos_N1d).addcmul_(rolled_NHd, sin_N1d)
             mixed_ND = attend(number, qkv_NHd)
             hidden_ND = torch.addmm(_plus(hidden_ND, layer.out_bias), mixed_ND, layer.out_t)
-            normed_ND = F.rms_norm(hidden_ND, layer.norm_mlp.shape, layer.norm_mlp, layer.eps)
+            normed_ND = rms_norm(hidden_ND, layer.norm_mlp, layer.eps)
             gate_NM, up_NM = F.linear(normed_ND, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
             residual_ND = _plus(hidden_ND, layer.down_bias)
             hidden_ND = torch.addmm(residual_ND, self.act(gate_NM).mul_(up_NM), layer.down_t)
-        weight_D, eps = self.norm
-        states["hidden"] = F.rms_norm(hidden_ND, weight_D.shape, weight_D, eps)
+        states["hidden"] = rms_norm(hidden_ND, *self.norm)
         return states
 
 
