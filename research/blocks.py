@@ -139,8 +139,8 @@ steps, CPU-s are the CPU seconds of one training (-: not recorded).
 Greedy responses identical to those of `model.generate`: {identical} of {compared}; the others differ only
 from a near-tie on.
 
-The images of `demo` have nine visual tokens each. So the page says whether hiding them costs acceptance,
-not what it saves on long inputs: with `-text`, the keys that a pass reads do not grow with them.
+The images of `demo` have nine visual tokens each. So the page says whether hiding them costs acceptance;
+what it saves on long inputs is on [another page](video.md).
 """
 
 

@@ -12,11 +12,12 @@ length are one measurement of some minutes: `--length` makes them one at a time.
 import argparse
 import json
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 import torch
@@ -31,7 +32,7 @@ from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.core.drafter import Proposer
 from vlmdistill.drafters.core.tree import DraftSession
 from vlmdistill.drafters.decoding import hardware
-from vlmdistill.drafters.decoding.clock import Phase, Timed, timed
+from vlmdistill.drafters.decoding.clock import Timed, timed
 from vlmdistill.drafters.decoding.decoders import plain, speculate
 from vlmdistill.drafters.training.recipes import resolve
 from vlmdistill.pipelines.bench import evaluate
@@ -53,13 +54,13 @@ MIB, MB = 2**20, 10**6
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """What decoding with one drafter took; three numbers are quartiles of its cycles, the median second."""
+    """What decoding with one drafter took, in CPU milliseconds; three numbers are the quartiles of cycles."""
 
-    draft: tuple[float, float, float]  # ms of a cycle
-    cycle: tuple[float, float, float]  # ms
-    verify: float  # ms, the median
-    step: float  # ms of a step of plain decoding, the median
-    drafter_prefill: float  # ms, the median over clips
+    draft: tuple[float, float, float]  # of a cycle
+    cycle: tuple[float, float, float]  # drafting and verification
+    verify: float  # the median
+    step: float  # of plain decoding, the median
+    drafter_prefill: float  # the median over clips
     target_prefill: float  # the same
     kept: int  # bytes that the drafter keeps at the end of a clip, the most
     cpu_share: float  # of the elapsed time, in which this program had the CPU; the least
@@ -78,20 +79,54 @@ class Timings:
     of: dict[str, Timing]
 
 
-class Remembering:
-    """A proxy of a drafter that keeps its last draft session, to measure its memory."""
+class Clocked:
+    """A proxy of an object that keeps what its calls take, in CPU milliseconds of this thread.
 
-    def __init__(self, inner: Proposer) -> None:
-        self._inner = inner
+    A call of `begins` begins a number, and calls of `more` add to the last one, at first to that of the
+    prefill. Other programs disturb CPU time far less than elapsed time.
+    """
+
+    def __init__(self, inner: Any, spent: list[float], begins: str, *more: str) -> None:
+        self._inner, self._spent, self._begins, self._more = inner, spent, begins, more
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._inner, name)
+        return partial(self._run, name, found) if name in (self._begins, *self._more) else found
+
+    def _run(self, name: str, call: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        if name == self._begins:
+            self._spent.append(0.0)
+        start = time.thread_time()
+        result = call(*given, **named)
+        self._spent[-1] += 1e3 * (time.thread_time() - start)
+        return result
+
+
+class Watched:
+    """A proxy of a drafter that clocks its draft session, and keeps it to measure its memory."""
+
+    def __init__(self, inner: Proposer, spent: list[float]) -> None:
+        self._inner, self._spent = inner, spent
         self.last: DraftSession | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def draft(self, prompt: Any, target: VisionLanguageTarget) -> DraftSession:
+    def draft(self, prompt: Any, target: VisionLanguageTarget) -> Clocked:
         """Start a draft session."""
-        self.last = self._inner.draft(prompt, target)
-        return self.last
+        starting = Clocked(self._inner, self._spent, "", "draft")
+        self.last = starting.draft(prompt, target)
+        return Clocked(self.last, self._spent, "grow", "commit")
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """A decoded response; CPU milliseconds of the prefill, then of each cycle or plain step."""
+
+    response: Timed
+    of_target: list[float]
+    of_drafter: list[float]
+    kept: int = 0  # bytes that the drafter keeps at the end
 
 
 def setting(case: str) -> Setting:
@@ -110,8 +145,8 @@ def measure(trial: Trial, cases: Sequence[str], length: int, clips: int) -> Timi
             return found
     target = load(workspace.model)
     drafters = {case: target.drafter(workspace.drafter(trial.folders(setting(case))[0])) for case in cases}
-    of_plain: list[Timed] = []
-    of_case: dict[str, list[tuple[Timed, int]]] = {case: [] for case in cases}
+    of_plain: list[Decoded] = []
+    of_case: dict[str, list[Decoded]] = {case: [] for case in cases}
     prompts = [target.encode(one.messages) for one in evaluate.held_out(workspace.prompts, clips)]
     warm = target.encode([{"role": "user", "content": [{"type": "text", "text": "Hello."}]}])
     for drafter in (None, *drafters.values()):  # the first call of each kind allocates
@@ -119,22 +154,18 @@ def measure(trial: Trial, cases: Sequence[str], length: int, clips: int) -> Timi
     for turn, prompt in enumerate(prompts):
         order = ["", *cases]
         for name in order[turn % len(order) :] + order[: turn % len(order)]:
-            response, kept = decode(target, drafters.get(name), prompt, LONGEST)
-            if name:
-                of_case[name].append((response, kept))
-            else:
-                of_plain.append(response)
+            of_case.get(name, of_plain).append(decode(target, drafters.get(name), prompt, LONGEST))
     made = Timings(
         hardware=hardware.of(target.device).name,
         threads=torch.get_num_threads(),
         visual=round(statistics.fmean(int(prompt.visual_L.sum()) for prompt in prompts)),
         text=round(
             statistics.fmean(
-                prompt.length - int(prompt.visual_L.sum()) + len(one.ids)
+                prompt.length - int(prompt.visual_L.sum()) + len(one.response.ids)
                 for prompt, one in zip(prompts, of_plain, strict=True)
             )
         ),
-        of={case: timing(of_plain, *zip(*of_case[case], strict=True)) for case in cases},
+        of={case: timing(of_plain, own) for case, own in of_case.items()},
     )
     with atomic_write(file) as aside:
         aside.write_bytes(msgspec.json.encode(made))
@@ -144,40 +175,41 @@ def measure(trial: Trial, cases: Sequence[str], length: int, clips: int) -> Timi
 
 def decode(
     target: VisionLanguageTarget, drafter: Proposer | None, prompt: EncodedPrompt, limit: int
-) -> tuple[Timed, int]:
-    """Decode a prompt once, plainly without a drafter: the response, and the bytes that the drafter keeps."""
+) -> Decoded:
+    """Decode a prompt once, plainly without a drafter."""
+    of_target, of_drafter = [0.0], [0.0]
+    clocked: Any = Clocked(target, of_target, "extend", "prefill", "logits")
     if drafter is None:
-        return timed(lambda: plain(target, prompt, max_new_tokens=limit), target.device), 0
-    watched: Any = Remembering(drafter)
+        response = timed(lambda: plain(clocked, prompt, max_new_tokens=limit), target.device)
+        return Decoded(response, of_target, of_drafter)
+    watched: Any = Watched(drafter, of_drafter)
     response = timed(
-        lambda: speculate(target, watched, prompt, tree=drafter.tree, max_new_tokens=limit), target.device
+        lambda: speculate(clocked, watched, prompt, tree=drafter.tree, max_new_tokens=limit), target.device
     )
     own = {buffer.data_ptr() for buffer in (*drafter.parameters(), *drafter.buffers())}
-    return response, _held(watched.last, own)
+    return Decoded(response, of_target, of_drafter, _held(watched.last, own))
 
 
-def timing(of_plain: Sequence[Timed], own: Sequence[Timed], kept: Sequence[int]) -> Timing:
+def timing(of_plain: Sequence[Decoded], own: Sequence[Decoded]) -> Timing:
     """The times of some responses, and of plain decoding of the same prompts."""
+
+    def cycles(times: Iterable[list[float]]) -> list[float]:
+        return [spent for one in times for spent in one[1:]]
+
+    draft = cycles(one.of_drafter for one in own)
+    verify = cycles(one.of_target for one in own)
     return Timing(
-        draft=_quartiles([*_milliseconds(own, "draft")]),
-        cycle=_quartiles([1e3 * cycle.seconds for one in own for cycle in one.cycles[1:]]),
-        verify=statistics.median(_milliseconds(own, "verify")),
-        step=statistics.median(1e3 * cycle.seconds for one in of_plain for cycle in one.cycles[1:]),
-        drafter_prefill=1e3 * statistics.median(one.phases["draft_prefill"] for one in own),
-        target_prefill=1e3 * statistics.median(one.phases["vision"] + one.phases["prefill"] for one in own),
-        kept=max(kept),
-        cpu_share=min(one.cpu_seconds / one.seconds for one in (*of_plain, *own)),
-        identical=sum(one.ids == other.ids for one, other in zip(of_plain, own, strict=True)),
+        draft=_quartiles(draft),
+        cycle=_quartiles([sum(both) for both in zip(draft, verify, strict=True)]),
+        verify=statistics.median(verify),
+        step=statistics.median(cycles(one.of_target for one in of_plain)),
+        drafter_prefill=statistics.median(one.of_drafter[0] for one in own),
+        target_prefill=statistics.median(one.of_target[0] for one in own),
+        kept=max(one.kept for one in own),
+        cpu_share=min(one.response.cpu_seconds / one.response.seconds for one in (*of_plain, *own)),
+        identical=sum(a.response.ids == b.response.ids for a, b in zip(of_plain, own, strict=True)),
         clips=len(own),
     )
-
-
-def _milliseconds(responses: Sequence[Timed], phase: Phase) -> Iterator[float]:
-    """What each cycle after the prefill spent in a phase."""
-    for cycle in chain.from_iterable(one.cycles[1:] for one in responses):
-        spent: dict[Phase, float] = dict.fromkeys(get_args(Phase), 0.0)
-        cycle.laps.add_to(spent)
-        yield 1e3 * spent[phase]
 
 
 def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
@@ -248,18 +280,20 @@ def page(results: Mapping[str, Result], times: Mapping[int, Timings], steps: int
     tables = "\n\n".join(
         [
             table("tau", lambda case, length: spread(results[case].tau(length))),
-            table("drafting, ms of a cycle", lambda case, length: quartiles(at(case, length).draft)),
+            table("drafting, CPU ms of a cycle", lambda case, length: quartiles(at(case, length).draft)),
             table(
                 "cycle, in plain steps",
                 lambda case, length: f"{at(case, length).cycle[1] / at(case, length).step:.2f}",
             ),
             table("speedup after the prefill", faster),
-            table("drafter's prefill, ms", lambda case, length: f"{at(case, length).drafter_prefill:.1f}"),
+            table(
+                "drafter's prefill, CPU ms", lambda case, length: f"{at(case, length).drafter_prefill:.1f}"
+            ),
             table("kept while decoding, MiB", lambda case, length: f"{at(case, length).kept / MIB:.2f}"),
             table("stored of a sample, MB", lambda case, length: f"{results[case].stored[length] / MB:.2f}"),
         ]
     )
-    target = ["| the target, ms |" + "".join(f" {one.visual:,} |" for one in times.values())]
+    target = ["| the target, CPU ms |" + "".join(f" {one.visual:,} |" for one in times.values())]
     target += ["|---" * (len(times) + 1) + "|"]
     for title, key in (("prefill", "target_prefill"), ("a plain step", "step"), ("verification", "verify")):
         cells = (statistics.median(getattr(one, key) for one in at.of.values()) for at in times.values())
@@ -280,8 +314,8 @@ visual ones too.
 
 Seeds: {seeds}.
 Tau is counted on the target's greedy responses to three clips: the mean over seeds, with minimum and maximum
-in parentheses. Times are of decoding ({clips} clips of each length) with the first seed, all in turn:
-medians over cycles, with quartiles in parentheses; {any_of.threads} thread, {machines}.
+in parentheses. Times are of decoding ({clips} clips of each length) with the first seed, all in turn: CPU
+time, medians over cycles, with quartiles in parentheses; {any_of.threads} thread, {machines}.
 This program had the CPU for at least {min(one.cpu_share for one in timings):.0%} of the time. Responses
 identical to plain decoding: {sum(one.identical for one in timings)} of {sum(one.clips for one in timings)}.
 The speedup after the prefill is tau over the cost of a cycle in plain steps.

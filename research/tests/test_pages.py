@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-import pytest
+import torch
 
 from research import methods, video
 from research.trial import Cost, Measured, Run
@@ -11,41 +11,50 @@ from tests.pipelines.bench.made_up import measured
 from vlmdistill.drafters.decoding.clock import Cycle, Laps, Timed
 
 
-class Spent(Laps):
-    """Phases of given seconds."""
-
-    def __init__(self, **seconds: float) -> None:
-        self._seconds = seconds
-
-    def add_to(self, spent: Any) -> None:
-        for phase, seconds in self._seconds.items():
-            spent[phase] += seconds
-
-
-def decoded(prefill: float, draft: float, step: float, tokens: int, calls: int) -> Timed:
-    """A response of `tokens` after a prefill, in equal cycles."""
-    each, extra = divmod(tokens - 1, calls)
-    cycles = [Cycle([1], 0, (0, 0), [], prefill, Spent(vision=prefill / 2, prefill=prefill / 2))]
-    for at in range(calls):
-        laps = Spent(draft=draft, verify=step)
-        cycles.append(Cycle([1] * (each + (at < extra)), 0, (0, 0), [], draft + step, laps))
-    seconds = prefill + calls * (draft + step)
-    return Timed(cycles, seconds, seconds)
+def decoded(prefill: float, draft: float, step: float, tokens: int, cycles: int) -> video.Decoded:
+    """A response of so many tokens after a prefill, in equal cycles, on half of a CPU."""
+    ids = [Cycle([1] * tokens, 0, (0, 0), [], 0.0, Laps(torch.device("cpu")))]
+    cpu = prefill + cycles * (draft + step)
+    return video.Decoded(
+        Timed(ids, 2 * cpu, cpu), [prefill, *[step] * cycles], [1.0, *[draft] * cycles], kept=round(prefill)
+    )
 
 
 def test_times_of_long_videos_are_those_of_cycles_whatever_the_prefill_takes() -> None:
-    base = decoded(30.0, 0.0, 0.04, 101, 100)
-    own = [decoded(prefill, 0.02, 0.06, 101, 50) for prefill in (25.0, 35.0, 31.0)]
-    found = video.timing([base] * 3, own, [7, 9, 8])
-    assert found.draft == pytest.approx((20.0, 20.0, 20.0))
-    assert found.cycle == pytest.approx((80.0, 80.0, 80.0))
-    assert (found.verify, found.step, found.target_prefill) == pytest.approx((60.0, 40.0, 31e3))
-    assert (found.kept, found.identical, found.clips) == (9, 3, 3)
-    assert found.cpu_share == 1.0
+    base = decoded(30e3, 0.0, 40.0, 101, 100)
+    found = video.timing([base] * 3, [decoded(ms, 20.0, 60.0, 101, 50) for ms in (25e3, 35e3, 31e3)])
+    assert (found.draft, found.cycle) == ((20.0, 20.0, 20.0), (80.0, 80.0, 80.0))
+    assert (found.verify, found.step, found.target_prefill, found.drafter_prefill) == (60.0, 40.0, 31e3, 1.0)
+    assert (found.kept, found.identical, found.clips, found.cpu_share) == (35000, 3, 3, 0.5)
+
+
+class Sleepy:
+    """Calls of a drafter and a target, in that order."""
+
+    def work(self, loops: int) -> int:
+        return sum(range(loops))
+
+    def other(self) -> str:
+        return "not clocked"
+
+
+def test_a_clocked_object_has_a_number_for_the_prefill_and_one_for_each_cycle() -> None:
+    spent = [0.0]
+    one = video.Clocked(Sleepy(), spent, "work")
+    assert one.other() == "not clocked"
+    assert (one.work(3), one.work(200_000)) == (3, sum(range(200_000)))
+    assert spent[0] == 0.0
+    assert len(spent) == 3
+    assert spent[2] > spent[1] >= 0
+    more = video.Clocked(Sleepy(), spent, "other", "work")
+    before = spent[2]
+    more.work(200_000)
+    assert len(spent) == 3
+    assert spent[2] > before
 
 
 def test_the_page_of_videos_has_a_row_for_each_case_and_tau_over_the_cost_of_a_cycle() -> None:
-    timing = video.timing([decoded(1.0, 0.0, 0.04, 101, 100)], [decoded(1.0, 0.02, 0.06, 101, 50)], [2**20])
+    timing = video.timing([decoded(9.0, 0.0, 40.0, 101, 100)], [decoded(2**20, 20.0, 60.0, 101, 50)])
     times = {
         length: video.Timings(hardware="Some", threads=1, visual=length + 4, text=90, of={"wren": timing})
         for length in (500, 6000)
@@ -56,7 +65,7 @@ def test_the_page_of_videos_has_a_row_for_each_case_and_tau_over_the_cost_of_a_c
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line[:1] == "|"]
     of = {row[0]: rows[at + 2] for at, row in enumerate(rows) if row[1:] == ["504", "6,004"]}
     assert of["tau"] == ["`wren`", "4.00 (3.00-5.00)", "4.00 (3.00-5.00)"]
-    assert of["drafting, ms of a cycle"][1] == "20.00 (20.00-20.00)"
+    assert of["drafting, CPU ms of a cycle"][1] == "20.00 (20.00-20.00)"
     assert of["speedup after the prefill"][1:] == ["2.00", "2.00"]
     assert of["kept while decoding, MiB"][1:] == ["1.00", "1.00"]
     assert of["stored of a sample, MB"][1:] == ["1.00", "2.00"]
