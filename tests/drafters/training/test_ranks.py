@@ -17,9 +17,11 @@ import fsspec
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import distributed
 
 from tests.drafters import synthetic
 from tests.drafters.synthetic import plan
+from vlmdistill.drafters.training import ranks
 from vlmdistill.drafters.training.progress import TrainingProgress
 from vlmdistill.drafters.training.run import Run
 from vlmdistill.drafters.training.trainer import train
@@ -256,3 +258,16 @@ def test_a_run_goes_on_from_its_checkpoint_at_a_url_on_another_machine(store: Pa
     fs.pipe_file(tensors, fs.cat_file(tensors)[:-1] + b"x")
     with pytest.raises(TrainingError, match=url):
         run("third")
+
+
+@pytest.mark.parametrize("error", [None, TrainingError("no")])
+def test_the_group_of_a_launcher_is_left_while_python_is_whole(
+    error: TrainingError | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", ranks.RENDEZVOUS: str(tmp_path / "meet")}.items():
+        monkeypatch.setenv(name, value)
+    with contextlib.suppress(TrainingError), ranks.group():
+        assert distributed.is_initialized()
+        if error:
+            raise error
+    assert not distributed.is_initialized()
