@@ -9,11 +9,13 @@ import typer
 
 from vlmdistill.cli import console
 from vlmdistill.cli.evaluate import known
+from vlmdistill.cli.serve import LOCAL_NAMES, until_stopped
 
 if TYPE_CHECKING:
     from vlmdistill.pipelines.report.changes import Change
     from vlmdistill.pipelines.report.comparison import DrafterResult
     from vlmdistill.pipelines.report.page import ReportPage
+    from vlmdistill.pipelines.workspace.workspace import Workspace
 
 HIGHER, LOWER = "++", "--"
 
@@ -59,6 +61,14 @@ def report(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the result as JSON, whatever the --format of the file.")
     ] = False,
+    serve: Annotated[
+        bool,
+        typer.Option("--serve", help="Serve the page to this machine, following what runs in the workspace."),
+    ] = False,
+    port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="Port of --serve; default 8001, and 0 takes a free one."),
+    ] = None,
 ) -> None:
     """Write an HTML page of the evaluations and print their table.
 
@@ -70,7 +80,17 @@ def report(
 
     With A and B, drafters are compared on the same prompts, by name and temperature: a rate has changed if
     the 95% interval of its ratio, over prompts, excludes 1. The exit status is 0 whatever has changed.
+
+    With --serve, nothing is written: the page is at the printed address and follows trainings and
+    evaluations while they run, until Ctrl-C or SIGTERM.
     """
+    if port is not None and not serve:
+        raise typer.BadParameter("it needs --serve", param_hint="--port")
+    if serve:
+        if two or out or plots or as_json or form != "html":
+            raise typer.BadParameter("it goes with --where, --model and --runs alone", param_hint="--serve")
+        _serve(console.workspace(model, runs), where or [], 8001 if port is None else port)
+        return
     if two:
         if len(two) != 2:
             raise typer.BadParameter("name two, to compare them, or none", param_hint="A B")
@@ -104,6 +124,18 @@ def report(
         if form == "html":
             _show(found)
         console.result(written, as_json=False)
+
+
+def _serve(workspace: "Workspace", where: list[str], port: int) -> None:
+    """Serve the page until a signal comes."""
+    import socket
+
+    from vlmdistill.pipelines.endpoint.following import build_page_app
+    from vlmdistill.pipelines.report.live import LiveReport
+
+    app = build_page_app(LiveReport(workspace, where), LOCAL_NAMES)
+    with socket.create_server(("127.0.0.1", port)) as listener:
+        until_stopped(app, listener, f"the report on {workspace.root.name} is at http://127.0.0.1")
 
 
 def _text(found: "ReportPage", form: str) -> str:

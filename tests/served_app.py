@@ -5,11 +5,12 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import openai
+from fastapi import FastAPI
 
 from vlmdistill.pipelines.endpoint.app import build_app
 from vlmdistill.pipelines.endpoint.hosting import server
@@ -54,11 +55,16 @@ class Served:
             time.sleep(0.01)
 
 
+def serving(decoder: ServedDecoder, **options: Any) -> AbstractContextManager[Served]:
+    """A server of a decoder."""
+    return running_app(build_app(decoder, **options))
+
+
 @contextmanager
-def serving(decoder: ServedDecoder, **options: Any) -> Iterator[Served]:
+def running_app(app: FastAPI) -> Iterator[Served]:
     """A server in a thread of its own."""
     listener = socket.create_server(("127.0.0.1", 0))
-    running = server(build_app(decoder, **options))
+    running = server(app)
     thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
     thread.start()
     try:

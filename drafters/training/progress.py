@@ -109,7 +109,7 @@ class Metrics:
 
     def step(self, progress: TrainingProgress) -> None:
         """Record an optimizer step."""
-        self._write("train", progress.stage, progress.step, progress.figures)
+        self._write("train", progress.stage, progress.step, progress.figures, total=progress.total)
 
     def measured(self, entry: HeldOut) -> None:
         """Record a measurement on held-out samples."""
@@ -121,11 +121,11 @@ class Metrics:
         for tracker in list(self._trackers):
             self._sent(tracker, tracker.close)
 
-    def _write(self, group: str, stage: str, step: int, figures: dict[str, float]) -> None:
+    def _write(self, group: str, stage: str, step: int, figures: dict[str, float], **more: int) -> None:
         named = {f"{group}/{name}": value for name, value in figures.items()}
         try:
             with self._file.open("ab") as file:
-                file.write(msgspec.json.encode({"step": step, "stage": stage, **named}) + b"\n")
+                file.write(msgspec.json.encode({"step": step, "stage": stage, **more, **named}) + b"\n")
         except OSError as error:  # figures are not worth the run
             log.warning("step %d is not in %s (%s)", step, self._file, one_line(error))
         for tracker in list(self._trackers):

@@ -235,7 +235,9 @@ def _decode(
         )
         for number, prompt in enumerate(chosen):
             if (temperature, number) not in decoded:
-                decoded[temperature, number] = replace(bench.decode(number, prompt), calibration=began)
+                decoded[temperature, number] = replace(
+                    bench.decode(number, prompt), calibration=began, of=total
+                )
                 began = None
                 unfinished.add(decoded[temperature, number])
             on_prompt(len(decoded), total, f"T={temperature:g}")

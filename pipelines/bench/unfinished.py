@@ -4,7 +4,7 @@ Each prompt is decoded by all decoders in one process, so its numbers compare, w
 """
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,13 @@ from typing import Any
 
 import msgspec
 
-from vlmdistill.pipelines.bench.records import Calibration, Count, PromptResult, ShownResponse
+from vlmdistill.pipelines.bench.records import (
+    Calibration,
+    Count,
+    Measurement,
+    PromptResult,
+    ShownResponse,
+)
 from vlmdistill.pipelines.data.responses.pieces import Amount
 from vlmdistill.stores.schema import content_hash
 
@@ -27,6 +33,32 @@ class Decoded:
     results: Mapping[str, PromptResult]
     shown: Mapping[str, ShownResponse]
     calibration: Calibration | None = None  # right before, if a process began here
+    of: Count = 0  # prompts that will be decoded, at all temperatures; 0: not recorded
+
+
+@dataclass(frozen=True)
+class Interim:
+    """What an evaluation has measured that is not finished: it is running, or was interrupted."""
+
+    decoded: Mapping[tuple[float, int], Decoded]  # by temperature and number
+    written: float  # when the last prompt was, in seconds since 1970
+
+    @property
+    def of(self) -> int:
+        """The prompts that will be decoded, at all temperatures; 0 if that was not recorded."""
+        return max(one.of for one in self.decoded.values())
+
+    @property
+    def measurements(self) -> dict[tuple[str, float], Measurement]:
+        """The prompts so far, by decoder and temperature."""
+        at: dict[tuple[str, float], list[PromptResult]] = {}
+        for (temperature, _), one in sorted(self.decoded.items(), key=lambda item: item[0]):
+            for name, result in one.results.items():
+                at.setdefault((name, temperature), []).append(result)
+        return {
+            (name, temperature): Measurement(temperature=temperature, prompts=tuple(prompts))
+            for (name, temperature), prompts in at.items()
+        }
 
 
 class Unfinished:
@@ -42,13 +74,8 @@ class Unfinished:
         self._own = reports / f"{self._name}.{secrets.token_hex(8)}.unfinished"
 
     def read(self) -> dict[tuple[float, int], Decoded]:
-        """The prompts done, by temperature and number; a line that was not written to its end is dropped."""
-        done: dict[tuple[float, int], Decoded] = {}
-        for line in (line for file in self._files for line in file.read_bytes().split(b"\n")):
-            with suppress(msgspec.DecodeError, UnicodeDecodeError):
-                one = msgspec.json.decode(line, type=Decoded)
-                done[one.temperature, one.number] = one
-        return done
+        """The prompts done, by temperature and number."""
+        return _read(self._files)
 
     def add(self, decoded: Decoded) -> None:
         """Append a prompt."""
@@ -60,3 +87,26 @@ class Unfinished:
         """The evaluation is written."""
         for file in (*self._files, self._own):
             file.unlink(missing_ok=True)
+
+
+def interim(reports: Path) -> list[Interim]:
+    """The evaluations that are not finished, the latest first."""
+    alike: dict[str, list[Path]] = {}
+    for file in sorted(reports.glob(".*.unfinished")):
+        alike.setdefault(file.name.split(".")[1], []).append(file)
+    found = []
+    for files in alike.values():
+        with suppress(FileNotFoundError):  # it has ended meanwhile
+            if decoded := _read(files):
+                found.append(Interim(decoded, max(file.stat().st_mtime for file in files)))
+    return sorted(found, key=lambda one: -one.written)
+
+
+def _read(files: Sequence[Path]) -> dict[tuple[float, int], Decoded]:
+    """The prompts of all files; a line that was not written to its end is dropped."""
+    done: dict[tuple[float, int], Decoded] = {}
+    for line in (line for file in files for line in file.read_bytes().split(b"\n")):
+        with suppress(msgspec.DecodeError, UnicodeDecodeError):
+            one = msgspec.json.decode(line, type=Decoded)
+            done[one.temperature, one.number] = one
+    return done

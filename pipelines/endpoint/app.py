@@ -19,7 +19,7 @@ from vlmdistill.pipelines.data.responses.pieces import Piece
 from vlmdistill.pipelines.endpoint.chat import NEUTRAL, ChatRequest
 from vlmdistill.pipelines.endpoint.decoder_queue import DecoderQueue, QueueFullError
 from vlmdistill.pipelines.endpoint.gate import ApiError, json_response
-from vlmdistill.pipelines.endpoint.hosting import application, page
+from vlmdistill.pipelines.endpoint.hosting import application, explained, page
 from vlmdistill.pipelines.endpoint.metrics import ServingMetrics
 from vlmdistill.pipelines.endpoint.served_decoder import ServedDecoder, ServedResponse
 from vlmdistill.pipelines.report.templates import script_hash, source, templates
@@ -133,15 +133,17 @@ async def _unless_gone(request: Request, work: Awaitable[Value]) -> Value:
 
 def _api_error(error: Exception) -> HTTPException:
     """An error as the client sees it."""
-    if isinstance(error, HTTPException):
-        if error.status_code in (404, 405) and not isinstance(error, ApiError):
-            routes = "POST /v1/chat/completions, GET /v1/models, /metrics, /health and the page /"
-            return ApiError(error.status_code, f"this server has {routes}")
-        return error
+    if (
+        isinstance(error, HTTPException)
+        and not isinstance(error, ApiError)
+        and error.status_code in (404, 405)
+    ):
+        routes = "POST /v1/chat/completions, GET /v1/models, /metrics, /health and the page /"
+        return ApiError(error.status_code, f"this server has {routes}")
     if isinstance(error, DataError):
         return ApiError(400, str(error), param="messages")
     if not isinstance(error, RequestValidationError):
-        return ApiError(500, "the server failed; its log has the error")
+        return explained(error)
     first = error.errors()[0]
     param = ".".join(map(str, first["loc"][1:]))
     if first["type"] == "json_invalid" or not param:

@@ -10,7 +10,7 @@ from fastapi.responses import HTMLResponse, Response
 from starlette.exceptions import HTTPException
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from vlmdistill.pipelines.endpoint.gate import Gate, error_response
+from vlmdistill.pipelines.endpoint.gate import ApiError, Gate, error_response
 from vlmdistill.stores.errors import DataError
 
 GRACE_SECONDS = 10  # for running responses, after SIGINT or SIGTERM
@@ -22,9 +22,9 @@ POLICY = (
 
 
 def application(
-    key: str | None, hosts: Sequence[str], explained: Callable[[Exception], HTTPException]
+    key: str | None, hosts: Sequence[str], explain: Callable[[Exception], HTTPException]
 ) -> FastAPI:
-    """An application behind the gate that reports `explained` errors.
+    """An application behind the gate that reports errors as `explain` does.
 
     Without a `key` anyone may use it; a request's Host header must be one of `hosts`.
     """
@@ -32,11 +32,18 @@ def application(
     app.add_middleware(Gate, key=key, hosts=tuple(host.lower() for host in hosts))
 
     async def reported(_: Request, error: Exception) -> Response:
-        return error_response(explained(error))
+        return error_response(explain(error))
 
     for kind in (HTTPException, RequestValidationError, DataError, Exception):
         app.add_exception_handler(kind, reported)
     return app
+
+
+def explained(error: Exception) -> HTTPException:
+    """An error as the client sees it."""
+    if isinstance(error, HTTPException):
+        return error
+    return ApiError(500, "the server failed; its log has the error")
 
 
 def page(html: str, script: str, **headers: str) -> Response:

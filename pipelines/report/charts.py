@@ -5,9 +5,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Literal
 
-from vlmdistill.pipelines.bench.records import Evaluation
 from vlmdistill.pipelines.bench.statistics import Rate
 from vlmdistill.pipelines.report.comparison import DrafterResult, Ranking
 
@@ -31,13 +31,14 @@ class Series:
     points: list[Point]
     spans: tuple[tuple[Point, Point], ...] = ()  # intervals, and other thin lines
     note: str = ""  # its values in words
+    drawn: Literal["marks", "line", "both"] = "both"  # of lines
 
 
 @dataclass(frozen=True)
 class Chart:
     """A chart in its own coordinates; a tick is a value and its coordinate."""
 
-    kind: Literal["lines", "dots", "bars", "stack", "scatter"]
+    kind: Literal["lines", "bars", "stack", "scatter"]
     title: str
     series: list[Series]
     x_ticks: list[Point]
@@ -48,34 +49,75 @@ class Chart:
     line: tuple[Point, ...] = ()  # of a scatter: what its marks are judged by
     legend: tuple[str, ...] = ()  # of a stack: what its parts are
     key: str = ""  # what its marks are, for a chart without the page's text
+    parts: tuple[tuple[str, float], ...] = ()  # of the axis across: their names, and where each begins
+
+    @property
+    def named(self) -> list[Series]:
+        """The series that its legend names: one for each style."""
+        found: dict[int, Series] = {}
+        for one in self.series:
+            found.setdefault(one.style, one)
+        return [*found.values()]
 
     @property
     def label(self) -> str:
         """The chart in words, for those who do not see it."""
-        form = "{:.0%}" if self.kind in ("lines", "dots") else "{:.2f}"
-        said = [f"{one.name}: {' '.join(map(form.format, one.values))}" for one in self.series]
+        form = "{:.0%}" if self.kind == "lines" and not self.up else "{:.2f}"
+        said = []
+        for one in self.series:
+            values = [form.format(value) for value in one.values]
+            said.append(
+                f"{one.name}: "
+                + (f"{values[0]} to {values[-1]}" if one.drawn == "line" else " ".join(values))
+            )
         return f"{self.title}. {'. '.join(said)}."
+
+
+@dataclass(frozen=True)
+class Line:
+    """What one line of a chart is to show."""
+
+    name: str
+    style: int
+    points: Sequence[Point]
+    drawn: Literal["marks", "line", "both"] = "both"
 
 
 def acceptance(ranking: Ranking, styles: Mapping[str, int]) -> Chart | None:
     """Acceptance per position; None if nothing was drafted."""
-    lines = {
-        one.name: (styles[one.name], list(enumerate(one.figures.alpha, 1)))
+    lines = [
+        Line(one.name, styles[one.name], list(enumerate(one.figures.alpha, 1)))
         for one in ranking.results
         if one.figures.alpha
-    }
+    ]
     title = f"Acceptance per position at temperature {ranking.temperature:g}"
-    return _shares("lines", title, "position of the drafted token", lines) if lines else None
+    return _lines(title, "position of the drafted token", lines) if lines else None
 
 
-def learning(evaluation: Evaluation) -> Chart | None:
-    """Held-out agreement during training, a mark for each drafted token; None if none was measured."""
-    points: dict[str, tuple[int, list[Point]]] = {}
-    for entry in evaluation.training.history:
-        for ahead, share in enumerate(entry.held_out_agreement, 1):
-            points.setdefault(f"token {ahead}", (ahead - 1, []))[1].append((entry.step, share))
-    title = f"Held-out agreement of {evaluation.name} during training"
-    return _shares("dots", title, "training steps", points) if points else None
+def learning(
+    name: str,
+    held_out: Sequence[Sequence[Point]],
+    batches: Sequence[Sequence[Point]] = (),
+    stages: Mapping[str, float] = MappingProxyType({}),
+) -> Chart | None:
+    """Agreement with the target over the steps of a training, by drafted token; None if there is none.
+
+    Marks are measurements on `held_out` samples, curves are of `batches`; `stages` begin at those steps.
+    """
+    lines = [Line(f"token {at + 1}", at, points, "marks") for at, points in enumerate(held_out) if points]
+    lines += [
+        Line(f"token {at + 1} of batches", at, points, "line") for at, points in enumerate(batches) if points
+    ]
+    what = "Agreement" if batches else "Held-out agreement"
+    title = f"{what} of {name} during training"
+    key = "marks: held-out samples; lines: batches" if batches else ""
+    return _lines(title, "training steps", lines, stages=stages, key=key) if lines else None
+
+
+def losses(name: str, points: Sequence[Point], stages: Mapping[str, float]) -> Chart:
+    """The loss over the steps of a training."""
+    line = Line("loss", 0, points, "line")
+    return _lines(f"Loss of {name} during training", "training steps", [line], up="loss", stages=stages)
 
 
 def speed(ranking: Ranking, styles: Mapping[str, int], everything: Sequence[DrafterResult]) -> Chart:
@@ -242,22 +284,32 @@ def _stack(title: str, ranking: Ranking, styles: Mapping[str, int], phases: tupl
     return Chart("stack", title, series, ticks, [], BAR * len(series) + 30, legend=legend, key=key)
 
 
-def _shares(
-    kind: Literal["lines", "dots"],
+def _lines(
     title: str,
     across: str,
-    lines: Mapping[str, tuple[int, Sequence[Point]]],
+    lines: Sequence[Line],
+    up: str = "",
+    stages: Mapping[str, float] = MappingProxyType({}),
+    key: str = "",
 ) -> Chart:
-    """A chart of shares over positions or steps; `lines` are style and points by name."""
-    xs = [x for _, points in lines.values() for x, _ in points]
-    x_of, y_of = _scale(min(xs), max(xs), LEFT + 10, RIGHT), _scale(0, 1, HEIGHT - BELOW, TOP)
+    """A chart of values over positions or steps: of shares, or of what `up` names."""
+    xs, ys = ([value[at] for line in lines for value in line.points] for at in (0, 1))
+    most = 1.05 * max(1e-9, *ys) if up else 1.0
+    x_of, y_of = _scale(min(xs), max(xs), LEFT + 10, RIGHT), _scale(0, most, HEIGHT - BELOW, TOP)
     series = [
-        Series(name, style, [y for _, y in points], [(x_of(x), y_of(min(1, y))) for x, y in points])
-        for name, (style, points) in lines.items()
+        Series(
+            line.name,
+            line.style,
+            [y for _, y in line.points],
+            [(x_of(x), y_of(max(0, min(most, y)))) for x, y in line.points],
+            drawn=line.drawn,
+        )
+        for line in lines
     ]
     x_ticks = [(x, x_of(x)) for x in _ticks(min(xs), max(xs), least=1)]
-    y_ticks = [(y, y_of(y)) for y in (0, 0.25, 0.5, 0.75, 1)]
-    return Chart(kind, title, series, x_ticks, y_ticks, HEIGHT, across)
+    y_ticks = [(y, y_of(y)) for y in (_ticks(0, most, least=1e-3) if up else (0, 0.25, 0.5, 0.75, 1))]
+    parts = tuple((name, x_of(x)) for name, x in stages.items() if min(xs) < x <= max(xs))
+    return Chart("lines", title, series, x_ticks, y_ticks, HEIGHT, across, up, key=key, parts=parts)
 
 
 def _most(result: DrafterResult, rates: Sequence[Rate]) -> float:

@@ -56,6 +56,16 @@ class DrafterResult:
         return self.measurement.temperature
 
     @property
+    def against_plain(self) -> Literal["faster", "slower", "equal", "unknown"]:
+        """Whether it is significantly faster or slower than plain decoding."""
+        found = self.figures.intervals.get("speedup")
+        if found is None:
+            return "unknown"
+        if found.low > 1:
+            return "faster"
+        return "slower" if found.high < 1 else "equal"
+
+    @property
     def warnings(self) -> list[str]:
         """Problems of its figures."""
         return [f"{self.name} at temperature {self.temperature:g}: {one}" for one in self.figures.warnings]
@@ -113,12 +123,7 @@ class Ranking:
     @property
     def against_plain(self) -> Literal["faster", "slower", "equal", "unknown"]:
         """Whether the fastest is significantly faster or slower than plain decoding."""
-        found = self.leaders[0].figures.intervals.get("speedup") if self.leaders else None
-        if found is None:
-            return "unknown"
-        if found.low > 1:
-            return "faster"
-        return "slower" if found.high < 1 else "equal"
+        return self.leaders[0].against_plain if self.leaders else "unknown"
 
     @property
     def text(self) -> str:

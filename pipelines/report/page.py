@@ -5,35 +5,35 @@ names by hash. The page is complete without it: the script sorts and filters tab
 Evaluations that cannot be compared are in separate groups (`comparison.gather`).
 """
 
-import base64
-import contextlib
 import io
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from vlmdistill.pipelines.bench import served_records
-from vlmdistill.pipelines.bench.records import LABELS, Decoding, Evaluation, ShownResponse
+from vlmdistill.pipelines.bench.records import LABELS, Evaluation, Training
 from vlmdistill.pipelines.bench.served_records import ServedEvaluation
-from vlmdistill.pipelines.bench.statistics import FEWEST, FEWEST_OF_KIND
-from vlmdistill.pipelines.data.prompts import prompt_table
-from vlmdistill.pipelines.data.responses.pieces import Piece
-from vlmdistill.pipelines.media.urls import at_hand, is_url
-from vlmdistill.pipelines.report import charts, selection
+from vlmdistill.pipelines.bench.statistics import FEWEST, FEWEST_OF_KIND, figures
+from vlmdistill.pipelines.bench.unfinished import Interim, interim
+from vlmdistill.pipelines.report import charts, selection, trainings
+from vlmdistill.pipelines.report.answer import answers
 from vlmdistill.pipelines.report.charts import Chart
 from vlmdistill.pipelines.report.comparison import DrafterResult, Group, differing, group
+from vlmdistill.pipelines.report.samples import OwnFiles, ShownPrompt, samples
 from vlmdistill.pipelines.report.templates import script_hash, source, templates
+from vlmdistill.pipelines.report.trainings import TrainingRun
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError
 
 if TYPE_CHECKING:
     from jinja2 import Template
+    from markupsafe import Markup
 
-IMAGE_SIDE = 320  # pixels of the longer side of an embedded image
 NAME_LENGTH = 120  # of a chart's file
 FONT = "Vera"  # of PDF and PNG
 PIXELS = 2.0  # of PNG, for each point of a PDF
@@ -43,71 +43,22 @@ NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
 
 
 @dataclass(frozen=True)
-class Playback:
-    """A response with the time of each piece, and the counts and times of its decoding."""
-
-    pieces: tuple[Piece, ...]
-    decoding: Decoding
-
-
-@dataclass(frozen=True)
-class Replay:
-    """A drafter's response, and the plain one that was measured beside it."""
-
-    name: str
-    temperature: float
-    drafted: Playback
-    plain: Playback
-
-
-@dataclass(frozen=True)
-class ShownPrompt:
-    """A prompt with its images, and by temperature the response of each drafter, the fastest first."""
-
-    prompt: str
-    media: list[dict[str, str]]
-    responses: dict[float, list[tuple[str, ShownResponse]]] = field(default_factory=dict)
-    replays: list[Replay] = field(default_factory=list)  # of the responses whose times were recorded
-
-    @property
-    def plains(self) -> list[Playback]:
-        """The plain responses of its replays: drafters that were measured together have the same one."""
-        return list(dict.fromkeys(one.plain for one in self.replays))
-
-
-@dataclass(frozen=True)
-class OwnFiles:
-    """The files that a page may show: below the workspace, or media of its prompts.
-
-    A record may come from a stranger, and name any file of this machine or bucket of its user.
-    """
-
-    workspace: Workspace
-
-    def __contains__(self, file: str) -> bool:
-        if not is_url(file) and Path(file).resolve().is_relative_to(self.workspace.root.resolve()):
-            return True
-        return file in self._media
-
-    @cached_property
-    def _media(self) -> set[str]:
-        sets = sorted((self.workspace.root / "benchmarks").glob("*.parquet"))
-        media: set[str] = set()
-        for file in (self.workspace.prompts, *sets):
-            with contextlib.suppress(DataError):  # no held-out prompts
-                media.update(
-                    path for prompt in prompt_table.load(file, split="eval") for path in prompt.files
-                )
-        return media
-
-
-@dataclass(frozen=True)
 class GroupView:
     """The charts and samples of a group."""
 
     group: Group
     own: OwnFiles
     styles: Mapping[str, int]  # of each drafter, the same on the whole page
+    differing: Sequence[str]  # conditions in which the groups of the page differ; none for a single group
+    of: int  # groups of the page
+
+    @cached_property
+    def html(self) -> "Markup":
+        """The section of the group."""
+        from markupsafe import Markup
+
+        said = {"fewest": FEWEST, "fewest_of_kind": FEWEST_OF_KIND, "answers": answers(self.group)}
+        return Markup(_template("group.html.jinja").render(view=self, **said))
 
     @property
     def speed(self) -> list[Chart]:
@@ -169,32 +120,41 @@ class GroupView:
     def charts(self) -> list[Chart]:
         """All charts, in the order of the page."""
         drawn = [*self.speed, *self.against_tau, *self.pareto, *self.cycles, *self.prefills, *self.trees]
-        return [*drawn, *self.acceptance, *_found(chart for _, chart in self.learning)]
+        return [*drawn, *self.acceptance]
 
     @property
     def samples(self) -> list[ShownPrompt]:
         """The prompts whose responses were kept."""
-        shown: dict[str, ShownPrompt] = {}
-        for one in self.group.results:
-            measured = {prompt.key: prompt for prompt in one.measurement.prompts}
-            for sample in one.measurement.shown:
-                if sample.key not in shown:
-                    shown[sample.key] = ShownPrompt(
-                        sample.prompt, [_embedded(file, self.own) for file in sample.files]
-                    )
-                prompt, counts = shown[sample.key], measured.get(sample.key)
-                prompt.responses.setdefault(one.temperature, []).append((one.name, sample))
-                if counts is not None and _timed(sample.pieces) and _timed(sample.plain):
-                    drafted = Playback(sample.pieces, counts.drafted)
-                    plain = Playback(sample.plain, counts.plain)
-                    prompt.replays.append(Replay(one.name, one.temperature, drafted, plain))
-        return list(shown.values())
+        return samples(self.group, self.own)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """How a drafter was trained: what its run recorded, and what an evaluation says of it."""
+
+    name: str
+    run: TrainingRun | None
+    evaluation: Evaluation | None = None  # of the drafter that this run trained
 
     @property
-    def learning(self) -> list[tuple[Evaluation, Chart | None]]:
-        """Each evaluation with its held-out agreement during training."""
-        trained = {(one.name, one.training): one for one in self.group.evaluations}
-        return [(one, charts.learning(one)) for one in sorted(trained.values(), key=lambda one: one.name)]
+    def unfinished(self) -> bool:
+        """Whether its run is under way, or was interrupted."""
+        return self.run is not None and not self.run.finished
+
+    @property
+    def charts(self) -> list[Chart]:
+        """Its loss, and its agreement with the target."""
+        if self.run is not None:
+            run = self.run
+            learned = charts.learning(self.name, run.held_out, run.agreement, run.stages)
+            return _found([charts.losses(self.name, run.loss, run.stages), learned])
+        history = self.evaluation.training.history if self.evaluation else ()
+        longest = max((len(one.held_out_agreement) for one in history), default=0)
+        curves = [
+            [(one.step, one.held_out_agreement[at]) for one in history if at < len(one.held_out_agreement)]
+            for at in range(longest)
+        ]
+        return _found([charts.learning(self.name, curves)])
 
 
 @dataclass(frozen=True)
@@ -203,30 +163,55 @@ class ReportPage:
 
     page: Path
     title: str
-    groups: list[Group]
+    views: list[GroupView]
     served: list[ServedEvaluation]  # of servers, by name
-    own: OwnFiles
+    runs: list[TrainingRun]
+    interim: list[Interim]  # evaluations that are not finished
+    live: bool = False  # it follows the workspace
+    trouble: str = ""  # why there are no evaluations, or not the latest ones
 
     @property
-    def views(self) -> list[GroupView]:
-        """The charts and samples of each group."""
-        names = sorted({one.name for group in self.groups for one in group.evaluations})
-        styles = {name: number for number, name in enumerate(names)}
-        return [GroupView(group, self.own, styles) for group in self.groups]
+    def groups(self) -> list[Group]:
+        """The evaluations, in groups that compare."""
+        return [view.group for view in self.views]
+
+    @property
+    def trained(self) -> list[Trained]:
+        """The trainings of all evaluated drafters, and all others of the workspace, by name."""
+        runs = {run.name: run for run in self.runs}
+        found = dict[tuple[str, Training], Trained]()
+        for one in (one for view in self.views for one in view.group.evaluations):
+            run = runs.get(re.split(r"[@ ]", one.name, maxsplit=1)[0])
+            mine = run if run is not None and run.made(one.training) else None
+            found.setdefault((one.name, one.training), Trained(one.name, mine, one))
+        shown = {one.run.name for one in found.values() if one.run is not None}
+        rest = (Trained(run.name, run) for run in self.runs if run.name not in shown)
+        return sorted([*found.values(), *rest], key=lambda one: one.name)
+
+    @property
+    def script(self) -> str:
+        """The script of the page."""
+        names = ("replay.js", "report.js", *(["live.js"] if self.live else []))
+        return "".join(source(f"report/{name}") for name in names)
 
     @property
     def html(self) -> str:
         """The page itself."""
-        template = _template("report.html.jinja")
-        script = "".join(source(f"report/{name}") for name in ("replay.js", "report.js"))
-        return template.render(
+        script = self.script
+        under_way = [one for one in self.trained if one.unfinished]
+        return _template("report.html.jinja").render(
             title=self.title,
             views=self.views,
             differing=differing(self.groups),
+            trouble=self.trouble,
+            live=self.live,
+            interim=[
+                (one, [(*at, figures(some)) for at, some in one.measurements.items()]) for one in self.interim
+            ],
+            under_way=under_way,
+            trained=[one for one in self.trained if not one.unfinished],
             served=[(one.measured, line) for one in self.served for line in served_records.table([one])],
             columns=served_records.TABLE,
-            fewest=FEWEST,
-            fewest_of_kind=FEWEST_OF_KIND,
             script=script,
             script_hash=script_hash(script),
         )
@@ -238,14 +223,20 @@ def read(workspace: Workspace, out: Path | None = None, where: Sequence[str] = (
     DataError if there are none, or if a JSON file in their folder is not an evaluation; StoreError on a
     mistake in `where`.
     """
+    views, served = evaluated(workspace, where)
+    page, title = out or workspace.reports / "index.html", workspace.root.name
+    return ReportPage(page, title, views, served, trainings.read(workspace), interim(workspace.reports))
+
+
+def evaluated(
+    workspace: Workspace, where: Sequence[str] = ()
+) -> tuple[list[GroupView], list[ServedEvaluation]]:
+    """The groups of the latest selected evaluations, and those of servers; errors as of `read`."""
     found = selection.latest(workspace.reports, workspace.model, where)
-    return ReportPage(
-        out or workspace.reports / "index.html",
-        workspace.root.name,
-        group(found.own),
-        found.servers,
-        OwnFiles(workspace),
-    )
+    groups, own = group(found.own), OwnFiles(workspace)
+    names = sorted({one.name for some in groups for one in some.evaluations})
+    styles = {name: number for number, name in enumerate(names)}
+    return [GroupView(some, own, styles, differing(groups), len(groups)) for some in groups], found.servers
 
 
 def make(workspace: Workspace, out: Path | None = None) -> ReportPage:
@@ -271,16 +262,19 @@ def plot(report: ReportPage, folder: Path, form: PlotFormat = "svg") -> None:
     """
     template, styles = _template("chart.svg.jinja"), _light_styles()
     names: list[str] = []
-    for view in report.views:
-        for chart in view.charts:
-            name = NOT_IN_NAMES.sub("-", chart.title)[:NAME_LENGTH].lower()
-            if len(report.groups) > 1:
-                name = f"group-{view.group.number}-{name}"
-            names.append(name)
-            same = names.count(name)
-            svg = NOT_IN_XML.sub("", template.render(chart=chart, styles=styles))
-            file = folder / (f"{name}~{same}.{form}" if same > 1 else f"{name}.{form}")
-            write(svg if form == "svg" else _drawn(svg, form), file)
+    several = len(report.groups) > 1
+    drawn = [
+        (f"group-{view.group.number}-" if several else "", one)
+        for view in report.views
+        for one in view.charts
+    ]
+    for group_name, chart in (*drawn, *(("", chart) for one in report.trained for chart in one.charts)):
+        name = group_name + NOT_IN_NAMES.sub("-", chart.title)[:NAME_LENGTH].lower()
+        names.append(name)
+        same = names.count(name)
+        svg = NOT_IN_XML.sub("", template.render(chart=chart, styles=styles))
+        file = folder / (f"{name}~{same}.{form}" if same > 1 else f"{name}.{form}")
+        write(svg if form == "svg" else _drawn(svg, form), file)
 
 
 def _drawn(svg: str, form: PlotFormat) -> bytes:
@@ -328,45 +322,10 @@ def _light_styles() -> str:
 def _template(name: str) -> "Template":
     found = templates()
     margins = {"left": charts.LEFT, "right": charts.RIGHT, "top": charts.TOP, "below": charts.BELOW}
+    found.filters["at"] = lambda seconds: time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
     found.globals["plane"] = {"width": charts.WIDTH, "bar": charts.BAR, **margins}
     return found.get_template(f"report/{name}")
 
 
-def _timed(pieces: Sequence[Piece]) -> bool:
-    return bool(pieces) and all(piece.seconds is not None for piece in pieces)
-
-
 def _found(maybe: Iterable[Chart | None]) -> list[Chart]:
     return [chart for chart in maybe if chart is not None]
-
-
-def _embedded(file: str, own: OwnFiles) -> dict[str, str]:
-    """Name and kind of a prompt's file, and for an image a small copy as a data URI."""
-    from PIL import Image
-
-    from vlmdistill.pipelines.media.images import MediaError, decoding, kind_of, open_image, upright
-
-    path = Path(file)
-    if kind_of(path.name) == "video":
-        return {"name": path.name, "kind": "video"}
-    try:
-        local = at_hand(file) if file in own else None
-        if local is not None and local.is_dir():
-            return {"name": path.name, "kind": "video"}
-        if local is None or not local.is_file():  # a FIFO would never end
-            return {"name": path.name, "kind": "missing"}
-        with open_image(local) as image:
-            with decoding():
-                image.thumbnail((IMAGE_SIDE, IMAGE_SIDE))
-            small = upright(image, "RGBA")
-    except (MediaError, OSError):
-        return {"name": path.name, "kind": "missing"}
-    opaque = Image.new("RGB", small.size, "white")
-    opaque.paste(small, mask=small.getchannel("A"))
-    copies = []
-    for kind in ("png", "jpeg"):  # drawings are smaller as PNG, photos as JPEG
-        buffer = io.BytesIO()
-        opaque.save(buffer, kind, optimize=True)
-        copies.append((len(buffer.getvalue()), kind, base64.b64encode(buffer.getvalue()).decode()))
-    _, kind, data = min(copies)
-    return {"name": path.name, "kind": "image", "uri": f"data:image/{kind};base64,{data}"}

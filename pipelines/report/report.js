@@ -76,6 +76,10 @@ function replay(box) {
   box.hidden = false;
 }
 
-all("table.sortable").forEach(sortable);
-all(".tools[hidden]").forEach(filter);
-all(".replay").forEach(replay);
+function enliven(part) {
+  all("table.sortable", part).forEach(sortable);
+  all(".tools[hidden]", part).forEach(filter);
+  all(".replay", part).forEach(replay);
+}
+
+enliven(document);
