@@ -128,6 +128,9 @@ def _prompt(one: PromptResult, temperature: float, limit: int | None) -> Iterato
             yield f"the tokens of {whose} are not the accepted ones and one for each call"
         if decoded.passes is not None and decoded.passes != decoded.calls:
             yield f"the target counts other forward passes than {whose}"
+    sums = tuple(sum(getattr(part, name) for part in own.parts) for name in ("calls", "tokens", "accepted"))
+    if own.parts and sums != (own.calls, own.tokens - 1, own.accepted):
+        yield "the parts of the response do not add up to it"
     if limit is not None and sum(own.chain_accepted) > own.accepted + limit:
         yield "acceptance by position does not agree with the accepted tokens"
 

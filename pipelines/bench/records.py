@@ -46,6 +46,17 @@ class Phases:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Part:
+    """The cycles of a response that began in one range of contexts, within its reasoning or after it."""
+
+    context: Count  # the least of the range, in tokens
+    thinking: bool
+    calls: Count
+    tokens: Count
+    accepted: Count
+
+
+@dataclass(frozen=True, kw_only=True)
 class Decoding:
     """The counts and times of decoding one prompt once."""
 
@@ -57,6 +68,7 @@ class Decoding:
     decode_seconds: Amount  # of all later cycles, by the decoder's clock
     chain_tried: tuple[Count, ...] = ()  # by position: cycles that verified it after accepting all before it
     chain_accepted: tuple[Count, ...] = ()  # by position: of these, cycles that accepted it
+    parts: tuple[Part, ...] = ()  # of the drafter's response; none: measured before they were recorded
     missed: Count = 0  # drafted tokens of the most likely chains that the response has and no cycle accepted
     check: Check | None = None  # against the stock model's generate; None: not compared
     phases: Phases | None = None  # None: measured before they were recorded

@@ -11,6 +11,7 @@ from vlmdistill.drafters.core.drafter import Proposer
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.decoding.clock import Cycle, Timed, clocked, timed
 from vlmdistill.drafters.decoding.decoders import decode
+from vlmdistill.pipelines.bench.parts import parts, reasoning
 from vlmdistill.pipelines.bench.records import (
     Check,
     Decoding,
@@ -72,6 +73,9 @@ class SideBySide:
             one = replace(
                 _counted(decoded[name], on_cpu=self.target.device.type == "cpu"), passes=passes[name]
             )
+            if name != PLAIN:
+                thought = reasoning(self.target.tokenizer, encoded.ids_L.tolist(), decoded[name].ids)
+                one = replace(one, parts=parts(decoded[name].cycles, encoded.length, thought))
             if not greedy:
                 nats, variance = self._surprise(encoded, decoded[name].ids)
                 one = replace(one, surprise=nats, surprise_variance=variance)

@@ -26,7 +26,7 @@ Shapes: P prompts, R weightings of them.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import zip_longest
@@ -35,7 +35,14 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from vlmdistill.pipelines.bench.records import Calibration, Decoding, Measurement, Phases, PromptResult
+from vlmdistill.pipelines.bench.records import (
+    Calibration,
+    Decoding,
+    Measurement,
+    Part,
+    Phases,
+    PromptResult,
+)
 
 FEWEST = 6  # prompts for an interval
 FEWEST_OF_KIND = 4  # prompts of each of its kinds: with three, too few intervals hold the truth
@@ -79,6 +86,17 @@ class Budget(Phases):
     ideal: float  # decode speedup if a cycle took as long as its drafting and a plain step
 
 
+@dataclass(frozen=True)
+class PartRates:
+    """A drafter on one part of the responses."""
+
+    part: str
+    prompts: int  # whose responses have it
+    calls: int
+    tau: float
+    accepted: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class Figures:
     """The metrics of one drafter at one temperature, see the top of the file."""
@@ -109,6 +127,7 @@ class Figures:
     plain_accounted: float
     lossless: Checks
     plain_lossless: Checks
+    parts: tuple[PartRates, ...]  # by context, and by thinking and answer, where there are several
     warnings: tuple[str, ...]  # problems of these metrics
 
 
@@ -147,6 +166,7 @@ def figures(measurement: Measurement) -> Figures:
         plain_accounted=plain_accounted,
         lossless=(lossless := _checks(own)),
         plain_lossless=(plain_lossless := _checks(plain)),
+        parts=tuple(_parts(prompts)),
         warnings=(
             *_different("", lossless),
             *_different(" of plain decoding", plain_lossless),
@@ -309,6 +329,25 @@ def _alpha(decoded: Sequence[Decoding]) -> tuple[float, ...]:
     tried = [sum(column) for column in zip_longest(*(one.chain_tried for one in decoded), fillvalue=0)]
     kept = [sum(column) for column in zip_longest(*(one.chain_accepted for one in decoded), fillvalue=0)]
     return tuple(_ratio(above, below) for above, below in zip(kept, tried, strict=True))
+
+
+def _parts(prompts: Sequence[PromptResult]) -> Iterator[PartRates]:
+    """By length of context, and by thinking and answer, where the responses have several of these."""
+    found = [(one.key, part) for one in prompts for part in one.drafted.parts]
+    cuts: list[dict[str, list[tuple[str, Part]]]] = [{}, {}]
+    for key, part in sorted(found, key=lambda one: (one[1].context, not one[1].thinking)):
+        cuts[0].setdefault(f"context from {part.context}", []).append((key, part))
+        cuts[1].setdefault("thinking" if part.thinking else "answer", []).append((key, part))
+    for cut in cuts:
+        for name, some in cut.items() if len(cut) > 1 or "thinking" in cut else ():
+            calls = sum(part.calls for _, part in some)
+            yield PartRates(
+                part=name,
+                prompts=len({key for key, _ in some}),
+                calls=calls,
+                tau=_ratio(sum(part.tokens for _, part in some), calls),
+                accepted=_ratio(sum(part.accepted for _, part in some), calls),
+            )
 
 
 def _checks(decoded: Sequence[Decoding]) -> Checks:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from vlmdistill.pipelines.bench import served_records
 from vlmdistill.pipelines.bench.records import LABELS, Evaluation, Training
 from vlmdistill.pipelines.bench.served_records import ServedEvaluation
-from vlmdistill.pipelines.bench.statistics import FEWEST, FEWEST_OF_KIND, figures
+from vlmdistill.pipelines.bench.statistics import FEWEST, FEWEST_OF_KIND, PartRates, figures
 from vlmdistill.pipelines.bench.unfinished import Interim, interim
 from vlmdistill.pipelines.report import charts, selection, trainings
 from vlmdistill.pipelines.report.answer import answers
@@ -115,6 +115,11 @@ class GroupView:
         """The results by kind and by dataset of the prompts, if there are several."""
         divided = [(name, self.group.by(label)) for name, label in LABELS.items()]
         return [(name, results) for name, results in divided if len(results) > 1]
+
+    @property
+    def parts(self) -> list[tuple[DrafterResult, PartRates]]:
+        """The parts of the responses, where there are several."""
+        return [(one, part) for one in self.group.results for part in one.figures.parts]
 
     @property
     def charts(self) -> list[Chart]:

@@ -160,7 +160,10 @@ PARTS = ("drafter", "T", "prompts", "count", "tau", "accepted", "speedup")
 
 
 def divided(results: "Sequence[DrafterResult]") -> list[list[str]]:
-    """A row of `PARTS` for the prompts of each kind and dataset, where there are several."""
+    """A row of `PARTS` for the prompts of each kind and dataset, and for each part of the responses.
+
+    Of each only where there are several.
+    """
     rows, seen = [], set()
     for one in results:
         for label in LABELS.values():
@@ -176,6 +179,9 @@ def divided(results: "Sequence[DrafterResult]") -> list[list[str]]:
                     found = figures(at)
                     rates = [rate(found, which) for which in ("tau", "accepted", "speedup")]
                     rows.append([one.name, f"{one.temperature:g}", part, str(found.prompts), *rates])
+        for within in one.figures.parts:
+            shown = [str(within.prompts), f"{within.tau:.2f}", f"{within.accepted:.2f}", "-"]
+            rows.append([one.name, f"{one.temperature:g}", within.part, *shown])
     return rows
 
 
