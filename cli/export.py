@@ -2,7 +2,7 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -45,8 +45,25 @@ def export(
 
     written = write(folder, out, dtype)
     console.result(asdict(written), as_json)
-    for line in commands(model if known else written.target, written):
+    served = model if known else written.target
+    if otherwise := _otherwise(served, describe(folder)["provenance"]):
+        console.note(f"warning: {otherwise}")
+    for line in commands(served, written):
         console.note(line)
+
+
+def _otherwise(model: str, trained: dict[str, Any]) -> str:
+    """What the target does to prompts otherwise than in training; empty where nothing of it is here."""
+    from vlmdistill.pipelines.targets.checkpoints.folder import locate
+    from vlmdistill.pipelines.targets.checkpoints.template import served_otherwise
+    from vlmdistill.stores.errors import TargetError
+    from vlmdistill.stores.schema import Provenance
+
+    try:
+        folder = locate(model).folder
+    except TargetError:
+        return ""
+    return served_otherwise(Provenance.from_dict(trained), folder) if folder else ""
 
 
 def commands(model: str, written: "Exported") -> list[str]:

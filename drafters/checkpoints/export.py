@@ -18,7 +18,7 @@ from vlmdistill.drafters.checkpoints.description import describe
 from vlmdistill.drafters.core.batch import Head
 from vlmdistill.drafters.core.serving import KEY, Exportable
 from vlmdistill.stores.errors import TrainingError
-from vlmdistill.stores.schema import TargetInfo
+from vlmdistill.stores.schema import Provenance, TargetInfo
 
 DRAFT_TOKENS = 4  # of a served chain, where the drafter has as many
 
@@ -77,14 +77,16 @@ def export(folder: Path, out: Path, dtype: str = "bfloat16") -> Exported:
         key: value.detach().to(number if value.is_floating_point() else value.dtype, copy=True)
         for key, value in served_as.weights.items()
     }
-    settings = {**served_as.settings, "torch_dtype": dtype, KEY: msgspec.to_builtins(served_as.feeding)}
+    trained = Provenance.from_dict(description["provenance"])
+    feeding = msgspec.to_builtins(msgspec.structs.replace(served_as.feeding, trained=trained))
+    settings = {**served_as.settings, "torch_dtype": dtype, KEY: feeding}
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         checkpoint.put(out, settings, held)
     elif not _holds(out, settings, held):
         raise TrainingError(f"{out} exists: name a new folder")
     return Exported(
         drafter=name,
-        target=description["provenance"]["target"],
+        target=trained.target,
         out=str(out),
         dtype=dtype,
         parameters=sum(value.numel() for value in held.values() if value.is_floating_point()),

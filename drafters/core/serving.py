@@ -11,7 +11,7 @@ from torch import Tensor
 from vlmdistill.drafters.core.drafter import Drafter
 from vlmdistill.drafters.core.layers import DecoderLayer
 from vlmdistill.stores.errors import TrainingError
-from vlmdistill.stores.schema import TargetInfo
+from vlmdistill.stores.schema import Provenance, TargetInfo
 
 KEY = "vlmdistill"
 """The key of `config.json` that holds a `Feeding`; a served folder without it is not ours."""
@@ -40,6 +40,8 @@ class Feeding(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The most tokens that it drafts; 0: any number."""
     built: Built | None = None
     """The drafter whose `combine`, `fuse` and `compress` run in the engine; None: the engine has its own."""
+    trained: Provenance | None = None
+    """Of the features that it was trained on; `export` adds it, and an engine compares its own target."""
 
 
 @dataclass(frozen=True)

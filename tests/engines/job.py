@@ -53,6 +53,8 @@ class EngineJob(Struct, frozen=True, kw_only=True):
     max_new_tokens: int = 512
     temperature: float = 0.0
     top_p: float = 1.0
+    top_k: int = 0
+    """0: off."""
     dtype: str = "float32"
     batch: int = 8
     """Requests decoded together."""
@@ -132,7 +134,7 @@ def generate(job: EngineJob) -> EngineOutcome:
     rope = {str(number): torch.tensor(one.rope) for number, one in enumerate(job.questions)}
     engine.apply_model(partial(set_positions, positions=rope))
     sampling = vllm.SamplingParams(
-        temperature=job.temperature, top_p=job.top_p, max_tokens=job.max_new_tokens
+        temperature=job.temperature, top_p=job.top_p, top_k=job.top_k, max_tokens=job.max_new_tokens
     )
     outputs = engine.generate([_prompt(*one) for one in enumerate(job.questions)], sampling, use_tqdm=False)
     counted: dict[str, Any] = {one.name: one for one in engine.get_metrics()}

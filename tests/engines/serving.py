@@ -25,7 +25,10 @@ from vlmdistill.drafters.checkpoints.export import Exported, export
 from vlmdistill.pipelines.bench.evaluate import held_out
 from vlmdistill.pipelines.cluster.environment import engine_python
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
+from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.pipelines.targets.loading import load
+from vlmdistill.pipelines.vllm.launch import EngineError, vllm_server
+from vlmdistill.pipelines.vllm.plugin.limits import OTHER_TARGET
 from vlmdistill.pipelines.workspace.workspace import Workspace
 
 MODEL = "demo-video"
@@ -182,7 +185,23 @@ def eight_bits(target: Path, out: Path) -> Path:
     return out
 
 
-def test_a_quantised_target_is_served_as_it_is(served: Served, tmp_path: Path) -> None:
+def test_a_drafter_of_another_target_is_refused_in_the_last_line_of_the_log(
+    served: Served, tmp_path: Path
+) -> None:
+    drafter, log = served.exported("sparrow"), tmp_path / "log"
+    with (
+        pytest.raises(EngineError) as failed,
+        vllm_server(EMBEDDED["demo"], "demo", "float32", log, drafter, whole_images=False),
+    ):
+        pass
+    assert "sparrow was trained for another target (demo-video)" in failed.value.log.splitlines()[-1]
+
+
+def test_a_quantised_target_is_served_as_it_is(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its configuration and weights are others, so it has to be asked for."""
+    monkeypatch.setenv(OTHER_TARGET, "1")
     folder = str(eight_bits(Path(served.job.target), tmp_path / "eight"))
     job = changed(served.job, target=folder, questions=served.job.questions[:8], max_new_tokens=64)
     drafter, plain = served.exported("sparrow"), engine.run(job)
@@ -192,8 +211,14 @@ def test_a_quantised_target_is_served_as_it_is(served: Served, tmp_path: Path) -
     assert found.accepted > 0
 
 
-def test_sampled_responses_follow_the_distribution_of_the_target(served: Served) -> None:
-    """How likely their tokens are, and how often a token repeats the one before."""
+@pytest.mark.parametrize(("top_p", "top_k"), [(0.9, 0), (1.0, 5)])
+def test_sampled_responses_follow_the_distribution_of_the_target(
+    top_p: float, top_k: int, served: Served
+) -> None:
+    """How likely their tokens are, and how often a token repeats the one before.
+
+    With top-k alone, stock vLLM ends on a CPU.
+    """
     written, question = served.exported("hivis"), served.job.questions[0]
     job = changed(
         served.job,
@@ -203,9 +228,10 @@ def test_sampled_responses_follow_the_distribution_of_the_target(served: Served)
         draft_tokens=written.draft_tokens,
         max_new_tokens=40,
         temperature=0.8,
-        top_p=0.9,
+        top_p=top_p,
+        top_k=top_k,
     )
-    found, draws = engine.run(job), Draws(served.target, 0.8, 0.9)
+    found, draws = engine.run(job), Draws(served.target, 0.8, top_p, top_k)
     prompt = served.target.encode(served.prompts[0].messages)
     for number, ids in enumerate(found.responses):
         (sample,) = served.target.capture([prompt], [ids], {HIDDEN}, "float32", [str(number)])

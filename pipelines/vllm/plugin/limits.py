@@ -1,5 +1,8 @@
-"""What the plugin supports; everything else is refused in one line before a request is served."""
+"""What the plugin supports; everything else is refused in one line before vLLM starts an engine."""
 
+import os
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -9,17 +12,23 @@ from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.core.batch import Head
 from vlmdistill.drafters.core.eagle_drafter import EagleDrafter
 from vlmdistill.drafters.core.serving import KEY, Feeding
-from vlmdistill.pipelines.cluster.environment import SUPPORTED
-from vlmdistill.stores.errors import DataError
+from vlmdistill.pipelines.cluster.environment import VERSIONS, supported
+from vlmdistill.pipelines.targets.checkpoints.fingerprint import fingerprint
+from vlmdistill.pipelines.targets.checkpoints.folder import locate
+from vlmdistill.pipelines.targets.checkpoints.template import served_otherwise
+from vlmdistill.stores.errors import DataError, TargetError
+
+OTHER_TARGET = "VLMDISTILL_OTHER_TARGET"  # set to 1: a drafter of another target is warned of, not refused
 
 
-def check_version(version: str) -> None:
-    """ValueError unless the plugin knows this version of vLLM."""
-    if not version.startswith(f"{SUPPORTED}."):
+def check_version(version: str) -> str:
+    """The release of a version of vLLM, such as 0.32; ValueError unless the plugin knows it."""
+    if (release := supported(version)) is None:
         raise ValueError(
-            f"vlmdistill serves drafters with vLLM {SUPPORTED}, and this is vLLM {version}: install "
-            f"vllm=={SUPPORTED}.*, or set VLLM_PLUGINS='' to run vLLM without the plugin"
+            f"vlmdistill serves drafters with {VERSIONS}, and this is vLLM {version}: install one of "
+            "these, or set VLLM_PLUGINS='' to run vLLM without the plugin"
         )
+    return release
 
 
 def feeding_of(vllm_config: Any) -> Feeding | None:
@@ -51,6 +60,54 @@ def drafter_of(feeding: Feeding) -> EagleDrafter:
     drafter = kind(config, feeding.built.target, Head(none_0D, none_0D))
     assert isinstance(drafter, EagleDrafter)
     return drafter.eval()
+
+
+def check(vllm_config: Any, warn: Callable[[str], object], *, v2_only: bool = False) -> None:
+    """ValueError when vLLM is to run an exported drafter otherwise than it was trained, or as nobody can.
+
+    A drafter of other origin passes. `warn` gets a line on what cannot be compared. `v2_only`: the plugin has
+    no V1 runner of this version.
+    """
+    feeding = feeding_of(vllm_config)
+    if feeding is not None:
+        if v2_only and not vllm_config.use_v2_model_runner:
+            raise ValueError(
+                "vlmdistill's drafters run on the V2 runner alone in this version of vLLM: unset "
+                "VLLM_USE_V2_MODEL_RUNNER, and see the log for what made it choose V1; or install vLLM 0.32"
+            )
+        check_limits(vllm_config, feeding)
+        check_target(vllm_config.model_config.model, feeding, warn)
+
+
+def check_target(model: str, feeding: Feeding, warn: Callable[[str], object]) -> None:
+    """ValueError when `model`, a folder or a hub id, is not the target that the drafter was trained for.
+
+    A hub id that is not downloaded yet cannot be compared, which `warn` is told.
+    """
+    trained = feeding.trained
+    if trained is None:
+        raise ValueError(f"{feeding.drafter}: its config.json names no target: export it again")
+    try:
+        location = locate(model)
+        if location.folder is None:
+            raise TargetError(location.lacking)
+        if otherwise := served_otherwise(trained, location.folder, sys.argv):
+            warn(f"{feeding.drafter}: {otherwise}")
+        found = fingerprint(location.folder, None)
+    except TargetError as error:
+        warn(f"vlmdistill cannot tell whether {feeding.drafter} was trained for this target: {error}")
+        return
+    for field, mine in (("config_hash", found.config), ("weights_hash", found.weights)):
+        theirs = getattr(trained, field)
+        if mine != theirs:
+            line = (
+                f"{feeding.drafter} was trained for another target ({trained.target}): {field} of {model} is "
+                f"{mine}, not {theirs}: few of its tokens would be accepted"
+            )
+            if os.environ.get(OTHER_TARGET) != "1":
+                raise ValueError(f"{line}. Serve it with its own target, or set {OTHER_TARGET}=1")
+            warn(line)
+            return
 
 
 def check_limits(vllm_config: Any, feeding: Feeding) -> None:

@@ -1,4 +1,4 @@
-"""The proposer that feeds exported drafters as they were trained, on the V1 runner of vLLM 0.32.
+"""The proposer that feeds exported drafters as they were trained, on vLLM's V1 runner.
 
 Shapes: B requests of a batch, N rows of a step, K rows that are kept, D hidden.
 """
@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
-from vllm.model_executor.models import supports_multimodal
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.eagle import EagleProposer
-from vllm.v1.spec_decode.medusa import MedusaProposer
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from vlmdistill.pipelines.vllm.plugin.feeder import Feed, Feeder, Reading
@@ -26,19 +24,6 @@ class ChosenProposer(EagleProposer):
     def __new__(cls, vllm_config: VllmConfig, *_: object, **__: object) -> "ChosenProposer":
         """Choose by the drafter's folder."""
         return object.__new__(cls if feeding_of(vllm_config) is None else ServedProposer)
-
-
-class ServedMedusaProposer(MedusaProposer):
-    """vLLM's proposer, which gives exported heads the target's LM head."""
-
-    def load_model(self, target_model: Any) -> None:
-        """Load the heads."""
-        super().load_model(target_model)
-        if feeding_of(self.vllm_config) is not None:
-            language = (
-                target_model.get_language_model() if supports_multimodal(target_model) else target_model
-            )
-            self.model.lm_head = language.lm_head
 
 
 class ServedProposer(ChosenProposer):

@@ -1,4 +1,4 @@
-"""Drafters as models of vLLM 0.32: EAGLE's block, vLLM's own EAGLE-3 with image embeddings, Medusa's heads.
+"""Drafters as models of vLLM: EAGLE's block, and vLLM's own EAGLE-3 with image embeddings.
 
 Shapes: N rows of a step, U visual tokens among them, X that carry compressed images, D hidden, S the last
 state and the depths side by side, V vocabulary.
@@ -14,10 +14,9 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models.llama_eagle import LlamaDecoderLayer
 from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
-from vllm.model_executor.models.medusa import ResidualBlock
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 
-from vlmdistill.pipelines.vllm.plugin.limits import check_limits, drafter_of, feeding_of
+from vlmdistill.pipelines.vllm.plugin.limits import drafter_of, feeding_of
 
 
 class ServedEagleBlock(nn.Module):
@@ -96,7 +95,6 @@ class EagleVlmdistill(nn.Module):
         self.config = vllm_config.speculative_config.draft_model_config.hf_config
         feeding = feeding_of(vllm_config)
         assert feeding is not None, "vLLM builds this class only for exported drafters"
-        check_limits(vllm_config, feeding)
         self.supports_multimodal_embeddings = feeding.visual != "dropped"
         self.model = ServedEagleBlock(vllm_config, maybe_prefix(prefix, "model"))
         self.logits_processor = LogitsProcessor(self.config.vocab_size)
@@ -164,10 +162,7 @@ class Eagle3Vlmdistill(Eagle3LlamaForCausalLM):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        feeding = feeding_of(vllm_config)
-        self.supports_multimodal_embeddings = feeding is not None
-        if feeding is not None:
-            check_limits(vllm_config, feeding)
+        self.supports_multimodal_embeddings = feeding_of(vllm_config) is not None
 
     def embed_input_ids(
         self,
@@ -177,37 +172,6 @@ class Eagle3Vlmdistill(Eagle3LlamaForCausalLM):
     ) -> Tensor:
         """Token embeddings, visual ones instead of those of the placeholders, [N, D]."""
         return with_images(self.model.embed_input_ids(input_ids), multimodal_embeddings, is_multimodal)
-
-
-class MedusaVlmdistill(nn.Module):
-    """Medusa's heads, with the target's LM head, which `ServedMedusaProposer` sets."""
-
-    lm_head: nn.Module
-
-    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        super().__init__()
-        config = vllm_config.speculative_config.draft_model_config.hf_config
-        feeding = feeding_of(vllm_config)
-        assert feeding is not None, "vLLM builds this class only for exported drafters"
-        check_limits(vllm_config, feeding)
-        # vLLM has set `num_heads` to the number of drafted tokens.
-        self.blocks = nn.ModuleList(
-            ResidualBlock(config, config.hidden_size, 1) for _ in range(config.num_heads)
-        )
-        self.logits_processor = LogitsProcessor(config.vocab_size)
-
-    def forward(self, hidden_states: Tensor) -> list[Tensor]:
-        """An estimate of the target's state for each guess, [N, D]."""
-        return [block(hidden_states) for block in self.blocks]
-
-    def compute_logits(self, hidden_states: list[Tensor]) -> list[Tensor]:
-        """Scores of each guess, [N, V]."""
-        return [self.logits_processor(self.lm_head, estimate_ND) for estimate_ND in hidden_states]
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load the heads that are used; ValueError when the folder lacks one."""
-        names = {name for name, _ in self.named_parameters()}
-        load_all(self, ((name, weight) for name, weight in weights if name in names), WeightsMapper())
 
 
 def load_all(model: nn.Module, weights: Iterable[tuple[str, Tensor]], mapper: WeightsMapper) -> None:

@@ -1,4 +1,4 @@
-"""The speculator that feeds exported drafters as they were trained, on the V2 runner of vLLM 0.32.
+"""The speculator that feeds exported drafters as they were trained, on vLLM's V2 runner.
 
 V2 gives a drafter true positions and the next token of an unfinished prompt, so here only entries change.
 Shapes: B requests of a batch, N rows of a step, K rows that are kept, D hidden, S as in `served_model`.

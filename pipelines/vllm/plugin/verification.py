@@ -1,17 +1,38 @@
-"""Runs in vLLM: a repair of how vLLM 0.32 verifies sampled drafts on a CPU.
+"""Runs in vLLM: a repair of how it verifies sampled drafts on a CPU, in 0.31 and 0.32.
 
-Its `_expand_kernel_impl` (utils/cpu_triton_utils.py) writes the temperature, top-k and top-p of drafted
-tokens into a copy of its output, in int64: sampled responses do not follow the target's distribution.
+Two faults of `apply_sampling_constraints` (v1/sample/rejection_sampler.py) there. `_expand_kernel_impl`
+(utils/cpu_triton_utils.py) writes the temperature, top-k and top-p of drafted tokens into a copy of its
+output, in int64: sampled responses do not follow the target's distribution. And a step without drafts, as the
+first one of every prompt is, has no rows, on which `apply_top_k_only` fails: a request with top-k alone ends
+the engine.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+Filter = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 
-def expand_batch_to_tokens(
-    value_B: Tensor, end_B: Tensor, tokens: int, replace_from: int = 0, replace_to: int = 0
-) -> Tensor:
-    """The value of each request for each of its drafted tokens, which end at `end_B`: [tokens]."""
-    count_B = torch.diff(end_B, prepend=end_B.new_zeros(1))
-    value_B = torch.where(value_B == replace_from, replace_to, value_B)
-    return value_B.repeat_interleave(count_B, output_size=tokens)
+
+def constraints(top_k_top_p: Filter) -> Callable[[Tensor, Tensor, Any], Tensor]:
+    """What takes the place of `apply_sampling_constraints`, around vLLM's own filter of top-k and top-p."""
+
+    def apply(logits_NV: Tensor, end_B: Tensor, sampling: Any) -> Tensor:
+        """The logits of drafted tokens, [N, V], as their requests sample; those of each end at `end_B`."""
+        if sampling.all_greedy or not len(logits_NV):
+            return logits_NV
+        count_B = torch.diff(end_B, prepend=end_B.new_zeros(1))
+
+        def each(value_B: Tensor | None) -> Tensor | None:
+            """The value of each request for each of its tokens, [N]."""
+            if value_B is None:
+                return None
+            return value_B.repeat_interleave(count_B, output_size=len(logits_NV))
+
+        heat_N = each(torch.where(sampling.temperature == 0, 1.0, sampling.temperature))
+        assert heat_N is not None
+        return top_k_top_p(logits_NV.div_(heat_N[:, None]), each(sampling.top_k), each(sampling.top_p))
+
+    return apply

@@ -8,9 +8,11 @@ from msgspec import UNSET
 
 from tests.tiny import checkpoint
 from vlmdistill.pipelines.data.responses.dataset import SamplingSettings, check_settings, write_settings
+from vlmdistill.pipelines.targets.checkpoints.template import served_otherwise, template_of
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 from vlmdistill.stores.errors import DataError, TargetError
+from vlmdistill.stores.schema import content_hash
 
 SWITCH = "{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %}no {% endif %}"
 
@@ -46,6 +48,26 @@ def test_prompts_follow_the_switch(folder: Path) -> None:
 def test_a_template_without_a_switch_is_refused(folder: Path) -> None:
     with pytest.raises(TargetError, match=r"no switch for reasoning \(enable_thinking or thinking\)"):
         load(str(folder.parent / "plain"), thinking="on")
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen3_vl"])
+def test_the_template_is_read_from_the_files(family: str, tmp_path: Path) -> None:
+    target = load(str(checkpoint(family, tmp_path, layers=1)))
+    assert content_hash(template_of(tmp_path)) == target.fingerprint.template
+
+
+def test_a_server_with_another_template_is_told(folder: Path, tmp_path: Path) -> None:
+    trained, plain = load(str(folder), thinking="off").provenance((), "float32"), folder.parent / "plain"
+    off = ["--default-chat-template-kwargs", '{"enable_thinking": false}']
+    assert served_otherwise(trained, folder, ["serve", *off]) == ""
+    assert "trained with thinking off" in served_otherwise(trained, folder, ["serve"])
+    assert "trained with thinking off" in served_otherwise(trained, folder, [f"{off[0]}={{}}"])
+    assert "template is not the one of training" in served_otherwise(trained, plain, off)
+    (tmp_path / "own.jinja").write_text("{{ messages }}")
+    for arguments in (["--chat-template", str(tmp_path / "own.jinja")], ["--chat-template={{ messages }}"]):
+        assert "template is not the one of training" in served_otherwise(trained, folder, [*off, *arguments])
+    by_default = load(str(folder)).provenance((), "float32")
+    assert served_otherwise(by_default, folder) == served_otherwise(by_default, folder, off) == ""
 
 
 def test_responses_of_two_modes_do_not_mix(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -9,11 +10,28 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
+from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
 
+from tests.drafters import synthetic
 from tests.drafters.synthetic import INFO
 from vlmdistill.drafters.core.serving import KEY, Built, Feeding
-from vlmdistill.pipelines.vllm.plugin.limits import check_limits, check_version, drafter_of, feeding_of
+from vlmdistill.pipelines.cluster.environment import SUPPORTED
+from vlmdistill.pipelines.targets.checkpoints.fingerprint import fingerprint
+from vlmdistill.pipelines.targets.checkpoints.template import template_of
+from vlmdistill.pipelines.targets.embedded import EMBEDDED
+from vlmdistill.pipelines.vllm import plugin
+from vlmdistill.pipelines.vllm.plugin.limits import (
+    OTHER_TARGET,
+    check,
+    check_limits,
+    check_version,
+    drafter_of,
+    feeding_of,
+)
+from vlmdistill.stores.schema import Provenance
 
 SPARROW = Feeding(drafter="sparrow", visual="dropped")
 EAGLE2 = Feeding(drafter="eagle2", visual="fused")
@@ -47,12 +65,16 @@ def settings(
     )
 
 
-def test_one_version_is_supported() -> None:
-    check_version("0.32.0")
-    check_version("0.32.1+cpu")
-    for version in ("0.31.2", "0.320.0", "0.33.0", "1.0"):
-        with pytest.raises(ValueError, match=rf"vLLM 0\.32, and this is vLLM {version}: install"):
+def test_three_versions_are_supported() -> None:
+    assert [check_version(version) for version in ("0.31.2", "0.32.1+cpu", "0.33.0")] == [*SUPPORTED]
+    for version in ("0.30.2", "0.320.0", "0.34.0", "1.0"):
+        with pytest.raises(ValueError, match=rf"0\.32 or 0\.33, and this is vLLM {version}: install"):
             check_version(version)
+
+
+def test_each_version_has_a_module() -> None:
+    there = {file.stem for file in Path(plugin.__file__).parent.glob("v*_*.py")}
+    assert there == {f"v{version.replace('.', '_')}" for version in SUPPORTED}
 
 
 def test_what_runs_is_not_refused() -> None:
@@ -78,11 +100,59 @@ def test_what_does_not_run_is_named(change: dict[str, Any], words: str) -> None:
         check_limits(settings(**change), SPARROW)
 
 
+def test_a_runner_that_is_not_supported_is_refused() -> None:
+    check(settings(v2=False), pytest.fail, v2_only=True)  # a drafter of other origin
+    with pytest.raises(ValueError, match="run on the V2 runner alone"):
+        check(settings(msgspec.to_builtins(SPARROW)), pytest.fail, v2_only=True)
+
+
 def test_what_one_drafter_needs_is_named() -> None:
     with pytest.raises(ValueError, match=r"compresses an image .* --disable-chunked-mm-input"):
         check_limits(settings(), WHOLE)
     with pytest.raises(ValueError, match=r"num_speculative_tokens=6, and heads .* 5 tokens: set it to 5"):
         check_limits(settings(drafted=6), Feeding(drafter="heads", visual="unread", draft_tokens=5))
+
+
+def of_demo() -> Provenance:
+    hashes = fingerprint(EMBEDDED["demo"], template_of(EMBEDDED["demo"]))
+    return replace(
+        synthetic.provenance(),
+        target="demo",
+        config_hash=hashes.config,
+        weights_hash=hashes.weights,
+        template_hash=hashes.template,
+    )
+
+
+def beside(target: str | Path, trained: Provenance | None) -> list[str]:
+    """Let the plugin check a drafter beside a target; the warnings."""
+    warned = list[str]()
+    config = settings(msgspec.to_builtins(replace(EAGLE2, trained=trained)))
+    config.model_config = SimpleNamespace(model=str(target))
+    check(config, warned.append)
+    return warned
+
+
+def test_a_drafter_beside_another_target_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(EMBEDDED["demo"], copy)
+    assert beside(copy, of_demo()) == []
+    assert "chat template is not the one" in beside(copy, replace(of_demo(), template_hash="0" * 16))[0]
+    with pytest.raises(ValueError, match=r"eagle2 was trained for another target \(demo\): config_hash of"):
+        beside(EMBEDDED["demo-video"], of_demo())
+    weights = load_file(copy / "model.safetensors")
+    next(iter(weights.values())).view(-1)[0] += 1
+    save_file(weights, copy / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=f"weights_hash .* or set {OTHER_TARGET}=1"):
+        beside(copy, of_demo())
+    monkeypatch.setenv(OTHER_TARGET, "1")
+    assert "weights_hash" in beside(copy, of_demo())[0]
+
+
+def test_what_cannot_be_compared_is_said() -> None:
+    with pytest.raises(ValueError, match="names no target: export it again"):
+        beside(EMBEDDED["demo"], None)
+    assert "not in" in beside("Qwen/Qwen2.5-VL-7B-Instruct", of_demo())[0]
 
 
 def test_a_drafter_of_other_origin_is_left_to_vllm() -> None:

@@ -1,0 +1,5 @@
+"""What the plugin replaces in vLLM 0.31: the same as in 0.32."""
+
+from vlmdistill.pipelines.vllm.plugin.v0_32 import V2_ONLY, install
+
+__all__ = ["V2_ONLY", "install"]

@@ -1,0 +1,30 @@
+"""What the plugin replaces in vLLM 0.32: what makes the drafters of each runner, and a repair on a CPU.
+
+v1/worker/gpu_model_runner.py takes the proposers from v1/spec_decode when it is imported, and
+v1/worker/gpu/spec_decode `init_speculator` the speculator when it needs one.
+"""
+
+V2_ONLY = False
+
+
+def install() -> None:
+    """Put our classes in the place of vLLM's."""
+    from vllm import ModelRegistry
+    from vllm.platforms import current_platform
+    from vllm.v1.sample import rejection_sampler
+    from vllm.v1.spec_decode import eagle, medusa
+    from vllm.v1.worker.gpu.spec_decode.eagle import speculator
+
+    from vlmdistill.pipelines.vllm.plugin.medusa import ServedMedusaProposer
+    from vlmdistill.pipelines.vllm.plugin.proposer import ChosenProposer
+    from vlmdistill.pipelines.vllm.plugin.speculator import ChosenSpeculator
+    from vlmdistill.pipelines.vllm.plugin.verification import constraints
+
+    heads = "vlmdistill.pipelines.vllm.plugin.medusa:MedusaVlmdistill"
+    ModelRegistry.register_model("MedusaVlmdistill", heads)
+    eagle.EagleProposer = ChosenProposer
+    medusa.MedusaProposer = ServedMedusaProposer
+    speculator.EagleSpeculator = ChosenSpeculator
+    if current_platform.is_cpu():
+        repaired = constraints(rejection_sampler.apply_top_k_top_p)
+        rejection_sampler.apply_sampling_constraints = repaired

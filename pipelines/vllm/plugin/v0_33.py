@@ -1,0 +1,15 @@
+"""What the plugin replaces in vLLM 0.33: what makes the drafters of the V2 runner.
+
+Its V1 runner is deprecated and not supported (`limits.check_limits`), and it has no drafters with heads.
+"""
+
+V2_ONLY = True
+
+
+def install() -> None:
+    """Put our class in the place of vLLM's, which `init_speculator` looks up when it needs one."""
+    from vllm.v1.worker.gpu.spec_decode.eagle import speculator
+
+    from vlmdistill.pipelines.vllm.plugin.speculator import ChosenSpeculator
+
+    speculator.EagleSpeculator = ChosenSpeculator
