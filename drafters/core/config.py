@@ -10,6 +10,7 @@ from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import Feature, TargetInfo
 
+ALWAYS = 4096  # tokens of a sample that is trained at any `batch_tokens`
 Positions = Literal["expanded", "target", "compact"]
 
 
@@ -105,8 +106,8 @@ class TrainConfig:
 
     batch_tokens: int = 16384
     """Tokens in one optimizer step over all ranks; visual ones count if the drafter reads them."""
-    max_length: int = 4096
-    """Longer samples are left out."""
+    max_length: int = 0
+    """Samples of more tokens are left out; 0: of more than `batch_tokens`, and than 4,096."""
     steps: int = 0
     """Optimizer steps of all stages together, divided in proportion to their epochs; 0: as epochs say."""
     warmup: float = 0.05
@@ -126,9 +127,15 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         at_least(self, 0, "steps", "noise", "warmup", "clip", "validate_every", "patience")
-        at_least(self, 1, "batch_tokens", "max_length")
+        at_least(self, 0, "max_length")
+        at_least(self, 1, "batch_tokens")
         if self.patience and not self.validate_every:
             raise DataError(f"patience={self.patience} counts validations: set validate_every as well")
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a sample, visual ones included; alone it needs no more memory than a step."""
+        return self.max_length or max(self.batch_tokens, ALWAYS)
 
     @property
     def schedule(self) -> tuple[Stage, ...]:

@@ -65,7 +65,7 @@ class DataSplit:
 def split(
     store: Store, view: str | None, config: TrainConfig, held_out: float, among: Collection[str] | None = None
 ) -> DataSplit:
-    """Sort the samples of a view, or those `among` some keys, without any longer than `config.max_length`.
+    """Sort the samples of a view, or those `among` some keys, without any longer than `config.longest`.
 
     What is held out hangs on each key alone, so that it stays held out when the store grows.
     """
@@ -76,7 +76,7 @@ def split(
     if among is not None and sum(key in among for key in rows["key"]) < len(among):
         raise StoreError(f"this machine does not see all shards of {store.path} that another one sees")
     for key, text_tokens, visual_tokens, response_tokens in rows.iter_rows():
-        if text_tokens + visual_tokens > config.max_length or response_tokens < 2:
+        if text_tokens + visual_tokens > config.longest or response_tokens < 2:
             continue
         if among is not None and key not in among:
             continue

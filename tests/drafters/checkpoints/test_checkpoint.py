@@ -36,7 +36,8 @@ LATER = {"validate_every": 0, "patience": 0}
 """Settings that came later, off."""
 
 SETTINGS = (
-    *("kv_heads=target", "positions=compact", "tree=chain-4", "batch_tokens=2048", "steps=240", "clip=1.0"),
+    *("kv_heads=target", "positions=compact", "tree=chain-4", "batch_tokens=2048", "max_length=4096"),
+    *("steps=240", "clip=1.0"),
     *("stages.text.epochs=1", "stages.multimodal.epochs=9", "stages.*.learning_rate=2e-3"),
     *("stages.multimodal.hops=3", "ivsb=false"),
 )
