@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vlmdistill.drafters.decoding.clock import Cycle
-from vlmdistill.pipelines.bench.records import Part
+from vlmdistill.pipelines.bench.records import ResponsePart
 
 FIRST = 512  # tokens of context: below it is one range; each later range is as long as all before it
 BEGIN, END = "<think>", "</think>"
@@ -34,7 +34,7 @@ def reasoning(tokenizer: Any, prompt_ids: Sequence[int], ids: Sequence[int]) -> 
     return len(ids) if begun else 0
 
 
-def parts(cycles: Sequence[Cycle], prompt: int, thought: int) -> tuple[Part, ...]:
+def parts(cycles: Sequence[Cycle], prompt: int, thought: int) -> tuple[ResponsePart, ...]:
     """The cycles of a response by part; `prompt` tokens are before it, `thought` of its own are reasoning."""
     counts = Counter[tuple[int, bool, str]]()
     at = 0
@@ -46,7 +46,7 @@ def parts(cycles: Sequence[Cycle], prompt: int, thought: int) -> tuple[Part, ...
             counts[(*where, "accepted")] += cycle.accepted
         at += len(cycle.ids)
     return tuple(
-        Part(
+        ResponsePart(
             context=context,
             thinking=thinking,
             **{name: counts[context, thinking, name] for name in ("calls", "tokens", "accepted")},

@@ -46,7 +46,7 @@ class Phases:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class ResponsePart:
     """The cycles of a response that began in one range of contexts, within its reasoning or after it."""
 
     context: Count  # the least of the range, in tokens
@@ -68,7 +68,9 @@ class Decoding:
     decode_seconds: Amount  # of all later cycles, by the decoder's clock
     chain_tried: tuple[Count, ...] = ()  # by position: cycles that verified it after accepting all before it
     chain_accepted: tuple[Count, ...] = ()  # by position: of these, cycles that accepted it
-    parts: tuple[Part, ...] = ()  # of the drafter's response; none: measured before they were recorded
+    parts: tuple[
+        ResponsePart, ...
+    ] = ()  # of the drafter's response; none: measured before they were recorded
     missed: Count = 0  # drafted tokens of the most likely chains that the response has and no cycle accepted
     check: Check | None = None  # against the stock model's generate; None: not compared
     phases: Phases | None = None  # None: measured before they were recorded

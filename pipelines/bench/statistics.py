@@ -39,9 +39,9 @@ from vlmdistill.pipelines.bench.records import (
     Calibration,
     Decoding,
     Measurement,
-    Part,
     Phases,
     PromptResult,
+    ResponsePart,
 )
 
 FEWEST = 6  # prompts for an interval
@@ -334,7 +334,7 @@ def _alpha(decoded: Sequence[Decoding]) -> tuple[float, ...]:
 def _parts(prompts: Sequence[PromptResult]) -> Iterator[PartRates]:
     """By length of context, and by thinking and answer, where the responses have several of these."""
     found = [(one.key, part) for one in prompts for part in one.drafted.parts]
-    cuts: list[dict[str, list[tuple[str, Part]]]] = [{}, {}]
+    cuts: list[dict[str, list[tuple[str, ResponsePart]]]] = [{}, {}]
     for key, part in sorted(found, key=lambda one: (one[1].context, not one[1].thinking)):
         cuts[0].setdefault(f"context from {part.context}", []).append((key, part))
         cuts[1].setdefault("thinking" if part.thinking else "answer", []).append((key, part))

@@ -59,10 +59,9 @@ class Wheel:
 
     def chain(self, module: str, name: str) -> list[ast.ClassDef]:
         """A class and all those of the wheel that it extends."""
-        found = self.find(module, name)
-        if found is None or not isinstance(found[1], ast.ClassDef):
+        module, made = self.find(module, name) or (module, None)
+        if not isinstance(made, ast.ClassDef):
             return []
-        module, made = found
         bases = [base.value if isinstance(base, ast.Subscript) else base for base in made.bases]
         named = [base.id for base in bases if isinstance(base, ast.Name)]
         return [made, *(one for base in named for one in self.chain(module, base))]

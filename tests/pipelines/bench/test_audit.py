@@ -27,7 +27,7 @@ from vlmdistill.drafters.decoding.decoders import plain, speculate
 from vlmdistill.drafters.lookahead import Lookahead, Window
 from vlmdistill.pipelines.bench import audit, side_by_side
 from vlmdistill.pipelines.bench import evaluate as evaluating
-from vlmdistill.pipelines.bench.records import Decoding, Evaluation, Part
+from vlmdistill.pipelines.bench.records import Decoding, Evaluation, ResponsePart
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.report.comparison import gather
 from vlmdistill.pipelines.targets.loading import load
@@ -259,7 +259,10 @@ def test_a_drafter_that_was_trained_on_the_prompts_is_named(
         ({"accepted": 60}, "not the accepted ones and one for each call"),
         ({"chain_tried": (40,), "chain_accepted": (18,)}, "more chains were verified than there were calls"),
         ({"chain_tried": (32,) * 4, "chain_accepted": (30,) * 4}, "acceptance by position does not agree"),
-        ({"parts": (Part(context=0, thinking=False, calls=9, tokens=9, accepted=0),)}, "do not add up"),
+        (
+            {"parts": (ResponsePart(context=0, thinking=False, calls=9, tokens=9, accepted=0),)},
+            "do not add up",
+        ),
     ],
 )
 def test_counts_that_cannot_be_true_are_found_in_a_record(changes: dict[str, Any], text: str) -> None:

@@ -9,7 +9,7 @@ import transformers
 from tests.pipelines.bench.made_up import drafted, measured
 from vlmdistill.drafters.decoding.clock import Cycle
 from vlmdistill.pipelines.bench.parts import context_range, parts, reasoning
-from vlmdistill.pipelines.bench.records import Part
+from vlmdistill.pipelines.bench.records import ResponsePart
 from vlmdistill.pipelines.bench.statistics import figures
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 
@@ -29,8 +29,8 @@ def test_ranges_double() -> None:
 def test_each_cycle_is_in_the_part_where_it_began() -> None:
     found = parts([cycle(1), cycle(4), cycle(3), cycle(2)], prompt=505, thought=6)
     assert found == (
-        Part(context=0, thinking=True, calls=2, tokens=7, accepted=5),
-        Part(context=512, thinking=False, calls=1, tokens=2, accepted=1),
+        ResponsePart(context=0, thinking=True, calls=2, tokens=7, accepted=5),
+        ResponsePart(context=512, thinking=False, calls=1, tokens=2, accepted=1),
     )
     assert parts([cycle(1)], prompt=10, thought=0) == ()
 
@@ -55,8 +55,8 @@ def test_reasoning_ends_with_its_tag(prompt: str, response: str, thought: str) -
 
 def test_rates_of_parts_are_pooled_and_audited() -> None:
     some = (
-        Part(context=0, thinking=True, calls=20, tokens=80, accepted=60),
-        Part(context=512, thinking=False, calls=12, tokens=24, accepted=12),
+        ResponsePart(context=0, thinking=True, calls=20, tokens=80, accepted=60),
+        ResponsePart(context=512, thinking=False, calls=12, tokens=24, accepted=12),
     )
     whole = measured(count=3, parts=some)
     found = {one.part: (one.prompts, one.calls, one.tau, one.accepted) for one in figures(whole).parts}

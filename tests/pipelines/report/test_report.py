@@ -25,6 +25,7 @@ from vlmdistill.cli.main import main
 from vlmdistill.pipelines.bench.records import (
     Check,
     Measurement,
+    ResponsePart,
     TargetId,
     TrainedSettings,
     TrainedStage,
@@ -269,6 +270,16 @@ def test_rows_of_each_kind_and_dataset_add_up(label: str, workspace: Workspace, 
     save("eagle2")
     save("sparrow")
     assert not [row for row in Page(make(workspace).page).rows if label in row]
+
+
+def test_parts_of_the_responses_have_rows(workspace: Workspace, save: Save) -> None:
+    early = ResponsePart(context=0, thinking=True, calls=20, tokens=80, accepted=60)
+    late = ResponsePart(context=512, thinking=False, calls=12, tokens=24, accepted=12)
+    save("sparrow", measured(count=8, parts=(early, late)))
+    rows = {row["part"]: row for row in Page(make(workspace).page).rows if "part" in row}
+    assert list(rows) == ["context from 0", "context from 512", "thinking", "answer"]
+    assert {row["tau"].strip() for row in rows.values()} == {"4.00", "2.00"}
+    assert rows["answer"]["calls"].strip() == "96"
 
 
 def test_a_prompt_is_shown_once_with_all_its_responses(workspace: Workspace, save: Save) -> None:
