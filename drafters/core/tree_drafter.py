@@ -5,24 +5,39 @@ so far; C candidates of all levels; D hidden; V vocabulary.
 """
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from vlmdistill.drafters.core.batch import Batch, Entries, TokenIndex
+from vlmdistill.drafters.core.config import ModelConfig
 from vlmdistill.drafters.core.kv_cache import GrowingKVCache, KVCache
 from vlmdistill.drafters.core.tree import DraftTree, Tree
 from vlmdistill.drafters.core.vocabulary import columns_of
+from vlmdistill.stores.schema import TargetInfo
 
-if TYPE_CHECKING:
-    from vlmdistill.drafters.core.drafter import Drafter
+
+class Stepper(Protocol):
+    """What a tree is grown with, step by step: a `Drafter`, which says what each does."""
+
+    info: TargetInfo
+
+    @property
+    def config(self) -> ModelConfig: ...  # noqa: D102
+    def condition(self, batch: Batch, cache: KVCache) -> None: ...  # noqa: D102
+    def entries(self, batch: Batch) -> tuple[Entries, Tensor]: ...  # noqa: D102
+    def rotary(self, batch: Batch) -> Tensor: ...  # noqa: D102
+    def step(self, entries: Entries, cache: KVCache) -> Tensor: ...  # noqa: D102
+    def estimate(self, state_ND: Tensor, hop: int) -> Tensor: ...  # noqa: D102
+    def logits(self, state_ND: Tensor, last_N: Tensor, hop: int = 0) -> Tensor: ...  # noqa: D102
+    def confidence(self, estimate_ND: Tensor, last_N: Tensor) -> Tensor | None: ...  # noqa: D102
 
 
 class TreeDrafter:
     """One sequence: the committed tokens in a KV cache, and the tree after them."""
 
-    def __init__(self, drafter: "Drafter", prompt: Batch, cache: KVCache | None = None) -> None:
+    def __init__(self, drafter: Stepper, prompt: Batch, cache: KVCache | None = None) -> None:
         """Start after a prefilled prompt: one sequence that ends in text."""
         self.drafter = drafter
         self.cache = cache or GrowingKVCache()
