@@ -1,4 +1,4 @@
-"""Warm start: a new run begins with the weights of another drafter, ours or published, where they fit."""
+"""What a run begins with: fresh weights, or those of another drafter, ours or published, where they fit."""
 
 import json
 from collections.abc import Mapping
@@ -16,12 +16,39 @@ from torch import Tensor
 from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.checkpoints import published
 from vlmdistill.drafters.checkpoints.description import describe
-from vlmdistill.drafters.core.config import ModelConfig
+from vlmdistill.drafters.core.batch import Head
+from vlmdistill.drafters.core.config import DrafterConfig, ModelConfig
 from vlmdistill.drafters.core.drafter import Drafter
 from vlmdistill.drafters.core.settings import from_dict
 from vlmdistill.drafters.core.vocabulary import check_columns
 from vlmdistill.stores.errors import DataError, TrainingError, one_line
+from vlmdistill.stores.loader.tensors import as_torch
 from vlmdistill.stores.schema import TargetInfo
+from vlmdistill.stores.store import Store
+
+
+def fresh(
+    name: str,
+    config: DrafterConfig,
+    store: Store,
+    seed: int,
+    info: TargetInfo,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Drafter:
+    """A drafter with the weights that `seed` draws, on the tables in a store, which are put on `device`.
+
+    `info` is that of the store, or the same with an `Initial`'s facts.
+    """
+    torch.manual_seed(seed)
+    frozen = store.head()
+    embed_VD, lm_head_VD = (
+        as_torch(table, frozen.dtype).to(device, dtype) for table in (frozen.embed_VD, frozen.lm_head_VD)
+    )
+    drafter = catalogue.trained(name)(config.model, info, Head(embed_VD, lm_head_VD))
+    drafter.tree = config.tree
+    return drafter
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,11 @@ def resolve(drafter: str, recipe: str, settings: Sequence[str] = ()) -> DrafterC
     return override(config, settings)
 
 
+def as_texts(settings: Mapping[str, Any]) -> list[str]:
+    """Settings as `resolve` takes them."""
+    return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+
+
 def as_file(drafter: str, config: DrafterConfig) -> str:
     """The configuration as a recipe file, which `resolve` reads back: a table of the drafter."""
     values = to_dict(config)

@@ -88,12 +88,7 @@ class RunData:
     def of(cls, run: Run) -> "RunData":
         """Open the store; TrainingError when it lacks what the drafter needs."""
         store = Store.open(run.store, run.cache)
-        needs = run.config.model.needs(store.info)
-        if missing := sorted(feature.name for feature in needs - {*store.features}):
-            raise TrainingError(
-                f"{run.store} does not hold {', '.join(missing)}, which {run.drafter} needs: capture "
-                f"them with `vlmdistill features --for {run.drafter} --store {run.store}`"
-            )
+        needs = check_features(store, run.config, run.drafter)
         if run.follow and needs - {*store.layout.features}:
             raise TrainingError(
                 f"--follow takes in what a store was made for, and {run.drafter} needs features that were "
@@ -129,6 +124,17 @@ class RunData:
 def _known(values: Mapping[str, Any]) -> dict[str, Any]:
     """Settings, without the members of `LATER` that are unset."""
     return {name: value for name, value in values.items() if value or name not in LATER}
+
+
+def check_features(store: Store, config: DrafterConfig, drafter: str) -> frozenset[Feature]:
+    """What a drafter reads of a store; TrainingError when the store lacks some of it."""
+    needs = config.model.needs(store.info)
+    if missing := sorted(feature.name for feature in needs - {*store.features}):
+        raise TrainingError(
+            f"{store.path} does not hold {', '.join(missing)}, which {drafter} needs: capture "
+            f"them with `vlmdistill features --for {drafter} --store {store.path}`"
+        )
+    return needs
 
 
 def content_of(store: Store, keys: Collection[str]) -> str:

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.checkpoints import checkpoint
-from vlmdistill.drafters.core.batch import Batch, Head
+from vlmdistill.drafters.checkpoints.initial import fresh
+from vlmdistill.drafters.core.batch import Batch
 from vlmdistill.drafters.core.config import Stage
 from vlmdistill.drafters.core.vocabulary import columns_of
 from vlmdistill.drafters.training import cpu, deepspeed_engine, follow, ranks, saved
@@ -35,7 +35,6 @@ from vlmdistill.drafters.training.trackers import About
 from vlmdistill.drafters.training.unroll import Unroll, agreement, rows_of
 from vlmdistill.stores.errors import StoppedError, StoreError, TrainingError
 from vlmdistill.stores.loader.epoch import Epoch, select
-from vlmdistill.stores.loader.tensors import as_torch
 from vlmdistill.stores.progress import Progress, silent
 from vlmdistill.stores.schema import PackedSamples, content_hash
 
@@ -113,17 +112,11 @@ class _Trainer:
         cuda = torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self.dtype: torch.dtype = getattr(torch, run.precision)
-        torch.manual_seed(run.seed)
-        frozen = self.store.head()
-        embed_VD, lm_head_VD = (
-            as_torch(table, frozen.dtype).to(self.device, self.dtype)
-            for table in (frozen.embed_VD, frozen.lm_head_VD)
-        )
-        kind = catalogue.trained(run.drafter)
         initial = data.initial
         info = initial.info(self.store.info) if initial else self.store.info
-        drafter = kind(run.config.model, info, Head(embed_VD, lm_head_VD))
-        drafter.tree = run.config.tree
+        drafter = fresh(
+            run.drafter, run.config, self.store, run.seed, info, device=self.device, dtype=self.dtype
+        )
         # Before DeepSpeed copies the weights; a checkpoint then replaces them all.
         self.taken = initial.into(drafter, run.drafter) if initial else None
         self.micro, self.budget = run.packing(self.world)

@@ -53,11 +53,29 @@ def unroll(
 ) -> Unrolled:
     """Draft `stage.hops` tokens after every response position, and score each hop.
 
-    With `stage.anchors`, at most that many positions of a sample are drawn by the `generator`; without one,
-    the same at each call. Row r is the decoder after committing the entry of r: hop 0 reads the target's
-    states up to there, hop n the row's own state of hop n - 1 and the response token n positions later. With
-    a `generator`, the input states get noise (see `with_noise`), but not the states that the loss compares
-    with. `detach` cuts the gradient between hops.
+    Row r is the decoder after committing the entry of r: hop 0 reads the target's states up to there, hop n
+    the row's own state of hop n - 1 and the response token n positions later.
+
+    Args:
+        drafter: What is trained.
+        batch: Samples with the features that the drafter needs, on its device and in its dtype.
+        stage: How many hops, and which losses. With `anchors`, at most that many positions of a sample are
+            drawn by the `generator`; without one, the same at each call.
+        generator: Draws noise for the input states (see `with_noise`), not for the states that the loss
+            compares with; None: no noise.
+        noise: Width of that noise.
+        detach: Cut the gradient between hops.
+
+    Returns:
+        `total`, the differentiable loss summed over all rows R, `segment_R`, the sample of each row, and
+        `scores`, by hop.
+
+    Raises:
+        KeyError: The batch lacks a feature.
+
+    Example:
+        >>> losses = vlmdistill.unroll(drafter, batch, config.schedule[0])
+        >>> (losses.total / len(losses.segment_R)).backward()
     """
     batch = batch.only(drafter.config.needs(drafter.info))
     inputs = batch if generator is None else with_noise(batch, noise, generator)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vlmdistill.data import create_store, open_store
     from vlmdistill.drafters.core.batch import Batch
+    from vlmdistill.drafters.training.unroll import unroll
     from vlmdistill.inference import Chunk, generate, load_drafter, load_target
     from vlmdistill.packing import StoreDataset, iterate_batches
     from vlmdistill.stages import (
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from vlmdistill.stores.loader.tensors import as_numpy, as_torch
     from vlmdistill.stores.schema import Feature, Sample, Span
     from vlmdistill.stores.store import Store
+    from vlmdistill.training import NewDrafter, new_drafter
 
     __version__: str
 
@@ -34,6 +36,7 @@ __all__ = [
     "Batch",
     "Chunk",
     "Feature",
+    "NewDrafter",
     "Sample",
     "Span",
     "Store",
@@ -50,17 +53,20 @@ __all__ = [
     "iterate_batches",
     "load_drafter",
     "load_target",
+    "new_drafter",
     "open_store",
     "prompts",
     "report",
     "responses",
     "status",
     "train",
+    "unroll",
 ]
 
 _MODULES = {
     "data": ("create_store", "open_store"),
     "drafters.core.batch": ("Batch",),
+    "drafters.training.unroll": ("unroll",),
     "inference": ("Chunk", "generate", "load_drafter", "load_target"),
     "packing": ("StoreDataset", "iterate_batches"),
     "stages": (
@@ -78,6 +84,7 @@ _MODULES = {
     "stores.loader.tensors": ("as_numpy", "as_torch"),
     "stores.schema": ("Feature", "Sample", "Span"),
     "stores.store": ("Store",),
+    "training": ("NewDrafter", "new_drafter"),
 }
 """Where each public name is defined."""
 

@@ -1,6 +1,5 @@
 """The stages of the flow as functions: each does what the command of its name does, in the same workspace."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from vlmdistill.drafters.checkpoints import export as exports
 from vlmdistill.drafters.checkpoints.description import describe
 from vlmdistill.drafters.checkpoints.export import Exported
 from vlmdistill.drafters.core.tree import Tree
-from vlmdistill.drafters.training.recipes import resolve
+from vlmdistill.drafters.training.recipes import as_texts, resolve
 from vlmdistill.pipelines import flow
 from vlmdistill.pipelines import status as overview
 from vlmdistill.pipelines import train as training
@@ -261,9 +260,8 @@ def train(
         >>> vlmdistill.train("wren", settings={"steps": 100})
     """
     catalogue.check(drafter)
-    texts = [f"{key}={json.dumps(value)}" for key, value in (settings or {}).items()]
     with Workspace.of(model, runs) as workspace:
-        config = resolve(drafter, recipe or training.default_recipe(model), texts)
+        config = resolve(drafter, recipe or training.default_recipe(model), as_texts(settings or {}))
         watching = training.Watching(held_out=held_out)
         plan = training.planned(workspace, drafter, config, name=name, seed=seed, watching=watching)
         plan = replace(plan, init=workspace.trained(init).absolute() if init else None)
