@@ -1,5 +1,6 @@
 """What a workspace holds, what is missing or stale in it, and the command that comes next."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -64,13 +65,16 @@ def status(workspace: Workspace) -> WorkspaceStatus:
     kept = set(responses.filter("keep")["key"])
     store = Store.find(workspace.features)
     stored = store.keys() if store else set[str]()
-    measured = selection.read(workspace.reports)
-    drafters = tuple(_drafter(workspace, name, store, measured) for name in workspace.drafters())
+    measured = selection.last_of_each(workspace.reports)
+    drafters = tuple(
+        _drafter(workspace, name, store, measured.get(name, [])) for name in workspace.drafters()
+    )
+    files = records.files_in(workspace.reports)
     page = workspace.reports / "index.html"
     stale = []
     if store is not None and (gone := len(stored - train)):
         stale.append(f"{gone} samples of the store are of no prompt to train on")
-    newest = max((file.stat().st_mtime for file in records.files_in(workspace.reports)), default=0.0)
+    newest = max((file.stat().st_mtime for file in files), default=0.0)
     if page.exists() and page.stat().st_mtime < newest:
         stale.append("the report is older than the latest evaluation")
     found = WorkspaceStatus(
@@ -84,7 +88,7 @@ def status(workspace: Workspace) -> WorkspaceStatus:
         uncaptured=len(kept - stored),
         features=tuple(feature.name for feature in store.features) if store else (),
         drafters=drafters,
-        evaluations=len(measured.own) + len(measured.served),
+        evaluations=len(files) + len(records.files_in(workspace.reports / "served")),
         report=str(page) if page.exists() else "",
         stale=tuple(stale),
         next="",
@@ -107,11 +111,11 @@ def _target(model: str) -> str:
     return location.lacking or str(location.folder)
 
 
-def _drafter(workspace: Workspace, name: str, store: Store | None, measured: selection.Kept) -> DrafterStatus:
+def _drafter(
+    workspace: Workspace, name: str, store: Store | None, latest: Sequence[selection.Measured]
+) -> DrafterStatus:
+    """`latest` are the measurements of its last evaluation."""
     folder = workspace.drafter(name)
-    mine = [one for one in measured.own if one.facts["drafter"] == name]  # the latest first
-    last = mine[0].evaluation.measured if mine else ""
-    latest = [one for one in mine if one.evaluation.measured == last]
     shown = min(latest, key=lambda one: one.at.temperature).facts if latest else {}
     method, training, remarks = name, dict[str, Any](), list[str]()
     try:
@@ -123,7 +127,7 @@ def _drafter(workspace: Workspace, name: str, store: Store | None, measured: sel
                 remarks.append(f"trained on another store ({odd})")
         if store and training and not training.get("view") and training["samples"] < SHARE * len(store):
             remarks.append(f"trained on {training['samples']} of {len(store)} samples")
-        if mine and mine[0].evaluation.training.signature != training.get("signature"):
+        if latest and latest[0].evaluation.training.signature != training.get("signature"):
             remarks.append("measured before it was trained again")
     except (TrainingError, msgspec.ValidationError) as error:
         begun = not (folder / "config.json").exists()
@@ -133,7 +137,7 @@ def _drafter(workspace: Workspace, name: str, store: Store | None, measured: sel
         method=method,
         steps=training.get("saved_step", training.get("steps", 0)),
         samples=training.get("samples", 0),
-        measured=last,
+        measured=shown.get("measured", ""),
         tau=shown.get("tau"),
         speedup=shown.get("speedup"),
         remarks=tuple(remarks),

@@ -302,6 +302,23 @@ def read(file: Path) -> Evaluation:
     return records.read(file, Evaluation, f"an evaluation of format {FORMAT}", AGAIN)
 
 
+class Heading(msgspec.Struct, frozen=True):
+    """What tells the evaluations of a drafter apart, without what was measured."""
+
+    name: str
+    measured: str
+
+    @property
+    def drafter(self) -> str:
+        """The drafter's name without its tree."""
+        return self.name.partition("@")[0]
+
+
+def heading(file: Path) -> Heading:
+    """Read the heading of an evaluation, in a tenth of the time of `read`; DataError on an invalid file."""
+    return records.read(file, Heading, f"an evaluation of format {FORMAT}", AGAIN)
+
+
 def files_in(folder: Path) -> list[Path]:
     """The JSON files of a folder; DataError on what only has such a name, as a FIFO, which has no end."""
     found = sorted(folder.glob("*.json"))

@@ -173,6 +173,22 @@ def read(reports: Path) -> Kept:
     return Kept(own, [MeasuredServer(one, load) for one in servers for load in one.loads])
 
 
+def last_of_each(reports: Path) -> dict[str, list[Measured]]:
+    """The measurements of the last evaluation of each drafter; of the others only the headings are read.
+
+    DataError as of `read`.
+    """
+    headings = {file: records.heading(file) for file in records.files_in(reports)}
+    last: dict[str, str] = {}
+    for one in headings.values():
+        last[one.drafter] = max(last.get(one.drafter, ""), one.measured)
+    found: dict[str, list[Measured]] = {name: [] for name in last}
+    for file, one in headings.items():
+        if one.measured == last[one.drafter]:
+            found[one.drafter] += of([records.read(file)]).own
+    return found
+
+
 def of(evaluations: Iterable[Evaluation]) -> Kept:
     """All measurements of evaluations that were read in the order of their files."""
     ordered = sorted(evaluations, key=lambda one: one.measured)[::-1]

@@ -122,6 +122,12 @@ def test_status_has_each_drafter_with_what_it_was_measured_at(capsys: Output) ->
     (drafter,) = printed(capsys, "status")["drafters"]
     assert (drafter["measured"], drafter["remarks"]) == (measured.measured, [])
     assert drafter["tau"] > 1
+    earlier = made_up.evaluation("mine", measured="2001-01-01 00:00:00", training=Training(signature="t"))
+    other = made_up.evaluation("mine@chain-4", measured="2001-01-01 00:00:00")
+    for one in (earlier, other):
+        records.write(one, records.new_file(reports, one.name))
+    found = printed(capsys, "status")
+    assert (found["evaluations"], found["drafters"]) == (3, [drafter])  # what is shown is the last one
     training |= {"signature": "other"}
     checkpoint.save(synthetic.build("eagle3"), "eagle3", folder, replace(origin, training=training))
     assert main(["status"]) == 0
