@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import asdict, replace
+from dataclasses import fields, is_dataclass, replace
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from vlmdistill.stores.errors import printable
+from vlmdistill.stores.errors import scaled as scaled
+from vlmdistill.stores.errors import size as size
 from vlmdistill.stores.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -46,6 +48,18 @@ Runs = Annotated[
 DryRun = Annotated[
     bool,
     typer.Option("--dry-run", help="Only say what would be done: samples, tokens, bytes, what exists."),
+]
+Rate = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--rate",
+        metavar="STAGE=N",
+        help="With --dry-run: tokens per second of responses, features or train, where no run here has "
+        "measured them; may be repeated.",
+    ),
+]
+Anyway = Annotated[
+    bool, typer.Option("--anyway", help="Start also where free disk or memory will not suffice.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 PromptsFile = Annotated[
@@ -232,9 +246,15 @@ def note(text: str) -> None:
 
 def capture_forecast(forecast: "CaptureForecast", as_json: bool, *, features: bool) -> None:
     """Print what `responses`, or also `features`, would do."""
-    if as_json:
-        result(asdict(forecast), as_json)
-        return
+    result(forecast_facts(forecast) if as_json else capture_lines(forecast, features), as_json)
+    if features and (forecast.bytes or 0) > (forecast.free_bytes or inf):
+        note("warning: the features do not fit on the disk: name another --store, or fewer methods in --for")
+
+
+def capture_lines(forecast: "CaptureForecast", features: bool = True) -> dict[str, Any]:
+    """What `responses`, or also `features`, would do, line by line."""
+    from vlmdistill.pipelines.resources import shown
+
     about = "some " if forecast.to_generate else ""
 
     def some(tokens: int | None) -> str:
@@ -248,6 +268,8 @@ def capture_forecast(forecast: "CaptureForecast", as_json: bool, *, features: bo
         "target": "its weights are not here"
         if forecast.weights_bytes is None
         else f"weights of {size(forecast.weights_bytes)}",
+        "time_of_responses": hours(forecast.response_seconds, "responses"),
+        "memory_of_responses": shown(forecast.response_memory),
     }
     if features:
         lines |= {
@@ -256,10 +278,32 @@ def capture_forecast(forecast: "CaptureForecast", as_json: bool, *, features: bo
             "visual_tokens": some(forecast.visual_tokens),
             "features": forecast.features,
             "bytes": (some(None) if forecast.bytes is None else about + size(forecast.bytes)) + disk,
+            "time_of_features": hours(forecast.feature_seconds, "features"),
+            "memory_of_features": shown(forecast.feature_memory),
         }
-    result(lines, as_json=False)
-    if features and (forecast.bytes or 0) > (forecast.free_bytes or inf):
-        note("warning: the features do not fit on the disk: name another --store, or fewer methods in --for")
+    return lines
+
+
+def hours(seconds: float | None, stage: str) -> str:
+    """The time that a stage would take."""
+    if seconds is None:
+        return f"unknown: no run here has measured it; --rate {stage}=TOKENS_PER_SECOND states it"
+    return f"{seconds / 3600:.1f} hours" if seconds >= 3600 else f"{seconds:.0f} s"
+
+
+def forecast_facts(forecast: Any) -> dict[str, Any]:
+    """A forecast as JSON."""
+    from vlmdistill.pipelines.resources import Memory, facts
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Memory):
+            return facts(value)
+        if is_dataclass(value):
+            return {one.name: plain(getattr(value, one.name)) for one in fields(value)}
+        return {name: plain(one) for name, one in value.items()} if isinstance(value, dict) else value
+
+    found: dict[str, Any] = plain(forecast)
+    return found
 
 
 def remark(text: str) -> None:
@@ -394,20 +438,6 @@ def log_to_stderr(debug: bool) -> None:
         logger.addHandler(handler)
     logger.setLevel(logging.DEBUG if debug else logging.WARNING if quiet.get() else logging.INFO)
     logger.propagate = False
-
-
-def scaled(count: float, units: Sequence[str], space: str = " ") -> str:
-    """A number with three digits and its unit; each of `units` is 1000 of the one before it."""
-    for unit in units[:-1]:
-        if count < 1000:
-            return f"{count:.3g}{space}{unit}"
-        count /= 1000
-    return f"{count:.3g}{space}{units[-1]}"
-
-
-def size(count: float) -> str:
-    """A number of bytes."""
-    return scaled(count, ("B", "kB", "MB", "GB", "TB"))
 
 
 def _short(value: Any) -> str:

@@ -102,6 +102,7 @@ def evaluate(
         bool, typer.Option("--list", help="List the evaluations there are (of DRAFTER...) and end.")
     ] = False,
     dry_run: console.DryRun = False,
+    anyway: console.Anyway = False,
     runs: console.Runs = None,
     as_json: console.Json = False,
 ) -> None:
@@ -154,14 +155,20 @@ def evaluate(
         how={**how, "thinking": thinking} if thinking else how,
         concurrencies=tuple(dict.fromkeys(concurrency or (1,))),
     )
-    if dry_run:
+    if kind == HERE and (dry_run or not anyway):
         from vlmdistill.pipelines import forecast
+        from vlmdistill.pipelines.resources import shown
 
-        facts = asdict(forecast.evaluation(workspace, drafters or [], settings, prompts))
-        if not as_json and facts["seconds"] is None:
-            facts["seconds"] = "unknown: a drafter was not measured on this machine"
-        console.result(facts, as_json)
-        return
+        planned = forecast.evaluation(workspace, drafters or [], settings, prompts, timed=dry_run)
+        if dry_run:
+            facts = console.forecast_facts(planned)
+            if not as_json:
+                facts["memory"] = shown(planned.memory)
+                if planned.seconds is None:
+                    facts["seconds"] = "unknown: a drafter was not measured on this machine"
+            console.result(facts, as_json)
+            return
+        planned.check(workspace.reports)
     if kind != HERE:
         from vlmdistill.pipelines.bench import served
 

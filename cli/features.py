@@ -53,6 +53,8 @@ def features(
     attention: console.Attention = "sdpa",
     target_dtype: console.TargetDtype = "auto",
     dry_run: console.DryRun = False,
+    rate: console.Rate = None,
+    anyway: console.Anyway = False,
     runs: console.Runs = None,
     as_json: console.Json = False,
 ) -> None:
@@ -80,7 +82,9 @@ def features(
             from vlmdistill.pipelines import forecast
 
             there = responses or workspace.responses
-            found = forecast.capture(model, chosen, there, part, chosen_for, max_new_tokens)
+            speeds = forecast.Speeds.of(workspace.root, rate or (), engine)
+            load = forecast.Load(batch_tokens=batch_tokens, dtype=target_dtype)
+            found = forecast.capture(model, chosen, there, part, chosen_for, max_new_tokens, speeds, load)
             console.capture_forecast(found, as_json, features=True)
             return
     elif dry_run:
@@ -110,6 +114,8 @@ def features(
         generate=responses is None,
         sampling=flow.sampling(workspace.responses, max_new_tokens) if max_new_tokens else None,
         bar=console.progress,
+        root=workspace.root,
+        anyway=anyway,
     )
     failed = done.failed if as_json else len(done.failed)  # a key may fail in either stage
     console.result({**vars(done.features), "failed": failed}, as_json)

@@ -43,6 +43,8 @@ def responses(
     attention: console.Attention = "sdpa",
     target_dtype: console.TargetDtype = "auto",
     dry_run: console.DryRun = False,
+    rate: console.Rate = None,
+    anyway: console.Anyway = False,
     runs: console.Runs = None,
     as_json: console.Json = False,
 ) -> None:
@@ -53,24 +55,30 @@ def responses(
     machine; the exit status is 1 if any prompt fails in the end.
     """
     from vlmdistill.pipelines.data.prompts import prompt_table
+    from vlmdistill.pipelines.data.responses import dataset
     from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
 
     workspace = console.workspace(model, runs)
     checkpoint(model)  # what is cheap to check comes before Ray and torch
     chosen = prompt_table.load(prompts or workspace.prompts, model, split, limit)
     folder = out or workspace.responses
-    if dry_run:
+    if dry_run or (not anyway and len(dataset.without_response(chosen, folder))):
         from vlmdistill.pipelines import forecast
         from vlmdistill.pipelines.data.features.store_part import StorePart
 
+        speeds = forecast.Speeds.of(workspace.root, rate or (), engine)
+        load = forecast.Load(batch=batch_size, dtype=target_dtype)
         part = StorePart(workspace.features)
-        found = forecast.capture(model, chosen, folder, part, None, max_new_tokens)
-        console.capture_forecast(found, as_json, features=False)
-        return
+        found = forecast.capture(model, chosen, folder, part, None, max_new_tokens, speeds, load)
+        if dry_run:
+            console.capture_forecast(found, as_json, features=False)
+            return
+        found.check_responses(folder)
     from vlmdistill.pipelines.cluster.reporting import check_failed
     from vlmdistill.pipelines.data.responses import responder
     from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
     from vlmdistill.pipelines.data.responses.quality import Filters
+    from vlmdistill.pipelines.workspace import rates
 
     with console.progress("generating", "responses", str(folder)) as report:
         summary = responder.respond(
@@ -89,5 +97,7 @@ def responses(
             batch=batch_size,
             report=report,
         )
+    tokens = summary.tokens_per_second * summary.seconds
+    rates.record(workspace.root, "responses", tokens, summary.seconds, engine)
     console.result(summary.to_dict(), as_json)
     check_failed(summary.failed, summary.prompts, allow_failed)

@@ -1,12 +1,15 @@
 """`vlmdistill run`: the whole flow."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from vlmdistill.cli import console
 from vlmdistill.cli.evaluate import check_lossless
 from vlmdistill.cli.report import report
+
+if TYPE_CHECKING:
+    from vlmdistill.pipelines.forecast import RunForecast
 
 
 def run(
@@ -38,7 +41,11 @@ def run(
         typer.Option(min=1, help="Drafters to train at once; default: one per GPU, or per core up to 4."),
     ] = None,
     seed: console.Seed = 0,
+    dry_run: console.DryRun = False,
+    rate: console.Rate = None,
+    anyway: console.Anyway = False,
     runs: console.Runs = None,
+    as_json: console.Json = False,
 ) -> None:
     """Run the whole flow, from prompts to the report.
 
@@ -50,6 +57,7 @@ def run(
     names = catalogue.listed(drafters) or [*catalogue.NAMES]  # before torch
     workspace = console.workspace(model, runs)
     from vlmdistill.pipelines import flow, train
+    from vlmdistill.pipelines.forecast import Speeds
 
     plan = flow.Plan(
         drafters=names,
@@ -64,7 +72,48 @@ def run(
         jobs=jobs,
         seed=seed,
         watching=train.Watching(held_out=held_out, trackers=tuple(tracker or ())),
+        anyway=anyway,
     )
+    if dry_run:
+        show_forecast(flow.dry_run(workspace, plan, Speeds.of(workspace.root, rate or ())), as_json)
+        return
     evaluations = flow.run(workspace, plan, console.remark, console.progress)
-    report(model=model, runs=runs)
+    report(model=model, runs=runs, as_json=as_json)
     check_lossless(evaluations)
+
+
+def show_forecast(found: "RunForecast", as_json: bool) -> None:
+    """Print what each stage would do, and the time of all."""
+    from vlmdistill.pipelines.resources import shown
+
+    if as_json:
+        console.result(console.forecast_facts(found), as_json)
+        return
+    console.result(console.capture_lines(found.capture), as_json=False)
+    header = ("training", "steps", "parameters", "time", "memory", "disk")
+    lines = [
+        (
+            name,
+            "by epochs" if one.steps is None else one.steps,
+            one.parameters,
+            "done" if one.finished else console.hours(one.seconds, "train"),
+            shown(one.memory),
+            console.size(one.disk_bytes),
+        )
+        for name, one in found.training.items()
+    ]
+    if lines:
+        console.echo("")
+        console.rows(header, lines)
+        console.echo("")
+    seconds = found.evaluation.seconds
+    missing = "unknown: a drafter was not measured on this machine"
+    facts = {
+        "decodings": f"{found.evaluation.decodings} of each of {found.evaluation.prompts} held-out prompts",
+        "time_of_decoding": missing if seconds is None else console.hours(seconds, "eval"),
+        "memory_of_decoding": shown(found.evaluation.memory),
+        "time": "unknown, as that of some stage"
+        if found.seconds is None
+        else console.hours(found.seconds, ""),
+    }
+    console.result(facts, as_json=False)

@@ -88,6 +88,8 @@ def train(
         ),
     ] = False,
     dry_run: console.DryRun = False,
+    rate: console.Rate = None,
+    anyway: console.Anyway = False,
     force: Annotated[
         bool, typer.Option("--force", help="Start over and replace an earlier run of this name.")
     ] = False,
@@ -138,10 +140,17 @@ def train(
     )
     if dry_run:
         from vlmdistill.pipelines import forecast
+        from vlmdistill.pipelines.resources import shown
 
-        found = dataclasses.asdict(forecast.training(plan, ranks))
-        size = console.size(found["state_bytes"])
-        console.result(found if as_json else {**found, "state_bytes": size}, as_json)
+        made = forecast.training(plan, forecast.Speeds.of(workspace.root, rate or ()), ranks)
+        found = console.forecast_facts(made)
+        if not as_json:
+            found |= {
+                "memory": shown(made.memory),
+                "disk_bytes": console.size(made.disk_bytes),
+                "seconds": console.hours(made.seconds, "train"),
+            }
+        console.result(found, as_json)
         return
     if find_lr:
         if ranks > 1 or "RANK" in os.environ:
@@ -151,6 +160,11 @@ def train(
             raise typer.BadParameter(f"--find-lr only reads the store and keeps nothing: leave out {odd[0]}")
         _find_rate(plan, as_json)
         return
+    if not (anyway or follow):
+        from vlmdistill.pipelines import forecast
+        from vlmdistill.stores.store import Store
+
+        forecast.check_training(plan, Store.open(plan.store, plan.cache).info, ranks)
     with console.progress(f"training {name or drafter}", "steps") as report:
         folder = pipeline.launch(plan, ranks, force, report)
     if os.environ.get("RANK", "0") == "0":

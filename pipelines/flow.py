@@ -15,7 +15,8 @@ from vlmdistill.drafters.core.config import DrafterConfig
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.training import ranks
 from vlmdistill.drafters.training.recipes import resolve
-from vlmdistill.pipelines import train
+from vlmdistill.drafters.training.run import Run
+from vlmdistill.pipelines import forecast, train
 from vlmdistill.pipelines.bench import evaluate
 from vlmdistill.pipelines.bench.records import Evaluation
 from vlmdistill.pipelines.cluster import session as cluster
@@ -37,10 +38,12 @@ from vlmdistill.pipelines.demo.prompts import AMOUNTS, evaluation_rows, import_d
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
 from vlmdistill.pipelines.targets.checkpoints.folder import known_family
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
+from vlmdistill.pipelines.workspace import rates
 from vlmdistill.pipelines.workspace.workspace import Workspace, only_writer
 from vlmdistill.stores import progress
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import content_hash
+from vlmdistill.stores.store import Store
 
 
 class ProgressBar(Protocol):
@@ -72,6 +75,17 @@ class Plan:
     jobs: int | None = None  # drafters trained at once
     watching: train.Watching = field(default_factory=train.Watching)
     seed: int = 0
+    anyway: bool = False  # also where disk or memory will not suffice
+
+    @property
+    def evaluation(self) -> evaluate.Settings:
+        """How it evaluates, where each drafter has its own tree."""
+        return evaluate.Settings(
+            temperatures=self.temperatures,
+            limit=self.eval_limit,
+            max_new_tokens=self.eval_tokens,
+            seed=self.seed,
+        )
 
 
 def run(
@@ -81,10 +95,7 @@ def run(
 
     Raises what the stages raise; finished work is kept.
     """
-    if not plan.drafters:
-        raise DataError("--drafters names no drafter: give names separated by commas, or all")
-    trained = [name for name in plan.drafters if catalogue.is_trained(name)]
-    configs = {name: resolve(name, plan.recipe, plan.settings) for name in trained}
+    configs, _ = _trained(plan)
     prepare(workspace, plan, log, bar)
     fit(workspace, configs, plan, log, bar)
     trees = {config.tree for config in configs.values()}
@@ -113,6 +124,8 @@ def prepare(workspace: Workspace, plan: Plan, log: Callable[[str], None], bar: P
             sampling=sampling(workspace.responses, plan.max_new_tokens, plan.seed),
             batch=plan.batch,
             bar=bar,
+            root=workspace.root,
+            anyway=plan.anyway,
         )
         if done.responses:
             dropped = ", ".join(f"{reason} {count}" for reason, count in done.responses.dropped.items())
@@ -157,11 +170,14 @@ def capture_features(
     sampling: SamplingSettings | None = None,
     batch: int = 32,
     bar: ProgressBar = silent,
+    root: Path | None = None,
+    anyway: bool = False,
 ) -> CaptureRun:
     """Generate the missing responses if `generate`, then capture the missing features, in one Ray session.
 
     An engine does both in one pass. Ray does not start if nothing is missing. `sampling` defaults to that of
-    the responses that exist.
+    the responses that exist. The rates are recorded in the workspace at `root`. DataError if disk or memory
+    will not suffice, unless it is to be done `anyway`.
     """
     generated = None
     missing = set[str]()
@@ -169,6 +185,13 @@ def capture_features(
         dataset.check_settings(responses, {"sampling": asdict(sampling)})
     if generate:
         missing = set(prompt_table.facts_of(dataset.without_response(prompts, responses))["key"])
+    if not anyway and (missing or _waiting(prompts, responses, part, settings)):
+        load = forecast.Load(
+            batch=batch, batch_tokens=settings.batch_tokens, dtype=workers.load.get("dtype", "auto")
+        )
+        limit = sampling.max_new_tokens if sampling else None
+        found = forecast.capture(model, prompts, responses, part, settings.drafters, limit, load=load)
+        found.check(responses, part.path)
     there = capturer.keys_in(part, settings, workers.engine) if missing else set()
     at_once = workers.engine != "transformers" and not missing & there
     whole = len(there | missing)
@@ -204,7 +227,53 @@ def capture_features(
         rows = (row for row in dataset.read(responses) if row.key in missing)
         tokens = sum(row.prompt_tokens + len(row.ids) for row in rows)
         captured = captured.after(generated.seconds, len(there), tokens)
+    if root:
+        for stage, one in (("responses", generated), ("features", captured)):
+            if one:
+                count = one.tokens_per_second * one.seconds
+                rates.record(root, stage, count, one.seconds, workers.engine)
     return CaptureRun(generated, captured)
+
+
+def _waiting(prompts: Sequence[Prompt], responses: Path, part: StorePart, settings: CaptureSettings) -> bool:
+    """Whether a kept response has features to be captured."""
+    wanted = {*prompt_table.facts_of(prompts)["key"]}
+    kept = {*dataset.facts(responses).filter("keep")["key"]} & wanted
+    return any(kept - {*one.keys()} for one in (part, *part.annexes(settings.drafters)))
+
+
+def planned(workspace: Workspace, configs: Mapping[str, DrafterConfig], plan: Plan) -> dict[str, Run]:
+    """The trainings of a plan, by the name of the drafter."""
+    return {
+        name: train.planned(workspace, name, config, seed=plan.seed, watching=plan.watching)
+        for name, config in configs.items()
+    }
+
+
+def dry_run(workspace: Workspace, plan: Plan, speeds: forecast.Speeds) -> forecast.RunForecast:
+    """What `run` would do; nothing is written. DataError if there are no prompts."""
+    configs, trained = _trained(plan)
+    prompts = prompt_table.load(workspace.prompts, workspace.model, "train")
+    capture = forecast.capture(
+        workspace.model,
+        prompts,
+        workspace.responses,
+        StorePart(workspace.features),
+        trained,
+        sampling(workspace.responses, plan.max_new_tokens, plan.seed).max_new_tokens,
+        speeds,
+        forecast.Load(batch=plan.batch),
+    )
+    evaluation = forecast.evaluation(workspace, plan.drafters, plan.evaluation, untrained=True)
+    return forecast.run(workspace, capture, planned(workspace, configs, plan), evaluation, speeds)
+
+
+def _trained(plan: Plan) -> tuple[dict[str, DrafterConfig], list[str]]:
+    """The configurations of what a plan trains, and their names."""
+    if not plan.drafters:
+        raise DataError("--drafters names no drafter: give names separated by commas, or all")
+    trained = [name for name in plan.drafters if catalogue.is_trained(name)]
+    return {name: resolve(name, plan.recipe, plan.settings) for name in trained}, trained
 
 
 def fit(
@@ -216,6 +285,11 @@ def fit(
 ) -> None:
     """Train the missing drafters, several at once if there is room; check the settings of the others."""
     missing = [name for name in configs if not (workspace.drafter(name) / "config.json").exists()]
+    runs = planned(workspace, configs, plan)
+    if missing and not plan.anyway:
+        info = Store.open(workspace.features).info
+        for name in missing:
+            forecast.check_training(runs[name], info)
     at_once = min(len(missing), plan.jobs or train.default_jobs())
     if at_once > 1:
         with bar("training", "steps") as report:
@@ -229,10 +303,9 @@ def fit(
                 report=report,
             )
     with ranks.group():
-        for name, config in configs.items():
+        for name, one in runs.items():
             with bar(f"training {name}", "steps") as report:
-                planned = train.planned(workspace, name, config, seed=plan.seed, watching=plan.watching)
-                train.run(planned, report=report)
+                train.run(one, report=report)
             if name in missing:
                 log(f"trained    {name}, in {workspace.drafter(name)}")
 
@@ -245,15 +318,11 @@ def measure(
     tree: Tree | None = None,
 ) -> list[Evaluation]:
     """Evaluate all drafters unless that is done; each with its own draft tree if none is given."""
-    settings = evaluate.Settings(
-        temperatures=plan.temperatures,
-        limit=plan.eval_limit,
-        max_new_tokens=plan.eval_tokens,
-        trees=(tree,) if tree else (),
-        seed=plan.seed,
-    )
+    settings = replace(plan.evaluation, trees=(tree,) if tree else ())
     if found := evaluate.kept(workspace, plan.drafters, settings):
         return found
+    if not plan.anyway:
+        forecast.evaluation(workspace, plan.drafters, settings, timed=False).check(workspace.reports)
     with bar("decoding", "prompts", str(workspace.reports)) as report:
         found = evaluate.evaluate(workspace, plan.drafters, settings, on_prompt=report)
     log(f"evaluated  {', '.join(plan.drafters)}, in {workspace.reports}")

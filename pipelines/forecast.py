@@ -1,8 +1,8 @@
-"""What a stage would do, without doing it: samples, tokens, bytes, and what exists already."""
+"""What a stage would do, without doing it: samples, tokens, bytes, memory, hours, and what exists already."""
 
-import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 
@@ -18,15 +18,73 @@ from vlmdistill.drafters.training.saved import Position
 from vlmdistill.drafters.training.schedule import Schedule
 from vlmdistill.pipelines.bench.evaluate import Settings, held_out
 from vlmdistill.pipelines.data.features.store_part import StorePart
-from vlmdistill.pipelines.data.prompts.prompt_table import Prompts
+from vlmdistill.pipelines.data.prompts.prompt_table import Prompt, facts_of
 from vlmdistill.pipelines.data.responses import dataset
 from vlmdistill.pipelines.report import selection
+from vlmdistill.pipelines.resources import (
+    SAVED,
+    Memory,
+    check,
+    free_disk,
+    kv_cache,
+    of_training,
+    on_target,
+    rows,
+)
+from vlmdistill.pipelines.targets.checkpoints.folder import parameters_in, resolve
 from vlmdistill.pipelines.targets.describe import describe, feature_cost
+from vlmdistill.pipelines.workspace import rates
 from vlmdistill.pipelines.workspace.workspace import Workspace
+from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.loader.epoch import Epoch
-from vlmdistill.stores.schema import Feature
+from vlmdistill.stores.schema import Feature, TargetInfo
 
-FLOATS = 4  # of each trained weight: itself, its gradient, Adam's two moments
+LARGER = "use a larger machine, or --target-dtype bfloat16"
+STAGES = ("responses", "features", "train")
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Tokens per second of stages: as stated, else as the latest run on this machine measured."""
+
+    root: Path | None = None  # of the workspace
+    stated: Mapping[str, float] = field(default_factory=dict)
+    engine: str = "transformers"
+
+    @classmethod
+    def of(cls, root: Path, stated: Sequence[str], engine: str = "transformers") -> "Speeds":
+        """Of texts such as `features=3000`; DataError on other texts."""
+        found = {}
+        for text in stated:
+            stage, _, number = text.partition("=")
+            if stage not in STAGES or not re.fullmatch(r"\d+(\.\d+)?", number) or not float(number):
+                raise DataError(
+                    f"--rate {text}: write one of {', '.join(STAGES)} and its tokens per second, such as "
+                    "features=3000"
+                )
+            found[stage] = float(number)
+        return cls(root, found, engine)
+
+    def seconds(self, stage: str, tokens: float | None, method: str = "") -> float | None:
+        """The time of so many tokens; None where no rate is known."""
+        if tokens is None:
+            return None
+        if not tokens:
+            return 0.0
+        if stage in self.stated:
+            return tokens / self.stated[stage]
+        name = f"{stage} {method}".strip()
+        rate = rates.known(self.root, name, self.engine) if self.root else None
+        return tokens / rate.tokens_per_second if rate else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """How the target runs in `responses` and `features`."""
+
+    batch: int = 32  # prompts of one batch of responses
+    batch_tokens: int = 8192  # of one forward pass
+    dtype: str = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +107,23 @@ class CaptureForecast:
     features: tuple[str, ...]
     bytes: int | None  # in the dtype of two bytes; a store of int8 takes half
     free_bytes: int | None  # where the store lies; None behind a URL
-    weights_bytes: int | None  # of the target
+    weights_bytes: int | None  # of the target's files
+    response_memory: Memory
+    feature_memory: Memory
+    response_seconds: float | None  # None: no rate is known
+    feature_seconds: float | None
+
+    def check_responses(self, out: Path) -> None:
+        """DataError if the responses cannot be generated here."""
+        if self.to_generate:
+            check("responses", self.response_memory, 4 * self.most_tokens, out, LARGER)
+
+    def check(self, responses: Path, store: str) -> None:
+        """DataError if the responses and features cannot be made here."""
+        self.check_responses(responses)
+        if self.to_capture:
+            advice = f"name another --store, or fewer methods in --for; for memory, {LARGER}"
+            check("features", self.feature_memory, self.bytes, store, advice)
 
 
 @dataclass(frozen=True)
@@ -69,18 +143,22 @@ class _Gain:
 
 def capture(
     model: str,
-    prompts: Prompts,
+    prompts: Sequence[Prompt],
     responses: Path,
     part: StorePart,
     drafters: Sequence[str] | None,
     max_new_tokens: int | None,
+    speeds: Speeds | None = None,
+    load: Load | None = None,
 ) -> CaptureForecast:
     """Forecast responses and features; no weights are loaded and nothing is written."""
+    speeds, load = speeds or Speeds(), load or Load()
     import polars as pl
 
-    facts = dataset.facts(responses).filter(pl.col("key").is_in(prompts.facts["key"].implode()))
+    keys = facts_of(prompts)["key"]
+    facts = dataset.facts(responses).filter(pl.col("key").is_in(keys.implode()))
     stored = part.keys()
-    there = sum(key in stored for key in prompts.facts["key"])
+    there = sum(key in stored for key in keys)
     missing = len(prompts) - len(facts)
     limit = max_new_tokens or dataset.read_settings(responses)[0].max_new_tokens
     about = describe(model, 0, 0, drafters=drafters)
@@ -101,21 +179,36 @@ def capture(
 
     needed = about["drafters"]["all"]["features"]
     gains = [of(one) for one in (part, *part.annexes(drafters))]
-    largest, width = max(gains, key=lambda gain: gain.samples), about["target"]["hidden_size"]
+    info, weights = TargetInfo.from_dict(about["target"]), about["parameters"]["all"]
+    largest, width = max(gains, key=lambda gain: gain.samples), info.hidden_size
+    captured = sorted({feature.name for one in gains if one.samples for feature in one.features})
+    likely = round(missing * int(facts["tokens"].sum()) / len(facts)) if len(facts) else None
+    longest = int(facts["prompt_tokens"].max() or 0) + limit  # type: ignore[arg-type]
+    at_once = {
+        "kv_cache": kv_cache(info, min(load.batch, missing) * longest),
+        "logits": 2 * min(load.batch, missing) * info.vocab_size,
+    }
+    tokens = None if largest.text is None else largest.text + (largest.visual or 0)
     return CaptureForecast(
         prompts=len(prompts),
         responses=len(facts),
         to_generate=missing,
         most_tokens=missing * limit,
-        likely_tokens=round(missing * int(facts["tokens"].sum()) / len(facts)) if len(facts) else None,
+        likely_tokens=likely if missing else 0,
         samples=there,
         to_capture=largest.samples,
         text_tokens=largest.text,
         visual_tokens=largest.visual,
-        features=tuple(sorted({feature.name for one in gains if one.samples for feature in one.features})),
+        features=tuple(captured),
         bytes=None if largest.text is None else sum(one.bytes(width) for one in gains),
-        free_bytes=_free(part.path),
+        free_bytes=free_disk(part.path),
         weights_bytes=about["weights_bytes"],
+        response_memory=on_target(weights, load.dtype, batch=at_once, spread=True),
+        feature_memory=on_target(
+            weights, load.dtype, batch={"pass": rows(info, load.batch_tokens, captured)}, spread=True
+        ),
+        response_seconds=speeds.seconds("responses", likely if missing else 0),
+        feature_seconds=speeds.seconds("features", tokens),
     )
 
 
@@ -130,13 +223,34 @@ class TrainForecast:
     stages: dict[str, str]  # the share of each in the run
     batch_tokens: int  # of an optimizer step
     parameters: int  # that are trained
-    state_bytes: int  # weights, gradients and both moments of Adam, in float32, before ZeRO
+    memory: Memory  # of one rank, before ZeRO
+    disk_bytes: int  # of the checkpoint, while its successor is written, and of the drafter
+    seconds: float | None  # of the steps that are left; None: no rate is known
     done: int  # steps of an earlier start of the same run
     finished: bool
 
 
-def training(run: Run, world: int = 1) -> TrainForecast:
+def needs_of_training(run: Run, info: TargetInfo, world: int = 1) -> tuple[int, Memory, int]:
+    """The weights that a run trains, the memory of a rank, and the bytes that it writes."""
+    with torch.device("meta"):
+        table_VD = torch.empty(info.vocab_size, info.hidden_size)
+        drafter = catalogue.trained(run.drafter)(run.config.model, info, Head(table_VD, table_VD))
+    weights = sum(weight.numel() for weight in drafter.parameters() if weight.requires_grad)
+    _, tokens = run.packing(world)
+    memory = of_training(info, weights, run.precision, tokens, len(run.config.model.needs(info)))
+    return weights, memory, (SAVED + 1) * 4 * weights
+
+
+def check_training(run: Run, info: TargetInfo, world: int = 1) -> None:
+    """DataError if a run cannot be trained here."""
+    _, memory, disk = needs_of_training(run, info, world)
+    advice = "use smaller --set batch_tokens or a larger machine; for the disk, another --runs"
+    check(f"train {run.out.name}", memory, disk, run.out, advice)
+
+
+def training(run: Run, speeds: Speeds | None = None, world: int = 1) -> TrainForecast:
     """Forecast a training; nothing is written. Raises what the training would of its store and settings."""
+    speeds = speeds or Speeds()
     data = RunData.of(run)
     micro, budget = run.packing(world)
     schedule = Schedule(run.config.training, run.config.schedule, micro)
@@ -147,24 +261,26 @@ def training(run: Run, world: int = 1) -> TrainForecast:
     def drawn(stage: int, ramp: float) -> Sequence[str]:
         return data.samples[stage].draw(schedule.stages[stage], ramp, 0)
 
-    info = data.store.info
-    with torch.device("meta"):
-        table_VD = torch.empty(info.vocab_size, info.hidden_size)
-        drafter = catalogue.trained(run.drafter)(run.config.model, info, Head(table_VD, table_VD))
-    weights = sum(weight.numel() for weight in drafter.parameters() if weight.requires_grad)
+    weights, memory, disk = needs_of_training(run, data.store.info, world)
     begun = saved.read(run.state)
     last = data.samples[-1]
+    steps = schedule.planned(Position(), drawn, batches)
+    over = finished(run, data)
+    done = begun.position.total if begun and begun.signature == data.signature else 0
+    left = 0 if over else steps - done
     return TrainForecast(
         samples=len(last.visual),
         text_samples=len(last.text),
         held_out=len(last.held_out),
-        steps=schedule.planned(Position(), drawn, batches),
+        steps=steps,
         stages={one.name: schedule.share(number) for number, one in enumerate(schedule.stages)},
         batch_tokens=run.config.training.batch_tokens,
         parameters=weights,
-        state_bytes=FLOATS * 4 * weights,
-        done=begun.position.total if begun and begun.signature == data.signature else 0,
-        finished=finished(run, data),
+        memory=memory,
+        disk_bytes=disk,
+        seconds=speeds.seconds("train", left * run.config.training.batch_tokens, run.drafter),
+        done=done,
+        finished=over,
     )
 
 
@@ -175,19 +291,33 @@ class EvalForecast:
     prompts: int
     decodings: int  # of a prompt: plain, and each drafter with each tree, at each temperature
     most_tokens: int
+    memory: Memory
     seconds: float | None  # of decoding, by earlier evaluations here; None where a drafter has none
+
+    def check(self, reports: Path) -> None:
+        """DataError if the target does not fit here."""
+        check("eval", self.memory, None, reports, LARGER)
 
 
 def evaluation(
-    workspace: Workspace, drafters: Sequence[str], settings: Settings, prompts_file: Path | None = None
+    workspace: Workspace,
+    drafters: Sequence[str],
+    settings: Settings,
+    prompts_file: Path | None = None,
+    *,
+    untrained: bool = False,
+    timed: bool = True,
 ) -> EvalForecast:
-    """Forecast an evaluation; nothing is decoded or written.
+    """Forecast an evaluation, its time only if it is to be `timed`; nothing is decoded or written.
 
-    DataError if there are no prompts, TrainingError if a drafter is missing.
+    DataError if there are no prompts, TrainingError if a drafter is missing unless `untrained` ones may be.
     """
     settings.check()
-    for name in drafters:
+    for name in () if untrained else drafters:
         describe_drafter(workspace.drafter(name))
+    files = [workspace.drafter(name) / "model.safetensors" for name in drafters]
+    more = sum(file.stat().st_size // 4 for file in files if file.is_file())
+    weights = parameters_in(resolve(workspace.model))
     prompts = len(held_out(prompts_file or workspace.prompts, settings.limit, workspace.model))
     temperatures, trees = len(settings.temperatures), max(1, len(settings.trees))
     decodings = temperatures * (1 + len(drafters) * trees)
@@ -195,7 +325,8 @@ def evaluation(
         prompts=prompts,
         decodings=decodings,
         most_tokens=prompts * decodings * settings.max_new_tokens,
-        seconds=_seconds(workspace, drafters, prompts * temperatures, trees),
+        memory=on_target(weights, settings.how.get("dtype", "auto"), more=more),
+        seconds=_seconds(workspace, drafters, prompts * temperatures, trees) if timed else None,
     )
 
 
@@ -214,9 +345,52 @@ def _seconds(workspace: Workspace, drafters: Sequence[str], responses: int, tree
     return responses * (plain + trees * sum(fmean(row.drafted.seconds for row in rows) for rows in found))
 
 
-def _free(path: str) -> int | None:
-    """Free bytes of the disk of a local path, which may not exist yet."""
-    if "://" in path:
-        return None
-    folder = Path(path).absolute()
-    return shutil.disk_usage(next(one for one in (folder, *folder.parents) if one.exists())).free
+@dataclass(frozen=True, kw_only=True)
+class PlannedTraining:
+    """What is known of a training before there is a store."""
+
+    steps: int | None  # None: the recipe counts epochs
+    parameters: int
+    memory: Memory
+    disk_bytes: int
+    seconds: float | None
+    finished: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunForecast:
+    """What the whole flow would do."""
+
+    capture: CaptureForecast
+    training: dict[str, PlannedTraining]
+    evaluation: EvalForecast
+    seconds: float | None  # of all stages, one after the other; None: that of some is not known
+
+
+def run(
+    workspace: Workspace,
+    capture: CaptureForecast,
+    runs: Mapping[str, Run],
+    evaluation: EvalForecast,
+    speeds: Speeds,
+) -> RunForecast:
+    """Forecast the flow, by what its stages are told; nothing is written."""
+    info = TargetInfo.from_dict(describe(workspace.model, 0, 0, drafters=["wren"])["target"])
+    trained = {}
+    for name, one in runs.items():
+        weights, memory, disk = needs_of_training(one, info)
+        steps, over = one.config.training.steps or None, (one.out / "config.json").exists()
+        tokens = 0 if over else steps and steps * one.config.training.batch_tokens
+        trained[name] = PlannedTraining(
+            steps=steps,
+            parameters=weights,
+            memory=memory,
+            disk_bytes=disk,
+            seconds=speeds.seconds("train", tokens, one.drafter),
+            finished=over,
+        )
+    parts = [capture.response_seconds, capture.feature_seconds, evaluation.seconds]
+    parts += [one.seconds for one in trained.values()]
+    known = [part for part in parts if part is not None]
+    whole = sum(known) if len(known) == len(parts) else None
+    return RunForecast(capture=capture, training=trained, evaluation=evaluation, seconds=whole)

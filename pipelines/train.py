@@ -12,11 +12,13 @@ import torch
 from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.core.config import DrafterConfig
 from vlmdistill.drafters.training import ranks
+from vlmdistill.drafters.training.progress import TrainingProgress
 from vlmdistill.drafters.training.recipes import resolve
 from vlmdistill.drafters.training.run import Run
 from vlmdistill.drafters.training.trainer import train
 from vlmdistill.pipelines.cluster.processes import FunctionDone, FunctionProgress, Processes
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
+from vlmdistill.pipelines.workspace import rates
 from vlmdistill.pipelines.workspace.workspace import Workspace, only_writer
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.progress import Progress, silent
@@ -59,9 +61,16 @@ def planned(
 def run(plan: Run, force: bool = False, report: Progress = silent) -> Path:
     """Train as one rank, of those that a launcher such as torchrun started; see `trainer.train`.
 
-    Only rank 0 locks the drafter's folder and reports steps.
+    Only rank 0 locks the drafter's folder, reports steps and records their rate.
     """
     ranks.join()
+    tokens = seconds = 0.0
+
+    def note(progress: TrainingProgress) -> None:
+        nonlocal tokens, seconds
+        tokens, seconds = tokens + progress.tokens, seconds + progress.seconds
+        report(progress.step, progress.total, progress.remark)
+
     with ExitStack() as held:
 
         def hold() -> None:
@@ -69,7 +78,9 @@ def run(plan: Run, force: bool = False, report: Progress = silent) -> Path:
             held.enter_context(only_writer(plan.out))
 
         ranks.first(hold)
-        return train(plan, lambda progress: report(progress.step, progress.total, progress.remark), force)
+        folder = train(plan, note, force)
+        rates.record(plan.out.parents[1], f"train {plan.drafter}", tokens, seconds)
+        return folder
 
 
 def _as_rank(plan: Run, force: bool, report: Progress) -> None:

@@ -1,5 +1,7 @@
 """Errors for the user: one line that says what is wrong and what to do."""
 
+from collections.abc import Sequence
+
 
 class VlmdistillError(Exception):
     """Base of every error shown to a user as one line, without a traceback."""
@@ -73,3 +75,17 @@ def lone_surrogate(text: str) -> int | None:
     except UnicodeEncodeError as error:
         return error.start + 1
     return None
+
+
+def scaled(count: float, units: Sequence[str], space: str = " ") -> str:
+    """A number with three digits and its unit; each of `units` is 1000 of the one before it."""
+    for unit in units[:-1]:
+        if count < 1000:
+            return f"{count:.3g}{space}{unit}"
+        count /= 1000
+    return f"{count:.3g}{space}{units[-1]}"
+
+
+def size(count: float) -> str:
+    """A number of bytes."""
+    return scaled(count, ("B", "kB", "MB", "GB", "TB"))

@@ -191,6 +191,7 @@ def test_a_dry_run_of_eval_takes_its_time_from_earlier_evaluations_on_this_machi
     checkpoint.save(synthetic.build("eagle3"), "eagle3", Path("runs/demo/drafters/mine"), origin)
     command = ["eval", "mine", "--dry-run", "--limit", "5", "--max-new-tokens", "10", "--tree", "chain-3"]
     found = printed(capsys, *command, "--tree", "chain-5")
+    assert found.pop("memory")["total"] > 0
     assert found == {"prompts": 5, "decodings": 3, "most_tokens": 150, "seconds": None}
     reports = Path("runs/demo/reports")
     for machine in ("CPU of another", hardware.of(torch.device("cpu")).name):

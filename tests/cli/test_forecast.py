@@ -1,0 +1,136 @@
+"""What a stage needs: told beforehand, recorded afterwards, and refused where it is not there."""
+
+import json
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_overview import dialogues, printed, responded
+from tests.drafters import synthetic
+from vlmdistill.cli.main import main
+from vlmdistill.drafters import catalogue
+from vlmdistill.drafters.checkpoints import checkpoint
+from vlmdistill.pipelines import resources
+from vlmdistill.pipelines.workspace import rates
+
+pytestmark = pytest.mark.usefixtures("workplace")
+Output = pytest.CaptureFixture[str]
+Usage = namedtuple("Usage", "total used free")
+FEATURES = ("features", "--dry-run", "--for", "wren", "--target-dtype", "float32")
+
+
+@pytest.fixture
+def prompts(workplace: object) -> None:
+    dialogues(40)
+    assert main(["prompts", "talks.json", "--eval-share", "0.3"]) == 0
+
+
+@pytest.mark.usefixtures("prompts")
+def test_time_is_told_by_a_stated_rate_or_the_last_run_here(capsys: Output) -> None:
+    responded(4, tokens=11)
+    found = printed(capsys, *FEATURES)
+    assert (found["response_seconds"], found["feature_seconds"]) == (None, None)
+    tokens = found["text_tokens"]
+    stated = printed(capsys, *FEATURES, "--rate", "features=50", "--rate", "responses=2.5")
+    assert stated["feature_seconds"] == pytest.approx(tokens / 50)
+    assert stated["response_seconds"] == pytest.approx(found["likely_tokens"] / 2.5)
+    root = Path("runs/demo")
+    for seconds in (4.0, 10.0, 1.0):  # the last one is too short to say anything
+        rates.record(root, "features", 200, seconds)
+    there = json.loads((root / rates.FILE).read_text().splitlines()[-1])
+    with (root / rates.FILE).open("a") as file:  # another machine, and a line that was cut off
+        file.write(json.dumps({**there, "where": "elsewhere", "seconds": 1}) + '\n{"stage": "fea')
+    assert printed(capsys, *FEATURES)["feature_seconds"] == pytest.approx(tokens / 20)
+    assert printed(capsys, *FEATURES, "--engine", "vllm")["feature_seconds"] is None
+    for text in ("features", "features=0", "feature=3", "features=-1"):
+        assert main([*FEATURES, "--rate", text]) == 1
+        assert "such as features=3000" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("prompts")
+def test_memory_is_that_of_weights_and_batches_in_a_dtype(capsys: Output) -> None:
+    responded(4, tokens=11)
+    options = ("responses", "--dry-run", "--max-new-tokens", "100")
+    whole = printed(capsys, *options, "--target-dtype", "float32", "--batch-size", "8")["response_memory"]
+    half = printed(capsys, *options, "--target-dtype", "bfloat16", "--batch-size", "8")["response_memory"]
+    assert whole["total"] == 2 * half["total"] == whole["weights"] + whole["kv_cache"] + whole["logits"]
+    info = printed(capsys, "target", "show", "demo")
+    assert whole["weights"] == 4 * info["parameters"]["all"]
+    sizes = info["target"]
+    token = 2 * 4 * sizes["num_layers"] * sizes["num_kv_heads"] * sizes["head_dim"]
+    assert whole["kv_cache"] == 8 * (9 + 100) * token  # the prompts that are known have nine tokens
+    more = printed(capsys, *options, "--target-dtype", "bfloat16", "--batch-size", "16")["response_memory"]
+    assert more["kv_cache"] == 2 * half["kv_cache"]
+
+
+@pytest.mark.usefixtures("prompts")
+def test_a_dry_run_of_the_flow_has_all_stages_and_does_nothing(capsys: Output) -> None:
+    responded(4, tokens=11)
+    before = sorted(Path("runs").rglob("*"))
+    command = ["run", "--dry-run", "--drafters", "wren,lookahead", "--set", "steps=60"]
+    found = printed(capsys, *command)
+    (name, training), *_ = found["training"].items()
+    assert (name, training["steps"], training["finished"]) == ("wren", 60, False)
+    assert training["memory"]["optimizer"] == 16 * training["parameters"]
+    assert found["evaluation"]["decodings"] == 2 * 3  # plain and two drafters at two temperatures
+    assert found["capture"]["to_generate"] > 0
+    assert found["seconds"] is None
+    assert main([*command, "--rate", "train=1000"]) == 0
+    shown = capsys.readouterr().out
+    assert "123 s" in shown  # 60 steps of 2048 tokens
+    assert sorted(Path("runs").rglob("*")) == before
+    assert main([*command, "--drafters", "all", "--set", "steps=0"]) == 0
+    assert "by epochs" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("prompts")
+def test_a_stage_that_cannot_end_is_not_started(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    responded(4, tokens=11)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**9, 10**9, 1000))
+    for command in (["features", "--for", "wren"], ["run", "--drafters", "wren"]):
+        assert main(command) == 1
+        (line,) = capsys.readouterr().err.splitlines()[-1:]
+        assert "of disk are needed" in line
+        assert "1 kB free" in line
+        assert "--anyway" in line
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 0, 10**12))
+    monkeypatch.setattr(resources, "free_memory", lambda: 1000)
+    origin = checkpoint.Origin(synthetic.provenance(), catalogue.config("eagle3").training, {})
+    checkpoint.save(synthetic.build("eagle3"), "eagle3", Path("runs/demo/drafters/mine"), origin)
+    synthetic.store(Path("store"), 9)
+    train = ["train", "wren", "--store", "store", "--set", "steps=1"]
+    for command in (["responses"], ["features", "--for", "wren"], ["eval", "mine"], train):
+        assert main(command) == 1
+        (line,) = capsys.readouterr().err.splitlines()[-1:]
+        assert "of memory are needed in float32, and this machine has 1 kB free" in line
+        assert "--anyway" in line
+    assert not Path("runs/demo/drafters/wren.training").exists()
+    assert main([*train, "--anyway"]) == 0
+
+
+def test_what_fits_on_gpus_is_told_for_one_or_for_all() -> None:
+    free = [10 * 2**30, 10 * 2**30]
+    for spread, lacking in ((True, ""), (False, "14 GB of memory")):
+        memory = resources.Memory(
+            dtype="bfloat16",
+            parts={"weights": 14 * 10**9, "kv_cache": 50 * 10**9},
+            halved=50 * 10**9,
+            free=free,
+            device="GPU",
+            spread=spread,
+        )
+        assert memory.lacking.startswith(lacking) if lacking else not memory.lacking
+
+
+def test_a_training_leaves_its_rate(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    synthetic.store(Path("store"), 9)
+    monkeypatch.setattr(rates, "LEAST", 0.0)
+    command = ["train", "wren", "--store", "store", "--set", "steps=2", "--set", "batch_tokens=64"]
+    assert main(command) == 0
+    rate = rates.known(Path("runs/demo"), "train wren")
+    assert rate is not None
+    assert rate.tokens > 64
+    found = printed(capsys, *command, "--dry-run", "--name", "again")
+    assert found["seconds"] == pytest.approx(2 * 64 / rate.tokens_per_second)
