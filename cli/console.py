@@ -71,6 +71,10 @@ StoreName = Annotated[
         "--store", metavar="STORE", help="Feature store, a folder or URL; default: the workspace's features/."
     ),
 ]
+DrafterName = Annotated[
+    str | None,
+    typer.Option("--drafter", help="Name or folder of a trained drafter; default: plain decoding."),
+]
 Frames = Annotated[
     int | None,
     typer.Option("--frames", help="Number of frames to sample from each video, instead of --fps."),

@@ -127,7 +127,7 @@ def evaluate(
     kind = _engine(context, engine, drafters or [])
     workspace = console.workspace(model, runs)
     if bench:
-        from vlmdistill.pipelines.flow import import_evaluation_sets
+        from vlmdistill.pipelines.prompts import import_evaluation_sets
 
         if prompts is not None:
             raise typer.BadParameter("--bench has its own", param_hint="--prompts")

@@ -92,7 +92,7 @@ def features(
     from vlmdistill.pipelines import flow
     from vlmdistill.pipelines.cluster.reporting import check_failed
     from vlmdistill.pipelines.data.features.capturer import CaptureSettings
-    from vlmdistill.pipelines.flow import import_sources
+    from vlmdistill.pipelines.prompts import import_sources
 
     settings = CaptureSettings(
         drafters=chosen_for,

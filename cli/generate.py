@@ -22,9 +22,7 @@ def generate(
         typer.Option(help="Frames per second to sample from each video; default: the target's setting."),
     ] = None,
     frames: console.Frames = None,
-    drafter: Annotated[
-        str | None, typer.Option(help="Name or folder of a trained drafter; default: plain decoding.")
-    ] = None,
+    drafter: console.DrafterName = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.0,
     max_new_tokens: console.MaxNewTokens = 512,
     tree: console.TreeShape = None,

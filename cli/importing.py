@@ -23,6 +23,12 @@ def import_drafter(
     It must be of the target given by --model. What would compute something else here is refused by the name
     of its tensor or setting.
     """
+    from vlmdistill.drafters import catalogue
+    from vlmdistill.stores.errors import DataError
+
+    catalogue.check(drafter)  # what is cheap to check comes before torch
+    if not (folder / "config.json").is_file():
+        raise DataError(f"{folder} has no config.json: give the folder of a published drafter")
     from vlmdistill.drafters.checkpoints import published
     from vlmdistill.pipelines.targets.loading import load_embedding
 

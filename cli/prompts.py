@@ -126,7 +126,7 @@ def prompts(
     if not sources:
         raise typer.BadParameter("name what to import", param_hint="SRC...")
     from vlmdistill.pipelines.data.prompts.importing import Choices
-    from vlmdistill.pipelines.flow import import_sources
+    from vlmdistill.pipelines.prompts import import_sources
 
     choices = Choices(
         images=images,

@@ -101,11 +101,15 @@ def report(
             )
         _compare(two[0], two[1], where or [], as_json or form == "json")
         return
+    from vlmdistill.pipelines.report import selection
+
     if plot_format != "svg" and plots is None:
         raise typer.BadParameter("it needs --plots", param_hint="--plot-format")
+    workspace = console.workspace(model, runs)
+    selection.check(workspace.reports, model)
     from vlmdistill.pipelines.report import page as pipeline
 
-    found = pipeline.read(console.workspace(model, runs), out, where or [])
+    found = pipeline.read(workspace, out, where or [])
     written: dict[str, str] = {}
     if form == "html":
         pipeline.write(found.html, found.page)

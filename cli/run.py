@@ -55,6 +55,8 @@ def run(
     from vlmdistill.drafters import catalogue
 
     names = catalogue.listed(drafters) or [*catalogue.NAMES]  # before torch
+    if recipe and not recipe.endswith(".toml"):
+        catalogue.check_recipe(recipe)
     workspace = console.workspace(model, runs)
     from vlmdistill.pipelines import flow, train
     from vlmdistill.pipelines.forecast import Speeds

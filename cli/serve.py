@@ -18,9 +18,7 @@ LOCAL_NAMES = ("localhost", "127.0.0.1")  # by which a browser may reach a serve
 
 def serve(
     model: console.Model = "demo",
-    drafter: Annotated[
-        str | None, typer.Option(help="Name or folder of a trained drafter; plain decoding without.")
-    ] = None,
+    drafter: console.DrafterName = None,
     tree: console.TreeShape = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on; another machine's needs a key.")
@@ -33,10 +31,13 @@ def serve(
         ),
     ] = None,
     media: Annotated[
-        Path | None, typer.Option(help="Folder whose images requests may name by file:// URLs.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder whose images requests may name by file:// URLs."),
     ] = None,
     queue: Annotated[int, typer.Option(min=0, help="Requests that may wait; more are refused.")] = 16,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Limit for requests that set none.")] = 512,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Maximum length of a response, in tokens, for requests that set none.")
+    ] = 512,
     attention: console.Attention = "sdpa",
     target_dtype: console.TargetDtype = "auto",
     compiled: console.Compiled = False,

@@ -121,7 +121,7 @@ def stats(store: Path, view: ViewOption = None, as_json: console.Json = False) -
 @app.command()
 def verify(
     store: Path,
-    threads: Annotated[
+    at_once: Annotated[
         int | None,
         typer.Option(min=1, help="Shards to read at once; default: one per core, up to 4, and 16 of a URL."),
     ] = None,
@@ -131,7 +131,7 @@ def verify(
     from vlmdistill.stores.integrity import verify as integrity
 
     with console.progress("verify", "bytes") as report:
-        found = integrity.verify(store, threads=threads, progress=report)
+        found = integrity.verify(store, threads=at_once, progress=report)
     kinds = Counter(finding.kind for finding in found.findings)
     listed = [asdict(finding) for finding in found.findings]
     if as_json:

@@ -35,16 +35,19 @@ def show(
         int, typer.Option(min=1, help="Text tokens of the sample whose size is shown.")
     ] = 1000,
     visual_tokens: Annotated[int, typer.Option(min=0, help="Visual tokens of that sample.")] = 2500,
-    images: Annotated[int, typer.Option(min=0, help="Images of that sample.")] = 1,
+    image_count: Annotated[int, typer.Option(min=0, help="Images of that sample.")] = 1,
     as_json: console.Json = False,
 ) -> None:
     """Describe a target, find its weights, and show the size of one sample for each drafter.
 
     Needs no weights: the configurations of the named targets are part of the package.
     """
+    from vlmdistill.pipelines.targets.checkpoints.folder import locate
+
+    locate(name)  # before torch
     from vlmdistill.pipelines.targets.describe import describe
 
-    facts = describe(name, text_tokens, visual_tokens, images)
+    facts = describe(name, text_tokens, visual_tokens, image_count)
     if as_json:
         console.result(facts, as_json)
         return

@@ -26,23 +26,18 @@ from vlmdistill.pipelines.cluster.shared import Shared
 from vlmdistill.pipelines.data.features import capturer, synthesizer
 from vlmdistill.pipelines.data.features.capturer import CaptureSettings, CaptureSummary
 from vlmdistill.pipelines.data.features.store_part import StorePart
-from vlmdistill.pipelines.data.prompts import evaluation_sets, prompt_table
-from vlmdistill.pipelines.data.prompts.formats import Format
-from vlmdistill.pipelines.data.prompts.importing import Choices, ImportSummary, import_prompts, import_rows
-from vlmdistill.pipelines.data.prompts.local_copies import import_set
+from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.data.responses import dataset, responder
 from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
 from vlmdistill.pipelines.data.responses.responder import Responder, ResponseSummary
-from vlmdistill.pipelines.demo.prompts import AMOUNTS, evaluation_rows, import_demo
+from vlmdistill.pipelines.prompts import import_sources
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
-from vlmdistill.pipelines.targets.checkpoints.folder import known_family
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.pipelines.workspace import rates
-from vlmdistill.pipelines.workspace.workspace import Workspace, only_writer
+from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores import progress
 from vlmdistill.stores.errors import DataError
-from vlmdistill.stores.schema import content_hash
 from vlmdistill.stores.store import Store
 
 
@@ -327,69 +322,3 @@ def measure(
         found = evaluate.evaluate(workspace, plan.drafters, settings, on_prompt=report)
     log(f"evaluated  {', '.join(plan.drafters)}, in {workspace.reports}")
     return found
-
-
-def import_sources(
-    workspace: Workspace,
-    sources: Sequence[str],
-    out: Path | None = None,
-    kind: Format = "auto",
-    choices: Choices | None = None,
-    progress: Callable[[int], None] = lambda rows: None,
-) -> ImportSummary:
-    """Import `sources` into `out`, by default the workspace's prompts; see `import_prompts`.
-
-    `demo` alone, unless a file has that name, means generated scenes and dialogues, and videos if the model
-    is an embedded target that reads them.
-    """
-    out = out or workspace.prompts
-    choices = replace(choices or Choices(), images_only=_images_only(workspace.model))
-    if list(sources) == ["demo"] and not Path("demo").exists():
-        if kind != "auto" or choices.split:
-            raise DataError("'demo' has splits and a format of its own: leave out --split and --format")
-        size = AMOUNTS.get(workspace.model, AMOUNTS["demo"])
-        return import_demo(workspace.root / "demo-data", out, size, choices, progress=progress)
-    return import_prompts(sources, out, kind, choices, progress)
-
-
-def _images_only(model: str) -> str:
-    """The family of a target that is known to read no videos."""
-    family = known_family(model)
-    return family.name if family and not family.videos else ""
-
-
-def import_evaluation_sets(
-    workspace: Workspace,
-    names: Sequence[str],
-    data: Path | None = None,
-    limit: int | None = None,
-    progress: Callable[[int], None] = lambda rows: None,
-) -> tuple[Path, int]:
-    """Import evaluation sets, `NAME` or `NAME@PAPER`, into one file of the workspace; it, and its prompts.
-
-    `data` is a folder with copies of the sets, and `limit` a smaller number of samples of each.
-    """
-    if limit is not None and limit < 1:
-        raise DataError(f"--limit {limit}: give a number of prompts above 0")
-    names = list(dict.fromkeys(names))
-    known = [name for name in names if name != evaluation_sets.DEMO]
-    found = {name: evaluation_sets.find(name) for name in known}  # before any is read
-    folder = workspace.root / "benchmarks"
-    out = folder / f"{names[0] if len(names) == 1 else content_hash(names)}.parquet"
-    with only_writer(folder):
-        out.unlink(missing_ok=True)
-        prompts = 0
-        for name in names:
-            if name in found:
-                published, paper = found[name]
-                prompts += import_set(
-                    published, paper, out, label=name, data=data, limit=limit, progress=progress
-                )
-            else:
-                rows = evaluation_rows(
-                    folder / "demo", videos=AMOUNTS.get(workspace.model, AMOUNTS["demo"]).videos > 0
-                )
-                choices = Choices(images=folder / "demo", split="eval", limit=limit)
-                (folder / "demo").mkdir(parents=True, exist_ok=True)
-                prompts += import_rows([(name, rows, "chat")], out, choices, progress).added
-    return out, prompts

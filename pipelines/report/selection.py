@@ -195,15 +195,19 @@ def of(evaluations: Iterable[Evaluation]) -> Kept:
     return Kept([Measured(one, at) for one in ordered for at in one.temperatures], [])
 
 
-def latest(reports: Path, model: str, where: Sequence[str] = ()) -> Kept:
-    """The latest of each kind among those selected; DataError if there are none."""
-    found = read(reports)
-    if not found.own and not found.served:
+def check(reports: Path, model: str) -> None:
+    """DataError if there are no evaluations."""
+    if not records.files_in(reports) and not records.files_in(reports / "served"):
         raise DataError(
             f"no evaluations in {shown(reports)}: evaluate a drafter first with "
             f"`vlmdistill eval DRAFTER... --model {model}`"
         )
-    return found.where(where).latest
+
+
+def latest(reports: Path, model: str, where: Sequence[str] = ()) -> Kept:
+    """The latest of each kind among those selected; DataError if there are none."""
+    check(reports, model)
+    return read(reports).where(where).latest
 
 
 def distinguished(sides: Sequence[Sequence[Measured]]) -> Iterator[list[Measured]]:

@@ -27,6 +27,7 @@ from vlmdistill.pipelines.data.responses import responder
 from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
 from vlmdistill.pipelines.data.responses.quality import Filters
 from vlmdistill.pipelines.data.responses.responder import ResponseSummary
+from vlmdistill.pipelines.prompts import import_sources
 from vlmdistill.pipelines.report import page
 from vlmdistill.pipelines.report.comparison import DrafterResult, rank
 from vlmdistill.pipelines.status import WorkspaceStatus
@@ -87,7 +88,7 @@ def prompts(
         images=Path(images) if images else None, ask=ask, limit=limit, eval_share=eval_share, split=split
     )
     with Workspace.of(model, runs) as workspace:
-        return flow.import_sources(
+        return import_sources(
             workspace,
             [str(source) for source in sources],
             choices=choices,

@@ -1,7 +1,9 @@
 """The command line: one line per error, the right exit status, and no lost work."""
 
 import errno
+import inspect
 import json
+import re
 import resource
 import shlex
 import signal
@@ -12,10 +14,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
+from typer.models import OptionInfo
 
 from tests.drafters import synthetic
 from vlmdistill.cli import console
@@ -41,6 +44,23 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([name, "--help"]) == 0
     assert "Usage: vlmdistill" in capsys.readouterr().out
+
+
+def test_an_option_is_one_thing_in_all_commands() -> None:
+    """A flag, a whole number, a number, a path or a text; its short form is its own."""
+    kinds: dict[str, set[str]] = {}
+    verbs: list[Any] = [one.callback for group in GROUPS.values() for one in group.registered_commands]
+    for verb in [*VERBS.values(), *verbs]:
+        hints = get_type_hints(verb, include_extras=True)
+        for name in inspect.signature(verb).parameters:
+            for option in getattr(hints[name], "__metadata__", ()):
+                if not isinstance(option, OptionInfo):
+                    continue
+                kind = re.search(r"bool|int|float|Path", str(hints[name].__origin__))
+                for flag in option.param_decls or [f"--{name.replace('_', '-')}"]:
+                    kinds.setdefault(flag, set()).add(kind[0] if kind else "text")
+    assert {"--model", "-m", "--runs", "--json", "--limit"} <= kinds.keys()
+    assert {flag: kind for flag, kind in kinds.items() if len(kind) > 1} == {}
 
 
 def test_heavy_packages_wait_for_the_command_that_needs_them() -> None:

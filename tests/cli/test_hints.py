@@ -183,6 +183,34 @@ WRONG = {
     "export wren --out out": "it is not trained yet; `vlmdistill train wren`",
     "serve --drafter wren": "it is not trained yet; `vlmdistill train wren`",
     "target list": "llava-next",
+    "target show demmo": "there is no target 'demmo'",
+    "status": "vlmdistill prompts demo",
+    "status --model demmo": "there is no target 'demmo'",
+    "list recipes": "each paper's own settings",
+    "report": "no evaluations in",
+    "report a b": "a does not exist",
+    "prompts no.json": "no.json",
+    "prompts --resplit 0.2": "no prompts in",
+    "import nowhere --as eagle3": "nowhere has no config.json",
+    "import nowhere --as eagel3": "did you mean 'eagle3'",
+    "eval wren --bench textvq": "did you mean 'textvqa'",
+    "run --recipe fairr": "did you mean 'fair'",
+    "train wren --recipe fairr": "did you mean 'fair'",
+    "train wren": "there is no feature store at",
+    "features --encoding hidden.txt=int8": "did you mean 'hidden.text'",
+    "serve --host 0.0.0.0": "set --key",
+    **{
+        f"store {command}": "there is no feature store at nowhere"
+        for command in (
+            "info nowhere",
+            "stats nowhere",
+            "verify nowhere",
+            "gc nowhere",
+            "push nowhere there",
+            "pull nowhere there",
+            "filter nowhere --where 'words > 1' --name some",
+        )
+    },
 }
 
 

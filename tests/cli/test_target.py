@@ -76,7 +76,7 @@ def test_each_drafter_has_the_size_of_a_sample(cache: Any, capsys: pytest.Captur
     whole = costs.pop("all")["bytes"]
     assert all(cost["bytes"] <= whole for cost in costs.values())
     assert whole < sum(cost["bytes"] for cost in costs.values()), "what several need is stored once"
-    options = ["--text-tokens", "10", "--visual-tokens", "20", "--images", "3"]
+    options = ["--text-tokens", "10", "--visual-tokens", "20", "--image-count", "3"]
     other = facts_of(capsys, "show", "qwen2.5-vl-7b", *options)["drafters"]["sparrow"]
     assert (other["text_bytes"], other["visual_bytes"]) == (10 * row, 23 * row)
 

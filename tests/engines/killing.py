@@ -23,7 +23,7 @@ from vlmdistill.pipelines.data.features.capturer import CaptureSettings
 from vlmdistill.pipelines.data.features.store_part import StorePart
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.responses import dataset
-from vlmdistill.pipelines.flow import import_sources
+from vlmdistill.pipelines.prompts import import_sources
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import VlmdistillError
 from vlmdistill.stores.integrity.verify import verify
