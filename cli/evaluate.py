@@ -288,7 +288,7 @@ def known(facts: Any) -> Any:
 def show(evaluations: "list[Evaluation]") -> None:
     """Print one line per drafter and temperature; warnings on stderr."""
     from vlmdistill.pipelines.report.comparison import drifts, rank
-    from vlmdistill.pipelines.report.tables import COLUMNS, PARTS, divided, responses
+    from vlmdistill.pipelines.report.tables import COLUMNS, PARTS, calibrations, divided, responses
 
     names = ("drafter", "T", "tau", "speedup", "CPU speedup", "decode speedup", "cycle cost", "tokens/s")
     header = [*names, "identical"]
@@ -303,6 +303,9 @@ def show(evaluations: "list[Evaluation]") -> None:
         console.echo("")
         console.rows(PARTS, parts)
     show_budgets(rankings)
+    if table := calibrations(results):
+        console.rows(table[0], table[1:])
+        console.echo("")
     for ranking in rankings:
         console.echo(ranking.text)
     for warning in [*warnings, *drifts(evaluations)]:

@@ -98,8 +98,8 @@ def show_forecast(found: "RunForecast", as_json: bool) -> None:
             name,
             "by epochs" if one.steps is None else one.steps,
             one.parameters,
-            "done" if one.finished else console.hours(one.seconds, "train"),
-            shown(one.memory),
+            "done" if one.finished else _time(one.seconds),
+            console.size(one.memory.total),
             console.size(one.disk_bytes),
         )
         for name, one in found.training.items()
@@ -108,14 +108,16 @@ def show_forecast(found: "RunForecast", as_json: bool) -> None:
         console.echo("")
         console.rows(header, lines)
         console.echo("")
-    seconds = found.evaluation.seconds
-    missing = "unknown: a drafter was not measured on this machine"
     facts = {
         "decodings": f"{found.evaluation.decodings} of each of {found.evaluation.prompts} held-out prompts",
-        "time_of_decoding": missing if seconds is None else console.hours(seconds, "eval"),
+        "time_of_decoding": _time(found.evaluation.seconds),
         "memory_of_decoding": shown(found.evaluation.memory),
-        "time": "unknown, as that of some stage"
-        if found.seconds is None
-        else console.hours(found.seconds, ""),
+        "time": _time(found.seconds),
     }
     console.result(facts, as_json=False)
+    if found.seconds is None:
+        console.note("times are unknown where nothing was measured here: state rates with --rate train=N")
+
+
+def _time(seconds: float | None) -> str:
+    return "unknown" if seconds is None else console.hours(seconds, "")

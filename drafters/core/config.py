@@ -74,6 +74,9 @@ class Stage:
     """Draft steps unrolled per position; 1 is plain teacher forcing."""
     hop_decay: float = 1.0
     """Weight of each hop relative to the one before."""
+    pace: float = 0.0
+    """Each row's hops weigh by the chance that they are reached (D-PACE, arXiv 2605.18810), into which this
+    share of certainty is mixed (the paper: 0.5); 0: all alike."""
     learning_rate: float = 3e-5
     anchors: int = 0
     """The most response positions of a sample that are trained in a step, random runs of 16; 0: all."""
@@ -89,6 +92,7 @@ class Stage:
 
     def __post_init__(self) -> None:
         at_least(self, 0, "epochs", "learning_rate", "keep_top", "hop_decay", "anchors")
+        at_least(self, 0, "pace", most=1)
         at_least(self, 1, "hops")
         if not all(0 <= share <= 1 for share in self.visual):
             raise DataError(f"stages.{self.name}.visual={list(self.visual)}: give two shares from 0 to 1")

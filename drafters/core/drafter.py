@@ -132,6 +132,7 @@ class Drafter(Proposer, ABC):
             confidence=self.confidence,
             parameters=self.lm_parameters,
             decay=stage.hop_decay,
+            pace=stage.pace,
             keep_top=stage.keep_top,
             keep_failing=stage.keep_failing,
             vocabulary_K=columns_of(self),

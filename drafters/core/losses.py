@@ -33,6 +33,10 @@ class TargetRows:
     token_R: Tensor  # hop n of a row estimates the state of token `token_R + n`
     valid_HR: Tensor  # bool: all tokens up to the hop's are response tokens
 
+    def after(self, index_N: Tensor, hop: int) -> Tensor:
+        """The tokens of rows `hop` tokens after their first one; at the end of all, the last one."""
+        return self.ids_T[(self.token_R[index_N] + hop).clamp(max=len(self.ids_T) - 1)]
+
 
 @dataclass(frozen=True)
 class Score:
@@ -202,6 +206,17 @@ def _kept(draft_NV: Tensor, best_N: Tensor, keep_top: int) -> Tensor:
     return (best_NK == best_N[:, None]).any(-1)
 
 
+def pace_weights(chance_HR: Tensor, valid_HR: Tensor, smoothing: float) -> Tensor:
+    """D-PACE's weights of the hops of each row (arXiv 2605.18810), 0 where it is not valid: [H, R].
+
+    A hop counts as far as it is reached: w_j is the sum over m >= j of the product over i <= m of
+    (1 - a) q_i + a, where q_i is the chance that the drafter gives the response's own token, and a the
+    `smoothing`.
+    """
+    reached_HR = (((1 - smoothing) * chance_HR + smoothing) * valid_HR).cumprod(0)
+    return reached_HR.flip(0).cumsum(0).flip(0)
+
+
 def score(
     estimates: Sequence[Tensor],
     rows: TargetRows,
@@ -212,12 +227,15 @@ def score(
     confidence: Callable[[Tensor, Tensor], Tensor | None] = lambda estimate_ND, last_N: None,
     parameters: Sequence[Tensor] = (),
     decay: float = 1.0,
+    pace: float = 0.0,
     keep_top: int = 0,
     keep_failing: bool = False,
     vocabulary_K: Tensor | None = None,
     chunk_rows: int | None = None,
 ) -> Scores:
     """Score all hops: weighted losses of their rows, hop n weighing `decay` ** n, and agreement.
+
+    With `pace`, each row's hops weigh in addition as `pace_weights` has it, with that smoothing.
 
     `estimates` are the drafter's, [R, D] for each hop. `logits(estimate_ND, last_N)` computes its float32
     logits after the tokens `last_N`, `confidence` its logit of the chance that its guess is accepted, and
@@ -236,10 +254,14 @@ def score(
     wide = torch.promote_types(lm_head_VD.dtype, torch.float32)
     weight_L = estimates[0].new_tensor([weights[name] for name in names], dtype=wide)
     hops, count = rows.valid_HR.shape
+    step = chunk_rows or max(1, CHUNK_BYTES // (4 * len(lm_head_VD)))
     loss_HRL = weight_L.new_zeros(hops, count, len(names))
     count_HR, agree_HR = torch.zeros_like(rows.valid_HR), torch.zeros_like(rows.valid_HR)
+    slot_HR = weight_L.new_tensor([decay**hop for hop in range(hops)])[:, None].repeat(1, count)
+    if pace:
+        chance_HR = _chances(estimates, rows, logits, vocabulary_K, step)
+        slot_HR *= pace_weights(chance_HR.to(slot_HR.dtype), rows.valid_HR, pace)
 
-    step = chunk_rows or max(1, CHUNK_BYTES // (4 * len(lm_head_VD)))
     for chunk in (slice(start, start + step) for start in range(0, count, step)):
         teacher = _Teacher.of(rows, chunk, lm_head_VD, vocabulary_K)
         alive_R = rows.valid_HR.new_zeros(count)
@@ -247,7 +269,7 @@ def score(
         for hop, estimate_RD in enumerate(estimates):
             index_N = (alive_R & rows.valid_HR[hop]).nonzero()[:, 0]
             token_N = teacher.token_HC[hop, index_N - chunk.start]
-            last_N = rows.ids_T[(rows.token_R[index_N] + hop).clamp(max=len(rows.ids_T) - 1)]
+            last_N = rows.after(index_N, hop)
             best_N = teacher.best_U[token_N]
             estimate_ND = estimate_RD.detach()[index_N].requires_grad_(track)
             with torch.set_grad_enabled(track):
@@ -258,7 +280,7 @@ def score(
             counted_N = kept_N | keep_failing
             has_loss_N1 = (counted_N & (best_N >= 0))[:, None]
             if track:
-                outer_NL = (decay**hop * weight_L * has_loss_N1).to(loss_NL.dtype)
+                outer_NL = (slot_HR[hop, index_N, None] * weight_L * has_loss_N1).to(loss_NL.dtype)
                 found = torch.autograd.grad(loss_NL, [estimate_ND, *parameters], outer_NL, allow_unused=True)
                 gradients[hop][index_N] = found[0]
                 for total, part in zip(gradients[hops:], found[1:], strict=True):
@@ -270,8 +292,7 @@ def score(
             alive_R = torch.zeros_like(alive_R).index_copy(0, index_N, kept_N)
 
     weighted_HR = loss_HRL @ weight_L
-    decay_H = weight_L.new_tensor([decay**hop for hop in range(hops)])
-    total = (weighted_HR.sum(-1) * decay_H).sum()
+    total = (weighted_HR * slot_HR).sum()
     scores = [
         Score(dict(zip(names, loss_HRL[hop].sum(0), strict=True)), *columns)
         for hop, columns in enumerate(zip(count_HR, agree_HR, weighted_HR, strict=True))
@@ -279,3 +300,25 @@ def score(
     if track:
         total = _WithGradient.apply(total, gradients, *inputs)  # type: ignore[no-untyped-call]
     return Scores(total, scores)
+
+
+@torch.no_grad()
+def _chances(
+    estimates: Sequence[Tensor],
+    rows: TargetRows,
+    logits: Callable[[Tensor, Tensor], Tensor],
+    vocabulary_K: Tensor | None,
+    step: int,
+) -> Tensor:
+    """The chances that the drafter gives the response's own tokens, [H, R]; 0 for one without a column."""
+    chance_HR = torch.zeros(rows.valid_HR.shape, device=rows.token_R.device)
+    index_R = torch.arange(len(rows.token_R), device=rows.token_R.device)
+    for hop, estimate_RD in enumerate(estimates):
+        for index_N in torch.split(index_R, step):
+            softmax_NV = logits(estimate_RD[index_N], rows.after(index_N, hop)).softmax(-1)
+            column_N = own_N = rows.after(index_N, hop + 1)
+            if vocabulary_K is not None:  # ascending
+                column_N = torch.searchsorted(vocabulary_K, own_N).clamp(max=len(vocabulary_K) - 1)
+                softmax_NV = softmax_NV * (vocabulary_K[column_N] == own_N)[:, None]
+            chance_HR[hop, index_N] = softmax_NV.gather(1, column_N[:, None])[:, 0].to(chance_HR.dtype)
+    return chance_HR

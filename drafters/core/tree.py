@@ -57,13 +57,21 @@ class DraftTree:
     parent_N: Tensor  # the root is its own parent
     visible_NN: Tensor  # bool: node n attends to node m (its ancestors and itself)
     greedy_N: Tensor  # bool: the node is on the chain of each step's best guess
+    chance_N: Tensor | None = None
+    """What the drafter tells of the chance that a node follows its parent; the root's is 1. None: nothing."""
 
     def first(self, count: int) -> "DraftTree":
         """The first nodes alone."""
         if count == len(self.ids_N):
             return self
-        visible_NN = self.visible_NN[:count, :count]
-        return DraftTree(self.ids_N[:count], self.parent_N[:count], visible_NN, self.greedy_N[:count])
+        visible_NN, chance_N = self.visible_NN[:count, :count], self.chance_N
+        return DraftTree(
+            self.ids_N[:count],
+            self.parent_N[:count],
+            visible_NN,
+            self.greedy_N[:count],
+            None if chance_N is None else chance_N[:count],
+        )
 
     @property
     def depth_N(self) -> Tensor:

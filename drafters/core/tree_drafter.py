@@ -79,8 +79,8 @@ class TreeDrafter:
             shape = replace(shape, depth=min(shape.depth, limit - 1))
         frame = self._frame(shape, self._root_id.device)
         if frame.chain is not None:
-            ids_N = self._chain(frame, shape.confidence)
-            return replace(frame.chain.first(len(ids_N)), ids_N=ids_N)
+            ids_N, chance_N = self._chain(frame, shape.confidence)
+            return replace(frame.chain.first(len(ids_N)), ids_N=ids_N, chance_N=chance_N)
         score_FK, id_FK = self._expand(self.state_1D, self._root_id, 0, shape.k)
         width = id_FK.shape[1]
         scores, ids = [score_FK[0]], [id_FK[0]]
@@ -107,24 +107,30 @@ class TreeDrafter:
             self._root_id, torch.cat(ids), torch.cat(scores), torch.cat(parents), frame.rank_C, shape
         )
 
-    def _chain(self, frame: "_Frame", confidence: float) -> Tensor:
-        """The ids of a tree without branches, [N], for which no scores are needed unless it may end early."""
+    def _chain(self, frame: "_Frame", confidence: float) -> tuple[Tensor, Tensor | None]:
+        """The ids of a tree without branches, [N], and their chances.
+
+        Without a confidence head, chances are computed only where the chain may end early.
+        """
         assert self.state_1D is not None
         assert self._root_id is not None
         assert frame.chain is not None
         ids, state_1D, left = [self._root_id], self.state_1D, 1.0
+        chances = [self._root_id.new_ones(1, dtype=torch.float32)]
         for hop in range(len(frame.chain.ids_N) - 1):
             if hop > 0:
                 state_1D = self._step(frame, ids[-1], state_1D, hop, None)
             logits_1V = self.drafter.logits(state_1D, ids[-1], hop)
+            told_1 = self.drafter.confidence(self.drafter.estimate(state_1D, hop), ids[-1])
+            if confidence or told_1 is not None:
+                chances.append(logits_1V.softmax(-1).amax(-1) if told_1 is None else told_1.float().sigmoid())
             if confidence:
-                told_1 = self.drafter.confidence(self.drafter.estimate(state_1D, hop), ids[-1])
-                chance_1 = logits_1V.softmax(-1).amax(-1) if told_1 is None else told_1.sigmoid()
-                left *= float(chance_1)  # a wait for the GPU
+                left *= float(chances[-1])  # a wait for the GPU
                 if left < confidence:
                     break
             ids.append(self._ids(logits_1V.argmax(-1)))
-        return torch.cat(ids)
+        told = len(chances) > 1 or len(ids) == 1
+        return torch.cat(ids), torch.cat(chances[: len(ids)]) if told else None
 
     def _step(
         self, frame: "_Frame", ids_F: Tensor, hidden_FD: Tensor, hop: int, visible_FA: Tensor | None
@@ -209,10 +215,11 @@ def _prune(
 
     A negative `parent_C` is the root.
     """
-    first = parent_C.new_zeros(1)
+    first, sure_1 = parent_C.new_zeros(1), score_C.new_zeros(1)
     if len(ids_C) < shape.total:
         parent_N = torch.cat([first, (parent_C + 1).clamp(min=0)])
         ids_N, rank_N = torch.cat([root_1, ids_C]), torch.cat([first, rank_C])
+        score_N = torch.cat([sure_1, score_C])
     else:
         order_C = torch.sort(score_C, descending=True, stable=True).indices
         kept_N = order_C[: shape.total - 1].sort().values
@@ -221,9 +228,11 @@ def _prune(
         origin_N = parent_C[kept_N]
         parent_N = torch.cat([first, torch.where(origin_N < 0, 0, node_C[origin_N.clamp(min=0)])])
         ids_N, rank_N = torch.cat([root_1, ids_C[kept_N]]), torch.cat([first, rank_C[kept_N]])
+        score_N = torch.cat([sure_1, score_C[kept_N]])
     eye_NN = torch.eye(len(parent_N), dtype=torch.bool, device=root_1.device)
     visible_NN = eye_NN
     for _ in range(shape.depth + 1):
         visible_NN = eye_NN | visible_NN[parent_N]
     greedy_N = ~(visible_NN & (rank_N > 0)).any(1)
-    return DraftTree(ids_N, parent_N, visible_NN, greedy_N)
+    chance_N = (score_N - score_N[parent_N]).exp()
+    return DraftTree(ids_N, parent_N, visible_NN, greedy_N, chance_N)

@@ -57,6 +57,7 @@ class Cycle:
     guesses: list[int]  # the tokens of that chain
     seconds: float  # since the caller asked for this cycle
     laps: Laps  # their phases
+    chances: tuple[float, ...] = ()  # what the drafter told of each of the guesses; empty: nothing
 
 
 @dataclass(frozen=True)

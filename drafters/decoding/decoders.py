@@ -19,6 +19,8 @@ from vlmdistill.drafters.decoding.acceptance import choose, verify
 from vlmdistill.drafters.decoding.clock import Cycle, Laps
 from vlmdistill.stores.errors import DataError
 
+MILLION = 10**6
+
 
 @torch.inference_mode()  # while a cycle runs, not while its caller does
 def speculate(
@@ -67,8 +69,11 @@ def speculate(
             nodes.ids_N[accepted.path_N],
             nodes.greedy_N[accepted.path_N],
         ]
+        if nodes.chance_N is not None:  # as whole numbers, to be fetched at once
+            fetched.append((nodes.chance_N[accepted.path_N] * MILLION).long())
         length, bonus, *rest = torch.cat(fetched).tolist()  # the only wait for the GPU
-        ids, greedy = rest[: len(rest) // 2], rest[len(rest) // 2 :]
+        count = len(nodes.ids_N)
+        ids, greedy, told = rest[:count], rest[count : 2 * count], rest[2 * count :]
         path_K = accepted.path_N[:length]
         target.commit(path_K)
         kept = limit.cut([*ids[1:length], bonus])
@@ -79,7 +84,8 @@ def speculate(
         laps.end("draft")
         guesses = [token for token, best in zip(ids, greedy, strict=True) if best][1:]
         chain = (sum(greedy[:length]) - 1, len(guesses))
-        yield Cycle(kept, min(length - 1, len(kept)), chain, guesses, laps.stop(), laps)
+        chances = tuple(chance / MILLION for chance, best in zip(told, greedy, strict=False) if best)[1:]
+        yield Cycle(kept, min(length - 1, len(kept)), chain, guesses, laps.stop(), laps, chances)
 
 
 @torch.inference_mode()

@@ -22,7 +22,7 @@ from vlmdistill.stores.loader.epoch import select
 from vlmdistill.stores.schema import Feature, content_hash
 from vlmdistill.stores.store import Store
 
-LATER = ("validate_every", "patience", "anchors")
+LATER = ("validate_every", "patience", "anchors", "pace")
 """Settings that came later, of a run or of its stages: left out of the signature when unset, so that runs of
 earlier versions keep theirs."""
 

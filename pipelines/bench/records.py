@@ -24,6 +24,7 @@ from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import content_hash
 
 FORMAT: Final = 2
+BINS: Final = 10  # of the chances that a drafter tells
 MAX_CHAIN = 4096  # positions of a draft; with far more, a report would take minutes
 AGAIN: Final = "remove it, or repeat `vlmdistill eval`"
 
@@ -57,6 +58,16 @@ class ResponsePart:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Told:
+    """Guesses at one position of the chain, after accepted ones, whose chances are in one tenth."""
+
+    position: Count
+    tried: Count  # guesses that were verified
+    accepted: Count  # of these
+    chances: Amount  # their sum
+
+
+@dataclass(frozen=True, kw_only=True)
 class Decoding:
     """The counts and times of decoding one prompt once."""
 
@@ -71,6 +82,7 @@ class Decoding:
     parts: tuple[
         ResponsePart, ...
     ] = ()  # of the drafter's response; none: measured before they were recorded
+    told: tuple[Told, ...] = ()  # by position and tenth of the chance; empty: no chances were told
     missed: Count = 0  # drafted tokens of the most likely chains that the response has and no cycle accepted
     check: Check | None = None  # against the stock model's generate; None: not compared
     phases: Phases | None = None  # None: measured before they were recorded
@@ -95,6 +107,20 @@ def chain_counts(chains: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], tu
             tried[position] += 1
             accepted[position] += position < taken
     return tuple(tried), tuple(accepted)
+
+
+def told_chances(chains: Sequence[tuple[int, int]], chances: Sequence[Sequence[float]]) -> tuple[Told, ...]:
+    """`told`, of the cycles that `chain_counts` counts, and the chances of their guesses."""
+    found: dict[tuple[int, int], tuple[int, int, float]] = {}
+    for (taken, verified), told in zip(chains, chances, strict=True):
+        for position, chance in enumerate(told[: min(taken + 1, verified)]):
+            key = position, min(int(BINS * chance), BINS - 1)
+            tried, accepted, total = found.get(key, (0, 0, 0.0))
+            found[key] = tried + 1, accepted + (position < taken), total + chance
+    return tuple(
+        Told(position=position, tried=tried, accepted=accepted, chances=round(total, 6))
+        for (position, _), (tried, accepted, total) in sorted(found.items())
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ from vlmdistill.pipelines.bench.records import (
     ShownResponse,
     Stock,
     chain_counts,
+    told_chances,
 )
 from vlmdistill.pipelines.bench.unfinished import Decoded
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
@@ -193,7 +194,8 @@ class SideBySide:
 def _counted(decoded: Timed, *, on_cpu: bool) -> Decoding:
     """The numbers of a response."""
     cycles = decoded.cycles[1:]
-    tried, accepted = chain_counts([cycle.chain for cycle in cycles])
+    chains = [cycle.chain for cycle in cycles]
+    tried, accepted = chain_counts(chains)
     return Decoding(
         tokens=len(decoded.ids),
         calls=len(cycles),
@@ -203,6 +205,7 @@ def _counted(decoded: Timed, *, on_cpu: bool) -> Decoding:
         decode_seconds=decoded.decode_seconds,
         chain_tried=tried,
         chain_accepted=accepted,
+        told=told_chances(chains, [cycle.chances for cycle in cycles]),
         missed=_missed(decoded),
         phases=Phases(**decoded.phases),
         cpu_seconds=decoded.cpu_seconds if on_cpu else None,

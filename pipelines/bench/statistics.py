@@ -6,6 +6,8 @@ All metrics are pooled over prompts:
 - `accepted`: accepted draft tokens per call, bonus not counted (ViSpec's tau);
 - `alpha[n]`: acceptance rate of the n-th token of the most likely chain, of the cycles that verified it and
   accepted all before it;
+- `calibration[n]`: expected calibration error of the chance that the drafter tells of the n-th token: the
+  mean over its tenths, by their guesses, of the difference between the chance and the share accepted;
 - `speedup`: plain over speculative seconds per token, by the clock outside the decoders, vision and prefill
   included;
 - `decode_speedup`: the same for the cycles after the prefill;
@@ -36,6 +38,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vlmdistill.pipelines.bench.records import (
+    BINS,
     Calibration,
     Decoding,
     Measurement,
@@ -105,6 +108,7 @@ class Figures:
     tau: float
     accepted: float
     alpha: tuple[float, ...]
+    calibration: tuple[float, ...]  # empty: the drafter told no chances
     speedup: float
     decode_speedup: float
     cycle_cost: float
@@ -146,6 +150,7 @@ def figures(measurement: Measurement) -> Figures:
         tau=float(rates["tau"][0]),
         accepted=float(rates["accepted"][0]),
         alpha=_alpha(own),
+        calibration=_calibration(own),
         speedup=float(rates["speedup"][0]),
         decode_speedup=float(rates["decode_speedup"][0]),
         cycle_cost=float(rates["cycle_cost"][0]),
@@ -348,6 +353,22 @@ def _parts(prompts: Sequence[PromptResult]) -> Iterator[PartRates]:
                 tau=_ratio(sum(part.tokens for _, part in some), calls),
                 accepted=_ratio(sum(part.accepted for _, part in some), calls),
             )
+
+
+def _calibration(decoded: Sequence[Decoding]) -> tuple[float, ...]:
+    """Expected calibration error by position, with the tenths of all responses together."""
+    bins: dict[tuple[int, int], list[float]] = {}
+    for one in (one for response in decoded for one in response.told):
+        tenth = min(int(BINS * one.chances / one.tried), BINS - 1) if one.tried else 0
+        sums = bins.setdefault((one.position, tenth), [0.0, 0.0, 0.0])
+        for at, value in enumerate((one.tried, one.accepted, one.chances)):
+            sums[at] += value
+    positions = 1 + max((position for position, _ in bins), default=-1)
+    tried, gaps = [0.0] * positions, [0.0] * positions
+    for (position, _), (count, accepted, chances) in bins.items():
+        tried[position] += count
+        gaps[position] += abs(chances - accepted)
+    return tuple(_ratio(gap, count) for gap, count in zip(gaps, tried, strict=True))
 
 
 def _checks(decoded: Sequence[Decoding]) -> Checks:

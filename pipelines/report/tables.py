@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from vlmdistill.pipelines.report.comparison import DrafterResult
     from vlmdistill.pipelines.report.page import ReportPage
 
+CALIBRATED = 8  # drafted tokens whose calibration is shown
 COLUMNS: "dict[str, Callable[[DrafterResult], str]]" = {
     "drafter": lambda one: one.name,
     "T": lambda one: f"{one.temperature:g}",
@@ -150,10 +151,27 @@ def _numbers(figures: dict[str, Any]) -> dict[str, Any]:
         for end in ("low", "high")
     }
     checks = figures.get("lossless") or {}
-    alpha = {f"alpha_{position}": one for position, one in enumerate(figures["alpha"] or (), 1)}
+    by_position = {
+        f"{name}_{position}": one
+        for name in ("alpha", "calibration")
+        for position, one in enumerate(figures.get(name) or (), 1)
+    }
     budget = {f"budget_{phase}": one for phase, one in (figures.get("budget") or {}).items()}
     numbers = {name: one for name, one in figures.items() if isinstance(one, int | float)}
-    return {**numbers, **ends, **checks, **alpha, **budget}
+    return {**numbers, **ends, **checks, **by_position, **budget}
+
+
+def calibrations(results: "Sequence[DrafterResult]") -> list[list[str]]:
+    """A header and rows: the calibration error of the first drafted tokens, where chances were told."""
+    told = [one for one in results if one.figures.calibration]
+    if not told:
+        return []
+    most = min(CALIBRATED, max(len(one.figures.calibration) for one in told))
+    rows = [["calibration error of", "T", *(f"token {position}" for position in range(1, most + 1))]]
+    for one in told:
+        shown = [f"{error:.3f}" for error in one.figures.calibration[:most]]
+        rows.append([one.name, f"{one.temperature:g}", *shown, *["-"] * (most - len(shown))])
+    return rows
 
 
 PARTS = ("drafter", "T", "prompts", "count", "tau", "accepted", "speedup")

@@ -21,6 +21,7 @@ from typing import IO, Any
 from vlmdistill.pipelines.media.images import kind_of
 from vlmdistill.pipelines.media.resolver import BadRowError
 from vlmdistill.stores.errors import DataError, lone_surrogate, one_line
+from vlmdistill.stores.suggestions import did_you_mean
 
 COMPRESSED: dict[bytes, Callable[..., Any]] = {
     b"\x1f\x8b": gzip.open,
@@ -79,7 +80,8 @@ def check(source: str, hub: bool) -> Path:
     local = source.startswith((".", "/", "~")) or source.lower().endswith(FILES)
     if not path.exists() and (local or not hub):
         hint = "" if local else " (a Hugging Face dataset by name: add --format hf)"
-        raise DataError(f"there is no file {source}{hint}")
+        there = [one.name for one in path.parent.glob("*")] if path.parent.is_dir() else []
+        raise DataError(f"there is no file {source}{did_you_mean(path.name, there) or hint}")
     return path
 
 

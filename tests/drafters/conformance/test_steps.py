@@ -142,6 +142,27 @@ def test_a_chain_ends_where_the_drafter_is_not_confident(confidence: float) -> N
     assert tree.ids_N.tolist() == whole.ids_N[: kept + 1].tolist()
     assert tree.visible_NN.tolist() == whole.visible_NN[: kept + 1, : kept + 1].tolist()
     assert len(chances) == 6 + min(6, kept + 1)  # nothing is drafted after that
+    assert whole.chance_N is None
+    assert tree.chance_N is not None
+    assert tree.chance_N.tolist() == pytest.approx([1, *chances[:kept]], rel=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape", ["9-2-3", "60-2-3"])  # pruned, and whole
+def test_a_tree_tells_the_chance_of_each_node_after_its_parent(shape: str) -> None:
+    drafter = build("dflash", layers=2, block=5, markov=3).eval()
+    sample = batch([LAYOUTS["one image"]], needs(drafter))
+    draft = TreeDrafter(drafter, cut(sample, 10))
+    states = torch.cat([sample.feature(source, "text") for source in drafter.sources], dim=-1)
+    draft.commit(sample.ids_T[10:11], states[9:10])
+    tree = draft.grow(Tree.parse(shape))
+    assert tree.chance_N is not None
+    assert tree.chance_N[0] == 1
+    assert draft.state_1D is not None
+    for node, parent in list(enumerate(tree.parent_N.tolist()))[1:]:
+        hop = int(tree.depth_N[parent]) - 1
+        softmax_1V = drafter.logits(draft.state_1D, tree.ids_N[parent : parent + 1], hop).softmax(-1)
+        torch.testing.assert_close(tree.chance_N[node], softmax_1V[0, tree.ids_N[node]], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("shape", ["chain-8-0.3", "chain-8-0.0001", "chain-8-0.9999", "chain-1", "30-3-8"])

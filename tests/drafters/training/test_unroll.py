@@ -57,10 +57,12 @@ def test_a_loss_in_chunks_has_the_gradient_of_the_loss_in_one_piece(term: str) -
     assert torch.autograd.grad(loss(state, 2), state)[0][2].eq(0).all()
 
 
-@pytest.mark.parametrize(("keep_top", "keep_failing"), [(0, False), (4, False), (4, True)])
+@pytest.mark.parametrize(
+    ("keep_top", "keep_failing", "pace"), [(0, False, 0.0), (4, False, 0.0), (4, True, 0.0), (0, False, 0.5)]
+)
 @pytest.mark.parametrize("chunk", [None, 1, 3])
 def test_the_gradient_of_all_hops_is_that_of_the_formula(
-    chunk: int | None, keep_top: int, keep_failing: bool
+    chunk: int | None, keep_top: int, keep_failing: bool, pace: float
 ) -> None:
     """Written out hop by hop: the states of three hops, a head that is trained, and rows that drop out."""
     torch.manual_seed(1)
@@ -85,11 +87,23 @@ def test_the_gradient_of_all_hops_is_that_of_the_formula(
         weights,
         parameters=[own],
         decay=0.5,
+        pace=pace,
         chunk_rows=chunk,
         keep_top=keep_top,
         keep_failing=keep_failing,
     )
 
+    slot = torch.ones(hops, count, dtype=torch.float64)
+    if pace:  # D-PACE, row by row: the chance that the hops up to m are right, summed over m from the hop on
+        for row in range(count):
+            reached, product = [], 1.0
+            for hop in range(hops):
+                own_token = token[min(row + hop + 1, count - 1)]
+                chance = logits(states[hop][row], token).softmax(-1)[own_token].item()
+                product *= (0.5 + 0.5 * chance) if valid[hop, row] else 0.0
+                reached.append(product)
+            slot[:, row] = torch.tensor([sum(reached[hop:]) for hop in range(hops)])
+        assert slot[0, 0] != slot[0, 1]
     naive, alive = torch.zeros((), dtype=torch.float64), torch.ones(count).bool()
     for hop, state in enumerate(states):
         alive = alive & valid[hop]
@@ -102,7 +116,7 @@ def test_the_gradient_of_all_hops_is_that_of_the_formula(
         losses = losses + 0.1 * torch.nn.functional.cross_entropy(draft, likely, reduction="none")
         best = likely.topk(10).indices
         losses = losses - 2 * (likely * draft.log_softmax(-1)).gather(1, best).sum(-1)
-        naive = naive + 0.5**hop * losses[counted].sum()
+        naive = naive + 0.5**hop * (slot[hop] * losses)[counted].sum()
         assert torch.equal(scores.hops[hop].count_R, counted)
         assert 0 < counted.sum() < count
         alive = alive & kept

@@ -462,8 +462,8 @@ def test_cycles_are_counted_by_position_of_the_chain(
     laps = clock.Laps(torch.device("cpu"))
     cycles = [
         Cycle([25], 0, (0, 0), [], 0.5, laps),  # the prefill
-        Cycle([21, 22, 23, 24], 3, (3, 3), [], 0.2, laps),
-        Cycle([21, 22], 1, (1, 3), [], 0.2, laps),
+        Cycle([21, 22, 23, 24], 3, (3, 3), [], 0.2, laps, (0.9, 0.55, 0.5)),
+        Cycle([21, 22], 1, (1, 3), [], 0.2, laps, (0.96, 0.52, 0.5)),
         Cycle([21, 22], 1, (0, 3), [], 0.2, laps),  # along another branch
         Cycle([21], 0, (0, 1), [], 0.2, laps),
     ]
@@ -480,6 +480,10 @@ def test_cycles_are_counted_by_position_of_the_chain(
     assert (one.tokens, one.calls, one.accepted) == (10, 4, 5)
     assert (one.chain_tried, one.chain_accepted) == ((4, 2, 1), (2, 1, 1))
     assert (one.prefill_seconds, one.decode_seconds) == (0.5, 0.8)
+    told = [(part.position, part.tried, part.accepted, round(part.chances, 9)) for part in one.told]
+    assert told == [(0, 2, 2, 1.86), (1, 2, 1, 1.07), (2, 1, 1, 0.5)]
+    found = figures(made.temperatures[0]).calibration
+    assert found == pytest.approx((0.14 / 2, 0.07 / 2, 0.5))
 
 
 @pytest.mark.parametrize(
