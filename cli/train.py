@@ -109,10 +109,6 @@ def train(
     if recipe and not recipe.endswith(".toml"):
         catalogue.check_recipe(recipe)
     workspace = console.workspace(model, runs)
-    if not (follow or show_config):
-        from vlmdistill.stores.store import Store
-
-        Store.open(store or workspace.features, cache)
     from vlmdistill.drafters.checkpoints.description import describe
     from vlmdistill.drafters.core.settings import to_dict
     from vlmdistill.drafters.training import recipes
@@ -166,6 +162,7 @@ def train(
         return
     if not (anyway or follow):
         from vlmdistill.pipelines import forecast
+        from vlmdistill.stores.store import Store
 
         forecast.check_training(plan, Store.open(plan.store, plan.cache).info, ranks)
     with console.progress(f"training {name or drafter}", "steps") as report:

@@ -196,7 +196,6 @@ WRONG = {
     "eval wren --bench textvq": "did you mean 'textvqa'",
     "run --recipe fairr": "did you mean 'fair'",
     "train wren --recipe fairr": "did you mean 'fair'",
-    "train wren": "there is no feature store at",
     "features --encoding hidden.txt=int8": "did you mean 'hidden.text'",
     "serve --host 0.0.0.0": "set --key",
     **{
