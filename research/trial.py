@@ -42,6 +42,7 @@ from vlmdistill.pipelines.bench.records import (
 )
 from vlmdistill.pipelines.cluster.pool import WorkerOptions
 from vlmdistill.pipelines.cluster.processes import FunctionDone
+from vlmdistill.pipelines.cluster.reporting import check_failed
 from vlmdistill.pipelines.data.features.capturer import CaptureSettings
 from vlmdistill.pipelines.data.features.store_part import StorePart
 from vlmdistill.pipelines.data.prompts.importing import Choices, import_prompts
@@ -107,7 +108,6 @@ class Trial:
     steps: int
     limit: int
     jobs: int
-    methods: tuple[str, ...] = TRAINED  # whose features are captured
 
     @property
     def recipe(self) -> tuple[str, ...]:
@@ -122,7 +122,7 @@ class Trial:
         (self.base.root / "claims" / "drafters").mkdir(exist_ok=True)
         links = {"drafters": Path("../drafters"), "features": Path("../../features")}
         if not length:
-            links["prompts.parquet"] = Path("../../prompts.parquet")
+            links |= {name: Path("../..") / name for name in ("prompts.parquet", "demo-data")}
         for name, to in links.items():
             if not (root / name).is_symlink():
                 (root / name).symlink_to(to)
@@ -149,7 +149,7 @@ class Trial:
 
     def prepare(self, settings: Sequence[Setting]) -> None:
         """Make the missing prompts, responses, views, and the features of every drafter."""
-        flow.prepare(self.base, flow.Plan(drafters=self.methods), say, flow.silent)
+        flow.prepare(self.base, flow.Plan(drafters=TRAINED), say, flow.silent)
         store = Store.open(str(self.base.features))
         for where in {one.where for one in settings if one.where}:
             if _view(where) not in record_names(store.backend, VIEWS):
@@ -278,15 +278,17 @@ class Trial:
         """
         workspace = self.at(length)
         root = workspace.root / "greedy"
-        flow.capture_features(
+        prompts = evaluate.held_out(workspace.prompts, self.limit, self.base.model)
+        done = flow.capture_features(
             self.base.model,
-            evaluate.held_out(workspace.prompts, self.limit, self.base.model),
+            prompts,
             root / "responses",
             StorePart(root / "features"),
-            CaptureSettings(drafters=self.methods, dtype="float32"),
+            CaptureSettings(drafters=TRAINED, dtype="float32"),
             WorkerOptions(),
             sampling=SamplingSettings(max_new_tokens=LONGEST, temperature=0.0),
         )
+        check_failed(done.failed, len(prompts), allowed=0.0)
         return Store.open(str(root / "features"))
 
     def _beside(self, folder: str, name: str) -> Path:

@@ -28,7 +28,6 @@ from research.blocks import CASES
 from research.claimed import MIXED, Setting
 from research.methods import spread
 from research.trial import LONGEST, Run, Trial, cost
-from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.core.drafter import Proposer
 from vlmdistill.drafters.core.tree import DraftSession
 from vlmdistill.drafters.decoding import hardware
@@ -359,7 +358,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         steps=given.steps,
         limit=50,
         jobs=given.jobs,
-        methods=tuple(dict.fromkeys(catalogue.base(one.drafter) for one in settings.values())),
     )
     trial.prepare([*settings.values()])
     results: dict[str, Result] = {}

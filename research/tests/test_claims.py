@@ -150,7 +150,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = folder / "demo" / "prompts.parquet"
     sides: Sequence[tuple[files.Side, Split]] = (("drafter", "train"), ("evaluation", "eval"))
     for side, split in sides:
-        made = files.write(folder / side, images=6, dialogues=3, seed=5, split=side)
+        made = files.write(folder / "demo" / "demo-data" / side, images=6, dialogues=3, seed=5, split=side)
         choices = Choices(images=made.images, split=split)
         import_prompts([str(made.llava), str(made.sharegpt)], out, choices=choices)
     return folder
