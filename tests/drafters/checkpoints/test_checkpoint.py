@@ -50,7 +50,7 @@ def test_written_settings_are_read_and_written_back_alike() -> None:
     assert config.model == Sparrow.Config(kv_heads="target", positions="compact", ivsb=False)
     assert (config.training.steps, config.training.clip, config.tree.total) == (240, 1.0, 5)
     expected = {**json.loads(WRITTEN), **LATER}
-    expected["stages"] = [{**stage, "anchors": 0} for stage in expected["stages"]]
+    expected["stages"] = [{**stage, "anchors": 0, "pace": 0} for stage in expected["stages"]]
     assert json.loads(json.dumps(to_dict(config))) == expected
 
 
