@@ -106,6 +106,13 @@ class Ranking:
         close = [one for one, by in zip(others, beyond, strict=True) if by is None or by.low <= 1]
         return (first, *close)
 
+    def marked(self, rate: Rate) -> tuple[DrafterResult, ...]:
+        """Those of `best` that a table may mark: with no speedup of a busy CPU, nor one below 1."""
+        best = self.best(rate)
+        if rate == "speedup" and (self.disturbed or (best and best[0].figures.speedup < 1)):
+            return ()
+        return best
+
     @property
     def winner(self) -> DrafterResult | None:
         """The drafter that is significantly faster than all others; None if there is none or it is alone."""

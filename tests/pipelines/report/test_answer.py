@@ -104,3 +104,11 @@ def test_the_page_goes_from_the_answer_over_examples_to_tables(workspace: Worksp
     ]
     assert places == sorted(places)
     assert "CPU Some Processor" in text[: places[2]]
+
+
+def test_no_speedup_is_bold_below_1(workspace: Workspace, save: Save) -> None:
+    save("wren", measured(speedup=1.2), measured(1.0, speedup=0.8))
+    save("msd", measured(speedup=1.1), measured(1.0, speedup=0.6))
+    page = Page(make(workspace).page)
+    bold = [attrs["data-label"] for _, attrs in page.elements if "best" in attrs.get("class", "").split()]
+    assert bold == ["tau", "speedup", "tau", "tau", "tau"]

@@ -10,12 +10,16 @@ import pytest
 from tests.pipelines.bench.conftest import Save
 from tests.pipelines.bench.made_up import evaluation, measured
 from tests.pipelines.report.html_page import Page
-from vlmdistill.pipelines.bench.records import Training
+from tests.pipelines.workspace.conftest import On, on, runs
+from vlmdistill.pipelines.bench.records import Training, write
 from vlmdistill.pipelines.bench.unfinished import Decoded, Unfinished
+from vlmdistill.pipelines.report import live as live_report
 from vlmdistill.pipelines.report.live import LiveReport, PageVersion
 from vlmdistill.pipelines.report.page import make, plot
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import DataError, StoreError
+
+__all__ = ["on", "runs"]
 
 
 def train(workspace: Workspace, name: str, steps: int, *more: dict[str, Any] | str) -> Path:
@@ -155,3 +159,15 @@ def test_a_live_page_shows_what_is_selected(workspace: Workspace, save: Save, tm
     assert "sparrow" not in live(LiveReport(workspace, ["drafter = 'wren'"]).version(), tmp_path).text
     with pytest.raises(StoreError):
         LiveReport(workspace, ["colour = 'red'"])
+
+
+def test_a_workspace_at_a_url_is_looked_at_again(on: On, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = on("here")
+    report = LiveReport(here)
+    assert "no evaluations" in report.version().html
+    there = on("there")
+    write(evaluation("sparrow"), there.reports / "sparrow.json")
+    there.close()
+    assert "no evaluations" in report.version().html  # within the minute
+    monkeypatch.setattr(live_report, "EVERY", 0.0)
+    assert "Use sparrow" in report.version().html
