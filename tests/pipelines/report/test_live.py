@@ -10,7 +10,8 @@ import pytest
 from tests.pipelines.bench.conftest import Save
 from tests.pipelines.bench.made_up import evaluation, measured
 from tests.pipelines.report.html_page import Page
-from tests.pipelines.workspace.conftest import On, on, runs
+from tests.pipelines.workspace.conftest import on, runs
+from tests.pipelines.workspace.disks import On
 from vlmdistill.pipelines.bench.records import Training, write
 from vlmdistill.pipelines.bench.unfinished import Decoded, Unfinished
 from vlmdistill.pipelines.report import live as live_report
