@@ -47,6 +47,7 @@ demo: setup  ## the whole flow on the embedded target: two drafters trained and 
 test: lint types pytest  ## lint, types, import contract and tests: what CI runs
 
 test-nightly: export VLMDISTILL_THOROUGH = 1
+test-nightly: export PYTEST_ADDOPTS = --timeout=3600
 test-nightly: TESTS = tests research
 test-nightly: test  ## the same with full counts of kills, mutations and combinations, and the tests of research/
 
