@@ -47,7 +47,6 @@ demo: setup  ## the whole flow on the embedded target: two drafters trained and 
 test: lint types pytest  ## lint, types, import contract and tests: what CI runs
 
 test-nightly: export VLMDISTILL_THOROUGH = 1
-test-nightly: export PYTEST_ADDOPTS = --timeout=3600
 test-nightly: TESTS = tests research
 test-nightly: test  ## the same with full counts of kills, mutations and combinations, and the tests of research/
 
@@ -70,7 +69,7 @@ test-fast: setup  ## the tests that are not marked slow: a first answer in a few
 
 test-engine:  ## vLLM against our decoder and our capture; sets both environments up at once
 	$(MAKE) --jobs 2 setup engine
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/engines/serving.py tests/engines/capturing.py \
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/engines/serving.py tests/engines/blocks.py tests/engines/capturing.py \
 		tests/engines/killing.py tests/engines/evaluating.py
 
 test-engine-names: setup  ## what our code uses of vLLM against its WHEELS, as source; WHEELS=vllm: the newest

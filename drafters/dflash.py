@@ -37,6 +37,14 @@ from vlmdistill.drafters.core.config import (
     features,
 )
 from vlmdistill.drafters.core.layers import DecoderLayer, layer_names
+from vlmdistill.drafters.core.serving import (
+    KEY,
+    Feeding,
+    ServedDrafter,
+    layer_settings,
+    layer_weights,
+    unserved,
+)
 from vlmdistill.drafters.core.vocabulary import FrequentTokens
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import Feature, TargetInfo
@@ -311,3 +319,70 @@ class DFlash(FrequentTokens, Drafter):
         """The Markov and the confidence head."""
         names = ("markov_in", "markov_out", "tell")
         return tuple(one for name in names if hasattr(self, name) for one in getattr(self, name).parameters())
+
+    def published(self) -> ServedDrafter:
+        """As vLLM's own DFlash and DSpark read it; `context=text` and DSpark's learned mask need the plugin.
+
+        TrainingError when neither feeds it as it was trained.
+        """
+        config, info, taps = self.config, self.info, self.taps
+        whole, spark, learned = config.context == "all", config.markov > 0, config.mask < 0
+        served = {"positions": "expanded" if whole else "compact", "draft_vocab": 0}
+        for setting, value in (served if spark else {**served, "from_anchor": False}).items():
+            if (trained := getattr(config, setting)) != value:
+                raise unserved(setting, trained, value)
+        if [*taps] != sorted({*taps}):  # vLLM keeps states in the order of the layers
+            raise unserved("taps", [*taps], sorted({*taps}))
+        weights = {f"{name}.weight": getattr(self, name).weight for name in ("fc", "hidden_norm", "norm")}
+        for number, layer in self._layers():
+            prefix = f"layers.{number}"
+            weights[f"{prefix}.input_layernorm.weight"] = self.input_norms[number].weight
+            weights |= layer_weights(layer, prefix)
+        # A learned mask replaces the embedding of a token that the target does not generate.
+        mask = info.visual_ids[0] if learned else config.mask
+        left = [tap - 1 for tap in taps]  # of the layers that states leave, not of those that they enter
+        settings: dict[str, Any] = {
+            **layer_settings(self, next(self._layers())[1]),
+            "model_type": "qwen3",
+            "num_hidden_layers": config.layers,
+            "layer_types": ["full_attention"] * config.layers,
+            "rope_scaling": None,
+            "num_target_layers": info.num_layers,
+            "block_size": config.block,
+        }
+        files: dict[str, dict[str, Any]] = {}
+        if spark:
+            settings |= {
+                "architectures": ["Qwen3DSparkModel"],
+                "mask_token_id": mask,
+                "target_layer_ids": left,
+                "is_causal": False,
+                "sample_from_anchor": config.from_anchor,
+                "markov_rank": config.markov,
+                "markov_head_type": "vanilla",
+                "enable_confidence_head": config.tells,
+                "confidence_head_with_markov": config.tells,
+            }
+            weights["markov_head.markov_w1.weight"] = self.markov_in.weight
+            weights["markov_head.markov_w2.weight"] = self.markov_out.weight
+            if config.tells:
+                weights |= {f"confidence_head.proj.{key}": one for key, one in self.tell.named_parameters()}
+            if learned or not whole:
+                # Without the plugin, vLLM refuses a tensor that it does not know, instead of other drafts.
+                weights[KEY] = self.mask_D if learned else torch.empty(0)
+        else:
+            settings["architectures"] = ["DFlashDraftModel" if whole else "DFlashVlmdistill"]
+            settings["dflash_config"] = {"mask_token_id": mask, "target_layer_ids": left, "causal": False}
+            if learned:
+                files[MASK] = {"embedding": self.mask_D, "mask_token_id": mask}
+        name: Literal["dspark", "dflash"] = "dspark" if spark else "dflash"
+        return ServedDrafter(
+            settings,
+            weights,
+            Feeding(drafter=name, visual="states" if whole else "dropped", draft_tokens=config.max_hops),
+            name,
+            draft_vocabulary=info.vocab_size,
+            layers=taps,
+            files=files,
+            whole_block=True,
+        )

@@ -51,14 +51,23 @@ def save(drafter: Drafter, name: str, folder: Path, origin: Origin) -> None:
 
 
 def put(
-    folder: Path, description: Mapping[str, Any], weights: Mapping[str, Tensor], samples: Sequence[str] = ()
+    folder: Path,
+    description: Mapping[str, Any],
+    weights: Mapping[str, Tensor],
+    samples: Sequence[str] = (),
+    files: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
-    """Make the folder hold this `config.json`, `model.safetensors` and list of samples; see `save`."""
+    """Make the folder hold this `config.json`, `model.safetensors` and list of samples; see `save`.
+
+    `files` are further ones, as torch saves them.
+    """
     try:
         with atomic_folder(folder) as new:
             metadata = {"format": "pt"}  # one item only: their order in the file is random
             save_file(dict(weights), new / "model.safetensors", metadata=metadata)
             (new / "config.json").write_text(json.dumps(description, indent=2) + "\n")
+            for name, content in (files or {}).items():
+                torch.save(dict(content), new / name)
             if samples:
                 (new / SAMPLES).write_text("".join(f"{key}\n" for key in samples), encoding="utf-8")
     except (OSError, SafetensorError) as error:

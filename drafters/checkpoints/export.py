@@ -77,13 +77,21 @@ def export(folder: Path, out: Path, dtype: str = "bfloat16") -> Exported:
         key: value.detach().to(number if value.is_floating_point() else value.dtype, copy=True)
         for key, value in served_as.weights.items()
     }
+    files = {
+        file: {
+            key: one.detach().to(number, copy=True) if isinstance(one, Tensor) else one
+            for key, one in content.items()
+        }
+        for file, content in served_as.files.items()
+    }
     trained = Provenance.from_dict(description["provenance"])
     feeding = msgspec.to_builtins(msgspec.structs.replace(served_as.feeding, trained=trained))
     settings = {**served_as.settings, "torch_dtype": dtype, KEY: feeding}
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        checkpoint.put(out, settings, held)
-    elif not _holds(out, settings, held):
+        checkpoint.put(out, settings, held, files=files)
+    elif not _holds(out, settings, held, files):
         raise TrainingError(f"{out} exists: name a new folder")
+    most = served_as.feeding.draft_tokens
     return Exported(
         drafter=name,
         target=trained.target,
@@ -97,14 +105,25 @@ def export(folder: Path, out: Path, dtype: str = "bfloat16") -> Exported:
         method=served_as.method,
         drops_visual=served_as.feeding.visual == "dropped",
         whole_images=served_as.feeding.whole_images,
-        draft_tokens=min(DRAFT_TOKENS, served_as.feeding.draft_tokens or DRAFT_TOKENS),
+        draft_tokens=most if served_as.whole_block else min(DRAFT_TOKENS, most or DRAFT_TOKENS),
     )
 
 
-def _holds(folder: Path, settings: Mapping[str, Any], weights: Mapping[str, Tensor]) -> bool:
-    """Whether a folder has exactly these settings and weights."""
+def _holds(
+    folder: Path,
+    settings: Mapping[str, Any],
+    weights: Mapping[str, Tensor],
+    files: Mapping[str, Mapping[str, Any]],
+) -> bool:
+    """Whether a folder has exactly these settings, weights and further files."""
     try:
         there = load_file(folder / "model.safetensors")
+        for name, content in files.items():
+            other = torch.load(folder / name, weights_only=True)
+            if {key: str(one) for key, one in other.items()} != {
+                key: str(one) for key, one in content.items()
+            }:
+                return False
         same = json.loads((folder / "config.json").read_text()) == json.loads(json.dumps(settings))
     except (OSError, ValueError, SafetensorError):
         return False

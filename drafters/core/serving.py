@@ -16,7 +16,7 @@ from vlmdistill.stores.schema import Provenance, TargetInfo
 KEY = "vlmdistill"
 """The key of `config.json` that holds a `Feeding`; a served folder without it is not ours."""
 
-Visual = Literal["fused", "raw", "dropped", "unread"]
+Visual = Literal["fused", "raw", "states", "dropped", "unread"]
 
 
 class Built(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -32,8 +32,8 @@ class Feeding(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     drafter: str
     visual: Visual
-    """How visual tokens enter: [visual embedding ; state before it], the bare embedding, or not at all; or
-    the drafter has no entries."""
+    """How visual tokens enter: [visual embedding ; state before it], the bare embedding, their states alone,
+    or not at all; or the drafter has no entries."""
     whole_images: bool = False
     """It needs the states of a whole image in one step."""
     draft_tokens: int = 0
@@ -52,12 +52,16 @@ class ServedDrafter:
     """Its `config.json`, without `feeding`."""
     weights: Mapping[str, Tensor]
     feeding: Feeding
-    method: Literal["eagle", "eagle3", "draft_model"]
+    method: Literal["eagle", "eagle3", "draft_model", "dflash", "dspark"]
     """What vLLM calls it in `--speculative-config`."""
     draft_vocabulary: int
     engines: tuple[str, ...] = ("vllm",)
     layers: tuple[int, ...] = field(default=())
     """The layers of the target whose inputs it reads; none: the last state alone."""
+    files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Further files, as torch saves them."""
+    whole_block: bool = False
+    """It was trained to draft as many tokens as it can: with fewer it drafts others."""
 
 
 @runtime_checkable
@@ -109,6 +113,9 @@ def layer_weights(layer: DecoderLayer, prefix: str) -> dict[str, Tensor]:
         "mlp.up_proj.weight": up,
         "mlp.down_proj.weight": layer.down_proj.weight,
     }
+    for name in ("q_norm", "k_norm"):
+        if (norm := getattr(layer, name)) is not None:
+            weights[f"self_attn.{name}.weight"] = norm.weight
     for kind in ("weight", "bias"):
         if (value := getattr(layer.qkv_proj, kind)) is not None:
             for name, part in zip("qkv", torch.split(value, heads), strict=True):

@@ -35,7 +35,9 @@ REACHED = {
         *("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"),
         *("prefill_context_parallel_size", "data_parallel_size"),
     ),
-    "vllm.config.speculative:SpeculativeConfig": ("enable_adaptive_verification", "num_speculative_tokens"),
+    "vllm.config.speculative:SpeculativeConfig": (
+        *("enable_adaptive_verification", "num_speculative_tokens", "method"),
+    ),
     "vllm.config.scheduler:SchedulerConfig": ("disable_chunked_mm_input", "max_num_batched_tokens"),
     "vllm.config.cache:CacheConfig": ("enable_prefix_caching",),
 }
@@ -43,6 +45,7 @@ REACHED = {
 
 LIKE = {
     "EagleVlmdistill": ("vllm.model_executor.models.llama_eagle", "EagleLlamaForCausalLM"),
+    "DSparkVlmdistill": ("vllm.model_executor.models.qwen3_dspark", "Qwen3DSparkForCausalLM"),
     "MedusaVlmdistill": ("vllm.model_executor.models.medusa", "Medusa"),
 }
 """Models of ours that vLLM calls like one of its own."""
@@ -89,7 +92,8 @@ def test_a_wheel_has_what_our_code_in_vllm_uses(file: Path) -> None:
     wheel = Wheel(file)
     release = supported(wheel.version) or SUPPORTED[-1]  # of a version to come: as the last one
     version = f"{PLUGIN}.v{release.replace('.', '_')}"
-    assert problems(wheel, f"{PLUGIN}.register", f"{PLUGIN}.served_model", version, *CAPTURE) == []
+    ours = (f"{PLUGIN}.register", f"{PLUGIN}.served_model", f"{PLUGIN}.served_block")
+    assert problems(wheel, *ours, version, *CAPTURE) == []
     for place, names in REACHED.items():
         module, _, made = place.partition(":")
         assert set(names) <= members(wheel.chain(module, made)), place

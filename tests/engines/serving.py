@@ -6,7 +6,7 @@ Not collected by name: it needs the environment that `make engine` creates, and 
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,12 +63,19 @@ def captured(folder: Path, model: str, samples: int, names: Sequence[str]) -> li
 class Served:
     """A workspace with small drafters, and the prompts that all are compared on."""
 
-    def __init__(self, folder: Path) -> None:
-        self.workspace = Workspace.of(MODEL, folder)
-        self._where, self._exported = captured(folder, MODEL, SAMPLES, NAMES), dict[str, Exported]()
+    def __init__(
+        self,
+        folder: Path,
+        names: Sequence[str] = NAMES,
+        more: Mapping[str, Sequence[str]] = MORE,
+        prompts: int = PROMPTS,
+    ) -> None:
+        """Features for drafters of these names; `more` has options of `train` by name or `method:label`."""
+        self.workspace, self._more = Workspace.of(MODEL, folder), more
+        self._where, self._exported = captured(folder, MODEL, SAMPLES, names), dict[str, Exported]()
         self.target = load(MODEL, dtype="float32")
-        prompts = held_out(self.workspace.prompts, 100, MODEL)
-        self.prompts = [*prompts[:8], *several_images(prompts), *prompts[8:PROMPTS]]
+        held = held_out(self.workspace.prompts, 100, MODEL)
+        self.prompts = [*held[:8], *several_images(held), *held[8:prompts]]
         questions = parity.questions(self.target, self.prompts)
         self.job = EngineJob(target=str(self.target.folder), questions=questions, max_new_tokens=256)
         self.plain = engine.run(self.job)
@@ -76,9 +83,10 @@ class Served:
     def exported(self, name: str) -> Exported:
         """A drafter for the engine, trained when it is first asked for."""
         if name not in self._exported:
-            assert main(["train", name, *SIZE, *MORE.get(name, []), *self._where]) == 0
-            out = self.workspace.root / "served" / name
-            self._exported[name] = export(self.workspace.drafter(name), out, "float32")
+            method, folder = name.partition(":")[0], self.workspace.drafter(name.replace(":", "-"))
+            options = ["--name", folder.name, *SIZE, *self._more.get(name, []), *self._where]
+            assert main(["train", method, *options]) == 0
+            self._exported[name] = export(folder, self.workspace.root / "served" / folder.name, "float32")
         return self._exported[name]
 
     def check(self, name: str, job: EngineJob, prompts: int | None = None) -> Parity:
@@ -90,7 +98,7 @@ class Served:
         exported = self.exported(name)
         return parity.check(
             self.target,
-            self.workspace.drafter(name),
+            self.workspace.drafter(name.replace(":", "-")),
             exported,
             self.prompts[:prompts],
             changed(job, questions=job.questions[:prompts]),
@@ -140,15 +148,18 @@ def test_a_prompt_read_in_several_steps_drafts_the_same(name: str, tokens: int, 
     assert found.engine == found.ours
 
 
-@pytest.mark.parametrize(("name", "tokens"), [("hivis", 16), ("vispec", 0), ("wren", 16)])
-def test_the_v2_runner_accepts_the_same(
-    name: str, tokens: int, served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its kernels are interpreted, which takes a second for each draft."""
+@pytest.fixture
+def v2_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's newer runner; on a CPU its kernels are interpreted, which takes a second for each draft."""
     (tmp_path / "sitecustomize.py").write_text(SITE)
     for variable in ("TRITON_INTERPRET", "VLLM_USE_V2_MODEL_RUNNER"):
         monkeypatch.setenv(variable, "1")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+
+
+@pytest.mark.usefixtures("v2_runner")
+@pytest.mark.parametrize(("name", "tokens"), [("hivis", 16), ("vispec", 0), ("wren", 16)])
+def test_the_v2_runner_accepts_the_same(name: str, tokens: int, served: Served) -> None:
     found = served.check(name, changed(served.job, max_new_tokens=24, step_tokens=tokens), prompts=4)
     assert found.identical == found.prompts
     # vLLM counts what it accepts beyond the limit of a response.

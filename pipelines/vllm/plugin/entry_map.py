@@ -6,13 +6,60 @@ Shapes: P prompt tokens, N rows of one step of a request.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from vlmdistill.drafters.core.eagle_drafter import EagleDrafter
+from vlmdistill.drafters.core.config import ModelConfig
+
+
+class Fed(Protocol):
+    """What decides on the entries of a prompt: an `EagleDrafter`, or `TextStates`."""
+
+    config: ModelConfig
+
+    @property
+    def after_image(self) -> Literal["visual", "text"]:
+        """See `EagleDrafter`."""
+        ...
+
+    @property
+    def compresses(self) -> Literal["embed", "hidden"] | None:
+        """See `EagleDrafter`."""
+        ...
+
+    @property
+    def joins(self) -> bool:
+        """See `EagleDrafter`."""
+        ...
+
+    def compress(self, read_UD: Tensor, span_U: Tensor, spans: int) -> Tensor:
+        """See `EagleDrafter`."""
+        ...
+
+    def places(self, start_M: Tensor, length_M: Tensor) -> Tensor:
+        """See `EagleDrafter`."""
+        ...
+
+
+class TextStates:
+    """A block drafter with `context=text`, which reads the states of text at compact positions."""
+
+    config = ModelConfig(positions="compact")
+    after_image: Literal["visual", "text"] = "text"
+    compresses: Literal["embed", "hidden"] | None = None
+    joins = False
+
+    def compress(self, read_UD: Tensor, span_U: Tensor, spans: int) -> Tensor:
+        """Nothing is compressed."""
+        raise NotImplementedError
+
+    def places(self, start_M: Tensor, length_M: Tensor) -> Tensor:
+        """Nothing is compressed."""
+        raise NotImplementedError
 
 
 class Shown(NamedTuple):
@@ -43,7 +90,7 @@ class EntryMap:
     def of(
         cls,
         visual_P: NDArray[np.bool_],
-        drafter: EagleDrafter,
+        drafter: Fed,
         images: Sequence[Shown] = (),
     ) -> "EntryMap":
         """Drop the entries of visual tokens, but those that carry what `drafter` leaves of `images`.

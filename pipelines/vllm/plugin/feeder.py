@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vlmdistill.drafters.core.eagle_drafter import EagleDrafter
-from vlmdistill.pipelines.vllm.plugin.entry_map import EntryMap, Shown, StepRows
+from vlmdistill.pipelines.vllm.plugin.entry_map import EntryMap, Fed, Shown, StepRows
 
 
 class Reading(NamedTuple):
@@ -66,7 +65,7 @@ class Feed:
 class Feeder:
     """Drops the entries of visual tokens, compresses images, and pairs entries with states."""
 
-    def __init__(self, drafter: EagleDrafter, device: torch.device) -> None:
+    def __init__(self, drafter: Fed, device: torch.device) -> None:
         self.drafter, self.device = drafter, device
         self._known: dict[str, _Request] = {}
         self._text_states: dict[str, Tensor] = {}

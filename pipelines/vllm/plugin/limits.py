@@ -121,6 +121,10 @@ def check_limits(vllm_config: Any, feeding: Feeding) -> None:
                 "vlmdistill's drafters do not run with adaptive verification: set "
                 "enable_adaptive_verification to false"
             )
+    elif vllm_config.speculative_config.method == "dspark":
+        raise ValueError(
+            "vLLM's V1 runner has no dspark: start it with VLLM_USE_V2_MODEL_RUNNER=1, or train dflash instead"
+        )
     for name in sizes:
         if (size := getattr(parallel, name)) > 1:
             raise ValueError(f"vlmdistill's drafters do not run with {name}={size}: set it to 1")

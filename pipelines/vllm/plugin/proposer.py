@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.spec_decode.dflash import DFlashProposer
 from vllm.v1.spec_decode.eagle import EagleProposer
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
+from vlmdistill.pipelines.vllm.plugin.entry_map import TextStates
 from vlmdistill.pipelines.vllm.plugin.feeder import Feed, Feeder, Reading
 from vlmdistill.pipelines.vllm.plugin.limits import feeding_of
 from vlmdistill.pipelines.vllm.plugin.served_model import with_last_state
@@ -55,21 +57,14 @@ class ServedProposer(ChosenProposer):
     def set_inputs_first_pass(self, *args: Any, **kwargs: Any) -> tuple[int, Tensor, CommonAttentionMetadata]:
         """Shift tokens as vLLM does, correct the positions, and drop entries where the drafter has none."""
         count, sampled_B, batch = super().set_inputs_first_pass(*args, **kwargs)
-        lengths_B = batch.naive_query_lens()
-        offset_B = batch.seq_lens - batch.query_start_loc[1:]
-        offset_N = torch.repeat_interleave(offset_B, lengths_B, output_size=count)
-        position_N = self.arange[:count] + offset_N
+        position_N = _positions(batch, count)
         self.positions[:count] = position_N
         starts = batch.query_start_loc_cpu.tolist()
         self._continue_prompts(starts)
         if self._feeder is None or self.feeding.visual != "dropped":
             return count, sampled_B, batch
-        read = {
-            name: Reading(state.mm_features, state.num_prompt_tokens, state.num_computed_tokens)
-            for name, state in self._requests().items()
-        }
         feed = self._feeder.feed(
-            read,
+            _reading(self.runner),
             starts,
             position_N,
             self.hidden_states,
@@ -127,17 +122,13 @@ class ServedProposer(ChosenProposer):
             self.model.model.joined_ND[:batch_size] = self._joined_BD
         return position_B
 
-    def _requests(self) -> dict[str, Any]:
-        """The requests of the batch, in the order of their rows."""
-        return {name: self.runner.requests[name] for name in self.runner.input_batch.req_ids}
-
     def _continue_prompts(self, starts: list[int]) -> None:
         """End the rows of an unfinished prompt with its next token.
 
         vLLM takes the prompt's last token (llm_base_proposer.py `prepare_next_token_ids_padded`), which stays
         in the drafter's KV cache at the end of each step.
         """
-        for (start, end), state in zip(pairwise(starts), self._requests().values(), strict=True):
+        for (start, end), state in zip(pairwise(starts), _requests(self.runner).values(), strict=True):
             read = state.num_computed_tokens + end - start
             if read < state.num_prompt_tokens:
                 self.input_ids[end - 1] = state.get_token_id(read)
@@ -146,24 +137,103 @@ class ServedProposer(ChosenProposer):
         self, feed: Feed, sampled_B: Tensor, batch: CommonAttentionMetadata
     ) -> tuple[int, Tensor, CommonAttentionMetadata]:
         """Move the kept rows together; they fill the drafter's KV cache without gaps."""
-        count, starts_cpu, upper_B = len(feed.kept_K), feed.starts, batch.seq_lens_cpu_upper_bound
+        count = len(feed.kept_K)
         self.input_ids[:count] = self.input_ids[feed.kept_K]
         self.hidden_states[:count] = self.hidden_states[feed.kept_K]
         self.positions[:count] = feed.index_K + feed.turned_K
-        if upper_B is not None:
-            upper_B = upper_B - feed.dropped_B.cpu().to(upper_B.dtype)
-        made = batch.replace(
-            query_start_loc=starts_cpu.to(self.device),
-            query_start_loc_cpu=starts_cpu,
-            seq_lens=(batch.seq_lens - feed.dropped_B).to(batch.seq_lens.dtype),
-            seq_lens_cpu_upper_bound=upper_B,
-            num_actual_tokens=count,
-            max_query_len=int(feed.lengths_B.max()),
-            slot_mapping=_slots(feed.index_K, feed.request_K, batch, self.block_size),
-            _num_computed_tokens_cache=None,
-            _token_to_req_indices_cache=None,
-        )
+        slot_K = _slots(feed.index_K, feed.request_K, batch, self.block_size)
+        made = _without_dropped(batch, feed, slot_K)
         return count, feed.row_N[sampled_B.long()].to(sampled_B.dtype), made
+
+
+class ChosenBlockProposer(DFlashProposer):
+    """vLLM's proposer of block drafters: with true positions for ours, and with the states of text alone.
+
+    See `ServedProposer` on positions: slots of the context follow from them.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: Any = None) -> None:
+        super().__init__(vllm_config, device, runner)
+        self.runner, self._feeder = runner, Feeder(TextStates(), device)
+
+    def set_inputs_first_pass(
+        self,
+        target_token_ids: Tensor,
+        next_token_ids: Tensor,
+        target_positions: Tensor,
+        target_hidden_states: Tensor,
+        token_indices_to_sample: Tensor | None,
+        cad: CommonAttentionMetadata,
+        num_rejected_tokens_gpu: Tensor | None,
+    ) -> tuple[int, Tensor, CommonAttentionMetadata]:
+        """Correct the positions, and leave out the states of visual tokens where the drafter has none."""
+        feeding, context_ND = feeding_of(self.vllm_config), target_hidden_states
+        if feeding is not None:
+            target_positions = _positions(cad, len(target_token_ids))
+        if feeding is not None and feeding.visual == "dropped":
+            context_ND = context_ND[: len(target_token_ids)].clone()
+            feed = self._feeder.feed(
+                _reading(self.runner),
+                cad.query_start_loc_cpu.tolist(),
+                target_positions,
+                context_ND,
+                None,
+                {},
+                self.runner.requests,
+            )
+            if feed is not None:
+                target_token_ids, context_ND = target_token_ids[feed.kept_K], context_ND[feed.kept_K]
+                target_positions, cad = feed.index_K, _without_dropped(cad, feed, cad.slot_mapping)
+        made: tuple[int, Tensor, CommonAttentionMetadata] = super().set_inputs_first_pass(
+            target_token_ids,
+            next_token_ids,
+            target_positions,
+            context_ND,
+            token_indices_to_sample,
+            cad,
+            num_rejected_tokens_gpu,
+        )
+        return made
+
+
+def _positions(batch: CommonAttentionMetadata, count: int) -> Tensor:
+    """The index of each row of a step in its sequence, [N]."""
+    lengths_B = batch.naive_query_lens()
+    offset_B = batch.seq_lens - batch.query_start_loc[1:]
+    offset_N = torch.repeat_interleave(offset_B, lengths_B, output_size=count)
+    return torch.arange(count, device=offset_N.device) + offset_N
+
+
+def _requests(runner: Any) -> dict[str, Any]:
+    """The requests of the batch, in the order of their rows."""
+    return {name: runner.requests[name] for name in runner.input_batch.req_ids}
+
+
+def _reading(runner: Any) -> dict[str, Reading]:
+    """What the batch reads of them."""
+    return {
+        name: Reading(state.mm_features, state.num_prompt_tokens, state.num_computed_tokens)
+        for name, state in _requests(runner).items()
+    }
+
+
+def _without_dropped(batch: CommonAttentionMetadata, feed: Feed, slots: Tensor) -> CommonAttentionMetadata:
+    """The batch as if the dropped tokens had never been read."""
+    starts_cpu, upper_B = feed.starts, batch.seq_lens_cpu_upper_bound
+    if upper_B is not None:
+        upper_B = upper_B - feed.dropped_B.cpu().to(upper_B.dtype)
+    made: CommonAttentionMetadata = batch.replace(
+        query_start_loc=starts_cpu.to(feed.kept_K.device),
+        query_start_loc_cpu=starts_cpu,
+        seq_lens=(batch.seq_lens - feed.dropped_B).to(batch.seq_lens.dtype),
+        seq_lens_cpu_upper_bound=upper_B,
+        num_actual_tokens=len(feed.kept_K),
+        max_query_len=int(feed.lengths_B.max()),
+        slot_mapping=slots,
+        _num_computed_tokens_cache=None,
+        _token_to_req_indices_cache=None,
+    )
+    return made
 
 
 def _slots(index_N: Tensor, request_N: Tensor, batch: CommonAttentionMetadata, block_size: int) -> Tensor:

@@ -4,6 +4,7 @@ V2 gives a drafter true positions and the next token of an unfinished prompt, so
 Shapes: B requests of a batch, N rows of a step, K rows that are kept, D hidden, S as in `served_model`.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -20,6 +21,37 @@ from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vlmdistill.pipelines.vllm.plugin.feeder import Feed, Feeder, Reading
 from vlmdistill.pipelines.vllm.plugin.limits import feeding_of
 from vlmdistill.pipelines.vllm.plugin.served_model import with_last_state
+
+
+def reading(batch: InputBatch, shown: Mapping[str, Any]) -> dict[str, Reading]:
+    """The requests of a batch, in the order of their rows; after a prompt, any first row does.
+
+    `shown` has their images and videos by request.
+    """
+    return {
+        name: Reading(shown.get(name, ()), int(prompt), int(first))
+        for name, prompt, first in zip(
+            batch.req_ids, batch.prefill_len_np, batch.num_computed_prefill_tokens_np, strict=True
+        )
+    }
+
+
+def without_dropped(batch: InputBatch, feed: Feed) -> InputBatch:
+    """The batch as if the dropped tokens had never been read, but for their ids."""
+    count, starts = len(feed.kept_K), feed.starts
+    upper_B = batch.seq_lens_cpu_upper_bound[: batch.num_reqs]
+    return replace(
+        batch,
+        num_scheduled_tokens=feed.lengths_B.astype(np.int32),
+        num_tokens=count,
+        num_tokens_after_padding=count,
+        num_reqs_after_padding=batch.num_reqs,
+        query_start_loc=starts.to(feed.kept_K.device),
+        query_start_loc_np=starts.numpy(),
+        seq_lens=(batch.seq_lens[: batch.num_reqs] - feed.dropped_B).to(batch.seq_lens.dtype),
+        seq_lens_cpu_upper_bound=upper_B - feed.dropped_B.cpu().to(upper_B.dtype),
+        positions=feed.index_K,
+    )
 
 
 class ChosenSpeculator(EagleSpeculator):
@@ -88,7 +120,7 @@ class ServedSpeculator(ChosenSpeculator):
             batch, hidden_ND = input_batch, last_hidden_states[: input_batch.num_tokens].clone()
             starts = batch.query_start_loc_np[: batch.num_reqs + 1].tolist()
             feed = self._feeder.feed(
-                self._read(batch),
+                reading(batch, self.model_state.encoder_cache.mm_features),
                 starts,
                 batch.positions[: batch.num_tokens],
                 hidden_ND,
@@ -128,22 +160,11 @@ class ServedSpeculator(ChosenSpeculator):
         if self._feeder.drafter.joins:
             block.joined_ND[:num_reqs] = block.joined_ND[self.last_token_indices[:num_reqs]]
 
-    def _read(self, batch: InputBatch) -> dict[str, Reading]:
-        """The requests of a batch, in the order of their rows; after a prompt, any first row does."""
-        shown = self.model_state.encoder_cache.mm_features
-        return {
-            name: Reading(shown.get(name, ()), int(prompt), int(first))
-            for name, prompt, first in zip(
-                batch.req_ids, batch.prefill_len_np, batch.num_computed_prefill_tokens_np, strict=True
-            )
-        }
-
     def _drop(
         self, feed: Feed, starts: list[int], batch: InputBatch, next_prefill_tokens: Tensor
     ) -> InputBatch:
         """The batch as if the dropped tokens had never been read."""
-        count, new_starts = len(feed.kept_K), feed.starts
-        new = new_starts.tolist()
+        count, new = len(feed.kept_K), feed.starts.tolist()
         # vLLM shifts the ids by one row: the id of each kept row goes into the row after it.
         from_K, last = np.zeros(count, dtype=np.int64), list[tuple[int, int]]()
         for request, ((start, end), at, step) in enumerate(
@@ -155,21 +176,7 @@ class ServedSpeculator(ChosenSpeculator):
                 last.append((int(batch.idx_mapping_np[request]), int(start + row_K[-1] + 1)))
         for state, row in last:
             next_prefill_tokens[0, state] = batch.input_ids[row]
-        dropped_B = feed.dropped_B
-        upper_B = batch.seq_lens_cpu_upper_bound[: batch.num_reqs]
-        return replace(
-            batch,
-            num_scheduled_tokens=feed.lengths_B.astype(np.int32),
-            num_tokens=count,
-            num_tokens_after_padding=count,
-            num_reqs_after_padding=batch.num_reqs,
-            query_start_loc=new_starts.to(self.device),
-            query_start_loc_np=new_starts.numpy(),
-            seq_lens=(batch.seq_lens[: batch.num_reqs] - dropped_B).to(batch.seq_lens.dtype),
-            seq_lens_cpu_upper_bound=upper_B - dropped_B.cpu().to(upper_B.dtype),
-            input_ids=batch.input_ids[self._feeder.tensor(from_K)],
-            positions=feed.index_K,
-        )
+        return replace(without_dropped(batch, feed), input_ids=batch.input_ids[self._feeder.tensor(from_K)])
 
     def _attention(self, batch: InputBatch) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Metadata and slots of the drafter's own entries."""

@@ -12,11 +12,12 @@ def install() -> None:
     from vllm import ModelRegistry
     from vllm.platforms import current_platform
     from vllm.v1.sample import rejection_sampler
-    from vllm.v1.spec_decode import eagle, medusa
+    from vllm.v1.spec_decode import dflash, eagle, medusa
     from vllm.v1.worker.gpu.spec_decode.eagle import speculator
 
+    from vlmdistill.pipelines.vllm.plugin.block_speculator import put_block_speculators
     from vlmdistill.pipelines.vllm.plugin.medusa import ServedMedusaProposer
-    from vlmdistill.pipelines.vllm.plugin.proposer import ChosenProposer
+    from vlmdistill.pipelines.vllm.plugin.proposer import ChosenBlockProposer, ChosenProposer
     from vlmdistill.pipelines.vllm.plugin.speculator import ChosenSpeculator
     from vlmdistill.pipelines.vllm.plugin.verification import constraints
 
@@ -24,7 +25,9 @@ def install() -> None:
     ModelRegistry.register_model("MedusaVlmdistill", heads)
     eagle.EagleProposer = ChosenProposer
     medusa.MedusaProposer = ServedMedusaProposer
+    dflash.DFlashProposer = ChosenBlockProposer
     speculator.EagleSpeculator = ChosenSpeculator
+    put_block_speculators()
     if current_platform.is_cpu():
         repaired = constraints(rejection_sampler.apply_top_k_top_p)
         rejection_sampler.apply_sampling_constraints = repaired

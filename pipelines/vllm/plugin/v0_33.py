@@ -7,9 +7,11 @@ V2_ONLY = True
 
 
 def install() -> None:
-    """Put our class in the place of vLLM's, which `init_speculator` looks up when it needs one."""
+    """Put our classes in the place of vLLM's, which `init_speculator` looks up when it needs one."""
     from vllm.v1.worker.gpu.spec_decode.eagle import speculator
 
+    from vlmdistill.pipelines.vllm.plugin.block_speculator import put_block_speculators
     from vlmdistill.pipelines.vllm.plugin.speculator import ChosenSpeculator
 
     speculator.EagleSpeculator = ChosenSpeculator
+    put_block_speculators()

@@ -48,6 +48,7 @@ def settings(
     caching: bool = False,
     drafted: int = 4,
     whole: bool = False,
+    method: str = "eagle",
     **parallel: int,
 ) -> Any:
     """A configuration of vLLM, as far as the plugin reads it."""
@@ -56,7 +57,10 @@ def settings(
     drafter = SimpleNamespace(hf_config=SimpleNamespace(**({KEY: feeding} if feeding else {})))
     return SimpleNamespace(
         speculative_config=SimpleNamespace(
-            draft_model_config=drafter, num_speculative_tokens=drafted, enable_adaptive_verification=adaptive
+            draft_model_config=drafter,
+            num_speculative_tokens=drafted,
+            enable_adaptive_verification=adaptive,
+            method=method,
         ),
         scheduler_config=SimpleNamespace(disable_chunked_mm_input=whole),
         use_v2_model_runner=v2,
@@ -80,6 +84,8 @@ def test_each_version_has_a_module() -> None:
 def test_what_runs_is_not_refused() -> None:
     check_limits(settings(), SPARROW)
     check_limits(settings(v2=True), SPARROW)
+    check_limits(settings(v2=True, method="dspark"), SPARROW)
+    check_limits(settings(method="dflash"), SPARROW)
     check_limits(settings(caching=True, data_parallel_size=2), EAGLE2)
     check_limits(settings(whole=True), WHOLE)
     check_limits(settings(drafted=5), Feeding(drafter="heads", visual="unread", draft_tokens=5))
@@ -90,6 +96,7 @@ def test_what_runs_is_not_refused() -> None:
     [
         ({"v2": True, "adaptive": True}, "enable_adaptive_verification"),
         ({"v2": True, "data_parallel_size": 2}, "data_parallel_size=2: set it to 1"),
+        ({"method": "dspark"}, "V1 runner has no dspark: start it with VLLM_USE_V2_MODEL_RUNNER=1"),
         ({"caching": True}, "sparrow drops visual tokens .* --no-enable-prefix-caching"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2: set it to 1"),
         ({"pipeline_parallel_size": 4}, "pipeline_parallel_size=4: set it to 1"),

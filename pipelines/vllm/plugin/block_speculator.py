@@ -1,0 +1,113 @@
+"""Speculators of block drafters whose context is text alone, on vLLM's V2 runner.
+
+Shapes: N rows of a step, K rows that are kept, D hidden.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.spec_decode.dflash import speculator as dflash
+from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
+from vllm.v1.worker.gpu.spec_decode.dspark import speculator as dspark
+from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
+
+from vlmdistill.pipelines.vllm.plugin.entry_map import TextStates
+from vlmdistill.pipelines.vllm.plugin.feeder import Feeder
+from vlmdistill.pipelines.vllm.plugin.limits import feeding_of
+from vlmdistill.pipelines.vllm.plugin.speculator import reading, without_dropped
+
+
+class _TextContext(DFlashSpeculator):
+    """Leaves the states of visual tokens out before vLLM writes the context, so that positions have no gaps.
+
+    All that vLLM drafts from are arguments of `propose`. The drafter runs without CUDA graphs, some of which
+    read the target's states themselves.
+    """
+
+    def load_model(self, target_model: nn.Module) -> None:
+        """Load the drafter."""
+        super().load_model(target_model)
+        self._feeder = Feeder(TextStates(), self.device)
+
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        """No graphs."""
+        super().init_cudagraph_manager(CUDAGraphMode.NONE)
+
+    def propose(
+        self,
+        input_batch: InputBatch,
+        attn_metadata: dict[str, Any],
+        slot_mappings: dict[str, Tensor],
+        last_hidden_states: Tensor,
+        aux_hidden_states: list[Tensor] | None,
+        *args: Any,
+        dummy_run: bool = False,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Draft a block from the states of text."""
+        if aux_hidden_states and self.model_state.supports_mm_inputs and not dummy_run:
+            batch, shown = input_batch, self.model_state.encoder_cache.mm_features
+            fused_ND = self.model.combine_hidden_states(torch.cat(aux_hidden_states, dim=-1))
+            context_ND = fused_ND[: batch.num_tokens].clone()
+            feed = self._feeder.feed(
+                reading(batch, shown),
+                batch.query_start_loc_np[: batch.num_reqs + 1].tolist(),
+                batch.positions[: batch.num_tokens],
+                context_ND,
+                None,
+                {},
+                shown,
+            )
+            if feed is not None:
+                input_batch, context_ND = without_dropped(batch, feed), context_ND[feed.kept_K]
+            last_hidden_states, aux_hidden_states = context_ND, None
+        drafted: Tensor = super().propose(
+            input_batch,
+            attn_metadata,
+            slot_mappings,
+            last_hidden_states,
+            aux_hidden_states,
+            *args,
+            dummy_run=dummy_run,
+            **kwargs,
+        )
+        return drafted
+
+
+class ChosenDFlashSpeculator(DFlashSpeculator):
+    """vLLM's speculator for its own DFlash drafters, and `TextDFlashSpeculator` for those of text alone."""
+
+    def __new__(cls, vllm_config: VllmConfig, *_: object) -> "ChosenDFlashSpeculator":
+        """Choose by the drafter's folder."""
+        return object.__new__(TextDFlashSpeculator if _reads_text(vllm_config) else cls)
+
+
+class TextDFlashSpeculator(_TextContext, ChosenDFlashSpeculator):
+    """DFlash whose context is text alone."""
+
+
+class ChosenDSparkSpeculator(DSparkSpeculator):
+    """The same for DSpark."""
+
+    def __new__(cls, vllm_config: VllmConfig, *_: object) -> "ChosenDSparkSpeculator":
+        """Choose by the drafter's folder."""
+        return object.__new__(TextDSparkSpeculator if _reads_text(vllm_config) else cls)
+
+
+class TextDSparkSpeculator(_TextContext, ChosenDSparkSpeculator):
+    """DSpark whose context is text alone."""
+
+
+def _reads_text(vllm_config: VllmConfig) -> bool:
+    feeding = feeding_of(vllm_config)
+    return feeding is not None and feeding.visual == "dropped"
+
+
+def put_block_speculators() -> None:
+    """Put these in the place of vLLM's, which `init_speculator` looks up when it needs one."""
+    dflash.DFlashSpeculator = ChosenDFlashSpeculator
+    dspark.DSparkSpeculator = ChosenDSparkSpeculator
