@@ -123,7 +123,7 @@ def check_limits(vllm_config: Any, feeding: Feeding) -> None:
             )
     elif vllm_config.speculative_config.method == "dspark":
         raise ValueError(
-            "vLLM's V1 runner has no dspark: start it with VLLM_USE_V2_MODEL_RUNNER=1, or train dflash instead"
+            "vLLM's V1 runner has no dspark: start vLLM with VLLM_USE_V2_MODEL_RUNNER=1, or train dflash"
         )
     for name in sizes:
         if (size := getattr(parallel, name)) > 1:

@@ -96,7 +96,7 @@ def test_what_runs_is_not_refused() -> None:
     [
         ({"v2": True, "adaptive": True}, "enable_adaptive_verification"),
         ({"v2": True, "data_parallel_size": 2}, "data_parallel_size=2: set it to 1"),
-        ({"method": "dspark"}, "V1 runner has no dspark: start it with VLLM_USE_V2_MODEL_RUNNER=1"),
+        ({"method": "dspark"}, "V1 runner has no dspark: start vLLM with VLLM_USE_V2_MODEL_RUNNER=1"),
         ({"caching": True}, "sparrow drops visual tokens .* --no-enable-prefix-caching"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2: set it to 1"),
         ({"pipeline_parallel_size": 4}, "pipeline_parallel_size=4: set it to 1"),
