@@ -20,7 +20,7 @@ VLM      = VLMDISTILL_RUNS=$(RUNS) $(BIN)/vlmdistill
 
 .DEFAULT_GOAL := help
 unexport PYTHONPATH  # it may name another checkout
-.PHONY: help setup engine demo test test-nightly test-engine test-engine-names test-cluster lint types pytest test-fast prompts responses features train eval report bench bench-store bench-train results video claims docs wheel clean
+.PHONY: help setup engine demo test test-nightly test-engine test-engine-names test-cluster lint types pytest test-fast test-families prompts responses features train eval report bench bench-store bench-train results video claims docs wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -59,13 +59,16 @@ types: setup  ## mypy --strict
 	$(BIN)/mypy
 
 build/torchvision: | setup
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ "$(VISION)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ "$(VISION)" num2words==0.5.14
 
 pytest: setup build/torchvision  ## the tests alone, on JOBS processes
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(TESTS)
 
 test-fast: setup  ## the tests that are not marked slow: a first answer in a few minutes
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow"
+
+test-families: setup build/torchvision  ## every model family through the whole flow, on tiny checkpoints
+	PYTHONPATH=$(CURDIR)/build/torchvision $(BIN)/python -m pytest -q -s tests/families/matrix.py
 
 test-engine:  ## vLLM against our decoder and our capture; sets both environments up at once
 	$(MAKE) --jobs 2 setup engine

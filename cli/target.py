@@ -13,11 +13,11 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List or des
 def list_targets(as_json: console.Json = False) -> None:
     """List the targets that have a name, and the supported model families."""
     from vlmdistill.pipelines.targets.checkpoints.folder import known
-    from vlmdistill.pipelines.targets.families import FAMILIES
+    from vlmdistill.pipelines.targets.families import FAMILIES, SHOWN
 
     targets = known()
     if as_json:
-        console.result({"targets": targets, "families": sorted(FAMILIES)}, as_json)
+        console.result({"targets": targets, "families": sorted((*FAMILIES, *SHOWN))}, as_json)
         return
     states = {None: "not here", True: "here", False: "incomplete"}
     lines = [
@@ -25,7 +25,11 @@ def list_targets(as_json: console.Json = False) -> None:
         for name, one in targets.items()
     ]
     console.rows(("name", "family", "parameters", "weights", "checkpoint"), lines)
-    console.remark(f"or a checkpoint folder or hub id of these families: {', '.join(sorted(FAMILIES))}")
+    shown = ", ".join(sorted((*FAMILIES, *SHOWN)))
+    console.remark(
+        f"or a checkpoint folder or hub id of these families: {shown}; or of any other vision-language model "
+        "of transformers that passes `vlmdistill target check`"
+    )
 
 
 @app.command("show")
@@ -36,6 +40,10 @@ def show(
     ] = 1000,
     visual_tokens: Annotated[int, typer.Option(min=0, help="Visual tokens of that sample.")] = 2500,
     image_count: Annotated[int, typer.Option(min=0, help="Images of that sample.")] = 1,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="Say which stages fit on so many GPUs, in bfloat16.")
+    ] = None,
+    gpu_memory: Annotated[int, typer.Option(min=1, help="GiB of memory that each of them has free.")] = 76,
     as_json: console.Json = False,
 ) -> None:
     """Describe a target, find its weights, and show the size of one sample for each drafter.
@@ -48,6 +56,14 @@ def show(
     from vlmdistill.pipelines.targets.describe import describe
 
     facts = describe(name, text_tokens, visual_tokens, image_count)
+    needs = {}
+    if gpus is not None:
+        from vlmdistill.pipelines import forecast, resources
+
+        needs = forecast.fits(name, gpus, gpu_memory << 30)
+        facts["fits"] = {
+            stage: {**resources.facts(one), "fits": not one.lacking} for stage, one in needs.items()
+        }
     if as_json:
         console.result(facts, as_json)
         return
@@ -79,6 +95,41 @@ def show(
         for drafter, cost in facts["drafters"].items()
     ]
     console.rows(("drafter", "bytes", "text", "visual", "features"), table)
+    if needs:
+        console.echo(f"\nmemory of a process in bfloat16, with {gpus} x {gpu_memory} GiB free:")
+        stages = [(stage, console.size(one.total), one.verdict) for stage, one in needs.items()]
+        console.rows(("stage", "bytes", "here"), stages)
+
+
+@app.command("check")
+def check(
+    name: Annotated[str, typer.Argument(help="A name, a hub id or a checkpoint folder.")],
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
+    attention: console.Attention = "sdpa",
+    target_dtype: console.TargetDtype = "auto",
+    as_json: console.Json = False,
+) -> None:
+    """Prove that what is known or found of a target's family is true of the model itself.
+
+    Template, ids, spans, states, logits, a response and drafts are compared with the stock model of
+    transformers. The first comparison that fails ends the check with exit code 1: the target is not supported
+    as it is. Takes seconds on a GPU and minutes on a CPU.
+    """
+    from vlmdistill.pipelines.targets.loading import load
+    from vlmdistill.pipelines.targets.stock import check as checking
+    from vlmdistill.stores.errors import TargetError
+
+    target = load(name, device=device, dtype=target_dtype, attention=attention, proven=True)
+    lines: list[checking.Comparison] = []
+    for line in checking.lines(target):
+        lines.append(line)
+        if not as_json:
+            console.echo(f"{'FAILED' if line.failed else 'ok':7} {line.name:10} {line.failed or line.what}")
+    if as_json:
+        console.result({"checks": [{"name": one.name, "failed": one.failed} for one in lines]}, as_json)
+    if lines[-1].failed:
+        raise TargetError(f"{name} is not supported as it is: {lines[-1].name}: {lines[-1].failed}")
+    console.remark(f"{name} passes: {type(target).__name__}, family {target.family.name}")
 
 
 def _features(names: list[str]) -> str:

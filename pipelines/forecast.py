@@ -241,6 +241,34 @@ def needs_of_training(run: Run, info: TargetInfo, world: int = 1) -> tuple[int, 
     return weights, memory, (SAVED + 1) * 4 * weights
 
 
+PLANNED_TOKENS = 2048  # of a prompt with its response, in `fits`
+
+
+def fits(model: str, gpus: int, gpu_bytes: int) -> dict[str, Memory]:
+    """What each stage needs of one process in bfloat16, beside what so many GPUs of that size have.
+
+    Stages run with their defaults, responses with `PLANNED_TOKENS` for each prompt; a training of each method
+    is one rank per GPU, before ZeRO.
+    """
+    about = describe(model, 0, 0)
+    info, weights = TargetInfo.from_dict(about["target"]), about["parameters"]["all"]
+    load, dtype = Load(), "bfloat16"
+    answers = {
+        "kv_cache": kv_cache(info, load.batch * PLANNED_TOKENS),
+        "logits": 2 * load.batch * info.vocab_size,
+    }
+    captured = {"pass": rows(info, load.batch_tokens, about["drafters"]["all"]["features"])}
+    stages = {
+        "responses": on_target(weights, dtype, batch=answers, spread=True),
+        "features": on_target(weights, dtype, batch=captured, spread=True),
+        "eval, serve": on_target(weights, dtype, batch={"kv_cache": kv_cache(info, PLANNED_TOKENS)}),
+    }
+    for name in filter(catalogue.is_trained, catalogue.NAMES):
+        run = Run(drafter=name, config=catalogue.config(name), store="", out=Path(name), dtype=dtype)
+        stages[f"train {name}"] = needs_of_training(run, info, gpus)[1]
+    return {stage: replace(memory, free=[gpu_bytes] * gpus, device="GPU") for stage, memory in stages.items()}
+
+
 def check_training(run: Run, info: TargetInfo, world: int = 1) -> None:
     """DataError if a run cannot be trained here."""
     _, memory, disk = needs_of_training(run, info, world)

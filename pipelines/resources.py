@@ -42,12 +42,21 @@ class Memory:
     @property
     def lacking(self) -> str:
         """What is missing in a line; empty if it fits, or if it is not known what there is."""
-        have = sum(self.free) if self.spread else max(self.free, default=0)
-        least = self.total - self.halved
+        have, least = self._have, self.total - self.halved
         if not self.free or least <= have:
             return ""
         where = f"{len(self.free)} GPUs have" if len(self.free) > 1 else f"this {self.device} has"
-        return f"{size(least)} of memory are needed in {self.dtype}, and {where} {size(have)} free"
+        each = "" if self.spread or len(self.free) == 1 else " each"
+        return f"{size(least)} of memory are needed in {self.dtype}, and {where} {size(have)} free{each}"
+
+    @property
+    def verdict(self) -> str:
+        """Whether it fits, in a line."""
+        return self.lacking or ("fits" if self.total <= self._have else "fits, in smaller batches")
+
+    @property
+    def _have(self) -> int:
+        return sum(self.free) if self.spread else max(self.free, default=0)
 
 
 def on_target(

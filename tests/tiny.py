@@ -48,6 +48,7 @@ ONEVISION_TEMPLATE = QWEN_TEMPLATE.replace("<|vision_start|><|image_pad|><|visio
 )
 
 FAMILIES = ("llava", "llava_next", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+UNFUSED = ("llava_gemma2",)  # in the layout of a family, with layers that only the stock forward pass runs
 OTHER_PARTS = ("llava_siglip", "llava_mistral", "llava_qwen3", "llava_biased")  # in the layout of a family
 VIDEO = FAMILIES[2:]  # those that have video
 HIDDEN, HEADS, KV_HEADS, MLP = 32, 4, 2, 48
@@ -65,6 +66,7 @@ def checkpoint(
         "llava_mistral": partial(_llava, text="mistral"),
         "llava_qwen3": partial(_llava, text="qwen3"),
         "llava_biased": partial(_llava, attention_bias=True, mlp_bias=True),
+        "llava_gemma2": partial(_llava, text="gemma2", sliding_window=24, query_pre_attn_scalar=8),
         "llava_next": _llava_next,
         "llava_onevision": _llava_onevision,
         "qwen2_vl": _qwen2_vl,
@@ -72,7 +74,7 @@ def checkpoint(
         "qwen3_vl": _qwen3_vl,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    builders[family](folder, vocabulary, layers, _weights(folder, seed, std))
+    builders[family](folder, vocabulary, layers, weights(folder, seed, std))
     return folder
 
 
@@ -93,7 +95,7 @@ def message(text: str, *shown: Any) -> list[dict[str, Any]]:
 Save = Callable[[Any, Any, list[int]], None]
 
 
-def _weights(folder: Path, seed: int, std: float) -> Save:
+def weights(folder: Path, seed: int, std: float) -> Save:
     def save(cls: Any, config: Any, eos: list[int]) -> None:
         torch.manual_seed(seed)
         model = cls(config)
@@ -106,9 +108,7 @@ def _weights(folder: Path, seed: int, std: float) -> Save:
     return save
 
 
-def _tokenizer(
-    folder: Path, specials: tuple[str, ...], vocabulary: int, template: str, **special: str
-) -> Any:
+def tokenizer(folder: Path, specials: tuple[str, ...], vocabulary: int, template: str, **special: Any) -> Any:
     if vocabulary >= 256 + len(specials):
         characters = sorted(pre_tokenizers.ByteLevel.alphabet())
         entries = {token: i for i, token in enumerate([*specials, *characters])}
@@ -120,21 +120,21 @@ def _tokenizer(
         core = Tokenizer(models.WordLevel(vocab=entries, unk_token=LETTERS[0]))
         core.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
         core.decoder = decoders.Fuse()
-    tokenizer = transformers.PreTrainedTokenizerFast(
+    core.add_special_tokens([token for token in specials if token not in special.values()])
+    fast = transformers.PreTrainedTokenizerFast(
         tokenizer_object=core,
-        additional_special_tokens=[token for token in specials if token not in special.values()],
         chat_template=template,
         **special,
     )
-    tokenizer.save_pretrained(folder)
-    return tokenizer
+    fast.save_pretrained(folder)
+    return fast
 
 
-def _json(folder: Path, name: str, **values: Any) -> None:
+def write_json(folder: Path, name: str, **values: Any) -> None:
     (folder / name).write_text(json.dumps(values, indent=2))
 
 
-def _text(vocabulary: int, layers: int, **more: Any) -> dict[str, Any]:
+def text_sizes(vocabulary: int, layers: int, **more: Any) -> dict[str, Any]:
     return {
         "vocab_size": vocabulary,
         "hidden_size": HIDDEN,
@@ -149,14 +149,14 @@ def _text(vocabulary: int, layers: int, **more: Any) -> dict[str, Any]:
     }
 
 
-def _mrope(sections: list[int], **more: Any) -> dict[str, Any]:
+def mrope(sections: list[int], **more: Any) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections, **more}
 
 
 def _qwen_files(folder: Path, vocabulary: int, patch: int, processor: str) -> None:
     eos = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
-    _tokenizer(folder, QWEN_SPECIALS, vocabulary, QWEN_TEMPLATE, **eos)
-    _json(
+    tokenizer(folder, QWEN_SPECIALS, vocabulary, QWEN_TEMPLATE, **eos)
+    write_json(
         folder,
         "preprocessor_config.json",
         image_processor_type="Qwen2VLImageProcessor",
@@ -170,7 +170,7 @@ def _qwen_files(folder: Path, vocabulary: int, patch: int, processor: str) -> No
 
 def _video_file(folder: Path, name: str, **values: Any) -> None:
     """As newer checkpoints have; for the others, what images are processed by holds for videos."""
-    _json(folder, "video_preprocessor_config.json", video_processor_type=name, **values)
+    write_json(folder, "video_preprocessor_config.json", video_processor_type=name, **values)
 
 
 def _qwen_ids() -> dict[str, int]:
@@ -186,7 +186,7 @@ def _qwen_ids() -> dict[str, int]:
 def _qwen2_vl(folder: Path, vocabulary: int, layers: int, save: Save) -> None:
     _qwen_files(folder, vocabulary, PATCH, "Qwen2VLProcessor")
     config = transformers.Qwen2VLConfig(
-        text_config=_text(vocabulary, layers, rope_parameters=_mrope([1, 1, 2])),
+        text_config=text_sizes(vocabulary, layers, rope_parameters=mrope([1, 1, 2])),
         vision_config={
             "depth": 2,
             "embed_dim": 32,
@@ -204,7 +204,7 @@ def _qwen2_vl(folder: Path, vocabulary: int, layers: int, save: Save) -> None:
 def _qwen2_5_vl(folder: Path, vocabulary: int, layers: int, save: Save) -> None:
     _qwen_files(folder, vocabulary, PATCH, "Qwen2_5_VLProcessor")
     config = transformers.Qwen2_5_VLConfig(
-        text_config=_text(vocabulary, layers, rope_parameters=_mrope([1, 1, 2])),
+        text_config=text_sizes(vocabulary, layers, rope_parameters=mrope([1, 1, 2])),
         vision_config={
             "depth": 2,
             "hidden_size": 32,
@@ -234,8 +234,8 @@ def _qwen3_vl(folder: Path, vocabulary: int, layers: int, save: Save) -> None:
         image_std=[0.5, 0.5, 0.5],
     )
     config = transformers.Qwen3VLConfig(
-        text_config=_text(
-            vocabulary, layers, head_dim=8, rope_parameters=_mrope([2, 1, 1], mrope_interleaved=True)
+        text_config=text_sizes(
+            vocabulary, layers, head_dim=8, rope_parameters=mrope([2, 1, 1], mrope_interleaved=True)
         ),
         vision_config={
             "depth": 3,
@@ -281,13 +281,13 @@ def _llava(
     **more: Any,
 ) -> None:
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
-    _tokenizer(folder, LLAVA_SPECIALS, vocabulary, LLAVA_TEMPLATE, **special)
+    tokenizer(folder, LLAVA_SPECIALS, vocabulary, LLAVA_TEMPLATE, **special)
     square = {"height": TOWER, "width": TOWER}
     cropped = {"crop_size": square, "size": {"shortest_edge": TOWER}}
     kind, sizes = ("Siglip", {"size": square}) if siglip else ("CLIP", cropped)
-    _json(folder, "preprocessor_config.json", image_processor_type=f"{kind}ImageProcessor", **sizes)
+    write_json(folder, "preprocessor_config.json", image_processor_type=f"{kind}ImageProcessor", **sizes)
     strategy = "full" if siglip else "default"  # only CLIP has a token that is no patch
-    _json(
+    write_json(
         folder,
         "processor_config.json",
         processor_class="LlavaProcessor",
@@ -297,7 +297,7 @@ def _llava(
         vision_feature_select_strategy=strategy,
     )
     config = transformers.LlavaConfig(
-        text_config=_text(vocabulary, layers, model_type=text, head_dim=HIDDEN // HEADS, **more),
+        text_config=text_sizes(vocabulary, layers, model_type=text, head_dim=HIDDEN // HEADS, **more),
         vision_config=_siglip() if siglip else _clip(),
         image_token_id=4,
         vision_feature_layer=-2,
@@ -309,8 +309,8 @@ def _llava(
 
 def _llava_next(folder: Path, vocabulary: int, layers: int, save: Save) -> None:
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
-    _tokenizer(folder, LLAVA_SPECIALS, vocabulary, LLAVA_TEMPLATE, **special)
-    _json(
+    tokenizer(folder, LLAVA_SPECIALS, vocabulary, LLAVA_TEMPLATE, **special)
+    write_json(
         folder,
         "preprocessor_config.json",
         image_processor_type="LlavaNextImageProcessor",
@@ -318,7 +318,7 @@ def _llava_next(folder: Path, vocabulary: int, layers: int, save: Save) -> None:
         size={"shortest_edge": TOWER},
         image_grid_pinpoints=PINPOINTS,
     )
-    _json(
+    write_json(
         folder,
         "processor_config.json",
         processor_class="LlavaNextProcessor",
@@ -328,7 +328,7 @@ def _llava_next(folder: Path, vocabulary: int, layers: int, save: Save) -> None:
         vision_feature_select_strategy="default",
     )
     config = transformers.LlavaNextConfig(
-        text_config=_text(vocabulary, layers, model_type="llama"),
+        text_config=text_sizes(vocabulary, layers, model_type="llama"),
         vision_config=_clip(),
         image_token_id=4,
         image_grid_pinpoints=PINPOINTS,
@@ -341,8 +341,8 @@ def _llava_next(folder: Path, vocabulary: int, layers: int, save: Save) -> None:
 
 def _llava_onevision(folder: Path, vocabulary: int, layers: int, save: Save) -> None:
     eos = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
-    _tokenizer(folder, ONEVISION_SPECIALS, vocabulary, ONEVISION_TEMPLATE, **eos)
-    _json(
+    tokenizer(folder, ONEVISION_SPECIALS, vocabulary, ONEVISION_TEMPLATE, **eos)
+    write_json(
         folder,
         "preprocessor_config.json",
         image_processor_type="LlavaOnevisionImageProcessor",
@@ -350,7 +350,7 @@ def _llava_onevision(folder: Path, vocabulary: int, layers: int, save: Save) -> 
         image_grid_pinpoints=PINPOINTS,
     )
     _video_file(folder, "LlavaOnevisionVideoProcessor", size={"height": TOWER, "width": TOWER})
-    _json(
+    write_json(
         folder,
         "processor_config.json",
         processor_class="LlavaOnevisionProcessor",
@@ -360,7 +360,7 @@ def _llava_onevision(folder: Path, vocabulary: int, layers: int, save: Save) -> 
         vision_feature_select_strategy="full",
     )
     config = transformers.LlavaOnevisionConfig(
-        text_config=_text(vocabulary, layers, model_type="qwen2"),
+        text_config=text_sizes(vocabulary, layers, model_type="qwen2"),
         vision_config=_siglip(),
         image_token_id=3,
         video_token_id=4,

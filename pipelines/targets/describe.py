@@ -11,6 +11,7 @@ from vlmdistill.drafters import catalogue
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import fingerprint
 from vlmdistill.pipelines.targets.checkpoints.folder import family_of, locate, weight_files
 from vlmdistill.pipelines.targets.checkpoints.info import target_info
+from vlmdistill.pipelines.targets.families.text_model import text_model
 from vlmdistill.pipelines.targets.loading import generation_of, processor_of, skeleton
 from vlmdistill.stores.schema import Feature
 
@@ -36,9 +37,7 @@ def describe(
     info = target_info(
         name, family, model, processor_of(folder, family).tokenizer if folder and needed else None
     )
-    total, language = (
-        sum(w.numel() for w in part.parameters()) for part in (model, model.model.language_model)
-    )
+    total, language = (sum(w.numel() for w in part.parameters()) for part in (model, text_model(model)))
     embed, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     own_head = 0 if head is embed else head.numel()
     language += own_head

@@ -107,7 +107,7 @@ def encode(
     for text in (part.get("text", "") for turn in conversation for part in turn["content"]):
         if position := lone_surrogate(text):
             raise DataError(f"a prompt's text is not Unicode: a lone surrogate at position {position}")
-        for placeholder in (processor.image_token, getattr(processor, "video_token", None)):
+        for placeholder in _placeholders(processor, family.visual_ids(model.config)):
             if placeholder and placeholder in text:
                 raise DataError(f"a prompt's text contains '{placeholder}', a placeholder of the target")
     kinds = [part["type"] for turn in conversation for part in turn["content"]]
@@ -129,25 +129,29 @@ def encode(
     if len(ids_L) > max_length:
         raise DataError(f"the prompt has {len(ids_L)} tokens and the target reads at most {max_length}")
     visual = {k: v for k, v in batch.items() if k not in NOT_VISUAL} if {"image", "video"} & {*kinds} else {}
-    inputs = {name: torch.as_tensor(value) for name, value in family.join_videos(visual).items()}
+    taken = family.accepts(model, family.join_videos(visual))
+    inputs = {name: torch.as_tensor(value) for name, value in taken.items()}
     kind_L = torch.zeros_like(ids_L)
     for kind, visual_id in zip((IMAGE, VIDEO), family.visual_ids(model.config), strict=False):
         kind_L[ids_L == visual_id] = kind
     lengths = {
-        IMAGE: [
-            processor.replace_image_token(batch, image_idx=i).count(processor.image_token)
-            for i in range(kinds.count("image"))
-        ],
+        IMAGE: family.image_lengths(model.config, processor, batch, kinds.count("image")),
         VIDEO: family.video_runs(processor, inputs),
     }
     return EncodedPrompt(
         ids_L=ids_L,
-        rope_AL=family.rope(model, kind_L, inputs),
+        rope_AL=family.rope(model, ids_L, kind_L, inputs),
         kind_L=kind_L,
         spans=_spans(kind_L, lengths),
         inputs=inputs,
         samplings=tuple(videos.samplings),
     )
+
+
+def _placeholders(processor: Any, visual_ids: Sequence[int]) -> set[str | None]:
+    """What a template writes for an image or a video, and what the processor makes of it."""
+    written = {getattr(processor, f"{kind}_token", None) for kind in ("image", "video")}
+    return written | set(processor.tokenizer.convert_ids_to_tokens(list(visual_ids)))
 
 
 @dataclass
@@ -194,20 +198,21 @@ def _local(source: Any, part: Mapping[str, Any]) -> Any:
     return media_file({**part, "path": source}) if isinstance(source, str) and is_url(source) else source
 
 
-def _spans(kind_L: Tensor, lengths: Mapping[int, Sequence[int]]) -> tuple[Span, ...]:
-    """One span per image or run, even if no token is between two; `lengths` are by kind, in order."""
+def _spans(kind_L: Tensor, lengths: Mapping[int, Sequence[int] | None]) -> tuple[Span, ...]:
+    """One span per contiguous run of the tokens of an image or video, even if no token is between two.
+
+    `lengths` are the numbers of tokens of images, and of runs of videos, by kind, in order.
+    """
     spans = []
-    for kind, runs in lengths.items():
-        positions, taken = torch.nonzero(kind_L == kind).flatten().tolist(), 0
+    for kind, known in lengths.items():
+        positions = torch.nonzero(kind_L == kind).flatten()
+        runs = [len(positions)] if known is None else list(known)
         if sum(runs) != len(positions):
             raise DataError(
                 f"the prompt has {len(positions)} visual tokens and its images or videos need {sum(runs)}: "
                 "does the chat template insert each exactly once?"
             )
-        for length in runs:
-            start = positions[taken]
-            if positions[taken + length - 1] != start + length - 1:
-                raise DataError("the visual tokens of an image are not contiguous in this prompt")
-            spans.append(Span(start, length))
-            taken += length
+        for one in torch.split(positions, runs):  # an image in rows has other tokens between them
+            gaps = torch.nonzero(one.diff() > 1).flatten() + 1
+            spans += [Span(int(run[0]), len(run)) for run in one.tensor_split(gaps) if len(run)]
     return tuple(sorted(spans, key=lambda span: span.start))

@@ -23,8 +23,12 @@ from vlmdistill.pipelines.targets.checkpoints.folder import (
 )
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
 from vlmdistill.pipelines.targets.checkpoints.template import Thinking
-from vlmdistill.pipelines.targets.families.family import Family, disagreement, placeholders
+from vlmdistill.pipelines.targets.families import SHOWN
+from vlmdistill.pipelines.targets.families.family import Family, disagreement
+from vlmdistill.pipelines.targets.families.text_model import embed_scale, text_model
 from vlmdistill.pipelines.targets.multi_device import ROOM, DeviceMap, MultiDeviceTarget, device_map
+from vlmdistill.pipelines.targets.stock.check import prove
+from vlmdistill.pipelines.targets.stock.target import StockTarget
 from vlmdistill.pipelines.targets.target_model import TargetModel
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 from vlmdistill.stores.errors import TargetError
@@ -38,6 +42,7 @@ class LoadOptions(Options, total=False):
 
     device: str
     layers: DeviceMap | None
+    proven: bool
 
 
 def load(name: str, **options: Unpack[LoadOptions]) -> VisionLanguageTarget:
@@ -45,7 +50,8 @@ def load(name: str, **options: Unpack[LoadOptions]) -> VisionLanguageTarget:
 
     Options: `device`, by default a GPU if there is one; `dtype`, by default bfloat16 on a GPU and float32 on
     a CPU; `attention`, the kernel of capture and prefill; `compiled`: decoding steps by `torch.compile`, on a
-    GPU as CUDA graphs; `layers`: the device of each part (`device_map` of transformers) instead of `device`.
+    GPU as CUDA graphs; `layers`: the device of each part (`device_map` of transformers) instead of `device`;
+    `proven`: no self-test, although nobody has shown this family to work.
     Raises TargetError, one line, on anything wrong with the name, the checkpoint or an option, and if the
     target needs several devices.
     """
@@ -55,15 +61,15 @@ def load(name: str, **options: Unpack[LoadOptions]) -> VisionLanguageTarget:
             f"{name} needs several devices, but decoding runs on one: use a larger GPU or a smaller target "
             "(responses and features can use several)"
         )
-    return VisionLanguageTarget(compiled=source.compiled, **source.load())
+    return source.target()
 
 
 def load_for_capture(name: str, **options: Unpack[LoadOptions]) -> TargetModel:
     """As `load`, but a target that is too large for one GPU is spread over all that this process sees."""
     source = _Source(name, **options)
-    if source.several_devices:
+    if source.several_devices and source.fused:
         return MultiDeviceTarget(**source.load())
-    return VisionLanguageTarget(compiled=source.compiled, **source.load())
+    return source.target()
 
 
 def load_embedding(name: str) -> tuple[TargetModel, Head]:
@@ -75,8 +81,10 @@ def load_embedding(name: str) -> tuple[TargetModel, Head]:
     for file in weight_files(source.folder):
         with safe_open(file, framework="pt") as tensors:
             if found := [key for key in tensors.keys() if key.endswith("embed_tokens.weight")]:  # noqa: SIM118
-                embed_VD = tensors.get_tensor(found[0]).float()
-                return VisionLanguageTarget(**source.load(weights=False)), Head(embed_VD, embed_VD)
+                target = VisionLanguageTarget(**source.load(weights=False))
+                scale = embed_scale(text_model(target.model))
+                embed_VD = tensors.get_tensor(found[0]).float() * scale
+                return target, Head(embed_VD, embed_VD)
     raise TargetError(f"{source.folder}: no weights are named embed_tokens.weight: wrong files?")
 
 
@@ -92,13 +100,14 @@ class _Source:
         compiled: bool = False,
         layers: DeviceMap | None = None,
         thinking: Thinking = "",
+        proven: bool = False,
     ):
         if attention not in ATTENTION:
             raise TargetError(f"unknown attention '{attention}': choose one of {', '.join(ATTENTION)}")
         if dtype != "auto" and dtype not in DTYPES:
             raise TargetError(f"unknown dtype '{dtype}': choose auto or one of {', '.join(DTYPES)}")
         self.name, self.attention = name, attention
-        self.compiled, self.layers, self.thinking = compiled, layers, thinking
+        self.compiled, self.layers, self.thinking, self.proven = compiled, layers, thinking, proven
         self.device = _device(device)
         on_gpu = self.device.type == "cuda"
         self.dtype = DTYPES.get(dtype, torch.bfloat16 if on_gpu else torch.float32)
@@ -106,7 +115,14 @@ class _Source:
             _check_flash(self.device, self.dtype)
         self.folder = resolve(name)
         self.family = family_of(self.folder / "config.json").load()
-        configuration(self.folder / "config.json")
+        text = configuration(self.folder / "config.json").get_text_config()
+        self.fused = _can_fuse(self.family, text)
+        if not self.fused and attention == "flash_attention_2":
+            raise TargetError(
+                f"attention 'flash_attention_2' verifies no drafts of a {self.family.name}: choose sdpa"
+            )
+        if not self.fused and compiled:
+            raise TargetError(f"the decoding steps of a {self.family.name} do not compile: omit --compile")
         self.generation = generation_of(self.folder)
         self.processor = processor_of(self.folder, self.family)
         if device == "auto" and on_gpu and layers is None:
@@ -115,6 +131,16 @@ class _Source:
     @property
     def several_devices(self) -> bool:
         return len(set((self.layers or {}).values())) > 1
+
+    def target(self) -> VisionLanguageTarget:
+        """The loaded target; TargetError if it fails its check, where nobody has shown such a one."""
+        parts = self.load()
+        if self.fused:
+            return VisionLanguageTarget(compiled=self.compiled, **parts)
+        target = StockTarget(**parts)
+        if not self.proven and self.family.model_type not in SHOWN:
+            prove(target)
+        return target
 
     def load(self, *, weights: bool = True) -> dict[str, Any]:
         """Load the weights: the arguments of a `TargetModel`."""
@@ -190,21 +216,19 @@ def configuration(config: Path) -> Any:
     with _in_one_line(f"{config} is not a valid configuration"):
         read = transformers.AutoConfig.from_pretrained(config, local_files_only=True)
     text = read.get_text_config()
-    kind = type(text).model_type
-    if kind not in family.text_types:
-        raise TargetError(
-            f"{config}: a text model of type '{kind}' is not supported: "
-            f"{family.name} is supported with {', '.join(family.text_types)}"
-        )
-    if _slides(text):
-        raise TargetError(
-            f"{config}: sliding-window attention over {text.sliding_window} tokens is not supported: set "
-            "sliding_window to null and remove layer_types if no sequence is longer than that"
-        )
-    rope = text.rope_parameters.get("rope_type", "default")
-    if rope in ("dynamic", "longrope"):
+    rope = text.rope_parameters.get("rope_type", "default") if text.rope_parameters else "no"
+    if rope in ("dynamic", "longrope", "no"):
         raise TargetError(f"{config}: rotary positions of type '{rope}' are not supported")
+    if getattr(text, "cross_attention_layers", None) or read.is_encoder_decoder:
+        raise TargetError(
+            f"{config}: a {family.name} reads images by cross-attention, not as tokens: it is not supported"
+        )
     return read
+
+
+def _can_fuse(family: Family, text: Any) -> bool:
+    """Whether this project has a faster form of the text model's layers; the stock ones run otherwise."""
+    return type(text).model_type in family.text_types and not _slides(text)
 
 
 def _slides(text: Any) -> bool:
@@ -234,10 +258,11 @@ def processor_of(folder: Path, family: Family) -> Any:
     with _in_one_line(f"{folder}: the processor does not load"):
         image = transformers.AutoImageProcessor.from_pretrained(folder, local_files_only=True)
     found = type(image).__name__
-    if found.removesuffix("Pil").removesuffix("Fast") not in family.image_processors:
+    known = family.image_processors
+    if known and found.removesuffix("Pil").removesuffix("Fast") not in known:
         raise TargetError(
             f"{folder}: the processor does not match the model: it is a {found}, and {family.name} takes "
-            f"{' or '.join(family.image_processors)}: copy the processor files of the published model"
+            f"{' or '.join(known)}: copy the processor files of the published model"
         )
     with _in_one_line(f"{folder}: the processor does not load"):
         processor = family.load_processor(folder)
@@ -260,9 +285,13 @@ def _model(
 ) -> Any:
     if layers and not transformers.utils.is_accelerate_available():
         raise TargetError("a target on several devices needs the package accelerate: pip install accelerate")
+    read = configuration(folder / "config.json")
+    if quantised := getattr(read, "quantization_config", None):
+        read.quantization_config = {**quantised, "dequantize": True}  # our layers multiply by floats
     with _in_one_line(f"{folder}: the weights do not load"):
         model, report = transformers.AutoModelForImageTextToText.from_pretrained(
             folder,
+            config=read,
             dtype=dtype,
             attn_implementation=attention,
             local_files_only=True,
@@ -275,6 +304,11 @@ def _model(
         raise TargetError(
             f"{folder}: the weights lack {len(missing)} tensors, {missing[0]} first: wrong files?"
         )
+    if quantised and not all(weight.is_floating_point() for weight in model.parameters()):
+        raise TargetError(
+            f"{folder}: weights quantised by {quantised['quant_method']} cannot be read as numbers: use a "
+            "checkpoint in bfloat16, compressed-tensors or fp8"
+        )
     return model
 
 
@@ -286,10 +320,10 @@ def _check_together(folder: Path, family: Family, model: Any, processor: Any) ->
             f"{rows} embeddings"
         )
     try:
-        facts = family.facts(model.config, processor)
+        facts = family.agreement(model.config, processor)
     except TargetError as error:
         raise TargetError(f"{folder}: {error}") from None
-    if fact := disagreement([*placeholders(model.config, processor, ["image"]), *facts]):
+    if fact := disagreement(facts):
         raise TargetError(f"{folder}: the processor does not match the model: {fact}")
 
 

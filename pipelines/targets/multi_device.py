@@ -7,13 +7,8 @@ head are on the first device, so that states enter and leave there.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
-from vlmdistill.drafters.decoding.acceptance import is_greedy
-from vlmdistill.pipelines.targets.encode import EncodedPrompt
-from vlmdistill.pipelines.targets.generation import Sampler
-from vlmdistill.pipelines.targets.target_model import UNREADABLE, TargetModel
-from vlmdistill.stores.errors import PromptError, TargetError
+from vlmdistill.pipelines.targets.target_model import TargetModel
+from vlmdistill.stores.errors import TargetError
 
 LAYERS = "model.language_model.layers"
 ROOM = 2 << 30  # bytes of each device kept free of weights: for states, keys and values
@@ -22,39 +17,6 @@ DeviceMap = Mapping[str, int | str]
 
 class MultiDeviceTarget(TargetModel):
     """A target that is too large for one device. It generates by the stock `generate`."""
-
-    def _generate(
-        self, prompts: Sequence[EncodedPrompt], max_new_tokens: int, sampler: Sampler
-    ) -> list[list[int]]:
-        inputs = self._stock_inputs(prompts)
-        if inputs is None:
-            for at, prompt in enumerate(prompts):
-                if self.family.stock_inputs(prompt.inputs) is None:
-                    raise PromptError(UNREADABLE, at)
-            half = len(prompts) // 2
-            return [
-                ids
-                for part in (prompts[:half], prompts[half:])
-                for ids in self._generate(part, max_new_tokens, sampler)
-            ]
-        sampling: dict[str, Any] = {"do_sample": False}
-        if not is_greedy(sampler.temperature):
-            sampling = {
-                "do_sample": True,
-                "temperature": sampler.temperature,
-                "top_p": sampler.top_p,
-                "top_k": 0,
-            }
-        config = self._generation_config(max_new_tokens=max_new_tokens, **sampling)
-        gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-        with torch.inference_mode(), torch.random.fork_rng(devices=gpus):
-            torch.manual_seed(sampler.seed)
-            out_BL = self.model.generate(**inputs, generation_config=config)
-        return [self._until_eos(ids) for ids in out_BL[:, inputs["input_ids"].shape[1] :].tolist()]
-
-    def _until_eos(self, ids: list[int]) -> list[int]:
-        stop = next((i for i, token in enumerate(ids) if token in self.info.eos_ids), len(ids))
-        return ids[: stop + 1]
 
 
 def device_map(model: Any, number_bytes: int, free: Sequence[int]) -> dict[str, int | str]:

@@ -3,7 +3,6 @@
 Shapes: B samples, L positions, N tokens, A rotary axes, D hidden width, V vocabulary.
 """
 
-import abc
 from collections.abc import Collection, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +15,7 @@ from msgspec import UNSET
 from torch import Tensor
 
 from vlmdistill.drafters.core.batch import Head
+from vlmdistill.drafters.decoding.acceptance import is_greedy
 from vlmdistill.pipelines.targets.batching import HalveOnOom, pad
 from vlmdistill.pipelines.targets.capture import DTYPES, Leaving, Transcript
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import Fingerprint, fingerprint
@@ -23,16 +23,17 @@ from vlmdistill.pipelines.targets.checkpoints.info import target_info
 from vlmdistill.pipelines.targets.checkpoints.template import VARIABLES, Thinking, switch_of, thinks
 from vlmdistill.pipelines.targets.encode import EncodedPrompt, EncodedResponse, Messages, encode
 from vlmdistill.pipelines.targets.families.family import Family, Inputs, Visual, encode_visual
+from vlmdistill.pipelines.targets.families.text_model import LogitRule, embed_scale, logit_rules, text_model
 from vlmdistill.pipelines.targets.generation import Sampler
 from vlmdistill.pipelines.targets.software import versions
 from vlmdistill.pipelines.targets.text_layers import LayerCache, run_layers
-from vlmdistill.stores.errors import DataError, TargetError
+from vlmdistill.stores.errors import DataError, PromptError, TargetError
 from vlmdistill.stores.schema import Feature, Provenance, Sample, TargetInfo, as_features
 
 UNREADABLE = "the stock model cannot read this prompt: its videos differ in length"
 
 
-class TargetModel(abc.ABC):
+class TargetModel:
     """What a target can do on one device or several; `loading.load_for_capture` makes one."""
 
     def __init__(
@@ -61,9 +62,8 @@ class TargetModel(abc.ABC):
                 f"{folder}: the chat template has no switch for reasoning ({' or '.join(VARIABLES)}): leave "
                 "out --thinking"
             )
-        self._text = model.model.language_model
+        self._text = text_model(model)
         self._eager = attention == "eager"
-        self._head: Tensor = model.get_output_embeddings().weight
         self._checked = False
         self._halve_generate, self._halve_capture = HalveOnOom(), HalveOnOom()
         eos_ids = self.info.eos_ids
@@ -90,10 +90,36 @@ class TargetModel(abc.ABC):
         """Facts that a drafter is built from, such as `hidden_size` (D) and `vocab_size` (V)."""
         return target_info(self.name, self.family, self.model, self.tokenizer)
 
+    @cached_property
+    def _logit_rule(self) -> LogitRule:
+        """Of the rules that the configuration allows for, the one that gives the stock model's logits."""
+        rules = logit_rules(self._text.config)
+        if len(rules) == 1:
+            return rules[0]
+        ids_12 = torch.tensor([self.info.eos_ids[:1] * 2], device=self.device)
+        with torch.inference_mode():
+            hidden_2D = self.model.model(input_ids=ids_12).last_hidden_state[0]
+            stock_2V = self.model(input_ids=ids_12).logits[0].float()
+            plain_2V = F.linear(hidden_2D, self.model.get_output_embeddings().weight).float()
+        return min(rules, key=lambda rule: float((rule(plain_2V) - stock_2V).abs().max()))
+
+    @cached_property
+    def _head_VD(self) -> Tensor:
+        weight_VD: Tensor = self.model.get_output_embeddings().weight
+        scale = self._logit_rule.scale
+        return weight_VD if scale == 1 else weight_VD * scale
+
     @property
     def head(self) -> Head:
         """The frozen `embed_VD` and `lm_head_VD` [vocabulary, hidden size], on the target's device."""
-        return Head(embed_VD=self.model.get_input_embeddings().weight, lm_head_VD=self._head)
+        return Head(embed_VD=self._embed_VD, lm_head_VD=self._head_VD)
+
+    @cached_property
+    def _embed_VD(self) -> Tensor:
+        """The inputs of layer 0: some models scale their embeddings."""
+        weight_VD: Tensor = self.model.get_input_embeddings().weight
+        scale = embed_scale(self._text)
+        return weight_VD if scale == 1 else weight_VD * scale
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
@@ -188,11 +214,39 @@ class TargetModel(abc.ABC):
             lambda part: [self.response(ids) for ids in self._generate(part, max_new_tokens, sampler)],
         )
 
-    @abc.abstractmethod
     def _generate(
         self, prompts: Sequence[EncodedPrompt], max_new_tokens: int, sampler: Sampler
     ) -> list[list[int]]:
-        """The tokens of the response to each prompt, with the EOS that ends it."""
+        """The tokens of the response to each prompt, with the EOS that ends it, by the stock `generate`."""
+        inputs = self._stock_inputs(prompts)
+        if inputs is None:
+            for at, prompt in enumerate(prompts):
+                if self.family.stock_inputs(prompt.inputs) is None:
+                    raise PromptError(UNREADABLE, at)
+            half = len(prompts) // 2
+            return [
+                ids
+                for part in (prompts[:half], prompts[half:])
+                for ids in self._generate(part, max_new_tokens, sampler)
+            ]
+        sampling: dict[str, Any] = {"do_sample": False}
+        if not is_greedy(sampler.temperature):
+            sampling = {
+                "do_sample": True,
+                "temperature": sampler.temperature,
+                "top_p": sampler.top_p,
+                "top_k": 0,
+            }
+        config = self._generation_config(max_new_tokens=max_new_tokens, **sampling)
+        gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+        with torch.inference_mode(), torch.random.fork_rng(devices=gpus):
+            torch.manual_seed(sampler.seed)
+            out_BL = self.model.generate(**inputs, generation_config=config)
+        return [self._until_eos(ids) for ids in out_BL[:, inputs["input_ids"].shape[1] :].tolist()]
+
+    def _until_eos(self, ids: list[int]) -> list[int]:
+        stop = next((i for i, token in enumerate(ids) if token in self.info.eos_ids), len(ids))
+        return ids[: stop + 1]
 
     @torch.inference_mode()
     def reference(self, prompt: EncodedPrompt, *, max_new_tokens: int) -> EncodedResponse | None:
@@ -213,17 +267,28 @@ class TargetModel(abc.ABC):
         stopped = ids[-1] in self.info.eos_ids
         return EncodedResponse(ids=tuple(ids), finish="stop" if stopped else "length", text=text)
 
-    def _stock_inputs(self, prompts: Sequence[EncodedPrompt]) -> dict[str, Tensor] | None:
-        """A left-padded batch for the stock model; None if it cannot take these prompts in one batch."""
-        visual = self.family.stock_inputs(self.family.collate([prompt.inputs for prompt in prompts]))
+    def _stock_inputs(
+        self, prompts: Sequence[EncodedPrompt], sequences: Sequence[Transcript] | None = None
+    ) -> dict[str, Tensor] | None:
+        """A batch for the stock model; None if it cannot take these prompts in one batch.
+
+        Prompts are padded on the left, to be continued; whole `sequences` on the right, with their positions.
+        """
+        samples = [prompt.inputs for prompt in prompts]
+        visual = (
+            self.family.stock_inputs(self.family.collate(samples)) if self.family.one_batch(samples) else None
+        )
         if visual is None:
             return None
+        rows, left = sequences or prompts, sequences is None
         inputs = {
-            "input_ids": pad([prompt.ids_L for prompt in prompts], self._pad_id, left=True),
-            "attention_mask": pad([torch.ones_like(prompt.ids_L) for prompt in prompts], 0, left=True),
+            "input_ids": pad([row.ids_L for row in rows], self._pad_id, left=left),
+            "attention_mask": pad([torch.ones_like(row.ids_L) for row in rows], 0, left=left),
         }
-        if self.family.mrope:
-            inputs["mm_token_type_ids"] = pad([prompt.kind_L for prompt in prompts], 0, left=True)
+        for name in self.family.kind_inputs(self.model):
+            inputs[name] = pad([row.kind_L for row in rows], 0, left=left)
+        if sequences and self.family.mrope:
+            inputs["position_ids"] = pad([row.rope_AL for row in rows], 0).transpose(0, 1)
         return self._on_device({**inputs, **visual})
 
     def _on_device(self, inputs: Inputs) -> dict[str, Tensor]:
@@ -328,7 +393,7 @@ class TargetModel(abc.ABC):
     @torch.inference_mode()
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """The LM head on `hidden` states, float32 [N, V]."""
-        return F.linear(hidden_ND, self._head).float()
+        return self._logit_rule.limited(F.linear(hidden_ND, self._head_VD).float())
 
     def _states(
         self,

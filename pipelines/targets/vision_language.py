@@ -79,16 +79,22 @@ class VisionLanguageTarget(TargetModel):
         on_encoded: Callable[[], None] = lambda: None,
     ) -> Batch:
         """Start a new sequence: run a prompt and return its tokens with `features` and hidden.text."""
-        decoder, transcript = self._decoder, Transcript.of(prompt)
         self._prompt, self.sequence = prompt, self.sequence + 1
         wanted = {HIDDEN_TEXT, *features}
         with torch.inference_mode():
-            cache = decoder.start(prompt.length, prompt.next_rope)
-            embedded = self._embed([prompt], [transcript])
-            on_encoded()
-            states = self._run(*embedded, {f.source for f in wanted}, cache)
-            cache.length = prompt.length
-            return transcript.batch({name: state[0] for name, state in states.items()}, wanted)
+            states = self._prefill(prompt, {f.source for f in wanted}, on_encoded)
+            return Transcript.of(prompt).batch({name: state[0] for name, state in states.items()}, wanted)
+
+    def _prefill(
+        self, prompt: EncodedPrompt, sources: Collection[str], on_encoded: Callable[[], None]
+    ) -> dict[str, Tensor]:
+        """Run a prompt into the decoder's cache: states by source [1, L, D]."""
+        cache = self._decoder.start(prompt.length, prompt.next_rope)
+        embedded = self._embed([prompt], [Transcript.of(prompt)])
+        on_encoded()
+        states = self._run(*embedded, sources, cache)
+        cache.length = prompt.length
+        return states
 
     @torch.inference_mode()
     def extend(

@@ -157,11 +157,11 @@ def test_tokens_drawn_in_one_pass_follow_the_distribution_of_the_target(
 
 def heads_of_32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `tiny` make text models with heads of 32, the smallest that vLLM's CPU kernels take."""
-    mrope, text = tiny._mrope, tiny._text
+    mrope, text = tiny.mrope, tiny.text_sizes
     for name, size in {"HIDDEN": 64, "HEADS": 2, "KV_HEADS": 1}.items():
         monkeypatch.setattr(tiny, name, size)
-    monkeypatch.setattr(tiny, "_mrope", lambda parts, **more: mrope([4 * part for part in parts], **more))
-    monkeypatch.setattr(tiny, "_text", lambda *sizes, **more: text(*sizes, **{**more, "head_dim": 32}))
+    monkeypatch.setattr(tiny, "mrope", lambda parts, **more: mrope([4 * part for part in parts], **more))
+    monkeypatch.setattr(tiny, "text_sizes", lambda *sizes, **more: text(*sizes, **{**more, "head_dim": 32}))
 
 
 def as_published(file: Path) -> None:

@@ -11,7 +11,7 @@ from huggingface_hub import constants
 
 from vlmdistill.pipelines.targets.checkpoints.registry import HUB, REGISTRY, hub_id, shipped
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
-from vlmdistill.pipelines.targets.families import FAMILIES, FamilyEntry
+from vlmdistill.pipelines.targets.families import FAMILIES, FamilyEntry, entry
 from vlmdistill.stores.errors import DataError, TargetError
 from vlmdistill.stores.records import read_bytes
 
@@ -103,13 +103,8 @@ def cached(repository: str) -> Path | None:
 
 
 def family_of(config: Path) -> FamilyEntry:
-    """The family of a `config.json`; TargetError if it is not supported."""
-    kind = read_json(config.parent, config.name).get("model_type")
-    if kind not in FAMILIES:
-        raise TargetError(
-            f"{config.parent}: model_type '{kind}' is not supported: choose a model of {', '.join(FAMILIES)}"
-        )
-    return FAMILIES[str(kind)]
+    """The family of a `config.json`."""
+    return entry(str(read_json(config.parent, config.name).get("model_type")))
 
 
 def known_family(name: str) -> FamilyEntry | None:

@@ -7,6 +7,7 @@ D hidden width.
 import abc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -34,13 +35,15 @@ class Visual:
 class Family(abc.ABC):
     """One family: its processor, its visual tokens and their positions, its vision tower."""
 
-    name: ClassVar[str]
-    model_type: ClassVar[str]  # of config.json
-    text_types: ClassVar[tuple[str, ...]]  # the model_type of the supported text models
-    processor_class: ClassVar[str]  # in transformers
-    image_processors: ClassVar[tuple[str, ...]]  # class names, without the suffix of a backend
+    name: str
+    model_type: str  # of config.json
+    text_types: ClassVar[tuple[str, ...]] = ()  # the model_type of text models that the decoder can fuse
+    processor_class: str  # in transformers
+    image_processors: ClassVar[
+        tuple[str, ...]
+    ] = ()  # class names, without the suffix of a backend; none: any
     frame_processor: ClassVar[type[FrameProcessor] | None] = None  # of videos; None: images only
-    mrope: ClassVar[bool] = False  # visual tokens have (time, height, width) positions
+    mrope: bool = False  # visual tokens have (time, height, width) positions
 
     @abc.abstractmethod
     def facts(self, config: Any, processor: Any) -> list[Fact]:
@@ -69,6 +72,33 @@ class Family(abc.ABC):
             processor.skip_tensor_conversion = [*processor.skip_tensor_conversion, "pixel_values_videos"]
         return processor
 
+    def agreement(self, config: Any, processor: Any) -> list[Fact]:
+        """`facts`, and the id of the image placeholder."""
+        return [*placeholders(config, processor, ["image"]), *self.facts(config, processor)]
+
+    def image_lengths(
+        self, config: Any, processor: Any, inputs: Mapping[str, Any], images: int
+    ) -> list[int] | None:
+        """The number of visual tokens of each image of a prompt, of which `inputs` is the processor's output.
+
+        None if it is not known: then images without a token between them are one.
+        """
+        placed = (processor.replace_image_token(inputs, image_idx=i) for i in range(images))
+        placeholder = processor.tokenizer.convert_ids_to_tokens(config.image_token_id)
+        return [text.count(placeholder) for text in placed]
+
+    def accepts(self, model: Any, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Those of the processor's outputs for one prompt that the model takes."""
+        return inputs
+
+    def kind_inputs(self, model: Any) -> tuple[str, ...]:
+        """The model's inputs that tell the kind of each position."""
+        return ("mm_token_type_ids",) if self.mrope else ()
+
+    def one_batch(self, samples: Sequence[Inputs]) -> bool:
+        """Whether `collate` can batch these prompts."""
+        return True
+
     def collate(self, samples: Sequence[Inputs]) -> Inputs:
         """Batch the visual inputs of several prompts; a prompt may have none."""
         rows: dict[str, list[Tensor]] = {}
@@ -89,9 +119,19 @@ class Family(abc.ABC):
         """Visual inputs as the stock model takes them; None if it cannot take them in one batch."""
         return inputs
 
-    def rope(self, model: Any, kind_L: Tensor, inputs: Inputs) -> Tensor:
-        """The rotary positions of a prompt [A, L]; `kind_L` is 0 at text, 1 at image, 2 at video tokens."""
-        return torch.arange(len(kind_L))[None]
+    def rope(self, model: Any, ids_L: Tensor, kind_L: Tensor, inputs: Inputs) -> Tensor:
+        """The rotary positions of a prompt [A, L]; `kind_L` is 0 at text, 1 at image, 2 at video tokens.
+
+        M-RoPE positions are by the model's own rule.
+        """
+        if not self.mrope or not inputs:
+            return torch.arange(len(kind_L)).expand(3 if self.mrope else 1, -1)
+        rule = model.model.get_rope_index
+        known = signature(rule).parameters
+        given = {name: value for name, value in inputs.items() if name in known}
+        rope_3BL, _ = rule(input_ids=ids_L[None], mm_token_type_ids=kind_L[None], **given)
+        rope_3L: Tensor = rope_3BL[:, 0]
+        return rope_3L
 
     def visual_ids(self, config: Any) -> tuple[int, ...]:
         """The ids of the image placeholder and, if the family has one, of the video placeholder."""

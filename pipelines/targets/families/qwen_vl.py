@@ -37,16 +37,6 @@ class QwenVLFamily(Family):
             ]
         return [*facts, *placeholders(config, processor, ["video"])]
 
-    def rope(self, model: Any, kind_L: Tensor, inputs: Inputs) -> Tensor:
-        """M-RoPE positions [3, L], by the model's own rule."""
-        if not inputs:
-            return torch.arange(len(kind_L)).expand(3, -1)
-        grids = {name: value for name, value in inputs.items() if not name.startswith("pixel_values")}
-        # The model reads only the shape and the device of the ids.
-        rope_3BL, _ = model.model.get_rope_index(kind_L[None], mm_token_type_ids=kind_L[None], **grids)
-        rope_3L: Tensor = rope_3BL[:, 0]
-        return rope_3L
-
     def video_runs(self, processor: Any, inputs: Inputs) -> list[int]:
         """A video is one run."""
         return [time * frame for time, frame in _video_sizes(processor, inputs)]

@@ -1,0 +1,89 @@
+"""A target whose forward passes are the stock model's: any family, any text model.
+
+Shapes: B samples, L positions, U visual tokens.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlmdistill.pipelines.targets.batching import pad
+from vlmdistill.pipelines.targets.capture import Transcript
+from vlmdistill.pipelines.targets.encode import EncodedPrompt
+from vlmdistill.pipelines.targets.stock.decoder import StockDecoder, watched
+from vlmdistill.pipelines.targets.target_model import TargetModel
+from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
+from vlmdistill.stores.errors import TargetError
+
+
+class StockTarget(VisionLanguageTarget):
+    """A loaded target VLM that runs through the stock forward pass, with the interface of the fused one."""
+
+    _generate = TargetModel._generate
+
+    @cached_property
+    def _decoder(self) -> StockDecoder:  # type: ignore[override]
+        return StockDecoder(self._text, 3 if self.family.mrope else 1)
+
+    def _states(
+        self,
+        prompts: Sequence[EncodedPrompt],
+        sequences: Sequence[Transcript],
+        sources: Collection[str],
+        cache: Any = None,
+    ) -> dict[str, Tensor]:
+        inputs = self._stock_inputs(prompts, sequences)
+        if inputs is None:  # images of different sizes
+            parts = [self._states([p], [s], sources) for p, s in zip(prompts, sequences, strict=True)]
+            return {name: pad([part[name][0].T for part in parts], 0).transpose(1, 2) for name in parts[0]}
+        with self._hidden_placeholders(inputs, sequences), watched(self._text.layers, sources) as states:
+            out = self.model.model(**inputs, past_key_values=cache, use_cache=cache is not None)
+        return {**states, "hidden": out.last_hidden_state}
+
+    @contextmanager
+    def _hidden_placeholders(
+        self, inputs: dict[str, Tensor], sequences: Sequence[Transcript]
+    ) -> Iterator[None]:
+        """Make placeholders in responses ordinary tokens, for which the stock model would look for images."""
+        ids_BL = inputs["input_ids"]
+        visual_BL = pad([sequence.visual_L for sequence in sequences], 0).to(ids_BL.device)
+        stray_BL = torch.isin(ids_BL, ids_BL.new_tensor(self.info.visual_ids)) & ~visual_BL
+        if not stray_BL.any():
+            yield
+            return
+        table = self.model.get_input_embeddings()
+        embed_ND = table(ids_BL[stray_BL])
+        inputs["input_ids"] = ids_BL.masked_fill(stray_BL, self._pad_id)
+
+        def put_back(module: Any, args: Any, embed_BLD: Tensor) -> Tensor:
+            return embed_BLD.masked_scatter(stray_BL[..., None], embed_ND.to(embed_BLD.dtype))
+
+        handle = table.register_forward_hook(put_back)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _prefill(
+        self, prompt: EncodedPrompt, sources: Collection[str], on_encoded: Callable[[], None]
+    ) -> dict[str, Tensor]:
+        cache = self._decoder.start(prompt.length, prompt.next_rope)
+        first = self._text.layers[0].register_forward_pre_hook(lambda *_: on_encoded())
+        try:
+            return self._states([prompt], [Transcript.of(prompt)], sources, cache)
+        finally:
+            first.remove()
+
+    def attention(self) -> Tensor:
+        """TargetError: the stock kernels give no attention weights."""
+        raise TargetError(
+            f"{self.name}: drafts from the target's attention need fused layers: use another drafter"
+        )
+
+    def without(self, keep_U: Tensor) -> Any:
+        """TargetError: see `attention`."""
+        return self.attention()
