@@ -280,24 +280,40 @@ def gc(
         float,
         typer.Option(min=0, help="Keep files that were written in the last SECONDS.", metavar="SECONDS"),
     ] = 24 * 3600,
+    older_than: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            help="Also delete samples that were asked longer ago, such as 30d; those without a time stay. "
+            "`vlmdistill forget` deletes their prompts, responses and media, too.",
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the files, but remove nothing.")] = False,
     as_json: console.Json = False,
 ) -> None:
     """Remove files that no record refers to, as killed writers leave them; never those of a live writer."""
-    from vlmdistill.stores.integrity.gc import collect
+    import time
+
+    from vlmdistill.stores.integrity.gc import Removed, collect
+    from vlmdistill.stores.sharing.retention import expire, seconds
     from vlmdistill.stores.store import Store
 
-    removed = collect(Store.open(store), grace=grace, dry_run=dry_run)
+    opened, facts = Store.open(store), dict[str, object]()
+    removed = list[Removed]()
+    if older_than is not None:
+        expired = expire(opened, time.time() - seconds(older_than, "--older-than"), dry_run=dry_run)
+        removed += [Removed(*one) for one in expired.removed.items()]
+        facts = {"samples": len(expired.keys), "untimed": expired.untimed}
+    removed += collect(opened, grace=grace, dry_run=dry_run)
     total = sum(item.bytes for item in removed)
     if as_json:
         names = [asdict(item) for item in removed]
-        console.result({"removed": names, "bytes": total, "dry_run": dry_run}, True)
+        console.result({"removed": names, "bytes": total, "dry_run": dry_run, **facts}, True)
         return
     for item in removed:
         console.echo(item.name)
-    console.result(
-        {"would remove" if dry_run else "removed": f"{len(removed)}, {console.size(total)}"}, False
-    )
+    done = "would remove" if dry_run else "removed"
+    console.result({done: f"{len(removed)}, {console.size(total)}", **facts}, False)
 
 
 def _send(source: str, target: str, view: str | None, features: str | None, as_json: bool) -> None:

@@ -27,6 +27,8 @@ Array = npt.NDArray[Any]
 Where = Literal["text", "visual", "span"]
 Rows = Literal["text", "visual", "span", "sample"]  # what one row of an array is for
 Meta = Mapping[str, str | int | float | bool | None]
+TIME = "time"
+"""The meta column that says when a sample was asked, in seconds since 1970: `store gc --older-than`."""
 
 # What may be read; far beyond any target, and small enough to reckon with.
 Size = Annotated[int, Bounds(ge=1, le=1 << 17)]  # of a vector

@@ -9,7 +9,7 @@ from vlmdistill.pipelines.cluster.queue import scattered
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt, facts_of
 from vlmdistill.pipelines.data.responses import dataset
 from vlmdistill.pipelines.data.responses.dataset import ResponseRow
-from vlmdistill.stores.schema import content_hash
+from vlmdistill.stores.schema import TIME, content_hash
 from vlmdistill.stores.views.text_stats import text_stats
 
 SHARD_SAMPLES = 256  # at most
@@ -35,6 +35,7 @@ class CaptureItem:
             "split": self.prompt.split,
             "augmentation": self.prompt.augmentation,
             "finish": self.response.finish,
+            **({} if self.prompt.time is None else {TIME: self.prompt.time}),
             **text_stats(self.response.text),  # the named filters of views read these
         }
 

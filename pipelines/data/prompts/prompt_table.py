@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 Split = Literal["train", "eval"]
 LENGTHS = {"image": 2000, "video": 20000}  # of media, in characters of text, to sort prompts by length
 BATCH = 1 << 13  # prompts in memory at once
+LATER = ("time",)  # columns that files of earlier versions lack
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Prompt:
     source: str
     row: int
     turn: int  # which user turn of the row it ends with, from 1
+    time: int | None = None  # when it was asked, in seconds since 1970; None: it is no traffic
 
     @property
     def files(self) -> list[str]:
@@ -67,7 +69,7 @@ def schema() -> Any:
     part = pa.struct({"type": text, "text": text, "path": text, "digest": text, **sampling})
     message = pa.struct({"role": text, "content": pa.list_(part)})
     columns = dict.fromkeys((column.name for column in dataclasses.fields(Prompt)), text)
-    columns |= {"messages": pa.list_(message), "row": pa.int64(), "turn": pa.int32()}
+    columns |= {"messages": pa.list_(message), "row": pa.int64(), "turn": pa.int32(), "time": pa.int64()}
     return pa.schema(columns, metadata={"vlmdistill.prompts": "1"})
 
 
@@ -79,7 +81,8 @@ def read(path: Path, model: str = "M") -> list[Prompt]:
     _require_there(path, model)
     base = address(path.parent)
     with reading_parquet(path):
-        return [_prompt(row, base) for row in _file(path).read(schema().names).to_pylist()]
+        file = _file(path)
+        return [_prompt(row, base) for row in file.read(_columns(file)).to_pylist()]
 
 
 def _require_there(path: Path, model: str) -> None:
@@ -95,10 +98,15 @@ def _file(path: Path) -> Any:
     import pyarrow.parquet as pq
 
     file = pq.ParquetFile(path)
-    missing = [name for name in schema().names if name not in file.schema_arrow.names]
+    missing = [name for name in schema().names if name not in file.schema_arrow.names and name not in LATER]
     if missing:
         raise DataError(f"{path} is not a prompts file: it lacks the columns {', '.join(missing)}")
     return file
+
+
+def _columns(file: Any) -> list[str]:
+    """The columns of prompts that a file has."""
+    return [name for name in schema().names if name in file.schema_arrow.names]
 
 
 def _prompt(row: dict[str, Any], base: str) -> Prompt:
@@ -186,8 +194,8 @@ def load(path: Path, model: str = "M", split: str = "all", limit: int | None = N
     def batches() -> Iterator[Any]:
         left = limit
         with reading_parquet(path):
-            for batch in file.iter_batches(BATCH, columns=schema().names):
-                batch = batch.select(schema().names)
+            for batch in file.iter_batches(BATCH, columns=_columns(file)):
+                batch = batch.select(_columns(file))
                 if split != "all":
                     batch = batch.filter(pc.equal(batch["split"], split))
                 batch = batch.slice(0, left)
@@ -200,7 +208,7 @@ def load(path: Path, model: str = "M", split: str = "all", limit: int | None = N
 
     with reading_parquet(path):
         file = _file(path)
-    kinds = pa.schema([file.schema_arrow.field(name) for name in schema().names])
+    kinds = pa.schema([file.schema_arrow.field(name) for name in _columns(file)])
     try:
         spool = Spool(path.parent, kinds, batches())
     except OSError as error:

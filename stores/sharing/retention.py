@@ -1,0 +1,153 @@
+"""Deletion by age: samples that were asked too long ago leave a store, and their bytes leave the disk.
+
+Shards are immutable, so a shard with such samples is written again without them, under another name, before
+its record is dropped: what stays is in the store at every moment, whatever is killed whenever. A reader of
+the old shard finds its files gone, and says so; one that begins later sees the new one. What another process
+still writes to is left, and the next `store gc` removes it.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import polars as pl
+from msgspec.structs import replace
+
+from vlmdistill.stores.backends.backend import Backend, writing
+from vlmdistill.stores.commits import LEDGER
+from vlmdistill.stores.errors import DataError, StoreError
+from vlmdistill.stores.index.arrow import frame_of, read_arrow
+from vlmdistill.stores.index.tables import read_table, write_table
+from vlmdistill.stores.manifest import (
+    CACHE,
+    INDEX,
+    STATS,
+    VIEWS,
+    RunRecord,
+    TableRecord,
+    ViewRecord,
+    commit_name,
+    record_names,
+)
+from vlmdistill.stores.schema import TIME
+from vlmdistill.stores.sharing.transfer import copy_unit
+from vlmdistill.stores.store import Store
+
+UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
+
+
+def seconds(text: str, what: str) -> float:
+    """A length of time such as `90s`, `12h`, `30d` or `2w`; DataError names `what` it is."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhdw])", text.strip().lower())
+    if not found:
+        raise DataError(f"{what} '{text}': write a number with s, m, h, d or w, such as 30d")
+    return float(found[1]) * UNITS[found[2]]
+
+
+@dataclass(frozen=True)
+class Expired:
+    """What was deleted, or would be on a dry run."""
+
+    keys: frozenset[str]
+    untimed: int  # samples that stay, since nothing says when they were asked
+    removed: Mapping[str, int]  # files and folders, and the bytes of each
+
+
+def expire(store: Store, before: float, *, keys: Iterable[str] = (), dry_run: bool = False) -> Expired:
+    """Delete the samples that were asked before a time (seconds since 1970), and those of some `keys`.
+
+    Views and statistics forget them first. StoreError, after everything else, when a live writer holds a
+    shard, or one cannot be read.
+    """
+    old = [*_old(store, before, frozenset(keys))]
+    gone = frozenset(key for _, rows, _ in old for key in rows["key"])
+    times = store.index[TIME] if TIME in store.index.columns else pl.Series([None] * len(store))
+    untimed = int(times.is_null().sum())
+    if dry_run:
+        shards = [store.commit(unit).named for unit, _, _ in old]
+        return Expired(gone, untimed, {name: _bytes(store.backend, name) for name in shards})
+    removed, held = dict[str, int](), list[str]()
+    if gone:
+        for folder in (VIEWS, STATS):
+            for name in record_names(store.backend, folder):
+                removed |= _forget(store.backend, folder, name, gone)
+    for part in (*store.annexes, store):  # what the store no longer has, an annex could not be asked for
+        inside = part.path.removeprefix(store.path).lstrip("/")
+        for unit, _, rest in old if part is store else [*_old(part, before, gone)]:
+            dropped = _drop(part, unit, rest, held)
+            removed |= {f"{inside}/{name}".lstrip("/"): size for name, size in dropped}
+    if held:
+        raise StoreError(
+            f"{len(held)} shards of {store.path} are still written to, such as {held[0]}: run `store gc` "
+            "when that has ended"
+        )
+    return Expired(gone, untimed, removed)
+
+
+def _old(
+    store: Store, before: float, keys: frozenset[str]
+) -> Iterator[tuple[str, pl.DataFrame, pl.DataFrame]]:
+    """Each unit with samples to delete: these, and the others; of keys in several units, each."""
+    for unit in store.units():
+        rows = _lines(store, unit)
+        asked = pl.col(TIME) < before if TIME in rows.columns else pl.lit(False)
+        old = rows.with_columns((asked.fill_null(False) | pl.col("key").is_in(list(keys))).alias("!old"))
+        if old["!old"].any():
+            yield (
+                unit,
+                old.filter(pl.col("!old")).drop("!old"),
+                old.filter(~pl.col("!old")).drop("!old"),
+            )
+
+
+def _lines(store: Store, unit: str) -> pl.DataFrame:
+    """The lines of a unit, with samples that another unit has, too."""
+    record = store.commit(unit)
+    table = read_arrow(store.backend, f"{record.named}/{INDEX}", record.files[INDEX])
+    return frame_of(table).with_columns(unit=pl.lit(unit), shard=pl.lit(record.shard))
+
+
+def _drop(part: Store, unit: str, rest: pl.DataFrame, held: list[str]) -> Iterator[tuple[str, int]]:
+    """Write what stays of a unit, drop its record, and remove its files and the merged index."""
+    backend, named = part.backend, part.commit(unit).named
+    if len(rest):
+        copy_unit(part, part, unit, rest)
+    with writing(backend):
+        backend.remove(f"{LEDGER}/{commit_name(unit)}")  # first: a copy alone would be a lost record
+        backend.remove(commit_name(unit))
+        backend.remove(f"{CACHE}/index.json")
+        for name in (named, *(f"{CACHE}/{leaf}" for leaf in backend.list_names(CACHE))):
+            with backend.try_lock(name) as locked:
+                if not locked and _bytes(backend, name):
+                    held.append(name)
+                elif size := _bytes(backend, name):
+                    backend.remove(name)
+                    yield name, size
+
+
+def _forget(backend: Backend, folder: str, name: str, gone: frozenset[str]) -> dict[str, int]:
+    """Write a view or the statistics of a run again without some keys, and remove the table before."""
+    kind: type[ViewRecord] | type[RunRecord] = ViewRecord if folder == VIEWS else RunRecord
+    record, table = read_table(backend, kind, name)
+    frame = frame_of(table)
+    left = frame.filter(~pl.col("key").is_in(list(gone)))
+    if len(left) == len(frame):
+        return {}
+    now: TableRecord = record
+    if isinstance(record, ViewRecord):
+        reasons = left["reason"].cast(pl.String).drop_nulls().value_counts()
+        counts = dict(reasons.iter_rows())
+        now = replace(
+            record,
+            rows=len(left),
+            kept=int(left["reason"].null_count()),
+            dropped={why: counts.get(why, 0) for why in record.dropped},
+        )
+    size = _bytes(backend, record.file)
+    write_table(backend, now, left)
+    backend.remove(record.file)
+    return {record.file: size}
+
+
+def _bytes(backend: Backend, name: str) -> int:
+    return sum(backend.list_files(name).values()) or backend.size(name) or 0

@@ -1,0 +1,126 @@
+"""Deletion by age: what is too old leaves the disk, the rest stays readable, whoever is killed or at work."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.stores.samples import MORE, make, more, same, sample
+from vlmdistill.cli.main import main
+from vlmdistill.stores.errors import DataError, StoreError
+from vlmdistill.stores.integrity.verify import verify
+from vlmdistill.stores.schema import Feature, Sample
+from vlmdistill.stores.sharing.merge import send
+from vlmdistill.stores.sharing.retention import expire, seconds
+from vlmdistill.stores.store import Store
+from vlmdistill.stores.views.filters import filter_store
+
+HIDDEN = Feature("hidden", "text")
+
+
+def aged(number: int) -> Sample:
+    """The sample of a number, asked at that time; those above 100 have none."""
+    return sample(number, time=number) if number < 100 else sample(number)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """Samples 0 to 5 and 3, 8, 9 (one twice), and two without a time; a view and statistics of all."""
+    made = make(tmp_path / "store")
+    for name, numbers in {"a": [0, 1, 2, 3, 4, 5], "b": [3, 8, 9, 100, 101]}.items():
+        with made.writer(name) as writer:
+            for number in numbers:
+                writer.add(aged(number))
+    filter_store(made, "few", expressions=["words > 1"])
+    made.write_stats("run", {"key": sorted(made.keys()), "loss": [0.5] * len(made)})
+    return made
+
+
+def on_disk(folder: Path, content: bytes) -> list[str]:
+    return [str(file) for file in folder.rglob("*") if file.is_file() and content in file.read_bytes()]
+
+
+def test_the_bytes_of_what_is_too_old_leave_the_disk_and_the_rest_stays(store: Store) -> None:
+    folder = Path(store.path)
+    secrets = [aged(number).features[HIDDEN].tobytes()[:64] for number in range(4)]
+    assert all(on_disk(folder, secret) for secret in secrets)
+    found = expire(store, 4)
+    assert {*found.keys} == {f"k{number:04}" for number in range(4)}
+    assert found.untimed == 2
+    assert not any(on_disk(folder, secret) for secret in secrets)
+    left = Store.open(folder)
+    assert left.keys() == {f"k{number:04}" for number in (4, 5, 8, 9, 100, 101)}
+    assert all(same(left.read(key), aged(int(key[1:]))) for key in left.keys())  # noqa: SIM118
+    assert left.view("few")["key"].to_list() == sorted(left.keys())
+    assert left.index["run.loss"].to_list() == [0.5] * 6
+    assert not verify(folder).damage
+    assert expire(left, 4).removed == {}
+
+
+def test_a_dry_run_removes_nothing_and_an_annex_forgets_with_its_store(store: Store) -> None:
+    annex = store.annex(MORE)
+    with annex.writer("x") as writer:
+        for number in (0, 5, 9):
+            writer.add(replace(more(number), meta=aged(number).meta))
+    before = sorted(Path(store.path).rglob("*"))
+    assert {*expire(store, 1, dry_run=True).keys} == {"k0000"}
+    assert sorted(Path(store.path).rglob("*")) == before
+    state = more(0).features[Feature("layer1", "text")].tobytes()[:64]
+    assert on_disk(Path(store.path), state)
+    expire(store, 1)
+    assert not on_disk(Path(store.path), state)
+    assert same(Store.open(store.path).read("k0005", MORE), replace(more(5), meta=aged(5).meta))
+
+
+def test_killed_after_the_rest_was_written_it_is_done_by_the_next_run(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = type(store.backend)
+    removing = backend.remove
+
+    def killed(self: object, name: str) -> None:
+        if name.startswith("commits/"):
+            raise KeyboardInterrupt
+        removing(self, name)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "remove", killed)
+        with pytest.raises(KeyboardInterrupt):
+            expire(store, 4)
+    again = Store.open(store.path)
+    assert again.keys() == {f"k{number:04}" for number in (0, 1, 2, 3, 4, 5, 8, 9, 100, 101)}
+    expire(again, 4)
+    assert Store.open(store.path).keys() == {f"k{number:04}" for number in (4, 5, 8, 9, 100, 101)}
+    assert not verify(store.path).damage
+
+
+def test_a_copy_that_began_before_ends_with_an_error_and_then_brings_what_is_left(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, at_work = type(store.backend).read_range, list[bool]()
+
+    def expiring(self: object, name: str, *more: int) -> object:
+        if "/tokens/" in name and not at_work:
+            at_work.append(True)
+            expire(Store.open(store.path), 4)
+        return reading(self, name, *more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(type(store.backend), "read_range", expiring)
+    with pytest.raises(StoreError):
+        send(store.path, tmp_path / "copy")
+    send(store.path, tmp_path / "copy")
+    assert Store.open(tmp_path / "copy").keys() >= {f"k{number:04}" for number in (4, 5, 8, 9, 100, 101)}
+    assert not verify(store.path).damage
+
+
+def test_the_command_deletes_by_age_and_refuses_what_is_no_age(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["store", "gc", store.path, "--older-than", "30d"]) == 0
+    assert "8" in capsys.readouterr().out  # all that have a time are of 1970
+    assert Store.open(store.path).keys() == {"k0100", "k0101"}
+    assert main(["store", "gc", store.path, "--older-than", "soon"]) == 1
+    assert "30d" in capsys.readouterr().err
+    assert [seconds(text, "--age") for text in ("90s", "2h", "1.5d", "1w")] == [90, 7200, 129600, 604800]
+    with pytest.raises(DataError, match="--age"):
+        seconds("-1d", "--age")
