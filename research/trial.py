@@ -25,13 +25,13 @@ from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.catalogue import RECIPES
 from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.core.batch import Head
-from vlmdistill.drafters.core.config import Stage
 from vlmdistill.drafters.core.drafter import Drafter
 from vlmdistill.drafters.core.settings import to_dict
 from vlmdistill.drafters.decoding import hardware
 from vlmdistill.drafters.training.batches import as_batch
 from vlmdistill.drafters.training.recipes import resolve
-from vlmdistill.drafters.training.unroll import supervised, unroll
+from vlmdistill.drafters.training.replay import Walk, right_guesses, walk
+from vlmdistill.drafters.training.unroll import supervised
 from vlmdistill.pipelines import flow, train
 from vlmdistill.pipelines.bench import evaluate
 from vlmdistill.pipelines.bench.records import (
@@ -300,30 +300,25 @@ class Trial:
 def count(drafter: Drafter, store: Store, keys: Sequence[str]) -> Measurement:
     """The counts of decoding responses of a store with the drafter's chain; no seconds."""
     assert drafter.tree.k == 1, "a tree keeps what a walk along the response does not see"
-    stage = Stage(name="probe", hops=drafter.tree.total - 1)
     rows = []
     for key in keys:
         (samples,) = Epoch(store, drafter.config.needs(store.info), keys=[key], token_budget=1)
         batch = as_batch(samples, store.provenance.dtype).to("cpu", torch.float32)
-        agree_HR = torch.stack([one.agree_R & one.count_R for one in unroll(drafter, batch, stage).scores])
-        right_R = agree_HR.cumprod(0).sum(0).tolist()
+        right_R, able_R = right_guesses(drafter, batch, drafter.tree.total - 1)
         assert len(right_R) == int(supervised(batch).sum())
-        plain, own = walk(right_R)
+        plain, own = counts(walk(right_R.tolist(), able_R.tolist()), len(right_R))
         kind: PromptKind = "image" if len(batch.start_M) else "text"
         rows.append(PromptResult(key=key, dataset="", kind=kind, plain=plain, drafted=own))
     return Measurement(temperature=0.0, prompts=tuple(rows))
 
 
-def walk(right: Sequence[int]) -> tuple[Decoding, Decoding]:
-    """Plain decoding of a response and that with a chain, by the number of right guesses after each token.
+def counts(found: Walk, end: int) -> tuple[Decoding, Decoding]:
+    """Plain decoding of a response of so many supervised tokens, and that with a chain.
 
     By position nothing is counted: what the chain guesses beyond the end of the response is not known.
     """
-    calls, accepted, at, end = 0, 0, 0, len(right)
-    while at < end:
-        calls, accepted, at = calls + 1, accepted + right[at], at + right[at] + 1
     plain = Decoding(tokens=end + 1, calls=end, accepted=0, seconds=0, prefill_seconds=0, decode_seconds=0)
-    return plain, replace(plain, calls=calls, accepted=accepted)
+    return plain, replace(plain, calls=found.calls, accepted=found.accepted)
 
 
 def cost(runs: Sequence[Run]) -> str:

@@ -72,6 +72,7 @@ class Batch:
         length_M: int64 [M], its number of visual tokens.
         segment_M: int64 [M], the number of its sample.
         features: Each feature as [T, U or M, hidden size].
+        failed_T: bool [T], where a replay has failed; None: there was none.
     """
 
     ids_T: Tensor
@@ -83,6 +84,7 @@ class Batch:
     length_M: Tensor
     segment_M: Tensor
     features: Mapping[Feature, Tensor] = field(default_factory=dict)
+    failed_T: Tensor | None = None
 
     def feature(self, source: str, where: Where | None = None) -> Tensor:
         """Look up a feature by its name, or by the two parts of it.
@@ -113,7 +115,7 @@ class Batch:
         moved = {
             item.name: getattr(self, item.name).to(device)
             for item in dataclasses.fields(self)
-            if item.name != "features"
+            if item.name != "features" and getattr(self, item.name) is not None
         }
         states = {name: value.to(device, dtype or value.dtype) for name, value in self.features.items()}
         return Batch(**moved, features=states)

@@ -18,7 +18,7 @@ from vlmdistill.stores.schema import Feature, PackedSamples
 from vlmdistill.stores.store import Store
 
 
-def as_batch(samples: PackedSamples, dtype: str) -> Batch:
+def as_batch(samples: PackedSamples, dtype: str, failed_T: Tensor | None = None) -> Batch:
     """A torch batch; features share memory. `dtype` is the dtype of the store (bfloat16 comes as uint16)."""
     ids_T, position_T, rope_T, response_T = torch.from_numpy(samples.tokens_T4).long().T.contiguous()
     segment_M, start_M, length_M = torch.from_numpy(samples.span_M3).T.contiguous()
@@ -33,6 +33,7 @@ def as_batch(samples: PackedSamples, dtype: str) -> Batch:
         length_M=length_M,
         segment_M=segment_M,
         features={feature: as_torch(rows, dtype) for feature, rows in samples.features.items()},
+        failed_T=failed_T,
     )
 
 

@@ -349,7 +349,7 @@ class _Trainer:
         that any rank has received.
         """
         deepspeed_engine.set_learning_rate(self.engine, rate)
-        batches = [self._batch(samples) for samples in group]
+        batches = [self._batch(samples, stage) for samples in group]
         counts = torch.tensor(
             [
                 sum(rows_of(batch, stage) for batch in batches if batch),
@@ -404,7 +404,7 @@ class _Trainer:
         limit = self.run.config.model.max_hops or sys.maxsize
         chain = min(self.run.config.tree.depth + 1, limit)
         hops = max(chain, min(PROBE_HOPS, limit))
-        probe = Stage(name="probe", hops=hops, anchors=stage.anchors, losses=stage.losses)
+        probe = Stage(name="probe", hops=hops, anchors=stage.probed, losses=stage.losses)
         batches = (batch for samples in self._read(keys, 0) if (batch := self._batch(samples)))
         agree_H, count_H, accepted_H = ranks.total(agreement(self.engine, batches, probe, self.device))
         count_H = count_H.clamp(min=1)
@@ -424,10 +424,10 @@ class _Trainer:
     def _spare(self) -> Batch | None:
         return self._batch(next(Epoch(self.store, self.needs, keys=self.keys[:1], token_budget=1)))
 
-    def _batch(self, samples: PackedSamples) -> Batch | None:
-        if not samples:
-            return None
-        return as_batch(samples, self.store.provenance.dtype).to(self.device, self.dtype)
+    def _batch(self, samples: PackedSamples, stage: Stage | None = None) -> Batch | None:
+        failed_T = self.data.failed(samples, stage) if stage else None
+        batch = as_batch(samples, self.store.provenance.dtype, failed_T) if samples else None
+        return batch and batch.to(self.device, self.dtype)
 
     def _save(self) -> None:
         """Write a checkpoint and try to copy it; TrainingError on all ranks when it cannot be written."""

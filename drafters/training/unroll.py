@@ -60,7 +60,8 @@ def unroll(
         drafter: What is trained.
         batch: Samples with the features that the drafter needs, on its device and in its dtype.
         stage: How many hops, and which losses. With `anchors`, at most that many positions of a sample are
-            drawn by the `generator`; without one, the same at each call.
+            drawn by the `generator`, or those where a replay failed are taken and others drawn beside them;
+            without a generator, the same at each call.
         generator: Draws noise for the input states (see `with_noise`), not for the states that the loss
             compares with; None: no noise.
         noise: Width of that noise.
@@ -83,7 +84,8 @@ def unroll(
     entries, token_E = drafter.entries(inputs)
     rows_R = supervised_T[token_E].nonzero()[:, 0]
     if stage.anchors:
-        rows_R = rows_R[_drawn(entries.tokens.segment_N[rows_R], stage.anchors, generator)]
+        failed_R = None if batch.failed_T is None else batch.failed_T[token_E[rows_R]]
+        rows_R = rows_R[_drawn(entries.tokens.segment_N[rows_R], failed_R, stage, generator)]
     token_R = token_E[rows_R]
     hidden_TD = batch.feature("hidden", "text")
     cache = PackedKVCache()
@@ -110,22 +112,43 @@ def unroll(
     return Unrolled(scores.total, scores.hops, rows.segment_N)
 
 
-def _drawn(segment_R: Tensor, most: int, generator: torch.Generator | None) -> Tensor:
-    """The indices of at most `most` rows of each sample, ascending: random runs of `RUN`. Rows are sorted."""
+def _drawn(
+    segment_R: Tensor, failed_R: Tensor | None, stage: Stage, generator: torch.Generator | None
+) -> Tensor:
+    """The indices of the rows of `stage.anchors` of each sample, ascending. Rows are sorted by sample.
+
+    A number of them are random runs of `RUN`. Failed ones come before all others, which are drawn one by one.
+    """
     device = segment_R.device
+    most_B = _most(segment_R, failed_R, stage)
     generator = generator or torch.Generator(device).manual_seed(0)
     draw_R = torch.rand(len(segment_R), generator=generator, device=device, dtype=torch.float64)
     first_R = torch.searchsorted(segment_R, segment_R)
     place_R = torch.arange(len(segment_R), device=device) - first_R
-    draw_R = draw_R[first_R + place_R // RUN * RUN]
-    order_R = (segment_R + draw_R).argsort(stable=True)
-    return order_R[place_R < most].sort().values
+    if failed_R is not None and stage.anchors == "failed":
+        order_R = (2 * segment_R + ~failed_R + draw_R).argsort(stable=True)
+    else:
+        order_R = (segment_R + draw_R[first_R + place_R // RUN * RUN]).argsort(stable=True)
+    return order_R[place_R < most_B[segment_R]].sort().values
+
+
+def _most(segment_R: Tensor, failed_R: Tensor | None, stage: Stage) -> Tensor:
+    """How many rows of each sample are trained: [B]. One at least, so that no batch is without any."""
+    count_B = torch.bincount(segment_R)
+    if stage.anchors != "failed":
+        return count_B.clamp(max=stage.anchors or None)
+    if failed_R is None:
+        return count_B
+    failed_B = torch.bincount(segment_R[failed_R], minlength=len(count_B))
+    wanted_B = failed_B + (failed_B * stage.mixed).round().long()
+    return torch.minimum(wanted_B.clamp(min=1), count_B)
 
 
 def rows_of(batch: Batch, stage: Stage) -> int:
     """The number of positions that `unroll` trains."""
-    count_B = torch.bincount(batch.segment_T[supervised(batch)])
-    return int((count_B.clamp(max=stage.anchors) if stage.anchors else count_B).sum())
+    token_R = supervised(batch)
+    failed_R = None if batch.failed_T is None else batch.failed_T[token_R]
+    return int(_most(batch.segment_T[token_R], failed_R, stage).sum())
 
 
 def with_noise(batch: Batch, width: float, generator: torch.Generator) -> Batch:
