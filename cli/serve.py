@@ -38,6 +38,29 @@ def serve(
     max_new_tokens: Annotated[
         int, typer.Option(min=1, help="Maximum length of a response, in tokens, for requests that set none.")
     ] = 512,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Log requests and responses in this folder, which `harvest` and `adapt` read."
+        ),
+    ] = None,
+    record_for: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Remove what was recorded longer ago, such as 30d.")
+    ] = None,
+    reload: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            min=0,
+            help="Look for a newer version of the drafter, as `adapt` publishes it, this often; 0: never.",
+        ),
+    ] = 10,
+    trial: Annotated[
+        int,
+        typer.Option(
+            min=8, help="Requests after which a new version stays, if it has not accepted less by then."
+        ),
+    ] = 64,
     attention: console.Attention = "sdpa",
     target_dtype: console.TargetDtype = "auto",
     compiled: console.Compiled = False,
@@ -46,12 +69,16 @@ def serve(
     """Serve an OpenAI-compatible endpoint, and a page to try it.
 
     The page compares plain with speculative decoding. Requests are decoded one at a time. Ctrl-C and
-    SIGTERM let running responses end for 10 seconds.
+    SIGTERM let running responses end for 10 seconds. A newer version of the drafter takes over between two
+    requests; no response changes by it.
     """
     import socket
+    from contextlib import nullcontext
 
     from vlmdistill.drafters.checkpoints.description import describe
+    from vlmdistill.pipelines.workspace import versions
     from vlmdistill.stores.errors import DataError
+    from vlmdistill.stores.sharing.retention import seconds
 
     if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key and key):
         raise DataError("the key must be printable ASCII without spaces around it, and not empty")
@@ -59,27 +86,39 @@ def serve(
         raise DataError(f"--host {host}: other machines can connect, so set --key or VLMDISTILL_KEY")
     if media is not None and not media.is_dir():
         raise DataError(f"--media {media}: there is no such folder")
+    if record_for is not None and record is None:
+        raise typer.BadParameter("it needs --record", param_hint="--record-for")
+    keep = None if record_for is None else seconds(record_for, "--record-for")
     workspace = console.workspace(model, runs)
-    if drafter is not None:
-        describe(workspace.trained(drafter))  # before torch
+    followed = drafter is not None and reload > 0 and "/" not in drafter
+    used = versions.current(workspace, drafter) if drafter and followed else drafter
+    if used is not None:
+        describe(workspace.trained(used))  # before torch
     from vlmdistill.pipelines.endpoint.app import build_app
+    from vlmdistill.pipelines.endpoint.recorder import Recorder
     from vlmdistill.pipelines.endpoint.served_decoder import open_decoder
+    from vlmdistill.pipelines.endpoint.switch import Switch
 
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family) as listener:
         with console.waiting(f"loading {model}"):
             decoder = open_decoder(
                 workspace,
-                drafter,
+                used,
                 tree=tree,
                 max_new_tokens=max_new_tokens,
                 how=console.loading(attention, target_dtype, compiled=compiled),
             )
         name = f"[{host}]" if ":" in host else host
         hosts = ["*"] if key else [*LOCAL_NAMES, name]
-        app = build_app(decoder, key=key, media=media, queue_limit=queue, hosts=hosts)
+        switch = Switch(decoder, workspace if followed else None, drafter or "", trial)
         what = f"serving {decoder.model} with {decoder.drafter_name or 'plain decoding'}"
-        until_stopped(app, listener, f"{what} at http://{name}")
+        with (
+            Recorder(record, keep) if record else nullcontext() as recorder,
+            switch.following(reload if followed else 0),
+        ):
+            app = build_app(switch, recorder=recorder, key=key, media=media, queue_limit=queue, hosts=hosts)
+            until_stopped(app, listener, f"{what} at http://{name}")
 
 
 def until_stopped(app: "FastAPI", listener: "socket", what: str) -> None:

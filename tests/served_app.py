@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from vlmdistill.pipelines.endpoint.app import build_app
 from vlmdistill.pipelines.endpoint.hosting import server
 from vlmdistill.pipelines.endpoint.served_decoder import ServedDecoder
+from vlmdistill.pipelines.endpoint.switch import Switch
 
 
 @dataclass
@@ -55,7 +56,7 @@ class Served:
             time.sleep(0.01)
 
 
-def serving(decoder: ServedDecoder, **options: Any) -> AbstractContextManager[Served]:
+def serving(decoder: ServedDecoder | Switch, **options: Any) -> AbstractContextManager[Served]:
     """A server of a decoder."""
     return running_app(build_app(decoder, **options))
 

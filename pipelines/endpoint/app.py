@@ -21,7 +21,9 @@ from vlmdistill.pipelines.endpoint.decoder_queue import DecoderQueue, QueueFullE
 from vlmdistill.pipelines.endpoint.gate import ApiError, json_response
 from vlmdistill.pipelines.endpoint.hosting import application, explained, page
 from vlmdistill.pipelines.endpoint.metrics import ServingMetrics
+from vlmdistill.pipelines.endpoint.recorder import Recorder
 from vlmdistill.pipelines.endpoint.served_decoder import ServedDecoder, ServedResponse
+from vlmdistill.pipelines.endpoint.switch import Switch
 from vlmdistill.pipelines.report.templates import script_hash, source, templates
 from vlmdistill.stores.errors import DataError
 
@@ -35,8 +37,9 @@ Value = TypeVar("Value")
 
 
 def build_app(
-    decoder: ServedDecoder,
+    decoder: ServedDecoder | Switch,
     *,
+    recorder: Recorder | None = None,
     key: str | None = None,
     media: Path | None = None,
     queue_limit: int = 16,
@@ -44,11 +47,14 @@ def build_app(
 ) -> FastAPI:
     """The application. Without a `key` anyone may use it; a request's Host header must be one of `hosts`.
 
-    `media` is the folder that file:// images may come from; `queue_limit` requests may wait.
+    `media` is the folder that file:// images may come from; `queue_limit` requests may wait. A `recorder`
+    gets each response that has ended. Of a `Switch`, each request has the decoder in use when it comes.
     """
+    switch = decoder if isinstance(decoder, Switch) else Switch(decoder)
+    name = switch.current.model
     app = application(key, hosts, _api_error)
     queue = DecoderQueue(queue_limit)
-    metrics = ServingMetrics(queue)
+    metrics = ServingMetrics(queue, switch)
     started = int(time.time())
     script = source("report/replay.js") + source("endpoint/page.js")
     html = templates().get_template("endpoint/page.html.jinja").render(script=script)
@@ -67,16 +73,16 @@ def build_app(
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        model = {"id": decoder.model, "object": "model", "created": started, "owned_by": "vlmdistill"}
-        return {"object": "list", "data": [{**model, "drafter": decoder.drafter_name}]}
+        model = {"id": name, "object": "model", "created": started, "owned_by": "vlmdistill"}
+        return {"object": "list", "data": [{**model, "drafter": switch.current.drafter_name}]}
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        if body.model != decoder.model:
-            message = f"there is no model '{body.model}': this server has '{decoder.model}'"
+        if body.model != name:
+            message = f"there is no model '{body.model}': this server has '{name}'"
             raise ApiError(404, message, param="model", code="model_not_found")
-        response = ServedResponse(decoder, body, media)
-        completion, stream = _Completion(response), measured(response)
+        response = ServedResponse(switch.current, body, media)
+        completion, stream = _Completion(response), measured(response, request)
         try:
             if not body.stream:
                 return json_response(await _unless_gone(request, completion.whole(stream)))
@@ -89,7 +95,7 @@ def build_app(
         except _ClientGoneError:
             return Response(status_code=CLIENT_GONE)
 
-    async def measured(response: ServedResponse) -> AsyncGenerator[Piece]:
+    async def measured(response: ServedResponse, request: Request) -> AsyncGenerator[Piece]:
         start, outcome = time.perf_counter(), "disconnected"
         try:
             async with aclosing(queue.stream(response.pieces(), response.abandoned)) as pieces:
@@ -99,6 +105,9 @@ def build_app(
                         start = 0
                     yield piece
             outcome = response.finish
+            switch.ended(response)
+            if recorder:
+                recorder.add(response, request.headers)
         except Exception as error:
             known = isinstance(error, QueueFullError | HTTPException | DataError)
             outcome = "refused" if known else "error"

@@ -99,7 +99,7 @@ class ChatRequest(StrictModel):
     stop: Annotated[list[Annotated[str, Field(min_length=1, max_length=MAX_STOP)]], Field(max_length=4)] = []
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    user: str = ""  # the client's own id of its user; not used
+    user: str = ""  # the client's own id of its user, which is recorded
     speculate: bool = True  # not in the OpenAI API: false decodes without the drafter
 
     @model_validator(mode="before")
@@ -130,7 +130,7 @@ class ChatRequest(StrictModel):
                     parts.append({"type": "text", "text": part.text})
                     continue
                 try:
-                    image = _image(_source(part.image_url.url, media), pixels)
+                    image = _image(image_source(part.image_url.url, media), pixels)
                 except (ValueError, OSError) as error:
                     param = f"messages.{i}.content.{j}.image_url.url"
                     raise ApiError(400, f"{param}: {error}", param=param, code="invalid_image") from None
@@ -142,7 +142,7 @@ class ChatRequest(StrictModel):
         return turns
 
 
-def _source(url: str, media: Path | None) -> Path | io.BytesIO:
+def image_source(url: str, media: Path | None) -> Path | io.BytesIO:
     """The file of an image; ValueError when the URL is not allowed."""
     if url.startswith("data:"):
         header, comma, data = url.partition(",")

@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from vlmdistill.pipelines.endpoint.decoder_queue import DecoderQueue
 from vlmdistill.pipelines.endpoint.served_decoder import ServedResponse
+from vlmdistill.pipelines.endpoint.switch import Switch
 
 BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)  # seconds
 
@@ -14,8 +15,8 @@ BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)  # seconds
 class ServingMetrics:
     """The metrics of one server."""
 
-    def __init__(self, queue: DecoderQueue) -> None:
-        self._registry = CollectorRegistry()
+    def __init__(self, queue: DecoderQueue, switch: Switch) -> None:
+        self._registry, self._switch = CollectorRegistry(), switch
         to: dict[str, Any] = {"namespace": "vlmdistill", "registry": self._registry}
         self._requests = Counter("requests", "Chat requests by outcome", ["outcome"], **to)
         self._counters = {
@@ -37,6 +38,13 @@ class ServingMetrics:
         waiting = Gauge("requests_waiting", "Requests in the queue", **to)
         waiting.set_function(lambda: queue.waiting)
         Gauge("requests_running", "Requests being decoded", **to).set_function(queue.turn.locked)
+        swaps = Gauge("drafter_swaps", "New versions of the drafter that took over", **to)
+        swaps.set_function(lambda: switch.swaps)
+        rollbacks = Gauge("drafter_rollbacks", "Versions that were withdrawn, as they accepted less", **to)
+        rollbacks.set_function(lambda: switch.rollbacks)
+        self._versions = Gauge("drafter", "1 for the version of the drafter in use", ["version"], **to)
+        gained = "Tokens for each call of the target, a mean over the last requests of a version"
+        self._gained = Gauge("drafter_tokens_per_call", gained, ["version"], **to)
 
     def ended(self, response: ServedResponse, outcome: str) -> None:
         """Count a request: outcome stop, length, refused, disconnected or error."""
@@ -51,4 +59,9 @@ class ServingMetrics:
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
+        self._versions.clear()
+        if name := self._switch.current.drafter_name:
+            self._versions.labels(name).set(1)
+        for version, gained in self._switch.tokens_per_call().items():
+            self._gained.labels(version).set(gained)
         return generate_latest(self._registry)

@@ -74,6 +74,7 @@ class ServedResponse:
     media: Path | None = None
     prompt_tokens: int = 0
     cycles: list[Cycle] = field(default_factory=list)
+    text: str = ""
     abandoned: Event = field(default_factory=Event)  # set: decode no further
     finish: str = "length"  # or "stop": the target ended the response, or a stop string occurred
 
@@ -104,9 +105,19 @@ class ServedResponse:
         self.prompt_tokens, cycles = self.decoder.decode(self.request, self.media)
         target = self.decoder.target
         text = pieces(recorded(cycles, self.cycles, self.abandoned.is_set), target.tokenizer)
-        stopped = yield from until_stop(text, self.request.stop)
+        stopped = yield from self._kept(until_stop(text, self.request.stop))
         if stopped or self.cycles[-1].ids[-1] in target.info.eos_ids:
             self.finish = "stop"
+
+    def _kept(self, pieces: Generator[Piece, None, bool]) -> Generator[Piece, None, bool]:
+        """The pieces, whose text makes that of the response."""
+        while True:
+            try:
+                piece = next(pieces)
+            except StopIteration as ended:
+                return bool(ended.value)
+            self.text += piece.text
+            yield piece
 
 
 def until_stop(pieces: Iterable[Piece], stop: Sequence[str]) -> Generator[Piece, None, bool]:

@@ -1,7 +1,7 @@
 """A workspace at a URL, and the folder of this machine that has copies of its parts.
 
-    <url>/prompts, responses, drafters/<name>, reports   parts, see `stores.sharing.part`
-          images, demo-data, benchmarks                  media of prompts; created, never replaced
+    <url>/prompts, responses, drafters/<name>, reports, traffic   parts, see `stores.sharing.part`
+          images, demo-data, harvested, benchmarks       media of prompts; created, never replaced
           features                                       the feature store, used where it is
     <cache>/s3/bucket/runs/<model>/                      the folder, under the path of its URL
                            .parts/                       what each part was equal to
@@ -28,8 +28,8 @@ from vlmdistill.stores.sharing.part import Copy, stat_of
 RECORDS = ".parts"
 PROMPTS = ("prompts.parquet", "prompts.skipped.jsonl")
 UNFINISHED = ".unfinished"  # evaluations
-PART = re.compile(r"responses|reports|drafters/[^/]+")  # with a folder of its own
-MEDIA = {"prompts": ("images", "demo-data"), "reports": ("benchmarks/images", "benchmarks/demo")}
+PART = re.compile(r"responses|reports|traffic|drafters/[^/]+")  # with a folder of its own
+MEDIA = {"prompts": ("images", "demo-data", "harvested"), "reports": ("benchmarks/images", "benchmarks/demo")}
 EVERY = 60.0  # seconds between two versions of a part that is being written
 log = logging.getLogger("vlmdistill.pipelines")
 
@@ -48,9 +48,9 @@ class Parts:
                 "another folder"
             ) from None
 
-    def fetch(self, part: str) -> None:
-        """Update the copy of a part, once in this process."""
-        if part not in self._copies:
+    def fetch(self, part: str, again: bool = False) -> None:
+        """Update the copy of a part, once in this process, or `again`."""
+        if again or part not in self._copies:
             copy = self._copy(part)
             with self._reaching("read"):
                 copy.update()

@@ -6,6 +6,7 @@ runs/<model>/prompts.parquet    imported prompts (prompts.skipped.jsonl: rows th
              drafters/<name>/   trained drafters
              reports/           evaluations (of servers in served/) and the report
              served/            what `eval --engine vllm` exports, and the logs of its servers
+             traffic/           the audit of harvests; harvested/ has their images
 
 `runs` may be a URL; see `parts`.
 """
@@ -32,6 +33,7 @@ from vlmdistill.stores.store import require_room
 
 log = logging.getLogger("vlmdistill.pipelines")
 RUNS_VARIABLE = "VLMDISTILL_RUNS"
+NO_DRAFTER = (".rounds", ".adapt")  # what `adapt` keeps beside drafters
 NAME = re.compile(r"\w[\w.-]*")  # of a drafter or an evaluation: a file, never in another folder
 
 
@@ -91,6 +93,18 @@ class Workspace:
         """The evaluations, and the report on them."""
         return self._part("reports")
 
+    @property
+    def traffic(self) -> Path:
+        """The audit of harvests."""
+        return self._part("traffic")
+
+    def rounds(self, name: str, again: bool = False) -> Path:
+        """The records of a drafter's rounds; see `versions`. `again`: as another machine has left them."""
+        self.drafter(name)  # is that a name?
+        if again and self.parts:
+            self.parts.fetch(f"drafters/{name}.rounds", again=True)
+        return self._part(f"drafters/{name}.rounds")
+
     def checkpoints(self, name: str) -> str | None:
         """The URL that gets the checkpoints of a drafter's training; None for a local workspace."""
         return f"{self.parts.url}/drafters/{name}.training" if self.parts else None
@@ -131,7 +145,7 @@ class Workspace:
         """The names of the drafters that are trained, or whose training has begun."""
         there = self.parts.there if self.parts else Local(self.root)
         names = {name.removesuffix(".training") for name in there.list_names("drafters")}
-        return sorted(name for name in names if NAME.fullmatch(name))
+        return sorted(name for name in names if NAME.fullmatch(name) and not name.endswith(NO_DRAFTER))
 
     def trained(self, drafter: str) -> Path:
         """The folder of a drafter, given by its name in this workspace or by a path."""

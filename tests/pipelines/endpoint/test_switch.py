@@ -1,0 +1,191 @@
+"""New versions of a drafter take over while requests come, and a recorded server's log can be harvested."""
+
+import json
+import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import thorough, tiny
+from tests.drafters import synthetic
+from tests.served_app import serving
+from vlmdistill.drafters.checkpoints import checkpoint
+from vlmdistill.drafters.decoding.clock import Cycle, Laps
+from vlmdistill.pipelines.endpoint.chat import ChatRequest
+from vlmdistill.pipelines.endpoint.recorder import Recorder
+from vlmdistill.pipelines.endpoint.served_decoder import ServedDecoder, ServedResponse, open_decoder
+from vlmdistill.pipelines.endpoint.switch import FEWEST, Switch
+from vlmdistill.pipelines.targets.loading import load
+from vlmdistill.pipelines.workspace import versions
+from vlmdistill.pipelines.workspace.workspace import Workspace
+from vlmdistill.stores.errors import DataError
+
+SEEDS, REQUESTS = 3, thorough.count(60, 200)
+JSON: dict[str, Any] = {"Content_Type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    """A tiny target's, with a drafter `hawk` and versions of it, each with random weights of its own."""
+    root = tmp_path_factory.mktemp("switch")
+    folder = tiny.checkpoint("qwen2_5_vl", root / "target")
+    here, target = Workspace.of(str(folder), root / "runs"), load(str(folder))
+    for seed in range(SEEDS):
+        drafter = synthetic.untrained("eagle2", target, seed)
+        origin = checkpoint.Origin(target.provenance((), "float32"), type(drafter).Training(), {})
+        name = f"hawk.r{seed}" if seed else "hawk"
+        checkpoint.save(drafter, "eagle2", here.drafter(name), origin)  # type: ignore[arg-type]
+    return here
+
+
+@pytest.fixture(scope="module")
+def decoder(workspace: Workspace) -> ServedDecoder:
+    return open_decoder(workspace, "hawk", tree="chain-3", max_new_tokens=12)
+
+
+@pytest.fixture
+def fresh(workspace: Workspace) -> Workspace:
+    """Without any round."""
+    shutil.rmtree(workspace.rounds("hawk"), ignore_errors=True)
+    return workspace
+
+
+def publish(workspace: Workspace, drafter: str) -> None:
+    base = versions.current(workspace, "hawk")
+    assert versions.record(workspace, "hawk", drafter, base=base, published=True, why="test").published
+
+
+def body(decoder: ServedDecoder, number: int, **more: object) -> str:
+    messages = [{"role": "user", "content": f"Number {number} of them, please."}]
+    return json.dumps({"model": decoder.model, "messages": messages, "temperature": 0, **more})
+
+
+def test_requests_while_drafters_are_swapped_ten_times_all_equal_plain_decoding(
+    fresh: Workspace, decoder: ServedDecoder
+) -> None:
+    switch = Switch(decoder, fresh, "hawk", trial=10**6)
+    with serving(switch, queue_limit=300) as served:
+
+        def ask(number: int, **more: object) -> tuple[str, str | None]:
+            status, said = served.request(
+                "POST", "/v1/chat/completions", body(decoder, number, **more), **JSON
+            )
+            assert status == 200, said
+            found = json.loads(said)
+            return found["choices"][0]["message"]["content"], found["decoding"]["drafter"]
+
+        plain = [ask(number, speculate=False)[0] for number in range(20)]
+        with ThreadPoolExecutor(4) as clients:
+            asked = [clients.submit(ask, number % 20) for number in range(REQUESTS)]
+            for swap in range(10):
+                asked[(swap + 1) * REQUESTS // 11].result()
+                publish(fresh, f"hawk.r{1 + swap % 2}")
+                switch.look()
+            answers = [one.result() for one in asked]
+        assert [text for text, _ in answers] == plain * (REQUESTS // 20)
+        assert {name for _, name in answers} == {"hawk", "hawk.r1", "hawk.r2"}
+        assert served.metric("vlmdistill_drafter_swaps") == switch.swaps == 10
+        assert served.metric('vlmdistill_drafter{version="hawk.r2"}') == 1
+        assert len(versions.rounds(fresh, "hawk")) == 10
+
+
+def test_a_version_that_accepts_less_is_withdrawn_for_all(fresh: Workspace, decoder: ServedDecoder) -> None:
+    switch = Switch(decoder, fresh, "hawk", trial=64)
+    with serving(switch) as served:
+
+        def ask(number: int) -> str:
+            said = served.request("POST", "/v1/chat/completions", body(decoder, number), **JSON)[1]
+            return str(json.loads(said)["decoding"]["drafter"])
+
+        for number in range(FEWEST):  # of a good one, unlike that of random weights
+            good = ServedResponse(decoder, ChatRequest.model_validate_json(body(decoder, number)))
+            good.cycles += [
+                Cycle([1] * (3 + number % 2), 2, (2, 3), [], 0.1, Laps(torch.device("cpu"))) for _ in range(4)
+            ]
+            switch.ended(good)
+        publish(fresh, "hawk.r1")
+        switch.look()
+        drafted = [ask(number) for number in range(FEWEST + 2)]
+        assert drafted == ["hawk.r1"] * FEWEST + ["hawk"] * 2
+        assert served.metric("vlmdistill_drafter_rollbacks") == 1
+        end = time.monotonic() + 60
+        while versions.current(fresh, "hawk") != "hawk":
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert "tokens for each call" in versions.rounds(fresh, "hawk")[-1].why
+        switch.look()
+        assert ask(0) == "hawk"
+
+
+def test_a_version_whose_base_is_no_longer_in_use_is_recorded_and_not_published(fresh: Workspace) -> None:
+    publish(fresh, "hawk.r1")
+    late = versions.record(fresh, "hawk", "hawk.r2", base="hawk", published=True, why="better")
+    assert not late.published
+    assert versions.current(fresh, "hawk") == "hawk.r1"
+    assert "hawk.rounds" not in fresh.drafters()
+    (fresh.rounds("hawk") / "000000000009.json").write_text("{")
+    with pytest.raises(DataError, match="000000000009"):
+        versions.current(fresh, "hawk")
+
+
+def test_a_damaged_version_leaves_the_one_in_use(fresh: Workspace, decoder: ServedDecoder) -> None:
+    switch = Switch(decoder, fresh, "hawk")
+    publish(fresh, "hawk.r9")
+    switch.look()
+    assert (switch.current, switch.swaps) == (decoder, 0)
+    publish(fresh, "hawk.r1")
+    switch.look()
+    assert switch.current.drafter_name == "hawk.r1"
+
+
+def test_a_record_has_the_tokens_and_the_images_by_hash_and_no_key(
+    decoder: ServedDecoder, tmp_path: Path
+) -> None:
+    import base64
+    import io
+
+    image = io.BytesIO()
+    tiny.picture(56, 56).save(image, "png")
+    url = f"data:image/png;base64,{base64.b64encode(image.getvalue()).decode()}"
+    shown = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What?"}]
+    asked = {"model": decoder.model, "messages": [{"role": "user", "content": shown}], "user": "ann"}
+    headers: dict[str, Any] = {**JSON, "Authorization": "Bearer word", "X_Team": "red"}
+    recorder = Recorder(tmp_path / "log")
+    with serving(decoder, recorder=recorder, key="word") as served:
+        said = served.request("POST", "/v1/chat/completions", json.dumps(asked), **headers)[1]
+    recorder.close()
+    text = json.loads(said)["choices"][0]["message"]["content"]
+    (file,) = (tmp_path / "log").glob("*.jsonl")
+    (line,) = map(json.loads, file.read_text().splitlines())
+    choice = line["response"]["choices"][0]
+    assert choice["message"]["content"] == text
+    tokens = choice["token_ids"]
+    assert decoder.target.tokenizer.decode(tokens, skip_special_tokens=True).rstrip("\ufffd") == text
+    assert line["response"]["usage"]["completion_tokens"] == len(tokens)
+    (stored,) = (tmp_path / "log" / "media").iterdir()
+    assert stored.read_bytes() == image.getvalue()
+    assert line["request"]["messages"][0]["content"][0]["image_url"]["url"] == f"media/{stored.name}"
+    assert line["request"]["user"] == "ann"
+    assert line["headers"]["x-team"] == "red"
+    assert "word" not in file.read_text()
+
+
+def test_recorded_days_are_removed_with_their_images(decoder: ServedDecoder, tmp_path: Path) -> None:
+    import os
+
+    (tmp_path / "media").mkdir()
+    (tmp_path / "1999-01-01.jsonl").write_text("{}\n")
+    for name in ("old", "new"):
+        (tmp_path / "media" / name).write_bytes(b"x")
+    os.utime(tmp_path / "media" / "old", (9e8, 9e8))
+    recorder = Recorder(tmp_path, keep_seconds=86400.0)
+    with serving(decoder, recorder=recorder) as served:
+        served.request("POST", "/v1/chat/completions", body(decoder, 1), **JSON)
+    recorder.close()
+    assert [file.name for file in (tmp_path / "media").iterdir()] == ["new"]
+    assert not (tmp_path / "1999-01-01.jsonl").exists()
+    assert len(list(tmp_path.glob("*.jsonl"))) == 1
