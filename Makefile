@@ -20,7 +20,7 @@ VLM      = VLMDISTILL_RUNS=$(RUNS) $(BIN)/vlmdistill
 
 .DEFAULT_GOAL := help
 unexport PYTHONPATH  # it may name another checkout
-.PHONY: help setup engine demo test test-nightly test-engine test-engine-names test-cluster lint types pytest test-fast test-families prompts responses features train eval report bench bench-store bench-train results video claims docs wheel clean
+.PHONY: help setup engine demo test test-nightly test-engine test-engine-names test-cluster test-traffic lint types pytest test-fast test-families prompts responses features train eval report bench bench-store bench-train results video claims docs wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -79,6 +79,10 @@ test-engine-names: setup  ## what our code uses of vLLM against its WHEELS, as s
 	for wheel in $(WHEELS); do $(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps \
 		--dest build/vllm-wheels "$$wheel" || exit 1; done
 	$(BIN)/python -m pytest tests/engines/names.py
+
+test-traffic: setup  ## serve, record, adapt, swap, roll back and forget on the embedded target, unattended
+	VLMDISTILL_THOROUGH=1 $(BIN)/python -m pytest tests/traffic/adapting.py tests/traffic/loop.py \
+		tests/pipelines/traffic tests/pipelines/endpoint/test_switch.py tests/stores/sharing/test_retention.py
 
 test-cluster: setup  ## the templates of examples/cluster on a Slurm of two nodes here; needs slurm-wlm, munge and root
 	$(BIN)/python -m pytest -rs tests/cluster/slurm.py

@@ -17,14 +17,18 @@ from typing import Annotated, Any
 import typer
 
 from vlmdistill.cli import console, store, target
+from vlmdistill.cli.adapt import adapt
 from vlmdistill.cli.doctor import doctor
 from vlmdistill.cli.evaluate import evaluate
 from vlmdistill.cli.export import export
 from vlmdistill.cli.features import features
+from vlmdistill.cli.forget import forget
 from vlmdistill.cli.generate import generate
+from vlmdistill.cli.harvest import harvest
 from vlmdistill.cli.importing import import_drafter
 from vlmdistill.cli.listing import list_names
 from vlmdistill.cli.prompts import prompts
+from vlmdistill.cli.replay import replay
 from vlmdistill.cli.report import report
 from vlmdistill.cli.responses import responses
 from vlmdistill.cli.run import run
@@ -45,6 +49,10 @@ COMMANDS = (
     generate,
     serve,
     export,
+    harvest,
+    replay,
+    adapt,
+    forget,
     run,
     status,
     list_names,
@@ -55,7 +63,7 @@ VERBS = {KEYWORDS.get(verb, verb.__name__): verb for verb in COMMANDS}
 
 KEPT = "finished work is kept; run the same command to continue"
 LEFT = {
-    **dict.fromkeys(("responses", "features", "merge", "push", "pull", "run"), KEPT),
+    **dict.fromkeys(("responses", "features", "merge", "push", "pull", "run", "harvest", "adapt"), KEPT),
     "prompts": "nothing was imported",
     "train": "no step was done",
 }

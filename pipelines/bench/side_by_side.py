@@ -87,7 +87,7 @@ class SideBySide:
             name: PromptResult(
                 key=prompt.key,
                 dataset=prompt.dataset,
-                kind=_kind(prompt),
+                kind=kind_of(prompt),
                 plain=counted[PLAIN],
                 drafted=counted[name],
                 stock=stock[0] if stock else None,
@@ -223,7 +223,8 @@ def _missed(decoded: Timed) -> int:
     return missed
 
 
-def _kind(prompt: Prompt) -> PromptKind:
+def kind_of(prompt: Prompt) -> PromptKind:
+    """What a prompt shows."""
     types = [part["type"] for message in prompt.messages for part in message["content"]]
     if "video" in types:
         return "video"

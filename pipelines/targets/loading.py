@@ -72,6 +72,11 @@ def load_for_capture(name: str, **options: Unpack[LoadOptions]) -> TargetModel:
     return source.target()
 
 
+def load_encoder(name: str) -> TargetModel:
+    """A target without weights, which encodes prompts and has its facts and hashes."""
+    return VisionLanguageTarget(**_Source(name, device="cpu", dtype="float32").load(weights=False))
+
+
 def load_embedding(name: str) -> tuple[TargetModel, Head]:
     """A target without weights, which has its facts and hashes, and its embedding table in float32.
 

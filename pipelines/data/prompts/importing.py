@@ -41,7 +41,7 @@ class Choices:
     fps: float | None = None  # of every video; None: the row's, else the target's
     frames: int | None = None  # of every video, instead of `fps`
     limit: int | None = None  # prompts to import
-    turns: Literal["first", "all"] = "first"
+    turns: Literal["first", "all", "last"] = "first"
     ask: str | None = None  # about images and videos without a question
     augment: Sequence[str] = ("none",)  # one prompt each, for rows with images or videos
     augment_text: Sequence[str] = ("none",)  # the same for text-only rows
@@ -49,6 +49,8 @@ class Choices:
     split: Split | None = None  # of all prompts, instead of `eval_share`
     by_dataset: bool = False  # the same prompt in two datasets is two prompts
     images_only: str = ""  # the family of a target that reads no videos
+    media: str = "images"  # the folder beside the file that keeps media of the rows themselves
+    private: bool = False  # of skipped rows, list the reason alone
 
     @property
     def sampling(self) -> dict[str, float | int]:
@@ -121,10 +123,25 @@ def import_rows(
     out: Path,
     choices: Choices,
     progress: Callable[[int], None] = lambda rows: None,
+    gate: "ImportGate | None" = None,
 ) -> ImportSummary:
-    """The same with rows that were read before, by the name of their source."""
+    """The same with rows that were read before, by the name of their source.
+
+    With a `gate`, that no prompt passes is no error.
+    """
     with only_writer(out), large_images():
-        return _import_rows(named, out, choices, progress)
+        return _import_rows(named, out, choices, progress, gate)
+
+
+class ImportGate:
+    """Decides which prompts of an import are kept; this one keeps all."""
+
+    def accept(self, row: Row, prompt: Prompt) -> Prompt:
+        """A new prompt of a row, maybe changed; BadRowError if it is skipped."""
+        return prompt
+
+    def close(self) -> None:
+        """All rows are read, and the prompts are written next."""
 
 
 def _cures(choices: Choices) -> dict[str, str]:
@@ -146,16 +163,18 @@ def _import_rows(
     out: Path,
     choices: Choices,
     progress: Callable[[int], None],
+    gate: ImportGate | None,
 ) -> ImportSummary:
     prompts = {prompt.key: prompt for prompt in read(out)} if out.exists() else {}
-    job = _Import(choices, MediaResolver(choices.images, out.parent / "images"), progress, prompts)
+    resolver = MediaResolver(choices.images, out.parent / choices.media)
+    job = _Import(choices, resolver, progress, prompts, gate or ImportGate())
     for _, rows, its_kind in named:
         if job.left:
             job.read(rows, its_kind)
     skipped_file = out.with_suffix(".skipped.jsonl")
     _write_skipped(skipped_file, job.skipped, job.sources)
     reasons = Counter(entry["reason"] for entry in job.skipped)
-    if not job.made:
+    if not (job.made or gate):
         counts = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common()) or "no rows"
         cure = "; ".join(text for reason, text in _cures(choices).items() if reason in reasons)
         more = (f"; row by row in {skipped_file}" if job.skipped else "") + (cure and f"; {cure}")
@@ -173,6 +192,7 @@ def _import_rows(
         # The split stays; the paths may have changed.
         split = prompts[key].split if key in prompts else job.sides.of(tie, choices.eval_share)
         prompts[key] = dataclasses.replace(prompt, split=split)
+    job.gate.close()
     write(out, prompts.values())
     splits = Counter(prompt.split for prompt in prompts.values())
     return ImportSummary(
@@ -282,6 +302,7 @@ class _Import:
     resolver: MediaResolver
     progress: Callable[[int], None]
     present: Mapping[str, Prompt]
+    gate: ImportGate
     made: dict[str, tuple[Prompt, str]] = field(default_factory=dict)  # and an image of it, for the split
     skipped: list[dict[str, Any]] = field(default_factory=list)
     sources: set[str] = field(default_factory=set)
@@ -327,7 +348,8 @@ class _Import:
 
     def _skip(self, row: Row, error: BadRowError) -> None:
         entry = {"source": row.source, "row": row.number, "line": row.line}
-        self.skipped.append({**entry, "reason": error.reason, "detail": error.detail})
+        detail = "" if self.choices.private else error.detail
+        self.skipped.append({**entry, "reason": error.reason, "detail": detail})
 
     def _take(self, row: Row, talk: Conversation) -> None:
         """Make the prompts of one conversation."""
@@ -365,10 +387,15 @@ class _Import:
                     where = "train and eval" if not self.choices.split else f"not in {self.choices.split}"
                     self._skip(row, BadRowError("images of the other split", f"they are {where} already"))
                     continue
-                earlier, _ = self.made.setdefault(prompt.key, (prompt, ties[0]))
-                if earlier is not prompt:
+                if prompt.key in self.made:
+                    earlier, _ = self.made[prompt.key]
                     where = f"the same prompt as row {earlier.row} of {Path(earlier.source).name}"
                     self._skip(row, BadRowError("duplicate", where))
+                    continue
+                try:
+                    self.made[prompt.key] = self.gate.accept(row, prompt), ties[0]
+                except BadRowError as error:
+                    self._skip(row, error)
                 if not self.left:
                     return
 
@@ -414,11 +441,11 @@ def _only(part: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 
 def _questions(
-    messages: Sequence[Message], which: Literal["first", "all"]
+    messages: Sequence[Message], which: Literal["first", "all", "last"]
 ) -> Iterator[tuple[list[Message], str | None]]:
-    """Each prompt of a conversation, with the response of the dataset."""
+    """Each prompt of a conversation, with the response of the dataset; `last` is one that ends with it."""
     for index, message in enumerate(messages):
-        if message["role"] != "user":
+        if message["role"] != "user" or (which == "last" and index < len(messages) - 1):
             continue
         reference = messages[index + 1]["content"] if index + 1 < len(messages) else []
         text = "\n".join(part["text"] for part in reference if part["type"] == "text")

@@ -14,7 +14,7 @@ import dataclasses
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -173,6 +173,29 @@ def pack(out: Path) -> None:
     _write(out / PACK.format(content_hash([path.name for path in parts])), rows)
     for path in parts:
         path.unlink()
+
+
+def remove(out: Path, keys: Collection[str], *, dry_run: bool = False) -> int:
+    """Remove the responses to some prompts; how many there were.
+
+    Only one run writes to a folder at a time; see `only_writer`.
+    """
+    import pyarrow as pa
+
+    count = 0
+    for path in _paths(out):
+        rows = _read(path, schema().names)
+        mine = [key in keys for key in rows["key"].to_pylist()]
+        count += sum(mine)
+        if dry_run or not any(mine):
+            continue
+        if all(mine):
+            path.unlink()
+        else:
+            _write(path, rows.filter(pa.array([not one for one in mine])))
+    if count and not dry_run:
+        (out / FAILED).unlink(missing_ok=True)
+    return count
 
 
 def _damaged(path: Path, error: Exception) -> DataError:

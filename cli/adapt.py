@@ -1,0 +1,112 @@
+"""`vlmdistill adapt`: train a drafter on new traffic, and publish it if it is better."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from vlmdistill.cli import console
+from vlmdistill.cli.harvest import EvalShare, MaxAge, MediaBytes, PolicyFile, Redact, Share
+
+if TYPE_CHECKING:
+    from vlmdistill.pipelines.workspace.versions import DrafterRound
+
+NOT_PUBLISHED = 3  # exit status: the round is done, and the drafter in use stays
+
+
+def adapt(
+    drafter: Annotated[str, typer.Argument(help="Name of a trained drafter of the workspace.")],
+    source: Annotated[
+        list[str],
+        typer.Option("--from", metavar="SOURCE", help="Logs, as for `vlmdistill harvest`; may be repeated."),
+    ],
+    model: console.Model = "demo",
+    minutes: Annotated[float | None, typer.Option(min=0, help="Minutes of training.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of training, instead of --minutes.")] = None,
+    old: Annotated[
+        float, typer.Option(metavar="SHARE", help="Share of samples that the drafter knows already.")
+    ] = 0.5,
+    fewest: Annotated[int, typer.Option(min=1, help="New samples that a round needs.")] = 32,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="A training setting, which stays otherwise as the drafter was trained; may be repeated.",
+        ),
+    ] = None,
+    limit: Annotated[
+        int, typer.Option(min=1, help="Held-out prompts of the new traffic, and as many others.")
+    ] = 60,
+    max_new_tokens: console.MaxNewTokens = 256,
+    tolerance: Annotated[
+        float,
+        typer.Option(metavar="SHARE", help="Share of the tokens per call on old prompts that may be lost."),
+    ] = 0.02,
+    every: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="Repeat for ever, beginning so long after the last start: 24h."),
+    ] = None,
+    policy: PolicyFile = None,
+    share: Share = None,
+    max_age: MaxAge = None,
+    media: MediaBytes = None,
+    redact: Redact = None,
+    eval_share: EvalShare = 0.1,
+    workers: console.Workers = None,
+    seed: console.Seed = 0,
+    runs: console.Runs = None,
+    as_json: console.Json = False,
+) -> None:
+    """Adapt a drafter to new traffic: a round of harvest, capture, training and evaluation.
+
+    The new version is an ordinary drafter, NAME.r1, NAME.r2 and so on. It comes into use, also in a running
+    `vlmdistill serve`, only if it accepts more on held-out prompts of the traffic and not less on others, by
+    their intervals. Exit status 3 says that the round is done and nothing was published; why is printed and
+    recorded. A round that was stopped at any point goes on with the same command.
+    """
+    import time
+
+    from vlmdistill.drafters.checkpoints.description import describe
+    from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
+    from vlmdistill.pipelines.traffic.policy import Policy
+    from vlmdistill.stores.sharing.retention import seconds
+
+    rules = Policy.read(policy, share=share, max_age=max_age, media=media, redact=redact)
+    pause = None if every is None else seconds(every, "--every")
+    workspace = console.workspace(model, runs)
+    describe(workspace.drafter(drafter))  # before torch
+    checkpoint(model)
+    from vlmdistill.pipelines.traffic import adapt as traffic
+
+    how = traffic.Adaptation(
+        sources=tuple(source),
+        policy=rules,
+        eval_share=eval_share,
+        minutes=5.0 if minutes is None and steps is None else minutes,
+        steps=steps,
+        old=old,
+        fewest=fewest,
+        settings=(*traffic.Adaptation.settings, *(settings or ())),
+        limit=limit,
+        max_new_tokens=max_new_tokens,
+        tolerance=tolerance,
+        seed=seed,
+        workers=workers,
+    )
+    while True:
+        start = time.monotonic()
+        made = traffic.adapt(workspace, drafter, how, bar=console.progress, say=console.remark)
+        _show(made, as_json)
+        if pause is None:
+            raise typer.Exit(0 if made.published else NOT_PUBLISHED)
+        time.sleep(max(0.0, pause - (time.monotonic() - start)))
+
+
+def _show(made: "DrafterRound", as_json: bool) -> None:
+    import msgspec
+
+    if as_json:
+        console.result(msgspec.to_builtins(made), as_json)
+        return
+    what = f"{made.drafter} is in use from now on" if made.published else f"{made.base} stays in use"
+    console.echo(f"round {made.number}: {what}: {made.why}")

@@ -1,0 +1,1 @@
+"""From traffic to a better drafter: harvest, rounds of training on it, deletion."""

@@ -1,0 +1,97 @@
+"""Deletion: traffic that was asked too long ago leaves the workspace, and its bytes leave the disk.
+
+Samples go first, then responses, what reports show of the prompts, images and videos, and the prompts last:
+they say what is too old, so that a deletion that was stopped is done again.
+"""
+
+import json
+import time
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from vlmdistill.pipelines.bench import records
+from vlmdistill.pipelines.data.prompts import prompt_table
+from vlmdistill.pipelines.data.responses import dataset
+from vlmdistill.pipelines.traffic.harvest import audited, unnamed
+from vlmdistill.pipelines.workspace.parts import UNFINISHED
+from vlmdistill.pipelines.workspace.workspace import Workspace, only_writer
+from vlmdistill.stores.sharing.retention import expire
+from vlmdistill.stores.store import Store
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forgotten:
+    """What was deleted, or would be on a dry run."""
+
+    before: str  # asked before this time
+    samples: int
+    responses: int
+    prompts: int
+    media: int
+    reports: int  # evaluations that showed one of the prompts
+    bytes: int  # of samples and media
+    dry_run: bool
+
+
+def forget(workspace: Workspace, older_than: float, *, dry_run: bool = False) -> Forgotten:
+    """Delete the traffic that was asked more than so many seconds ago, from the whole workspace.
+
+    DataError if another run is writing to it, StoreError if the store is damaged or being written to.
+    """
+    before = time.time() - older_than
+    moment = datetime.fromtimestamp(before, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    folder, responses, file = workspace.traffic, workspace.responses, workspace.prompts
+    with only_writer(folder), only_writer(responses), only_writer(file), only_writer(workspace.reports):
+        prompts = prompt_table.read(file) if file.is_file() else []
+        old = {one.key for one in prompts if one.time is not None and one.time < before}
+        left = [one for one in prompts if one.key not in old]
+        samples, size = 0, 0
+        if store := Store.find(workspace.features):
+            with only_writer(workspace.features):
+                expired = expire(store, before, keys=old, dry_run=dry_run)
+            samples, size = len(expired.keys), sum(expired.removed.values())
+            old |= expired.keys
+        gone = dataset.remove(responses, old, dry_run=dry_run)
+        shown = _unshow(workspace.reports, old, dry_run)
+        media = unnamed(workspace, left, dry_run)
+        if old and not dry_run and len(left) < len(prompts):
+            prompt_table.write(file, left)
+        made = Forgotten(
+            before=moment,
+            samples=samples,
+            responses=gone,
+            prompts=len(prompts) - len(left),
+            media=len(media),
+            reports=shown,
+            bytes=size + sum(bytes_ for _, bytes_ in media),
+            dry_run=dry_run,
+        )
+        if not dry_run and any((samples, gone, made.prompts, media, shown)):
+            folder.mkdir(parents=True, exist_ok=True)
+            audited(folder, {"when": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", "forgot": asdict(made)})
+    return made
+
+
+def _unshow(reports: Path, keys: Collection[str], dry_run: bool) -> int:
+    """Take the texts of prompts out of evaluations and of the page; the numbers stay. How many there were."""
+    count = 0
+    for file in records.files_in(reports):
+        one = records.read(file)
+        showing = any(shown.key in keys for at in one.temperatures for shown in at.shown)
+        count += showing
+        if showing and not dry_run:
+            temperatures = tuple(
+                replace(at, shown=tuple(shown for shown in at.shown if shown.key not in keys))
+                for at in one.temperatures
+            )
+            records.write(replace(one, temperatures=temperatures), file)
+    if count and not dry_run:
+        for page in reports.glob("index.html"):
+            page.unlink()
+    for file in reports.glob(f".*{UNFINISHED}") if not dry_run and keys else ():
+        text = file.read_text(encoding="utf-8", errors="replace")
+        if any(json.dumps(key) in text for key in keys):
+            file.unlink()
+    return count

@@ -1,0 +1,235 @@
+"""Logs of requests and responses as exchanges: OpenAI-style JSON lines, batch files, folders and URLs.
+
+A line has a request and its response, under the names of `REQUEST` and `RESPONSE`, maybe with the headers and
+the status of HTTP around each. A line of a batch's output has its request in the batch's input.
+`docs/traffic.md` shows lines. A line that cannot be used has a problem; a file that cannot be read raises
+DataError.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from vlmdistill.pipelines.data.prompts import sources
+from vlmdistill.pipelines.data.prompts.formats import ASKING
+from vlmdistill.pipelines.data.prompts.sources import Row
+from vlmdistill.pipelines.media.images import MediaError
+from vlmdistill.pipelines.media.resolver import BadRowError
+from vlmdistill.pipelines.media.urls import at_hand, copy_of, is_url
+from vlmdistill.stores.backends.opening import open_backend
+from vlmdistill.stores.errors import DataError, StoreError, one_line
+
+REQUEST = ("request", "request_body", "body", "kwargs")
+RESPONSE = ("response", "response_body", "completion")
+TIME = ("time", "timestamp", "request_time", "created_at", "created")
+FILES = (".jsonl", ".json", ".ndjson", ".gz", ".bz2", ".xz", ".parquet", ".log")
+MILLISECONDS = 1e11  # a time above this is not in seconds
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One request and the response to it, as they were logged."""
+
+    row: Row  # where it stands
+    request: Mapping[str, Any]
+    response: Mapping[str, Any]
+    headers: Mapping[str, str]  # of the request, names in lower case
+    time: float | None  # in seconds since 1970
+
+    @property
+    def messages(self) -> Any:
+        """The conversation that was sent; what is not a list is a problem of the row."""
+        asked = self.request.get("messages", self.request.get("input"))
+        if isinstance(asked, list) and isinstance(system := self.request.get("instructions"), str):
+            return [{"role": "system", "content": system}, *asked]
+        return asked
+
+    @property
+    def choice(self) -> Mapping[str, Any]:
+        """The first response; BadRowError if there is none."""
+        choices = self.response.get("choices")
+        if isinstance(choices, list) and choices and isinstance(choices[0], Mapping):
+            return choices[0]
+        if isinstance(output := self.response.get("output"), list):  # of the responses API
+            said = [one for one in output if isinstance(one, Mapping) and one.get("type") == "message"]
+            if len(said) == 1 and len(output) == 1:
+                done = self.response.get("status") == "completed"
+                return {"message": said[0], "finish_reason": "stop" if done else "length"}
+        raise BadRowError("no response")
+
+    @property
+    def facts(self) -> Mapping[str, str]:
+        """What lists of a policy may name: the headers, the `user` and the `model`."""
+        named = {name: self.request.get(name) for name in ("user", "model")}
+        return {**self.headers, **{name: one for name, one in named.items() if isinstance(one, str)}}
+
+
+@dataclass(frozen=True)
+class LogFile:
+    """A file of a log, and where the relative paths in it begin."""
+
+    name: str  # path or URL
+    path: Path
+    size: int
+    folder: str  # path or URL
+
+    def media(self, name: str) -> bytes:
+        """The content of an image or video that a line names; it must lie below the log's folder.
+
+        BadRowError if it is not there.
+        """
+        kind = "media outside of the log"
+        try:
+            if is_url(self.folder):
+                url = name if is_url(name) else f"{self.folder}/{name}"
+                if not url.startswith(f"{self.folder}/"):
+                    raise BadRowError(kind)
+                return at_hand(url).read_bytes()
+            if "://" in name:
+                raise BadRowError("media is a URL", "the log must hold it, as bytes or as a file beside it")
+            path = Path(self.folder, name).resolve()
+            if not path.is_relative_to(Path(self.folder).resolve()):
+                raise BadRowError(kind)
+            return path.read_bytes()
+        except (OSError, ValueError, DataError, MediaError) as error:
+            raise BadRowError("missing media", one_line(error)) from None
+
+
+@dataclass
+class Log:
+    """All files of some sources, and the requests of the batch files among them."""
+
+    files: Sequence[LogFile]
+    _asked: dict[str, Mapping[str, Any]] = field(default_factory=dict)  # requests of batches by custom id
+
+    @classmethod
+    def open(cls, names: Sequence[str]) -> "Log":
+        """The files of these paths and URLs; DataError if one has none."""
+        return cls([file for name in names for file in _files(name)])
+
+    def index(self, files: Sequence[LogFile]) -> None:
+        """Read the requests of batches: what answers them may stand in any other file."""
+        for file in files:
+            for row in sources.read(str(file.path)):
+                if isinstance(row.value, Mapping) and _asks(row.value):
+                    self._asked[str(row.value["custom_id"])] = row.value["body"]
+
+    def read(self, file: LogFile) -> Iterator[Exchange | tuple[Row, BadRowError]]:
+        """The exchanges of a file, and the rows that are none with what is wrong."""
+        for row in sources.read(str(file.path)):
+            if isinstance(row.value, Mapping) and _asks(row.value):
+                continue
+            try:
+                yield self._exchange(row)
+            except BadRowError as error:
+                yield row, error
+
+    def _exchange(self, row: Row) -> Exchange:
+        if row.problem:
+            raise BadRowError(row.problem.reason)
+        value = row.value
+        if not isinstance(value, Mapping):
+            raise BadRowError("not an object")
+        if value.get("error"):
+            raise BadRowError("failed request")
+        response, _, status = _body(value, RESPONSE)
+        if status not in (None, 200):
+            raise BadRowError("failed request", f"status {status}")
+        if response is None:
+            raise BadRowError("no response")
+        request, headers, _ = _body(value, REQUEST)
+        if request is None and "custom_id" in value:
+            request = self._asked.get(str(value["custom_id"]))
+            if request is None:
+                raise BadRowError("no request", "name the batch's input file, too")
+        given = next((value[name] for name in TIME if value.get(name) is not None), response.get("created"))
+        return Exchange(row, value if request is None else request, response, headers, _seconds(given))
+
+
+def _files(name: str) -> list[LogFile]:
+    """The files of a path or URL, by name; DataError if there is none."""
+    if is_url(name):
+        return _remote(name.rstrip("/"))
+    if "://" in name:
+        raise DataError(f"{name}: logs are read from folders, s3://, gs:// and az://: copy it to one of them")
+    path = Path(name).expanduser()
+    if not name or not path.exists():
+        raise DataError(f"there is no log {name or '(an empty name)'}: give a file, a folder or a URL")
+    if path.is_file():
+        return [LogFile(str(path.resolve()), path, path.stat().st_size, str(path.resolve().parent))]
+    found = []
+    for one, error in sources.walk(path):
+        if error:
+            raise DataError(f"{one} cannot be read: {error.strerror}")
+        if one.name.lower().endswith(FILES):
+            found.append(LogFile(str(one.resolve()), one, one.stat().st_size, str(path.resolve())))
+    if not found:
+        raise DataError(f"{name} holds no log: its files end in none of {', '.join(FILES)}")
+    return found
+
+
+def _remote(url: str) -> list[LogFile]:
+    folder, _, leaf = url.rpartition("/")
+    try:
+        there = open_backend(folder)
+        size = there.size(leaf)
+        listed = {leaf: size} if size is not None else open_backend(url).list_files("")
+    except (OSError, StoreError) as error:
+        raise DataError(f"{url} cannot be read: {one_line(error)}") from None
+    base = folder if size is not None else url
+    found = []
+    for name, length in sorted(listed.items()):
+        if name.lower().endswith(FILES):
+            copy = copy_of(f"{base}/{name}")
+            grown = copy.is_file() and copy.stat().st_size != length
+            found.append(LogFile(f"{base}/{name}", at_hand(f"{base}/{name}", again=grown), length, base))
+    if not found:
+        raise DataError(f"{url} holds no log: there is no object whose name ends in {', '.join(FILES)}")
+    return found
+
+
+def _asks(value: Mapping[str, Any]) -> bool:
+    """Whether a row is a request of a batch, whose response stands elsewhere."""
+    url = value.get("url", ASKING[0])
+    asks = isinstance(url, str) and url.endswith(ASKING) and isinstance(value.get("body"), Mapping)
+    return asks and "custom_id" in value and "response" not in value
+
+
+def _body(
+    value: Mapping[str, Any], names: Sequence[str]
+) -> tuple[Mapping[str, Any] | None, dict[str, str], Any]:
+    """The body under the first of these names, and the headers and the status of HTTP around it."""
+    found = next((value[name] for name in names if value.get(name) is not None), None)
+    headers, status = _object(value.get("headers")), value.get("status_code")
+    found = _object(found)
+    if found and "body" in found:
+        headers = {**(headers or {}), **(_object(found.get("headers")) or {})}
+        status, found = found.get("status_code", status), _object(found["body"])
+    flat = {str(name).lower(): str(one) for name, one in (headers or {}).items()}
+    return found, flat, status
+
+
+def _object(value: Any) -> dict[str, Any] | None:
+    """A JSON object, which may be written as text."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return None
+    return dict(value) if isinstance(value, Mapping) else None
+
+
+def _seconds(value: Any) -> float | None:
+    """A time in seconds since 1970, of a number or a text of ISO 8601; UTC where no zone is given."""
+    if isinstance(value, str):
+        try:
+            moment = datetime.fromisoformat(value)
+        except ValueError:
+            return None
+        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e15:
+        return None
+    return value / 1000 if value > MILLISECONDS else float(value)

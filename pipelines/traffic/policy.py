@@ -1,0 +1,149 @@
+"""What may be kept of traffic: a share, by allow and deny lists, no older than so long, redacted.
+
+A policy is a TOML file with the fields of `Policy`. Whatever cannot be decided is dropped.
+"""
+
+import hashlib
+import importlib
+import re
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from vlmdistill.pipelines.media.resolver import BadRowError
+from vlmdistill.pipelines.traffic.logs import Exchange
+from vlmdistill.stores.errors import DataError, one_line
+from vlmdistill.stores.schema import content_hash
+from vlmdistill.stores.sharing.retention import seconds
+
+Patterns = Mapping[str, str | tuple[str, ...]]
+Redact = Callable[[dict[str, Any]], Any]
+SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+
+
+class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
+    """The rules of a harvest. The defaults keep all, and 10 GB of images and videos."""
+
+    share: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    """Of the conversations, by a hash: the same ones each time."""
+    allow: Patterns = {}
+    """Header, `user` or `model` -> patterns such as `team-*`, one of which must match; all names must."""
+    deny: Patterns = {}
+    """The same, of which none may match."""
+    max_age: str = ""
+    """Such as `30d`: older requests are dropped, and those without a time."""
+    media: str = "10GB"
+    """Bytes of all images and videos that are kept: what would exceed them is dropped."""
+    redact: str = ""
+    """`module:function`. It gets {messages, response, user, headers, time}, and returns messages and response
+    without what nobody may keep, or None to drop them. What it raises drops them, too."""
+
+    @classmethod
+    def read(cls, file: Path | None, **changes: Any) -> "Policy":
+        """The policy of a file, if any, with the changes that are not None; DataError says what is wrong."""
+        try:
+            found = tomllib.loads(file.read_text(encoding="utf-8")) if file else {}
+            policy = msgspec.convert(
+                {**found, **{name: one for name, one in changes.items() if one is not None}}, cls
+            )
+            policy.check()
+            return policy
+        except (OSError, ValueError, RecursionError, msgspec.ValidationError, DataError) as error:
+            reason = (isinstance(error, OSError) and error.strerror) or one_line(error)
+            raise DataError(f"{file or 'the policy'} cannot be used: {reason}") from None
+
+    def check(self) -> None:
+        """DataError if a length of time or a size cannot be read, or if there is no such function."""
+        _ = self.seconds, self.media_bytes, self.function
+
+    @cached_property
+    def seconds(self) -> float | None:
+        """The maximum age; None: any."""
+        return seconds(self.max_age, "max_age") if self.max_age else None
+
+    @cached_property
+    def media_bytes(self) -> int:
+        """The bytes of media that may be kept."""
+        found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)b?", self.media.strip().lower())
+        if not found:
+            raise DataError(f"media='{self.media}': write a size such as 500MB or 20GB")
+        return int(float(found[1]) * SIZES[found[2]])
+
+    @cached_property
+    def function(self) -> Redact | None:
+        """The hook; DataError if it is not there."""
+        if not self.redact:
+            return None
+        module, _, name = self.redact.partition(":")
+        try:
+            function: Redact = getattr(importlib.import_module(module), name)
+        except Exception as error:  # noqa: BLE001 (a module raises what it likes)
+            raise DataError(
+                f"redact='{self.redact}' is no function: write module:function ({one_line(error)})"
+            ) from None
+        if not callable(function):
+            raise DataError(f"redact='{self.redact}' cannot be called: write module:function")
+        return function
+
+    @property
+    def hash(self) -> str:
+        """What tells it from another."""
+        return content_hash(msgspec.to_builtins(self))
+
+    def refusal(self, exchange: Exchange, now: float) -> str:
+        """Why an exchange may not be kept, as far as its facts say; empty if it may."""
+        if self.seconds is not None:
+            if exchange.time is None:
+                return "no time"
+            if exchange.time < now - self.seconds:
+                return "too old"
+        facts = exchange.facts
+        if not all(_matches(facts, name, patterns) for name, patterns in self.allow.items()):
+            return "not allowed"
+        if any(_matches(facts, name, patterns) for name, patterns in self.deny.items()):
+            return "denied"
+        if self.share < 1:
+            drawn = hashlib.sha256(msgspec.json.encode(exchange.messages, order="sorted")).digest()
+            if int.from_bytes(drawn[:8]) >= self.share * 2**64:
+                return "not sampled"
+        return ""
+
+    def redacted(self, exchange: Exchange, text: str) -> tuple[Any, str]:
+        """Messages and response after the hook; BadRowError if it drops them or fails.
+
+        What it raises may quote the text, so that only its kind is told.
+        """
+        if self.function is None:
+            return exchange.messages, text
+        given = {
+            "messages": deepcopy(exchange.messages),
+            "response": text,
+            "user": exchange.facts.get("user", ""),
+        }
+        try:
+            made = self.function({**given, "headers": dict(exchange.headers), "time": exchange.time})
+        except Exception as error:  # noqa: BLE001
+            raise BadRowError("redaction failed", type(error).__name__) from None
+        if made is None:
+            raise BadRowError("redacted whole")
+        if not (
+            isinstance(made, Mapping)
+            and isinstance(made.get("messages"), list)
+            and isinstance(made.get("response"), str)
+        ):
+            raise BadRowError("redaction failed", "it returned neither None nor messages and a response")
+        return made["messages"], made["response"]
+
+
+def _matches(facts: Mapping[str, str], name: str, patterns: str | Sequence[str]) -> bool:
+    """Whether the fact of that name is there, and one of the patterns matches it."""
+    listed = [patterns] if isinstance(patterns, str) else patterns
+    value = facts.get(name.lower())
+    return value is not None and any(fnmatchcase(value, pattern) for pattern in listed)

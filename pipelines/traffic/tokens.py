@@ -1,0 +1,137 @@
+"""The tokens of a logged response: as the server sent them, else made again of its text, and checked.
+
+A drafter is trained on what the target said token by token. A text has several tokenizations, so that of our
+own counts only if it decodes to the text and has as many tokens as the server counted.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+from vlmdistill.pipelines.media.resolver import BadRowError
+from vlmdistill.pipelines.traffic.logs import Exchange
+
+if TYPE_CHECKING:
+    from vlmdistill.pipelines.targets.target_model import TargetModel
+
+Origin = Literal["ids", "logprobs", "text"]
+CUT = "\ufffd"  # ends a text whose last character was cut
+BY_ID = "token_id:"  # vLLM writes tokens so with return_tokens_as_token_ids
+
+
+class ResponseTokens:
+    """Finds the tokens of responses of one target."""
+
+    def __init__(self, target: "TargetModel") -> None:
+        self._tokenizer, self._info = target.tokenizer, target.info
+
+    @cached_property
+    def _by_text(self) -> Mapping[str, int]:
+        """The tokens whose text no other token has."""
+        found: dict[str, int] = {}
+        texts = self._tokenizer.batch_decode([[one] for one in range(len(self._tokenizer))])
+        for one, text in enumerate(texts):
+            found[text] = -1 if text in found else one
+        return {text: one for text, one in found.items() if one >= 0}
+
+    def of(self, exchange: Exchange, text: str, altered: bool) -> tuple[list[int], Origin]:
+        """The tokens of a response with its EOS, and where they come from; BadRowError if none are sure.
+
+        `text` is the response, which the redaction has `altered`: then only the text is left to go by.
+        """
+        choice = exchange.choice
+        ended = choice.get("finish_reason") == "stop" and not exchange.request.get("stop")
+        ids = None if altered else self._logged(choice)
+        if ids is not None:
+            origin: Origin = "ids" if choice.get("token_ids") else "logprobs"
+            if not all(0 <= one < self._info.vocab_size for one in ids):
+                raise BadRowError("tokens of another target")
+            whole, text = (one.rstrip(CUT) for one in (self._text(ids), text))
+            if whole != text and not (exchange.request.get("stop") and whole.startswith(text)):
+                raise BadRowError("tokens differ from the text")
+            return self._ended(ids) if ended else ids, origin
+        if not altered and _reasoning(choice):
+            raise BadRowError("reasoning without tokens")
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        if self._text(ids) != text:
+            raise BadRowError("text does not decode to itself")
+        ids = self._ended(ids) if ended else ids
+        counted = _counted(exchange, "completion_tokens")
+        if not altered and counted is not None and counted not in (len(ids), len(ids) - ended):
+            raise BadRowError("another number of tokens")
+        return ids, "text"
+
+    def _logged(self, choice: Mapping[str, Any]) -> list[int] | None:
+        """The tokens that a line has, None if it has none, or some of which it is unsure."""
+        ids = choice.get("token_ids")
+        if isinstance(ids, list) and ids and all(type(one) is int for one in ids):
+            return list(ids)
+        logprobs = choice.get("logprobs")
+        content = logprobs.get("content") if isinstance(logprobs, Mapping) else None
+        if not isinstance(content, list) or not content:
+            return None
+        found = []
+        for one in content:
+            token = one.get("token") if isinstance(one, Mapping) else None
+            if not isinstance(token, str):
+                return None
+            number = token.removeprefix(BY_ID)
+            known = int(number) if number != token and number.isdecimal() else self._by_text.get(token)
+            if known is None:
+                return None
+            found.append(known)
+        return found
+
+    def _text(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return text
+
+    def _ended(self, ids: list[int]) -> list[int]:
+        """With the EOS that ended it, which most servers leave out."""
+        return ids if ids and ids[-1] in self._info.eos_ids else [*ids, self._eos]
+
+    @property
+    def _eos(self) -> int:
+        """The EOS of the chat template where the target has several."""
+        own = self._tokenizer.eos_token_id
+        return int(own if own in self._info.eos_ids else self._info.eos_ids[0])
+
+
+def require_same_prompt(exchange: Exchange, ids: Sequence[int]) -> None:
+    """BadRowError if the server read a prompt of another length than `ids`, or with other tokens."""
+    logged = exchange.response.get("prompt_token_ids")
+    if isinstance(logged, list) and logged and list(ids) != logged:
+        raise BadRowError("another prompt", "the tokens that the server has read differ")
+    counted = _counted(exchange, "prompt_tokens")
+    if counted is not None and counted != len(ids):
+        raise BadRowError("another prompt", f"the server has read {counted} tokens, and it has {len(ids)}")
+
+
+def response_text(exchange: Exchange) -> str:
+    """The text of the response; BadRowError if it is not a whole one of plain text."""
+    choice = exchange.choice
+    if (finish := choice.get("finish_reason")) not in ("stop", "length"):
+        raise BadRowError("not ended", f"finish_reason {str(finish)[:40]}")
+    if exchange.request.get("tools") or exchange.request.get("functions"):
+        raise BadRowError("tools")
+    message = choice.get("message")
+    content = message.get("content") if isinstance(message, Mapping) else choice.get("text")
+    if isinstance(content, list):  # of the responses API
+        content = "".join(str(one.get("text", "")) for one in content if isinstance(one, Mapping))
+    if not isinstance(content, str) or not content:
+        raise BadRowError("no text")
+    return content
+
+
+def _reasoning(choice: Mapping[str, Any]) -> bool:
+    message = choice.get("message")
+    names = ("reasoning_content", "reasoning")
+    return isinstance(message, Mapping) and any(message.get(name) for name in names)
+
+
+def _counted(exchange: Exchange, name: str) -> int | None:
+    """A number of tokens that the server has counted; None if it is not told."""
+    usage = exchange.response.get("usage")
+    other = {"completion_tokens": "output_tokens", "prompt_tokens": "input_tokens"}[name]
+    found = usage.get(name, usage.get(other)) if isinstance(usage, Mapping) else None
+    return found if type(found) is int else None

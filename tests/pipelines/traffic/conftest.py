@@ -1,0 +1,57 @@
+"""Lines of logs as servers write them, for the embedded target."""
+
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import tiny
+from vlmdistill.pipelines.targets.loading import load_encoder
+from vlmdistill.pipelines.targets.target_model import TargetModel
+
+NOW = 1.76e9  # seconds since 1970
+ANSWER = "There are {} red circles on the black board, and a small star in the north."
+
+
+@pytest.fixture(scope="session")
+def encoder() -> TargetModel:
+    return load_encoder("demo")
+
+
+def data_url(seed: int) -> str:
+    image = io.BytesIO()
+    tiny.picture(84, 84, seed).save(image, "png")
+    return f"data:image/png;base64,{base64.b64encode(image.getvalue()).decode()}"
+
+
+def asked(question: str, image: str | None = None, **more: Any) -> dict[str, Any]:
+    """The body of a request."""
+    content: list[dict[str, Any]] = [{"type": "text", "text": question}]
+    if image:
+        content.insert(0, {"type": "image_url", "image_url": {"url": image}})
+    return {"model": "demo", "messages": [{"role": "user", "content": content}], **more}
+
+
+def said(
+    text: str, finish: str = "stop", usage: dict[str, int] | None = None, **choice: Any
+) -> dict[str, Any]:
+    """The body of a response."""
+    message = {"role": "assistant", "content": text}
+    found: dict[str, Any] = {"choices": [{"index": 0, "message": message, "finish_reason": finish, **choice}]}
+    return found if usage is None else {**found, "usage": usage}
+
+
+def exchange(number: int, **more: Any) -> dict[str, Any]:
+    """A line of a log, of its own question, with tokens from the text alone."""
+    question = f"What do you see on board number {number}?"
+    line = {"time": NOW + number, "request": asked(question), "response": said(ANSWER.format(number))}
+    return {**line, **more}
+
+
+def write(file: Path, lines: list[Any]) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file

@@ -1,0 +1,275 @@
+"""What a harvest keeps of logs, what it drops and why, and that nothing else is left of what it dropped."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.pipelines.traffic.conftest import ANSWER, NOW, asked, data_url, exchange, said, write
+from vlmdistill.pipelines.data.prompts import prompt_table
+from vlmdistill.pipelines.data.prompts.importing import import_prompts
+from vlmdistill.pipelines.data.responses import dataset
+from vlmdistill.pipelines.targets.target_model import TargetModel
+from vlmdistill.pipelines.traffic.harvest import MEDIA, Harvest, harvest
+from vlmdistill.pipelines.traffic.policy import Policy
+from vlmdistill.pipelines.workspace.workspace import Workspace
+from vlmdistill.stores.errors import DataError
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Workspace:
+    return Workspace.of("demo", tmp_path / "runs")
+
+
+def taken(workspace: Workspace, lines: list[Any], **how: Any) -> Harvest:
+    file = write(workspace.root.parents[1] / "log.jsonl", lines)
+    return harvest(workspace, [str(file)], Policy(**how))
+
+
+def everything(folder: Path) -> bytes:
+    return b"".join(file.read_bytes() for file in folder.rglob("*") if file.is_file())
+
+
+def test_prompts_and_responses_of_a_log_are_kept_once(workspace: Workspace, encoder: TargetModel) -> None:
+    lines = [exchange(number) for number in range(6)] + [exchange(2)]
+    made = taken(workspace, lines)
+    assert (made.exchanges, made.kept, made.dropped, made.tokens) == (7, 6, {"duplicate": 1}, {"text": 6})
+    prompts = {one.key: one for one in prompt_table.read(workspace.prompts)}
+    rows = {row.key: row for row in dataset.read(workspace.responses)}
+    assert prompts.keys() == rows.keys()
+    assert sorted(one.time or 0 for one in prompts.values()) == [NOW + number for number in range(6)]
+    assert {one.dataset for one in prompts.values()} == {made.dataset}
+    for key, row in rows.items():
+        ids = [int(one) for one in row.ids]
+        assert ids[-1] in encoder.info.eos_ids
+        assert encoder.tokenizer.decode(ids, skip_special_tokens=True) == row.text
+        assert encoder.encode(prompts[key].messages).length == row.prompt_tokens
+    again = taken(workspace, [*lines, exchange(7)])
+    assert (again.kept, again.known) == (1, 7)  # one of them twice
+    unchanged = harvest(workspace, [str(workspace.root.parents[1] / "log.jsonl")], Policy())
+    assert (unchanged.files, unchanged.unchanged, unchanged.exchanges) == (0, 1, 0)
+    audit = [json.loads(line) for line in (workspace.traffic / "audit.jsonl").read_text().splitlines()]
+    assert [line["kept"] for line in audit] == [6, 1, 0]
+
+
+def test_tokens_are_those_of_the_server_or_checked_against_its_text_and_counts(
+    workspace: Workspace, encoder: TargetModel
+) -> None:
+    text = ANSWER.format("no")
+    ids = encoder.tokenizer.encode(text, add_special_tokens=False)
+    pieces = [encoder.tokenizer.decode([one]) for one in ids]
+    usage = {"prompt_tokens": encoder.encode(asked("Q 3?")["messages"]).length}
+    responses = {
+        "Q 0?": said(text, token_ids=ids),
+        "Q 1?": said(text, logprobs={"content": [{"token": f"token_id:{one}"} for one in ids]}),
+        "Q 2?": said(text, logprobs={"content": [{"token": one} for one in pieces]}),
+        "Q 3?": said(text, usage={**usage, "completion_tokens": len(ids) + 1}),
+        "Q 4?": said(text, token_ids=ids[:-1]),  # tokens differ from the text
+        "Q 5?": said(text, token_ids=[10**6]),
+        "Q 6?": said(text, usage={"completion_tokens": len(ids) + 3}),
+        "Q 7?": said(text, usage={"prompt_tokens": 3}),
+        "Q 8?": said(text, finish="content_filter"),
+        "Q 9?": {"choices": []},
+    }
+    responses["Q 3?"]["prompt_token_ids"] = encoder.encode(asked("Q 3?")["messages"]).ids_L.tolist()
+    made = taken(
+        workspace,
+        [
+            {"request": asked(question), "response": one, "created": NOW}
+            for question, one in responses.items()
+        ],
+    )
+    assert made.kept == 4
+    assert sum(made.tokens.values()) == 4
+    assert made.tokens["ids"] == made.tokens["text"] == 1
+    assert made.dropped == {
+        "tokens differ from the text": 1,
+        "tokens of another target": 1,
+        "another number of tokens": 1,
+        "another prompt": 1,
+        "not ended": 1,
+        "no response": 1,
+    }
+    eos = {tuple(int(one) for one in row.ids) for row in dataset.read(workspace.responses)}
+    assert {one[:-1] for one in eos} == {tuple(ids)}
+
+
+def test_the_policy_drops_by_age_lists_and_share_and_the_same_ones_each_time(workspace: Workspace) -> None:
+    import time
+
+    now = time.time()
+    lines = [
+        exchange(0, time=now),
+        exchange(1, time=now - 40 * 86400),
+        {name: one for name, one in exchange(2).items() if name != "time"},
+        exchange(3, time=now * 1000, headers={"X-Plan": "free"}),
+        exchange(4, time=now, request=asked("A question of ann?", user="ann")),
+    ]
+    made = taken(workspace, lines, max_age="30d", deny={"user": "a*"})
+    assert (made.kept, made.dropped) == (2, {"too old": 1, "no time": 1, "denied": 1})
+    allowed = taken(workspace, lines, allow={"x-plan": ("paid", "free")})
+    assert (allowed.known, allowed.dropped["not allowed"]) == (1, 4)
+    many = [exchange(number) for number in range(200)]
+    half, again = (taken(Workspace.of("demo", workspace.root / str(run)), many, share=0.25) for run in (0, 1))
+    assert half.kept == again.kept
+    assert 25 < half.kept < 75
+
+
+def test_images_are_kept_by_hash_within_the_budget_and_those_of_dropped_rows_are_not(
+    workspace: Workspace, tmp_path: Path
+) -> None:
+    lines = [
+        exchange(number, request=asked(f"Which shapes are in image {number}?", data_url(number % 3)))
+        for number in range(6)
+    ]
+    lines.append(exchange(9, request=asked("And in this one?", data_url(9)), response=said("", "stop")))
+    size = max(len(json.dumps(line)) for line in lines)  # base64 of one takes more than its bytes
+    made = taken(workspace, lines, media=f"{2 * size}B")
+    assert made.dropped == {"media budget": 2, "no text": 1}
+    assert (made.kept, made.media) == (4, 2)
+    files = {file.name for file in (workspace.root / MEDIA).iterdir()}
+    named = {Path(part["path"]).name for one in prompt_table.read(workspace.prompts) for part in one.media}
+    assert files == named
+    beside = tmp_path / "served"
+    (beside / "media").mkdir(parents=True)
+    (beside / "media" / "abc").write_bytes((workspace.root / MEDIA / min(files)).read_bytes())
+    (tmp_path / "secret.png").write_bytes(b"x")
+    lines = [exchange(20, request=asked("Is it the same?", "media/abc")), exchange(21)]
+    lines.append(exchange(22, request=asked("And outside?", "../secret.png")))
+    write(beside / "2026-01-01.jsonl", lines)
+    served = harvest(workspace, [str(beside)])
+    assert (served.kept, served.media) == (2, 0)
+    assert served.dropped == {"media outside of the log": 1}
+
+
+def redact(given: dict[str, Any]) -> Any:
+    text = given["messages"][0]["content"][0]["text"]
+    if "board number 1?" in text:
+        raise ValueError(f"no rule for {text}")
+    if "board number 2?" in text:
+        return None
+    given["messages"][0]["content"][0]["text"] = text.replace("number", "no.")
+    return {**given, "response": given["response"].replace("north", "[PLACE]")}
+
+
+def test_what_redaction_fails_on_is_dropped_and_nothing_of_it_is_on_the_disk(workspace: Workspace) -> None:
+    lines = [exchange(number) for number in range(4)]
+    lines[1]["request"] = asked("Secret: what is on board number 1?")
+    made = taken(workspace, lines, redact=f"{__name__}:redact")
+    assert made.dropped == {"redaction failed": 1, "redacted whole": 1}
+    assert (made.kept, made.redacted) == (2, 2)
+    assert all("[PLACE]" in row.text for row in dataset.read(workspace.responses))
+    kept = b"".join(str(vars(one)).encode() for one in prompt_table.read(workspace.prompts))
+    assert b"board no." in kept
+    assert b"number" not in kept
+    assert b"Secret" not in everything(workspace.root)
+    with pytest.raises(DataError, match="module:function"):
+        taken(workspace, lines, redact="nowhere:at_all")
+
+
+def test_near_duplicates_are_dropped_and_counted(workspace: Workspace) -> None:
+    first = exchange(0, request=asked("What do you see?"))
+    lines = [first, exchange(1, request=asked("what  do you see ?!")), exchange(2)]
+    made = taken(workspace, lines)
+    assert (made.kept, made.dropped) == (2, {"near-duplicate": 1})
+
+
+def test_batches_folders_and_odd_lines(workspace: Workspace, tmp_path: Path) -> None:
+    folder = tmp_path / "logs"
+    requests = [
+        {
+            "custom_id": f"r{number}",
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": asked(f"Q {number}?"),
+        }
+        for number in range(3)
+    ]
+    answers = [
+        {"custom_id": f"r{number}", "response": {"status_code": 200, "body": said(ANSWER.format(number))}}
+        for number in (2, 0, 7)
+    ]
+    answers.append({"custom_id": "r1", "response": {"status_code": 500, "body": {}}})
+    write(folder / "a" / "input.jsonl", requests)
+    write(folder / "b" / "output.jsonl", answers)
+    (folder / "b" / "rest.jsonl").write_text('{"cut off\n[]\n' + json.dumps({"request": {}}) + "\n")
+    (folder / "notes.md").write_text("no log")
+    nested = {"headers": {"X-Team": "red"}, "body": json.dumps(asked("Q as text?"))}
+    turns = [*asked("Q 10?")["messages"], {"role": "assistant", "content": "A."}, *asked("Q 11?")["messages"]]
+    write(
+        folder / "gateway.jsonl",
+        [
+            {"request": nested, "response": {"status_code": 200, "body": said(ANSWER.format("x"))}},
+            {"request": {**asked(""), "messages": turns}, "response": said(ANSWER.format("y"))},
+            {"request": asked("Q tools?", tools=[{}]), "response": said(ANSWER.format("z"))},
+        ],
+    )
+    made = harvest(workspace, [str(folder)], Policy())
+    assert made.kept == 4
+    assert Counter(made.dropped) == {
+        "no request": 1,
+        "failed request": 1,
+        "invalid JSON": 1,
+        "not an object": 1,
+        "no response": 1,
+        "tools": 1,
+    }
+    lengths = {len(one.messages) for one in prompt_table.read(workspace.prompts)}
+    assert lengths == {1, 3}
+    with pytest.raises(DataError, match="no log"):
+        harvest(workspace, [str(tmp_path / "nothing")])
+    with pytest.raises(DataError, match="s3://"):
+        harvest(workspace, ["https://example.org/log.jsonl"])
+
+
+def test_a_harvest_that_was_killed_is_completed_by_the_next_one(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    lines = [exchange(number) for number in range(5)]
+    with monkeypatch.context() as patch:
+        patch.setattr(prompt_table, "write", killed)
+        patch.setattr("vlmdistill.pipelines.data.prompts.importing.write", killed)
+        with pytest.raises(KeyboardInterrupt):
+            taken(workspace, lines)
+    assert not workspace.prompts.exists()
+    assert len(dataset.keys(workspace.responses)) == 5
+    made = taken(workspace, lines)
+    assert made.kept == 5
+    assert len(dataset.table(workspace.responses)) == 5
+
+
+def test_what_was_there_before_keeps_its_dataset_and_files_of_earlier_versions_are_read(
+    workspace: Workspace, tmp_path: Path
+) -> None:
+    import pyarrow.parquet as pq
+
+    rows = [{"messages": [{"role": "user", "content": "What do you see on board number 0?"}]}]
+    import_prompts([str(write(tmp_path / "own.jsonl", rows))], workspace.prompts)
+    pq.write_table(pq.read_table(workspace.prompts).drop_columns(["time"]), workspace.prompts)
+    (before,) = prompt_table.read(workspace.prompts)
+    assert before.time is None
+    assert prompt_table.load(workspace.prompts)[0] == before
+    taken(workspace, [exchange(0), exchange(1)])
+    after = {one.key: one for one in prompt_table.read(workspace.prompts)}
+    assert replace(after[before.key], split=before.split) == before
+    assert len(after) == 2
+    assert before.key in dataset.keys(workspace.responses)
+
+
+def test_a_policy_is_read_from_toml_and_wrong_ones_say_what(tmp_path: Path) -> None:
+    file = tmp_path / "policy.toml"
+    file.write_text('share = 0.5\nmax_age = "12h"\nmedia = "1.5 MB"\n[allow]\nuser = ["a*", "b"]\n')
+    policy = Policy.read(file, share=0.25)
+    assert (policy.share, policy.seconds, policy.media_bytes) == (0.25, 43200.0, 1_500_000)
+    for wrong in ('max_age = "soon"', 'media = "much"', "share = 2", "shares = 1", "[[", 'redact = "a:b"'):
+        file.write_text(wrong)
+        with pytest.raises(DataError, match=r"policy\.toml"):
+            Policy.read(file)
+    with pytest.raises(DataError, match=r"missing\.toml"):
+        Policy.read(tmp_path / "missing.toml")

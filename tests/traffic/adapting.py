@@ -1,0 +1,103 @@
+"""Rounds on the embedded target: only a better drafter is published, and a kill costs nothing."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vlmdistill.cli.main import main
+from vlmdistill.drafters.checkpoints.description import describe, trained_on
+from vlmdistill.pipelines import flow, train
+from vlmdistill.pipelines.bench import evaluate
+from vlmdistill.pipelines.data.prompts import prompt_table
+from vlmdistill.pipelines.traffic import adapt as traffic
+from vlmdistill.pipelines.traffic.adapt import Adaptation, adapt
+from vlmdistill.pipelines.workspace import versions
+from vlmdistill.pipelines.workspace.workspace import Workspace
+from vlmdistill.stores.errors import DataError
+from vlmdistill.stores.store import Store
+
+SMALL = ("batch_tokens=1024", "stages.*.learning_rate=2e-3", "stages.*.visual=[0.5,0.5]", "tree=chain-3")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray")]
+
+
+def how(log: Path, **changes: Any) -> Adaptation:
+    values: dict[str, Any] = {"steps": 40, "limit": 12, "max_new_tokens": 24, "workers": 1}
+    values["eval_share"] = 0.25
+    values["settings"] = (*SMALL, "stages.*.anchors=failed", "stages.*.mixed=1")
+    return Adaptation(sources=(str(log),), **{**values, **changes})
+
+
+def test_a_better_drafter_is_published_with_what_it_was_trained_on(
+    workspace: Workspace, log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = adapt(workspace, "hawk", how(log))
+    assert made.published, made.why
+    assert versions.current(workspace, "hawk") == made.drafter == "hawk.r1"
+    assert made.facts["new"]["tau"] > made.facts["new"]["base_tau"]
+    store = Store.open(workspace.features)
+    prompts = prompt_table.read(workspace.prompts)
+    fresh = {one.key for one in prompts if one.time is not None and one.split == "train"}
+    assert store.keys() == fresh
+    trained = trained_on(workspace.drafter("hawk.r1"))
+    assert trained is not None
+    assert trained <= fresh
+    assert len(trained) > len(fresh) / 2  # without those that the training holds out
+    assert describe(workspace.drafter("hawk.r1"))["training"]["init"]["from"].endswith("hawk")
+    assert "hawk.replay.rejected" in store.index.columns
+    metrics = workspace.drafter("hawk.adapt") / "metrics.jsonl"
+    assert json.loads(metrics.read_text())["published"] is True
+    where = ["--model", "demo", "--runs", str(workspace.root.parent)]
+    assert main(["adapt", "hawk", "--from", str(log), "--steps", "5", *where]) == 3
+    assert "0 samples of traffic are new to hawk.r1" in capsys.readouterr().out
+    assert versions.current(workspace, "hawk") == "hawk.r1"
+    assert main(["serve", "--drafter", "hawk", "--record-for", "3d", *where]) == 2
+
+
+def test_a_drafter_that_is_not_surely_better_stays_unpublished(workspace: Workspace, log: Path) -> None:
+    made = adapt(workspace, "hawk", how(log, steps=2, settings=(*SMALL, "stages.*.learning_rate=0")))
+    assert not made.published
+    assert "not surely better on the new prompts" in made.why
+    assert versions.current(workspace, "hawk") == "hawk"
+    with pytest.raises(DataError, match="--minutes"):
+        adapt(workspace, "hawk", how(log, minutes=1))
+
+
+def test_killed_after_any_stage_a_round_goes_on_and_ends_as_if_it_was_not(
+    workspace: Workspace, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    def killing(name: str, whole: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **named: Any) -> Any:
+            result = whole(*given, **named)
+            if name not in done:
+                done.append(name)
+                raise KeyboardInterrupt
+            return result
+
+        return call
+
+    places: list[tuple[Any, str]] = [
+        (traffic, "harvest"),
+        (flow, "capture_features"),
+        (traffic, "filter_store"),
+        (traffic, "replay"),
+        (train, "run"),
+        (evaluate, "evaluate"),
+    ]
+    for place, name in places:
+        monkeypatch.setattr(place, name, killing(name, getattr(place, name)))
+    for _ in places:
+        with pytest.raises(KeyboardInterrupt):
+            adapt(workspace, "hawk", how(log, steps=12))
+    made = adapt(workspace, "hawk", how(log, steps=12))
+    assert done == [name for _, name in places]
+    assert (made.number, made.drafter) == (1, "hawk.r1")
+    assert len(versions.rounds(workspace, "hawk")) == 1
+    assert describe(workspace.drafter("hawk.r1"))["training"]["steps"] == 12
+    keys = [one.key for one in prompt_table.read(workspace.prompts)]
+    assert len(keys) == len(set(keys))
+    assert not (workspace.drafter("hawk.adapt") / "plan.json").exists()
