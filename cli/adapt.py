@@ -69,7 +69,7 @@ def adapt(
     from vlmdistill.drafters.checkpoints.description import describe
     from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
     from vlmdistill.pipelines.traffic.policy import Policy
-    from vlmdistill.stores.sharing.retention import seconds
+    from vlmdistill.stores.schema import seconds
 
     rules = Policy.read(policy, share=share, max_age=max_age, media=media, redact=redact)
     pause = None if every is None else seconds(every, "--every")

@@ -22,7 +22,7 @@ def forget(
     Bytes leave the disk; evaluations keep their numbers and lose what they show of these prompts. Data that
     was not harvested stays. Drafters that were trained on it stay, too.
     """
-    from vlmdistill.stores.sharing.retention import seconds
+    from vlmdistill.stores.schema import seconds
 
     age = seconds(older_than, "--older-than")
     workspace = console.workspace(model, runs)

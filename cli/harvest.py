@@ -27,7 +27,7 @@ MaxAge = Annotated[
 ]
 MediaBytes = Annotated[
     str | None,
-    typer.Option("--media", metavar="SIZE", help="Most bytes of images and videos kept; default: 10GB."),
+    typer.Option("--media-budget", metavar="SIZE", help="Most bytes of media kept; default: 10GB."),
 ]
 Redact = Annotated[
     str | None,

@@ -78,7 +78,7 @@ def serve(
     from vlmdistill.drafters.checkpoints.description import describe
     from vlmdistill.pipelines.workspace import versions
     from vlmdistill.stores.errors import DataError
-    from vlmdistill.stores.sharing.retention import seconds
+    from vlmdistill.stores.schema import seconds
 
     if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key and key):
         raise DataError("the key must be printable ASCII without spaces around it, and not empty")
@@ -95,9 +95,9 @@ def serve(
     if used is not None:
         describe(workspace.trained(used))  # before torch
     from vlmdistill.pipelines.endpoint.app import build_app
-    from vlmdistill.pipelines.endpoint.recorder import Recorder
     from vlmdistill.pipelines.endpoint.served_decoder import open_decoder
     from vlmdistill.pipelines.endpoint.switch import Switch
+    from vlmdistill.pipelines.media.recording import Recorder
 
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family) as listener:

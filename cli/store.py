@@ -295,7 +295,8 @@ def gc(
     import time
 
     from vlmdistill.stores.integrity.gc import Removed, collect
-    from vlmdistill.stores.sharing.retention import expire, seconds
+    from vlmdistill.stores.schema import seconds
+    from vlmdistill.stores.sharing.retention import expire
     from vlmdistill.stores.store import Store
 
     opened, facts = Store.open(store), dict[str, object]()

@@ -1,20 +1,22 @@
-"""Traffic that shifts twice, and drafters that follow it or not: `docs/measurements/traffic.md`.
+"""Traffic that shifts twice, and drafters that follow it or not: `docs/measurements/drift.md`.
 
-    python -m research.drift [--drafter wren] [--runs DIR] [--out docs/measurements/traffic.md] [--seeds 1]
+    python -m research.drift [--model demo] [--drafter wren] [--seeds 3] [--only drift|rows] [--runs DIR]
 
-The target `demo` answers requests, whose log is harvested round by round. A drafter is trained on the rounds
-before the first shift. Then it stays as it is, is adapted once, is adapted in each round, or is trained from
-nothing on all traffic so far for as many CPU seconds as the other has had by then. Tau is counted on held-out
-requests of each round without decoding (`research.trial`). What is finished is not repeated.
+The target answers requests, whose log is harvested round by round. A drafter is trained on the round before
+the first shift. Then it stays as it is, is adapted once, is adapted after each round, or another one is
+trained from nothing on all traffic so far, for as many steps as training and adaptations had together. Each
+drafter meets a round before it is trained on it, as a served one does. `rows` compares what an adaptation
+trains: all rows of the samples, random ones or those where a replay failed. Tau is counted on held-out
+requests without decoding (`research.trial`). What is finished is not repeated, and both models and both parts
+are on one page.
 """
 
 import argparse
 import json
 import random
-import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,6 @@ from vlmdistill.drafters.core.drafter import Drafter
 from vlmdistill.drafters.training.recipes import resolve
 from vlmdistill.pipelines import flow, train
 from vlmdistill.pipelines.bench.records import Measurement
-from vlmdistill.pipelines.bench.statistics import advantage, rates
 from vlmdistill.pipelines.cluster.pool import WorkerOptions
 from vlmdistill.pipelines.data.features.capturer import CaptureSettings
 from vlmdistill.pipelines.data.features.store_part import StorePart
@@ -48,8 +49,15 @@ from vlmdistill.stores.views.filters import filter_store
 LONGEST, BATCH, HELD_OUT = 160, 32, 0.25
 SECONDS_2026 = 1.77e9  # when the first request came
 STEPS, FEW = 600, 60  # of the first training, and of an adaptation: a tenth
-FAILED = ("stages.*.anchors=failed", "stages.*.mixed=1")
 LOWER = "stages.*.learning_rate=1e-3"  # of an adaptation: half of the recipe's
+FAILED = ("stages.*.anchors=failed", "stages.*.mixed=1", LOWER)
+CASES = {
+    "all rows": (LOWER,),
+    "32 random rows of a sample": ("stages.*.anchors=32", LOWER),
+    "rows that failed": ("stages.*.anchors=failed", LOWER),
+    "rows that failed, and as many others": FAILED,
+}
+STRATEGIES = ("static", "once", "each", "retrained")
 
 
 @dataclass(frozen=True)
@@ -88,14 +96,14 @@ def requests(name: str) -> Iterator[tuple[list[dict[str, Any]], Any]]:
         yield [{"role": "user", "content": content}], picture
 
 
-def serve(folder: Path) -> None:
-    """Answer all rounds as a server would, and log them: a folder for each."""
+def serve(model: str, folder: Path, rounds: Sequence[str]) -> None:
+    """Answer some rounds as a server would, and log them: a folder for each."""
     target = None
-    for number, name in enumerate(ROUNDS):
+    for number, name in enumerate(rounds):
         log = folder / name / "log.jsonl"
         if log.exists():
             continue
-        target = target or load("demo")
+        target = target or load(model)
         log.parent.mkdir(parents=True, exist_ok=True)
         lines, asked = [], list(requests(name))
         for start in range(0, len(asked), BATCH):
@@ -123,17 +131,19 @@ def serve(folder: Path) -> None:
         say(f"served {name}: {len(lines)} requests")
 
 
-def prepare(workspace: Workspace, logs: Path, drafter: str) -> tuple[Store, Store]:
-    """Harvest and capture all rounds: the store to train on, and that of the held-out requests."""
-    for name in ROUNDS:
+def prepare(workspace: Workspace, drafter: str, rounds: Sequence[str]) -> tuple[Store, Store]:
+    """Serve, harvest and capture rounds: the store to train on, and that of the held-out requests."""
+    logs = workspace.root / "logs"
+    serve(workspace.model, logs, rounds)
+    for name in rounds:
         made = harvest(workspace, [str(logs / name / "log.jsonl")], round_name=name, eval_share=HELD_OUT)
         say(f"harvested {name}: {made.kept} of {made.exchanges}, dropped {made.dropped}")
     stores = []
     for split, folder, dtype in (("train", "features", None), ("eval", "held-out", "float32")):
         part = StorePart(workspace.root / folder)
         flow.capture_features(
-            "demo",
-            prompt_table.load(workspace.prompts, "demo", split),
+            workspace.model,
+            prompt_table.load(workspace.prompts, workspace.model, split),
             workspace.responses,
             part,
             CaptureSettings(drafters=[drafter], dtype=dtype),  # type: ignore[arg-type]
@@ -157,24 +167,24 @@ class Training:
     seed: int = 0
 
 
+@dataclass(frozen=True)
 class Lab:
-    """Trains and counts in one workspace."""
+    """Trains and counts in one workspace, and keeps what it has found there."""
 
-    def __init__(self, workspace: Workspace, drafter: str, store: Store, held_out: Store) -> None:
-        self.workspace, self.drafter, self.store, self.held_out = workspace, drafter, store, held_out
-        self.costs = workspace.root / "costs"
-        self.costs.mkdir(exist_ok=True)
+    workspace: Workspace
+    drafter: str
+    store: Store
+    held_out: Store
 
     def train(self, one: Training) -> float:
         """Train it unless that is done; its CPU seconds, replay included."""
-        file = self.costs / f"{one.name}.json"
+        file = self._file(one.name)
         if file.exists():
             return float(json.loads(file.read_text()))
-        start = time.process_time()
-        keys = self._keys(one)
+        start, keys = time.process_time(), self._keys(one)
         filter_store(self.store, one.name, filters=[Filter("other", lambda rows: rows["key"].is_in(keys))])
         init = self.workspace.drafter(one.init).absolute() if one.init else None
-        if init and any("failed" in setting for setting in one.settings):
+        if init and "stages.*.anchors=failed" in one.settings:
             replay(init, self.store, one.name)
         config = resolve(self.drafter, "demo", [f"steps={one.steps}", *one.settings])
         plan = train.planned(self.workspace, self.drafter, config, name=one.name, seed=one.seed)
@@ -184,15 +194,9 @@ class Lab:
         say(f"trained {one.name}: {cost:.0f} CPU seconds")
         return cost
 
-    def _keys(self, one: Training) -> list[str]:
-        rows = self.store.index.select("key", "dataset").rows()
-        new = [key for key, where in rows if where in {dataset_of(name) for name in one.rounds}]
-        old = [key for key, where in rows if where in {dataset_of(name) for name in one.old}]
-        return new + sorted(old, key=lambda key: content_hash([one.name, key]))[: len(new)]
-
     def measure(self, name: str, round_name: str) -> Measurement:
         """Tau of a drafter on the held-out requests of a round, counted without decoding."""
-        file = self.costs / f"{name}.on.{round_name}.json"
+        file = self._file(f"{name}.on.{round_name}")
         if file.exists():
             return msgspec.json.decode(file.read_bytes(), type=Measurement)
         frozen = self.held_out.head()
@@ -201,111 +205,131 @@ class Lab:
         model = checkpoint.load(self.workspace.drafter(name), head, self.held_out.info)
         assert isinstance(model, Drafter)
         rows = self.held_out.index.select("key", "dataset").rows()
-        found = count(model, self.held_out, [key for key, where in rows if where == dataset_of(round_name)])
+        keys = sorted(key for key, where in rows if where == dataset_of(round_name))
+        found = count(model, self.held_out, keys)
         file.write_bytes(msgspec.json.encode(found))
         return found
 
+    def _keys(self, one: Training) -> list[str]:
+        rows = self.store.index.select("key", "dataset").rows()
+        new = [key for key, where in rows if where in {dataset_of(name) for name in one.rounds}]
+        old = [key for key, where in rows if where in {dataset_of(name) for name in one.old}]
+        return new + sorted(old, key=lambda key: content_hash([one.name, key]))[: len(new)]
 
-def drift(lab: Lab) -> dict[str, Any]:
-    """The strategies, round after round."""
-    cost = {"static": lab.train(Training(name="static", rounds=("a0",), steps=STEPS))}
-    costs: dict[str, list[float]] = {"static": [], "once": [], "each": [], "retrained": []}
-    in_use = dict.fromkeys(costs, "static")
-    spent = dict.fromkeys(costs, 0.0)
-    rows = []
+    def _file(self, name: str) -> Path:
+        folder = self.workspace.root / "found"
+        folder.mkdir(exist_ok=True)
+        return folder / f"{name}.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """What a strategy served a round with, and what it had cost by then."""
+
+    round: str
+    strategy: str
+    cpu_seconds: float  # after the first training
+    on: Measurement  # the round's held-out requests
+    old: Measurement  # those of before the first shift
+
+
+def static(seed: int) -> Training:
+    """The training before the first shift."""
+    return Training(name=f"static-{seed}", rounds=("a0",), steps=STEPS, seed=seed)
+
+
+def drift(lab: Lab, seed: int) -> list[Served]:
+    """The strategies, round after round: each round is served, then trained on."""
+    first = static(seed)
+    lab.train(first)
+    in_use, spent = dict.fromkeys(STRATEGIES, first.name), dict.fromkeys(STRATEGIES, 0.0)
+    found = []
     for number, name in enumerate(LATER, 1):
+        for strategy, drafter in in_use.items():
+            on, old = (lab.measure(drafter, one) for one in (name, "a0"))
+            found.append(Served(round=name, strategy=strategy, cpu_seconds=spent[strategy], on=on, old=old))
+        if name == LATER[-1]:
+            break
         before = tuple(ROUNDS)[:number]
-        each = Training(
-            name=f"each-{name}",
+        adapted = Training(
+            name=f"each-{name}-{seed}",
             rounds=(name,),
             old=before,
             steps=FEW,
             init=in_use["each"],
-            settings=(*FAILED, LOWER),
+            settings=FAILED,
+            seed=seed,
         )
-        again = Training(name=f"retrained-{name}", rounds=(*before, name), steps=STEPS + FEW * number)
-        spent["each"] += lab.train(each)
+        again = Training(
+            name=f"retrained-{name}-{seed}", rounds=(*before, name), steps=STEPS + FEW * number, seed=seed
+        )
+        spent["each"] += lab.train(adapted)
         spent["retrained"] += lab.train(again)
+        in_use |= {"each": adapted.name, "retrained": again.name}
         if number == 1:
-            spent["once"], in_use["once"] = spent["each"], each.name
-        in_use |= {"each": each.name, "retrained": again.name}
-        found = {strategy: lab.measure(one, name) for strategy, one in in_use.items()}
-        for strategy in costs:
-            costs[strategy].append(round(spent[strategy], 1))
-        rows.append(
-            {
-                "round": name,
-                "prompts": len(found["static"].prompts),
-                "tau": {strategy: round(rates(one)["tau"], 3) for strategy, one in found.items()},
-                "accepted": {strategy: round(rates(one)["accepted"], 3) for strategy, one in found.items()},
-                "over_static": {
-                    strategy: _interval(one, found["static"])
-                    for strategy, one in found.items()
-                    if strategy != "static"
-                },
-                "of_retrained": _interval(found["each"], found["retrained"]),
-                "on_a0": {s: round(rates(lab.measure(one, "a0"))["tau"], 3) for s, one in in_use.items()},
-            }
-        )
-        say(json.dumps(rows[-1]))
-    return {"rounds": rows, "first_training": round(cost["static"], 1), "cpu_seconds": costs}
-
-
-def _interval(one: Measurement, other: Measurement) -> list[float] | None:
-    ratio = rates(one)["tau"] / rates(other)["tau"]
-    found = advantage(one, other, "tau")
-    return [round(value, 3) for value in (ratio, found.low, found.high)] if found else None
-
-
-CASES = {
-    "all rows": (LOWER,),
-    "32 random rows": (LOWER, "stages.*.anchors=32"),
-    "failed rows": ("stages.*.anchors=failed", LOWER),
-    "failed rows and as many others": (*FAILED, LOWER),
-}
-
-
-def rows_compared(lab: Lab, seeds: int) -> dict[str, Any]:
-    """Equal steps of adaptation to the first shift, on all rows or on those that failed."""
-    found: dict[str, Any] = {}
-    for case, settings in CASES.items():
-        taus, old, cost = [], [], []
-        for seed in range(seeds):
-            one = Training(
-                name=f"rows-{content_hash(case)[:6]}-{seed}",
-                rounds=("b1",),
-                old=("a0",),
-                steps=FEW,
-                init="static",
-                settings=settings,
-                seed=seed,
-            )
-            cost.append(round(lab.train(one), 1))
-            taus.append(round(rates(lab.measure(one.name, "b1"))["tau"], 3))
-            old.append(round(rates(lab.measure(one.name, "a0"))["tau"], 3))
-        found[case] = {"tau": taus, "old": old, "cpu_seconds": cost}
-        say(f"{case}: {found[case]}")
+            spent["once"], in_use["once"] = spent["each"], adapted.name
     return found
 
 
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """An adaptation to the first shift that trained some rows."""
+
+    case: str
+    cpu_seconds: float
+    new: Measurement  # held-out requests of the next round of the same traffic
+    old: Measurement
+
+
+def rows_compared(lab: Lab, seed: int) -> list[Rows]:
+    """Equal steps of adaptation to the first shift, on all rows or on those that failed; first none."""
+    first = static(seed)
+    lab.train(first)
+    found = [_adapted(lab, "not adapted", first.name, 0.0)]
+    for case, settings in CASES.items():
+        one = Training(
+            name=f"rows-{content_hash(case)[:6]}-{seed}",
+            rounds=("b1",),
+            old=("a0",),
+            steps=FEW,
+            init=first.name,
+            settings=settings,
+            seed=seed,
+        )
+        found.append(_adapted(lab, case, one.name, lab.train(one)))
+    return found
+
+
+def _adapted(lab: Lab, case: str, name: str, cost: float) -> Rows:
+    new, old = (lab.measure(name, one) for one in ("b2", "a0"))
+    return Rows(case=case, cpu_seconds=cost, new=new, old=old)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Serve, harvest, train, measure and write the page with its picture and numbers."""
+    """Serve, harvest, train and measure; the page has all that was found so far."""
+    from research import drift_page as page  # it reads what is measured here
+
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="demo")
     parser.add_argument("--drafter", default="wren")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--only", choices=("drift", "rows"), default=None)
     parser.add_argument("--runs", type=Path, default=Path("runs/drift"))
-    parser.add_argument("--seeds", type=int, default=3, help="of the comparison of rows")
-    parser.add_argument("--out", type=Path, default=Path("docs/measurements/traffic.md"))
+    parser.add_argument("--out", type=Path, default=Path("docs/measurements/drift.md"))
     given = parser.parse_args(arguments)
-    workspace = Workspace.of("demo", given.runs)
     torch.set_num_threads(1)
-    serve(given.runs / "logs")
-    lab = Lab(workspace, given.drafter, *prepare(workspace, given.runs / "logs", given.drafter))
-    facts = {"drafter": given.drafter, "steps": [STEPS, FEW], **drift(lab)}
-    facts["rows"] = rows_compared(lab, given.seeds)
-    facts["phases"] = {name: asdict(one) for name, one in PHASES.items()}
-    given.out.with_suffix(".json").write_text(json.dumps(facts, indent=1) + "\n")
-    for case, one in facts["rows"].items():
-        say(f"{case}: mean tau {statistics.fmean(one['tau']):.3f}")
+    workspace = Workspace.of(given.model, given.runs)
+    rounds = ("a0", "b1", "b2") if given.only == "rows" else tuple(ROUNDS)
+    lab = Lab(workspace, given.drafter, *prepare(workspace, given.drafter, rounds))
+    served, rows = list[list[Served]](), list[list[Rows]]()
+    costs = list[float]()
+    for seed in range(given.seeds):
+        costs.append(lab.train(static(seed)))
+        if given.only != "rows":
+            served.append(drift(lab, seed))
+        if given.only != "drift":
+            rows.append(rows_compared(lab, seed))
+        page.keep(given.out, given.model, given.drafter, costs, served, rows)
 
 
 if __name__ == "__main__":

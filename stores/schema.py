@@ -29,6 +29,7 @@ Rows = Literal["text", "visual", "span", "sample"]  # what one row of an array i
 Meta = Mapping[str, str | int | float | bool | None]
 TIME = "time"
 """The meta column that says when a sample was asked, in seconds since 1970: `store gc --older-than`."""
+UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 
 # What may be read; far beyond any target, and small enough to reckon with.
 Size = Annotated[int, Bounds(ge=1, le=1 << 17)]  # of a vector
@@ -281,3 +282,11 @@ def content_hash(value: Any) -> str:
     """Sixteen hex digits over the canonical JSON of a value: equal content, equal hash."""
     text = json.dumps(value, sort_keys=True, default=str, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def seconds(text: str, what: str) -> float:
+    """A length of time such as `90s`, `12h`, `30d` or `2w`; DataError names `what` it is."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhdw])", text.strip().lower())
+    if not found:
+        raise DataError(f"{what} '{text}': write a number with s, m, h, d or w, such as 30d")
+    return float(found[1]) * UNITS[found[2]]

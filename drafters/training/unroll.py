@@ -136,7 +136,7 @@ def _most(segment_R: Tensor, failed_R: Tensor | None, stage: Stage) -> Tensor:
     """How many rows of each sample are trained: [B]. One at least, so that no batch is without any."""
     count_B = torch.bincount(segment_R)
     if stage.anchors != "failed":
-        return count_B.clamp(max=stage.anchors or None)
+        return count_B.clamp(max=stage.anchors) if stage.anchors else count_B
     if failed_R is None:
         return count_B
     failed_B = torch.bincount(segment_R[failed_R], minlength=len(count_B))

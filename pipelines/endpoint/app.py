@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,9 +22,10 @@ from vlmdistill.pipelines.endpoint.decoder_queue import DecoderQueue, QueueFullE
 from vlmdistill.pipelines.endpoint.gate import ApiError, json_response
 from vlmdistill.pipelines.endpoint.hosting import application, explained, page
 from vlmdistill.pipelines.endpoint.metrics import ServingMetrics
-from vlmdistill.pipelines.endpoint.recorder import Recorder
+from vlmdistill.pipelines.endpoint.recorder import exchange
 from vlmdistill.pipelines.endpoint.served_decoder import ServedDecoder, ServedResponse
 from vlmdistill.pipelines.endpoint.switch import Switch
+from vlmdistill.pipelines.media.recording import Recorder
 from vlmdistill.pipelines.report.templates import script_hash, source, templates
 from vlmdistill.stores.errors import DataError
 
@@ -54,7 +56,7 @@ def build_app(
     name = switch.current.model
     app = application(key, hosts, _api_error)
     queue = DecoderQueue(queue_limit)
-    metrics = ServingMetrics(queue, switch)
+    metrics = ServingMetrics(queue, switch, recorder)
     started = int(time.time())
     script = source("report/replay.js") + source("endpoint/page.js")
     html = templates().get_template("endpoint/page.html.jinja").render(script=script)
@@ -107,7 +109,7 @@ def build_app(
             outcome = response.finish
             switch.ended(response)
             if recorder:
-                recorder.add(response, request.headers)
+                recorder.add(partial(exchange, response, dict(request.headers)))
         except Exception as error:
             known = isinstance(error, QueueFullError | HTTPException | DataError)
             outcome = "refused" if known else "error"

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from vlmdistill.pipelines.endpoint.decoder_queue import DecoderQueue
 from vlmdistill.pipelines.endpoint.served_decoder import ServedResponse
 from vlmdistill.pipelines.endpoint.switch import Switch
+from vlmdistill.pipelines.media.recording import Recorder
 
 BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)  # seconds
 
@@ -15,7 +16,7 @@ BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)  # seconds
 class ServingMetrics:
     """The metrics of one server."""
 
-    def __init__(self, queue: DecoderQueue, switch: Switch) -> None:
+    def __init__(self, queue: DecoderQueue, switch: Switch, recorder: Recorder | None) -> None:
         self._registry, self._switch = CollectorRegistry(), switch
         to: dict[str, Any] = {"namespace": "vlmdistill", "registry": self._registry}
         self._requests = Counter("requests", "Chat requests by outcome", ["outcome"], **to)
@@ -39,9 +40,14 @@ class ServingMetrics:
         waiting.set_function(lambda: queue.waiting)
         Gauge("requests_running", "Requests being decoded", **to).set_function(queue.turn.locked)
         swaps = Gauge("drafter_swaps", "New versions of the drafter that took over", **to)
-        swaps.set_function(lambda: switch.swaps)
+        swaps.set_function(lambda: switch.trials.swaps)
         rollbacks = Gauge("drafter_rollbacks", "Versions that were withdrawn, as they accepted less", **to)
-        rollbacks.set_function(lambda: switch.rollbacks)
+        rollbacks.set_function(lambda: switch.trials.rollbacks)
+        if recorder:
+            recorded = Gauge("responses_recorded", "Responses in the log of --record", **to)
+            recorded.set_function(lambda: recorder.recorded)
+            lost = Gauge("responses_unrecorded", "Responses that could not be written to it", **to)
+            lost.set_function(lambda: recorder.lost)
         self._versions = Gauge("drafter", "1 for the version of the drafter in use", ["version"], **to)
         gained = "Tokens for each call of the target, a mean over the last requests of a version"
         self._gained = Gauge("drafter_tokens_per_call", gained, ["version"], **to)
@@ -62,6 +68,6 @@ class ServingMetrics:
         self._versions.clear()
         if name := self._switch.current.drafter_name:
             self._versions.labels(name).set(1)
-        for version, gained in self._switch.tokens_per_call().items():
+        for version, gained in self._switch.trials.means().items():
             self._gained.labels(version).set(gained)
         return generate_latest(self._registry)

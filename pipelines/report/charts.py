@@ -120,6 +120,11 @@ def losses(name: str, points: Sequence[Point], stages: Mapping[str, float]) -> C
     return _lines(f"Loss of {name} during training", "training steps", [line], up="loss", stages=stages)
 
 
+def values(title: str, across: str, lines: Sequence[Line], up: str, stages: Mapping[str, float]) -> Chart:
+    """Any values of what `up` names, over what `across` names; `stages` begin at those places."""
+    return _lines(title, across, lines, up=up, stages=stages)
+
+
 def speed(ranking: Ranking, styles: Mapping[str, int], everything: Sequence[DrafterResult]) -> Chart:
     """Speedup (bar) and decode speedup (mark), on one scale for `everything`."""
     title = f"Speedup against plain decoding at temperature {ranking.temperature:g}"

@@ -265,7 +265,6 @@ def plot(report: ReportPage, folder: Path, form: PlotFormat = "svg") -> None:
 
     PDF and PNG are the SVG drawn by svglib, with embedded fonts; ModuleNotFoundError without it.
     """
-    template, styles = _template("chart.svg.jinja"), _light_styles()
     names: list[str] = []
     several = len(report.groups) > 1
     drawn = [
@@ -277,9 +276,14 @@ def plot(report: ReportPage, folder: Path, form: PlotFormat = "svg") -> None:
         name = group_name + NOT_IN_NAMES.sub("-", chart.title)[:NAME_LENGTH].lower()
         names.append(name)
         same = names.count(name)
-        svg = NOT_IN_XML.sub("", template.render(chart=chart, styles=styles))
+        svg = as_svg(chart)
         file = folder / (f"{name}~{same}.{form}" if same > 1 else f"{name}.{form}")
         write(svg if form == "svg" else _drawn(svg, form), file)
+
+
+def as_svg(chart: charts.Chart) -> str:
+    """A chart as a file that needs nothing else."""
+    return NOT_IN_XML.sub("", _template("chart.svg.jinja").render(chart=chart, styles=_light_styles()))
 
 
 def _drawn(svg: str, form: PlotFormat) -> bytes:

@@ -103,7 +103,7 @@ def harvest(
     folder = workspace.traffic
     with only_writer(folder), only_writer(workspace.responses) as part:
         read = _read_before(folder / READ, policy)
-        files = [file for file in logs.files if read.get(file.name) != _state(file)]
+        files = [file for file in logs.files if read.get(file.name) != [*file.state]]
         target = load_encoder(workspace.model)
         out = workspace.responses
         dataset.check_settings(out, {"checkpoint": str(checkpoint(workspace.model))})
@@ -112,7 +112,6 @@ def harvest(
             workspace, target, policy, dataset_of(round_name), now.timestamp(), logs, progress, dict(before)
         )
         if files:
-            logs.index(logs.files)
             _start(out, target)
         rows = (row for file in files for row in job.rows(file))
         try:
@@ -139,7 +138,7 @@ def harvest(
             media_bytes=sum(media.values()),
             seconds=round(time.monotonic() - start, 3),
         )
-        _note(folder, made, {**read, **{file.name: _state(file) for file in files}}, policy)
+        _note(folder, made, {**read, **{file.name: file.state for file in files}}, policy)
     return made
 
 
@@ -361,11 +360,6 @@ def unnamed(workspace: Workspace, prompts: Sequence[Prompt], dry_run: bool = Fal
         if workspace.parts:
             workspace.parts.there.remove(f"{MEDIA}/{file.name}")
     return [(f"{MEDIA}/{file.name}", size) for file, size in gone]
-
-
-def _state(file: LogFile) -> list[int]:
-    """What changes when a log file grows."""
-    return [file.size, file.path.stat().st_mtime_ns]
 
 
 def _read_before(file: Path, policy: Policy) -> dict[str, Any]:

@@ -8,8 +8,10 @@ DataError.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +74,14 @@ class LogFile:
     """A file of a log, and where the relative paths in it begin."""
 
     name: str  # path or URL
-    path: Path
-    size: int
+    state: tuple[int, int]  # bytes, and when it was written in ns, 0 for a URL: what changes when it grows
     folder: str  # path or URL
+
+    def rows(self) -> Iterator[Row]:
+        """Its rows; DataError if it cannot be read."""
+        with _here(self.name) as path:
+            for row in sources.read(str(path)):
+                yield replace(row, source=self.name)
 
     def media(self, name: str) -> bytes:
         """The content of an image or video that a line names; it must lie below the log's folder.
@@ -87,7 +94,8 @@ class LogFile:
                 url = name if is_url(name) else f"{self.folder}/{name}"
                 if not url.startswith(f"{self.folder}/"):
                     raise BadRowError(kind)
-                return at_hand(url).read_bytes()
+                with _here(url) as copy:
+                    return copy.read_bytes()
             if "://" in name:
                 raise BadRowError("media is a URL", "the log must hold it, as bytes or as a file beside it")
             path = Path(self.folder, name).resolve()
@@ -103,23 +111,21 @@ class Log:
     """All files of some sources, and the requests of the batch files among them."""
 
     files: Sequence[LogFile]
-    _asked: dict[str, Mapping[str, Any]] = field(default_factory=dict)  # requests of batches by custom id
 
     @classmethod
     def open(cls, names: Sequence[str]) -> "Log":
         """The files of these paths and URLs; DataError if one has none."""
         return cls([file for name in names for file in _files(name)])
 
-    def index(self, files: Sequence[LogFile]) -> None:
-        """Read the requests of batches: what answers them may stand in any other file."""
-        for file in files:
-            for row in sources.read(str(file.path)):
-                if isinstance(row.value, Mapping) and _asks(row.value):
-                    self._asked[str(row.value["custom_id"])] = row.value["body"]
+    @cached_property
+    def _asked(self) -> Mapping[str, Mapping[str, Any]]:
+        """The requests of batches by custom id: what answers them may stand in any other file."""
+        rows = (row.value for file in self.files for row in file.rows())
+        return {str(one["custom_id"]): one["body"] for one in rows if isinstance(one, Mapping) and _asks(one)}
 
     def read(self, file: LogFile) -> Iterator[Exchange | tuple[Row, BadRowError]]:
         """The exchanges of a file, and the rows that are none with what is wrong."""
-        for row in sources.read(str(file.path)):
+        for row in file.rows():
             if isinstance(row.value, Mapping) and _asks(row.value):
                 continue
             try:
@@ -159,16 +165,35 @@ def _files(name: str) -> list[LogFile]:
     if not name or not path.exists():
         raise DataError(f"there is no log {name or '(an empty name)'}: give a file, a folder or a URL")
     if path.is_file():
-        return [LogFile(str(path.resolve()), path, path.stat().st_size, str(path.resolve().parent))]
+        return [_local(path, path.resolve().parent)]
     found = []
     for one, error in sources.walk(path):
         if error:
             raise DataError(f"{one} cannot be read: {error.strerror}")
         if one.name.lower().endswith(FILES):
-            found.append(LogFile(str(one.resolve()), one, one.stat().st_size, str(path.resolve())))
+            found.append(_local(one, path.resolve()))
     if not found:
         raise DataError(f"{name} holds no log: its files end in none of {', '.join(FILES)}")
     return found
+
+
+def _local(path: Path, folder: Path) -> LogFile:
+    found = path.stat()
+    return LogFile(str(path.resolve()), (found.st_size, found.st_mtime_ns), str(folder))
+
+
+@contextmanager
+def _here(name: str) -> Iterator[Path]:
+    """A file on this machine: of a URL a copy, which is removed, since a log is not for us to keep."""
+    if not is_url(name):
+        yield Path(name)
+        return
+    mine = not copy_of(name).exists()  # else it is of a use that keeps copies
+    try:
+        yield at_hand(name, again=True)
+    finally:
+        if mine:
+            copy_of(name).unlink(missing_ok=True)
 
 
 def _remote(url: str) -> list[LogFile]:
@@ -180,12 +205,11 @@ def _remote(url: str) -> list[LogFile]:
     except (OSError, StoreError) as error:
         raise DataError(f"{url} cannot be read: {one_line(error)}") from None
     base = folder if size is not None else url
-    found = []
-    for name, length in sorted(listed.items()):
-        if name.lower().endswith(FILES):
-            copy = copy_of(f"{base}/{name}")
-            grown = copy.is_file() and copy.stat().st_size != length
-            found.append(LogFile(f"{base}/{name}", at_hand(f"{base}/{name}", again=grown), length, base))
+    found = [
+        LogFile(f"{base}/{name}", (length, 0), base)
+        for name, length in sorted(listed.items())
+        if name.lower().endswith(FILES)
+    ]
     if not found:
         raise DataError(f"{url} holds no log: there is no object whose name ends in {', '.join(FILES)}")
     return found

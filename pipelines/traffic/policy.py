@@ -20,8 +20,7 @@ from msgspec import Meta
 from vlmdistill.pipelines.media.resolver import BadRowError
 from vlmdistill.pipelines.traffic.logs import Exchange
 from vlmdistill.stores.errors import DataError, one_line
-from vlmdistill.stores.schema import content_hash
-from vlmdistill.stores.sharing.retention import seconds
+from vlmdistill.stores.schema import content_hash, seconds
 
 Patterns = Mapping[str, str | tuple[str, ...]]
 Redact = Callable[[dict[str, Any]], Any]

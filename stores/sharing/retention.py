@@ -6,7 +6,6 @@ the old shard finds its files gone, and says so; one that begins later sees the 
 still writes to is left, and the next `store gc` removes it.
 """
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ from msgspec.structs import replace
 
 from vlmdistill.stores.backends.backend import Backend, writing
 from vlmdistill.stores.commits import LEDGER
-from vlmdistill.stores.errors import DataError, StoreError
+from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.index.arrow import frame_of, read_arrow
 from vlmdistill.stores.index.tables import read_table, write_table
 from vlmdistill.stores.manifest import (
@@ -32,16 +31,6 @@ from vlmdistill.stores.manifest import (
 from vlmdistill.stores.schema import TIME
 from vlmdistill.stores.sharing.transfer import copy_unit
 from vlmdistill.stores.store import Store
-
-UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
-
-
-def seconds(text: str, what: str) -> float:
-    """A length of time such as `90s`, `12h`, `30d` or `2w`; DataError names `what` it is."""
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhdw])", text.strip().lower())
-    if not found:
-        raise DataError(f"{what} '{text}': write a number with s, m, h, d or w, such as 30d")
-    return float(found[1]) * UNITS[found[2]]
 
 
 @dataclass(frozen=True)

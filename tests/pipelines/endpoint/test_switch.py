@@ -16,9 +16,10 @@ from tests.served_app import serving
 from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.decoding.clock import Cycle, Laps
 from vlmdistill.pipelines.endpoint.chat import ChatRequest
-from vlmdistill.pipelines.endpoint.recorder import Recorder
 from vlmdistill.pipelines.endpoint.served_decoder import ServedDecoder, ServedResponse, open_decoder
-from vlmdistill.pipelines.endpoint.switch import FEWEST, Switch
+from vlmdistill.pipelines.endpoint.switch import Switch
+from vlmdistill.pipelines.endpoint.trial import FEWEST
+from vlmdistill.pipelines.media.recording import Recorder
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.workspace import versions
 from vlmdistill.pipelines.workspace.workspace import Workspace
@@ -88,7 +89,7 @@ def test_requests_while_drafters_are_swapped_ten_times_all_equal_plain_decoding(
             answers = [one.result() for one in asked]
         assert [text for text, _ in answers] == plain * (REQUESTS // 20)
         assert {name for _, name in answers} == {"hawk", "hawk.r1", "hawk.r2"}
-        assert served.metric("vlmdistill_drafter_swaps") == switch.swaps == 10
+        assert served.metric("vlmdistill_drafter_swaps") == switch.trials.swaps == 10
         assert served.metric('vlmdistill_drafter{version="hawk.r2"}') == 1
         assert len(versions.rounds(fresh, "hawk")) == 10
 
@@ -136,7 +137,7 @@ def test_a_damaged_version_leaves_the_one_in_use(fresh: Workspace, decoder: Serv
     switch = Switch(decoder, fresh, "hawk")
     publish(fresh, "hawk.r9")
     switch.look()
-    assert (switch.current, switch.swaps) == (decoder, 0)
+    assert (switch.current, switch.trials.swaps) == (decoder, 0)
     publish(fresh, "hawk.r1")
     switch.look()
     assert switch.current.drafter_name == "hawk.r1"

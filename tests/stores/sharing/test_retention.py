@@ -9,9 +9,9 @@ from tests.stores.samples import MORE, make, more, same, sample
 from vlmdistill.cli.main import main
 from vlmdistill.stores.errors import DataError, StoreError
 from vlmdistill.stores.integrity.verify import verify
-from vlmdistill.stores.schema import Feature, Sample
+from vlmdistill.stores.schema import Feature, Sample, seconds
 from vlmdistill.stores.sharing.merge import send
-from vlmdistill.stores.sharing.retention import expire, seconds
+from vlmdistill.stores.sharing.retention import expire
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.views.filters import filter_store
 

@@ -1,0 +1,258 @@
+"""The page of `research.drift`: `docs/measurements/drift.md`, its numbers and its picture."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from research.drift import FEW, HELD_OUT, PHASES, ROUNDS, STEPS, STRATEGIES, Rows, Served
+from research.methods import spread
+from vlmdistill.pipelines.bench.records import Measurement, PromptResult
+from vlmdistill.pipelines.bench.statistics import advantage, figures, rates
+from vlmdistill.pipelines.report import charts
+from vlmdistill.pipelines.report.page import as_svg, write
+
+GAIN, SHARE, REACHED = 1.15, 0.1, 0.95  # the goal: more accepted tokens, of the first cost, of retraining
+SAID = {
+    "static": "static",
+    "once": "adapted once",
+    "each": "adapted each round",
+    "retrained": "retrained from nothing",
+}
+
+
+def keep(
+    out: Path,
+    model: str,
+    drafter: str,
+    first: Sequence[float],
+    served: Sequence[Sequence[Served]],
+    rows: Sequence[Sequence[Rows]],
+) -> None:
+    """Write the page with what was found of a model, by seed, and what is there of other models."""
+    file = out.with_suffix(".json")
+    facts = json.loads(file.read_text()) if file.exists() else {"drift": {}, "rows": {}}
+    facts["phases"] = {name: asdict(one) for name, one in PHASES.items()}
+    common = {"drafter": drafter, "first": [round(one, 1) for one in first]}
+    if served:
+        facts["drift"][model] = {**common, **drift_facts(served)}
+        write(as_svg(picture(model, facts["drift"][model])), out.with_name(f"drift-{model}.svg"))
+    if rows:
+        facts["rows"][model] = {**common, **rows_facts(rows)}
+    file.write_text(json.dumps(facts, indent=1) + "\n")
+    out.write_text(page(facts))
+
+
+def pooled(seeds: Sequence[Measurement]) -> Measurement:
+    """One measurement of all seeds: each prompt has the counts of all of them."""
+    together = []
+    for same in zip(*(one.prompts for one in seeds), strict=True):
+        assert len({one.key for one in same}) == 1, "every seed has the same prompts"
+        together.append(_sum(same))
+    return replace(seeds[0], prompts=tuple(together))
+
+
+def _sum(same: Sequence[PromptResult]) -> PromptResult:
+    """The counts of a prompt in all seeds; of each response the first token is of no call."""
+    drafted = [one.drafted for one in same]
+    tokens = 1 + sum(one.tokens - 1 for one in drafted)
+    calls, accepted = (sum(getattr(one, name) for one in drafted) for name in ("calls", "accepted"))
+    return replace(same[0], drafted=replace(drafted[0], tokens=tokens, calls=calls, accepted=accepted))
+
+
+def drift_facts(seeds: Sequence[Sequence[Served]]) -> dict[str, Any]:
+    """Tau, costs and ratios by round and strategy."""
+    found = []
+    for number, name in enumerate([*ROUNDS][1:]):
+        mine = {
+            strategy: [one for seed in seeds for one in seed if (one.round, one.strategy) == (name, strategy)]
+            for strategy in STRATEGIES
+        }
+        on = {strategy: pooled([one.on for one in some]) for strategy, some in mine.items()}
+        row: dict[str, Any] = {"round": name, "prompts": len(on["static"].prompts), "trained": number}
+        for strategy, some in mine.items():
+            interval = figures(on[strategy]).intervals["tau"]
+            row[strategy] = {
+                "tau": [
+                    round(value, 3) for value in (rates(on[strategy])["tau"], interval.low, interval.high)
+                ],
+                "tau_by_seed": [round(rates(one.on)["tau"], 3) for one in some],
+                "accepted": round(rates(on[strategy])["accepted"], 3),
+                "old": round(rates(pooled([one.old for one in some]))["tau"], 3),
+                "cpu_seconds": [round(one.cpu_seconds, 1) for one in some],
+            }
+            if number and strategy != "static":
+                row[strategy]["over_static"] = {
+                    rate: ratio(on[strategy], on["static"], rate) for rate in ("tau", "accepted")
+                }
+        if number:
+            row["of_retrained"] = {
+                strategy: ratio(on[strategy], on["retrained"], "accepted") for strategy in ("once", "each")
+            }
+        found.append(row)
+    return {"rounds": found}
+
+
+def rows_facts(seeds: Sequence[Sequence[Rows]]) -> dict[str, Any]:
+    """Tau on the new and the old traffic of each case, by seed."""
+    plain = pooled([seed[1].new for seed in seeds])
+    found = {}
+    for number, one in enumerate(seeds[0]):
+        mine = [seed[number] for seed in seeds]
+        found[one.case] = {
+            "new": [round(rates(some.new)["tau"], 3) for some in mine],
+            "old": [round(rates(some.old)["tau"], 3) for some in mine],
+            "cpu_seconds": [round(some.cpu_seconds, 1) for some in mine],
+            "of_all_rows": ratio(pooled([some.new for some in mine]), plain, "tau"),
+        }
+    return {"cases": found, "prompts": [len(plain.prompts), len(seeds[0][0].old.prompts)]}
+
+
+def ratio(one: Measurement, other: Measurement, rate: Any) -> list[float]:
+    """The ratio of two rates, and its interval."""
+    interval = advantage(one, other, rate)
+    assert interval is not None, "rounds have enough prompts for an interval"
+    return [round(value, 3) for value in (rates(one)[rate] / rates(other)[rate], interval.low, interval.high)]
+
+
+def picture(model: str, facts: dict[str, Any]) -> charts.Chart:
+    """Tau over the rounds."""
+    rows = facts["rounds"]
+    lines = [
+        charts.Line(SAID[name], at, [(number, row[name]["tau"][0]) for number, row in enumerate(rows, 1)])
+        for at, name in enumerate(STRATEGIES)
+    ]
+    phases = [row["round"][0] for row in rows]
+    (second,) = (at for at, (one, other) in enumerate(pairwise(phases), 2) if one != other)
+    title = f"Tau on {model}, first shift before round 1"
+    return charts.values(title, "round", lines, up="tokens per call", stages={"second shift": second})
+
+
+def page(facts: dict[str, Any]) -> str:
+    """The results as Markdown."""
+    parts = [
+        _INTRODUCTION.format(steps=STEPS, few=FEW, share=f"{HELD_OUT:.0%}", phases=_phases(facts["phases"]))
+    ]
+    for model, one in facts["drift"].items():
+        parts.append(_drift(model, one))
+    if facts["rows"]:
+        parts.append(_ROWS.format(few=FEW))
+        parts += [_rows(model, one) for model, one in facts["rows"].items()]
+    return "\n".join(parts)
+
+
+def _phases(phases: dict[str, Any]) -> str:
+    lines = ["| traffic | about pictures | background | without one | ends in |", "|---|---|---|---|---|"]
+    for name, one in phases.items():
+        cells = [", ".join(one[part]) for part in ("tasks", "grounds", "talks")]
+        lines.append(f"| {name} | {' | '.join(cells)} | {one['suffix'].strip() or '-'} |")
+    return "\n".join(lines)
+
+
+def _interval(values: Sequence[float]) -> str:
+    middle, low, high = values
+    return f"{middle:.2f} ({low:.2f}-{high:.2f})"
+
+
+def _table(title: str, rows: Sequence[Any], cell: Callable[[Any, str], str], names: Sequence[str]) -> str:
+    lines = [f"| {title} | {' | '.join(row['round'] for row in rows)} |", "|---" * (len(rows) + 1) + "|"]
+    lines += [f"| {SAID[name]} | {' | '.join(cell(row, name) for row in rows)} |" for name in names]
+    return "\n".join(lines)
+
+
+def _drift(model: str, facts: dict[str, Any]) -> str:
+    rows, others = facts["rounds"], STRATEGIES[1:]
+
+    def over(rate: str) -> str:
+        def cell(row: Any, name: str) -> str:
+            return _interval(row[name]["over_static"][rate])
+
+        return _table(f"{rate} over static", rows[1:], cell, others)
+
+    seeds = len(facts["first"])
+    prompts = ", ".join(str(row["prompts"]) for row in rows)
+    return f"""## `{model}`
+
+`{facts["drafter"]}`, {seeds} seed{"s" * (seeds > 1)}; {prompts} held-out requests of the rounds.
+The first training took {spread(facts["first"], 0)} CPU seconds.
+
+![Tau over the rounds](drift-{model}.svg)
+
+{_table("tau", rows, lambda row, name: _interval(row[name]["tau"]), STRATEGIES)}
+
+{over("accepted")}
+
+{over("tau")}
+
+{_table("tau on the traffic of the start", rows, lambda row, name: f"{row[name]['old']:.2f}", STRATEGIES)}
+
+{_table("CPU seconds by then", rows, lambda row, name: spread(row[name]["cpu_seconds"], 0), others)}
+
+{_verdict(facts)}
+"""
+
+
+def _verdict(facts: dict[str, Any]) -> str:
+    """Whether the goal is met, by the round after the first adaptation."""
+    row = facts["rounds"][1]
+    gain, reached = row["each"]["over_static"]["accepted"], row["of_retrained"]["each"]
+    cost = sum(row["each"]["cpu_seconds"]) / sum(facts["first"])
+    goals = [
+        (
+            gain[0] >= GAIN,
+            f"{gain[0] - 1:+.0%} accepted tokens per call over the static drafter in the round after the "
+            f"first adaptation, interval {gain[1] - 1:+.0%} to {gain[2] - 1:+.0%} (goal: {GAIN - 1:+.0%})",
+        ),
+        (cost <= SHARE, f"{cost:.0%} of the CPU seconds of the first training (goal: {SHARE:.0%})"),
+        (
+            reached[0] >= REACHED,
+            f"{reached[0]:.0%} of the accepted tokens of the drafter that was retrained from nothing, "
+            f"interval {reached[1]:.0%} to {reached[2]:.0%} (goal: {REACHED:.0%})",
+        ),
+    ]
+    return "\n".join(f"- **{'Met' if met else 'Not met'}**: {text}." for met, text in goals)
+
+
+def _rows(model: str, facts: dict[str, Any]) -> str:
+    new, old = facts["prompts"]
+    lines = [
+        f"`{model}`, `{facts['drafter']}`, {len(facts['first'])} seeds: the mean, with minimum and maximum; "
+        f"{new} held-out requests of the new traffic, {old} of the old.\n",
+        "| trained rows | tau, new traffic | over all rows | tau, old traffic | CPU-s |",
+        "|---|---|---|---|---|",
+    ]
+    for case, one in facts["cases"].items():
+        cost = spread(one["cpu_seconds"], 0) if any(one["cpu_seconds"]) else "-"
+        cells = [case, spread(one["new"]), _interval(one["of_all_rows"]), spread(one["old"]), cost]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+_INTRODUCTION = """# Traffic that shifts
+
+`python -m research.drift` writes this page; the raw numbers are in [drift.json](drift.json). Requests come
+in rounds, and what is asked shifts twice: the questions, the backgrounds of the pictures and the wording.
+
+{phases}
+
+Four pictures to one question without; `a0` is before the first shift, `b1` and `b2` after it, `c1` and `c2`
+after the second one. All drafters begin as one that was trained on `a0` for {steps} steps. It stays as it
+is (static); or it is adapted to `b1` alone (once) or to each round (each) as `vlmdistill adapt` does: {few}
+steps, half of the samples from earlier rounds, on rows where the drafter in use had failed and as many
+others, but at half of the learning rate of the first training; or another one is trained from nothing on
+all rounds so far, for as many steps as first training and adaptations had together (retrained). **A round
+is measured with what served it, before anything is trained
+on it**, on the {share} of its requests that are held out. Tau is counted at temperature 0 without decoding,
+intervals are 95% over prompts with the counts of all seeds, costs are CPU seconds of training and replay.
+What all strategies but the static one need as well, a capture of the round's states, is not in them.
+Costs of the same work differ by up to a half between seeds: the machine was shared. Of the two embedded
+targets, those with a section below were measured.
+"""
+
+_ROWS = """## Which rows an adaptation trains
+
+{few} steps on `b1` and as many samples of `a0`, measured on `b2` and `a0`. All cases see the same batches:
+those with fewer rows compute less. The interval is that of the ratio of tau to training on all rows.
+"""

@@ -1,0 +1,136 @@
+"""What a server's middleware and a bucket of logs give to a harvest, and that they leave nothing behind."""
+
+import asyncio
+import base64
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.pipelines.traffic.conftest import ANSWER, asked, data_url, exchange, said
+from vlmdistill.pipelines.data.responses import dataset
+from vlmdistill.pipelines.media.recording import DAY, Recorder
+from vlmdistill.pipelines.media.urls import cache
+from vlmdistill.pipelines.targets.target_model import TargetModel
+from vlmdistill.pipelines.traffic.harvest import harvest
+from vlmdistill.pipelines.vllm.plugin.recording import Recording, with_tokens
+from vlmdistill.pipelines.workspace.workspace import Workspace
+from vlmdistill.stores.backends.opening import open_backend
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Workspace:
+    return Workspace.of("demo", tmp_path / "runs")
+
+
+class Server:
+    """An application that answers as vLLM does, whole or as a stream, with tokens if asked."""
+
+    def __init__(self, encoder: TargetModel) -> None:
+        self.encoder, self.seen = encoder, list[dict[str, Any]]()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        message = await receive()
+        body = message["body"]
+        assert dict(scope["headers"])[b"content-length"] == str(len(body)).encode()
+        request = json.loads(body)
+        self.seen.append(request)
+        text = ANSWER.format(len(self.seen))
+        ids = [*self.encoder.tokenizer.encode(text), self.encoder.info.eos_ids[0]]
+        assert request["return_token_ids"] is True
+        if request.get("stream"):
+            events: list[Any] = [
+                {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]},
+                {"choices": [{"index": 0, "delta": {"content": text[:9]}, "token_ids": ids[:3]}]},
+                {"choices": [{"index": 0, "delta": {"content": text[9:]}, "token_ids": ids[3:]}]},
+                {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop", "token_ids": []}]},
+            ]
+            parts = [f"data: {json.dumps(event)}\n\n".encode() for event in events] + [b"data: [DONE]\n\n"]
+        else:
+            parts = [json.dumps(said(text, token_ids=ids)).encode()]
+        status = 400 if request.get("user") == "refused" else 200
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        for part in parts:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def ask(app: Any, body: bytes) -> bytes:
+    """Send a body in two pieces; what comes back."""
+    left = [
+        {"type": "http.request", "body": body[:20], "more_body": True},
+        {"type": "http.request", "body": body[20:], "more_body": False},
+    ]
+    back = list[bytes]()
+
+    async def receive() -> Any:
+        return left.pop(0) if left else {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        back.append(message.get("body", b""))
+
+    headers = [(b"authorization", b"Bearer word"), (b"x-team", b"red"), (b"content-length", b"0")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": headers}
+    asyncio.run(app(scope, receive, send))
+    return b"".join(back)
+
+
+def test_what_passes_the_middleware_is_harvested_with_the_tokens_of_the_server(
+    workspace: Workspace, encoder: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLMDISTILL_RECORD", str(tmp_path / "log"))
+    server = Server(encoder)
+    app = Recording(server)
+    bodies = [
+        asked("What is here?", data_url(1)),
+        asked("And what is there?", stream=True),
+        asked("No.", user="refused"),
+    ]
+    back = [ask(app, json.dumps(body).encode()) for body in bodies]
+    app.recorder.close()
+    assert json.loads(back[0])["choices"][0]["message"]["content"] == ANSWER.format(1)
+    assert back[1].endswith(b"data: [DONE]\n\n")
+    assert [{**body, "return_token_ids": True} for body in bodies] == server.seen
+    made = harvest(workspace, [str(tmp_path / "log")])
+    assert (made.exchanges, made.kept, made.tokens, made.media) == (2, 2, {"ids": 2}, 1)
+    assert {row.text for row in dataset.read(workspace.responses)} == {ANSWER.format(1), ANSWER.format(2)}
+    text = "".join(file.read_text() for file in (tmp_path / "log").glob("*.jsonl"))
+    assert "red" in text
+    assert "word" not in text
+
+
+def test_a_body_that_is_no_object_passes_as_it_is() -> None:
+    for body in (b"", b"[1]", b"{}", b" { } ", b"hello"):
+        assert with_tokens(body) == body
+    assert json.loads(with_tokens(b'{"a": {}} \n')) == {"a": {}, "return_token_ids": True}
+
+
+def test_what_cannot_be_recorded_is_counted_and_the_rest_goes_on(tmp_path: Path) -> None:
+    def failing(keep: Any) -> Any:
+        raise ZeroDivisionError
+
+    (tmp_path / "1999-01-01.jsonl").write_text("{}")
+    with Recorder(tmp_path, keep_seconds=DAY) as recorder:
+        recorder.add(failing)
+        recorder.add(lambda keep: {"image": keep(b"x")})
+    assert (recorder.recorded, recorder.lost) == (1, 1)
+    (file,) = tmp_path.glob("*.jsonl")
+    assert abs(json.loads(file.read_text())["time"] - time.time()) < DAY
+    assert [one.read_bytes() for one in (tmp_path / "media").iterdir()] == [b"x"]
+
+
+def test_no_copy_of_a_remote_log_stays_on_this_machine(
+    workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLMDISTILL_CACHE", str(tmp_path / "cache"))
+    bucket = open_backend("memory://logs")
+    image = exchange(1, request=asked("What is it?", "1.png"))
+    lines = [image, exchange(2), exchange(3, headers={"user": "secret"})]
+    bucket.replace("day.jsonl", "".join(json.dumps(line) + "\n" for line in lines).encode())
+    bucket.replace("1.png", base64.b64decode(data_url(3).partition(",")[2]))
+    made = harvest(workspace, ["memory://logs"])
+    assert (made.exchanges, made.kept, made.media) == (3, 3, 1)
+    assert not [file for file in cache().rglob("*") if file.is_file()]
+    assert harvest(workspace, ["memory://logs"]).unchanged == 1
