@@ -111,7 +111,7 @@ bench: setup  ## performance ratios with their floors
 results: setup  ## all methods on the demo target, docs/measurements/results.md
 	$(BIN)/python -m research.methods
 
-video: setup  ## six methods on longer and longer videos: docs/measurements/video.md
+video: setup  ## drafters on longer and longer videos: docs/measurements/video.md
 	$(BIN)/python -m research.video
 
 claims: setup  ## the ablations of five papers, five seeds each, resumable: docs/measurements/claims.md
