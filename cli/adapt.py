@@ -86,7 +86,7 @@ def adapt(
         steps=steps,
         old=old,
         fewest=fewest,
-        settings=(*traffic.Adaptation.settings, *(settings or ())),
+        settings=tuple(settings or ()),
         limit=limit,
         max_new_tokens=max_new_tokens,
         tolerance=tolerance,

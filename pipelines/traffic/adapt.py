@@ -68,7 +68,7 @@ class Adaptation:
     steps: int | None = None
     old: float = 0.5  # share of the training samples that the drafter knows already, or that are no traffic
     fewest: int = 32  # new samples that a round needs
-    settings: tuple[str, ...] = ("stages.*.anchors=failed", "stages.*.mixed=1")
+    settings: tuple[str, ...] = ()
     limit: int = 60  # held-out prompts of the new traffic, and as many old ones
     max_new_tokens: int = 256
     tolerance: float = 0.02  # share of the tokens per call on old prompts that may be lost
