@@ -239,7 +239,7 @@ in rounds, and what is asked shifts twice: the questions, the backgrounds of the
 
 Four pictures to one question without; `a0` is before the first shift, `b1` and `b2` after it, `c1` and `c2`
 after the second one. All drafters begin as one that was trained on `a0` for {steps} steps. It stays as it
-is (static); or it is adapted to `b1` alone (once) or to each round (each) as `vlmdistill adapt` does: {few}
+is (static); or it is adapted to `b1` alone (once) or to each round (each): {few}
 steps, half of the samples from earlier rounds, on rows where the drafter in use had failed and as many
 others, but at half of the learning rate of the first training; or another one is trained from nothing on
 all rounds so far, for as many steps as first training and adaptations had together (retrained). **A round
@@ -247,6 +247,7 @@ is measured with what served it, before anything is trained
 on it**, on the {share} of its requests that are held out. Tau is counted at temperature 0 without decoding,
 intervals are 95% over prompts with the counts of all seeds, costs are CPU seconds of training and replay.
 What all strategies but the static one need as well, a capture of the round's states, is not in them.
+`vlmdistill adapt` trains all rows by default, for what the last table shows.
 Costs of the same work differ by up to a half between seeds: the machine was shared. Of the two embedded
 targets, those with a section below were measured.
 """
