@@ -51,7 +51,8 @@ def test_a_better_drafter_is_published_with_what_it_was_trained_on(
     assert json.loads(metrics.read_text())["published"] is True
     where = ["--model", "demo", "--runs", str(workspace.root.parent)]
     assert main(["adapt", "hawk", "--from", str(log), "--steps", "5", *where]) == 3
-    assert "0 samples of traffic are new to hawk.r1" in capsys.readouterr().out
+    held_out = len(fresh - trained)
+    assert f"{held_out} samples of traffic are new to hawk.r1: a round needs 32" in capsys.readouterr().out
     assert versions.current(workspace, "hawk") == "hawk.r1"
     assert main(["serve", "--drafter", "hawk", "--record-for", "3d", *where]) == 2
 
