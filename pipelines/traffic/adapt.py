@@ -162,6 +162,10 @@ class _Round:
         yield
         spent = self.plan.seconds.get(stage, 0.0) + time.monotonic() - start
         self.plan.seconds[stage] = round(spent, 1)
+        self._note()
+
+    def _note(self) -> None:
+        """Write the plan."""
         with atomic_write(self._file, alone=True) as file:
             file.write_bytes(msgspec.json.encode(self.plan))
 
@@ -235,6 +239,7 @@ class _Round:
         others = sorted(set(rows["key"]) - fresh, key=lambda key: content_hash([view, key]))[:wanted]
         chosen = [*fresh, *others]
         self.plan.fresh, self.plan.known = len(fresh), len(others)
+        self._note()  # before the view, with which the round goes on past this stage
         if len(fresh) >= self.how.fewest:
             of_round = Filter("not of this round", lambda frame: frame["key"].is_in(chosen))
             filter_store(store, view, filters=[of_round])
@@ -259,8 +264,7 @@ class _Round:
 
         if not self.plan.steps:
             self.plan.steps = self.how.steps or _affordable(planned(TIMED), 60 * (self.how.minutes or 0))
-            with self._stage("plan"):
-                pass
+            self._note()
         with self.bar(f"training {self.plan.drafter}", "steps") as report:
             train.run(planned(self.plan.steps), report=report)
 

@@ -39,7 +39,7 @@ def server(workspace: Workspace, log: Path, errors: Path) -> Iterator[Served]:
                 yield Served(int(found[1]), opened)
         finally:
             running.terminate()
-            running.wait(60)
+            running.communicate(timeout=60)
 
 
 def ask(served: Served, line: dict[str, Any], folder: Path, **more: Any) -> dict[str, Any]:
