@@ -25,6 +25,7 @@ atexit.register(shutil.rmtree, os.environ["VLMDISTILL_CACHE"], ignore_errors=Tru
 # Ray gives its workers a niceness of 15, with which the other test process starves them.
 os.environ |= {"RAY_worker_niceness": "0", "RAY_worker_register_timeout_seconds": "300"}
 torch.set_num_threads(1)  # models this small only lose by more
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # nor do the processes that tests start wait for one another
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs behind it without one
 
 

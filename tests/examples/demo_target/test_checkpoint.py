@@ -11,6 +11,7 @@ from transformers.utils import logging
 from examples.demo_target.build import evaluate
 from examples.demo_target.evaluation import evaluate_clips, load, responses
 from examples.demo_target.scoring import CLIP_FACTS, FACTS
+from tests.thorough import count
 from vlmdistill.pipelines.demo import chats
 from vlmdistill.pipelines.demo.scenes import draw, random_scene
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
@@ -46,12 +47,12 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def scores(name: str) -> dict[str, Any]:
-    return evaluate(EMBEDDED[name], n=24, seed=1)
+    return evaluate(EMBEDDED[name], n=count(12, 24), seed=1)
 
 
 @pytest.fixture(scope="module")
 def of_clips() -> dict[str, Any]:
-    return evaluate_clips(*load(EMBEDDED["demo-video"]), n=20, seed=1, lengths=(36, 504))
+    return evaluate_clips(*load(EMBEDDED["demo-video"]), n=count(10, 20), seed=1, lengths=(36, 504))
 
 
 @pytest.mark.parametrize("folder", EMBEDDED.values())
