@@ -146,9 +146,11 @@ def prompts(
     facts = summary.to_dict()
     console.result(facts if as_json else _without_empty(facts), as_json)
     if split is None and eval_share and summary.eval < FEW:
+        share = next((one for one in (0.2, 0.3, 0.5) if one * summary.total >= FEW), None)
+        advice = f"`vlmdistill prompts --resplit {share}`, or " if share else ""
         console.note(
             f"warning: only {summary.eval} of {summary.total} prompts are held out for `eval`, too few to "
-            "measure drafters: `vlmdistill prompts --resplit 0.2`, or import more with --split eval"
+            f"measure drafters: {advice}import more with --split eval"
         )
 
 
