@@ -185,14 +185,14 @@ class Queue(Generic[T, R]):
         if len(keys) > 1 and running.attempts > 1 and not refused:  # only the guilty sample is given up
             logger.warning("%s: a task failed and is halved: %s", name, cause)
             halves = keys[: len(keys) // 2], keys[len(keys) // 2 :]
-            # First of all: where every task fails, three single samples are soon given up, and the run ends.
             self._again[:0] = [RunningTask(running.task.only(half), attempts=1) for half in halves]
             return
         if running.attempts >= ATTEMPTS:
             self._give_up(running)
             return
         logger.warning("%s: a task failed and is retried: %s", name, cause)
-        self._again.append(running)
+        # First of all, as halves are: where every task fails, three are soon given up, and the run ends.
+        self._again.insert(0, running)
 
     def lost(self, member: Member) -> None:
         """Record that a worker was lost with its machine, which is no failure of its task."""

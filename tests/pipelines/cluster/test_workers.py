@@ -123,18 +123,23 @@ def test_of_a_task_that_fails_only_the_guilty_sample_is_given_up(tmp_path: Path,
     assert squares == {str(number): number**2 for number in (1, 3, 4, 5)}
 
 
-@pytest.mark.parametrize("size", [1, 64])
-def test_a_run_in_which_every_task_fails_ends_early(tmp_path: Path, size: int) -> None:
-    def fail(number: int) -> None:
+@pytest.mark.parametrize(("size", "calls"), [(1, ATTEMPTS**2), (64, 14)])
+def test_a_run_in_which_every_task_fails_ends_early(tmp_path: Path, size: int, calls: int) -> None:
+    def fail(number: int, log: str) -> None:
+        with open(log, "a") as file:
+            file.write("x")
         raise RuntimeError("out of luck")
 
     done: list[TaskDone[Numbers, Squares]] = []
     with (
-        ActorPool[Numbers, Squares](worker(fail), options=WorkerOptions(workers=1)) as pool,
+        ActorPool[Numbers, Squares](
+            worker(partial(fail, log=str(tmp_path / "log"))), options=WorkerOptions(workers=1)
+        ) as pool,
         pytest.raises(VlmdistillError, match="out of luck"),
     ):
         done.extend(pool.run([Numbers(tuple(map(str, range(size))))] * (20 if size == 1 else 1)))
     assert len(done) == ATTEMPTS
+    assert len((tmp_path / "log").read_text()) == calls
 
 
 def test_an_error_for_the_user_ends_the_run_unchanged() -> None:
