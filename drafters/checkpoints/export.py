@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -118,14 +117,21 @@ def _holds(
     """Whether a folder has exactly these settings, weights and further files."""
     try:
         there = load_file(folder / "model.safetensors")
-        for name, content in files.items():
-            other = torch.load(folder / name, weights_only=True)
-            if {key: str(one) for key, one in other.items()} != {
-                key: str(one) for key, one in content.items()
-            }:
-                return False
+        others = {name: torch.load(folder / name, weights_only=True) for name in files}
         same = json.loads((folder / "config.json").read_text()) == json.loads(json.dumps(settings))
-    except (OSError, ValueError, SafetensorError):
+    except Exception:  # noqa: BLE001 (bytes of a stranger: the unpickler raises what it meets)
         return False
-    fits = there.keys() == weights.keys() and all(there[k].dtype == one.dtype for k, one in weights.items())
-    return same and fits and all(torch.equal(there[key], one) for key, one in weights.items())
+    return same and _equal(there, weights) and all(_equal(others[name], one) for name, one in files.items())
+
+
+def _equal(ones: object, others: Mapping[str, Any]) -> bool:
+    """Whether both hold the same tensors and numbers under the same names, bit by bit."""
+    if not isinstance(ones, Mapping) or ones.keys() != others.keys():
+        return False
+    pairs = [(ones[key], other) for key, other in others.items()]
+    return all(
+        one.dtype == other.dtype and torch.equal(one, other)
+        if isinstance(one, Tensor) and isinstance(other, Tensor)
+        else type(one) is type(other) and one == other
+        for one, other in pairs
+    )

@@ -46,6 +46,19 @@ def test_what_is_exported_is_read_back_as_the_same_drafter(case: str, tmp_path: 
     assert len(tree.ids_N) == 1 + written.draft_tokens == 1 + drafter.config.max_hops
 
 
+@torch.no_grad()
+def test_a_mask_that_differs_in_one_bit_is_another_export(tmp_path: Path) -> None:
+    folder, drafter = saved(tmp_path / "dflash", "dflash", **WHOLE)
+    first = export(folder, tmp_path / "out", "float32")
+    assert export(folder, tmp_path / "out", "float32") == first
+    assert isinstance(drafter, DFlash)
+    drafter.mask_D.copy_(drafter.mask_D.nextafter(drafter.mask_D + 1))
+    origin = checkpoint.Origin(synthetic.provenance(), DFlash.Training(), {})
+    checkpoint.save(drafter, "dflash", tmp_path / "other", origin)
+    with pytest.raises(TrainingError, match="exists: name a new folder"):
+        export(tmp_path / "other", tmp_path / "out", "float32")
+
+
 @pytest.mark.parametrize("settings", [{}, SPARK, WHOLE, {**WHOLE, **SPARK}], ids=str)
 def test_an_engine_is_told_what_it_would_get_wrong(settings: dict[str, Any], tmp_path: Path) -> None:
     folder, drafter = saved(tmp_path / "dflash", "dflash", **settings)
