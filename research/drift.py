@@ -40,7 +40,6 @@ from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.traffic.harvest import dataset_of, harvest
 from vlmdistill.pipelines.traffic.replay import replay
 from vlmdistill.pipelines.workspace.workspace import Workspace
-from vlmdistill.stores.loader.tensors import as_torch
 from vlmdistill.stores.schema import content_hash
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.views.expressions import Filter
@@ -199,9 +198,7 @@ class Lab:
         file = self._file(f"{name}.on.{round_name}")
         if file.exists():
             return msgspec.json.decode(file.read_bytes(), type=Measurement)
-        frozen = self.held_out.head()
-        tables = (frozen.embed_VD, frozen.lm_head_VD)
-        head = Head(*(as_torch(table, frozen.dtype).float() for table in tables))
+        head = Head.of(self.held_out.head())
         model = checkpoint.load(self.workspace.drafter(name), head, self.held_out.info)
         assert isinstance(model, Drafter)
         rows = self.held_out.index.select("key", "dataset").rows()

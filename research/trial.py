@@ -55,7 +55,6 @@ from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.loader.epoch import Epoch
-from vlmdistill.stores.loader.tensors import as_torch
 from vlmdistill.stores.manifest import VIEWS, record_names
 from vlmdistill.stores.schema import content_hash
 from vlmdistill.stores.store import Store
@@ -257,9 +256,7 @@ class Trial:
 
     def _count(self, setting: Setting, length: int) -> None:
         keys, store = self._keys(length), self._greedy(length)
-        frozen = store.head()
-        tables = (frozen.embed_VD, frozen.lm_head_VD)
-        head = Head(*(as_torch(table, frozen.dtype).float() for table in tables))
+        head = Head.of(store.head())
         there = sorted(store.keys().intersection(keys))
         machine, day = hardware.of(torch.device("cpu")).name, time.strftime("%Y-%m-%d")
         for folder in self.folders(setting):

@@ -22,7 +22,6 @@ from vlmdistill.drafters.core.drafter import Drafter
 from vlmdistill.drafters.core.settings import from_dict
 from vlmdistill.drafters.core.vocabulary import check_columns
 from vlmdistill.stores.errors import DataError, TrainingError, one_line
-from vlmdistill.stores.loader.tensors import as_torch
 from vlmdistill.stores.schema import TargetInfo
 from vlmdistill.stores.store import Store
 
@@ -42,11 +41,7 @@ def fresh(
     `info` is that of the store, or the same with an `Initial`'s facts.
     """
     torch.manual_seed(seed)
-    frozen = store.head()
-    embed_VD, lm_head_VD = (
-        as_torch(table, frozen.dtype).to(device, dtype) for table in (frozen.embed_VD, frozen.lm_head_VD)
-    )
-    drafter = catalogue.trained(name)(config.model, info, Head(embed_VD, lm_head_VD))
+    drafter = catalogue.trained(name)(config.model, info, Head.of(store.head(), device, dtype))
     drafter.tree = config.tree
     return drafter
 

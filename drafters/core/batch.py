@@ -13,7 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from vlmdistill.stores.schema import Feature, Where, as_features
+from vlmdistill.stores.loader.tensors import as_torch
+from vlmdistill.stores.schema import Feature, FrozenTables, Where, as_features
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,16 @@ class Head:
 
     embed_VD: Tensor
     lm_head_VD: Tensor
+
+    @classmethod
+    def of(
+        cls, frozen: FrozenTables, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> "Head":
+        """The tables of a store as tensors; one table that serves as both stays one."""
+        embed_VD = as_torch(frozen.embed_VD, frozen.dtype).to(device, dtype)
+        if frozen.tied:
+            return cls(embed_VD, embed_VD)
+        return cls(embed_VD, as_torch(frozen.lm_head_VD, frozen.dtype).to(device, dtype))
 
 
 @dataclass(frozen=True)

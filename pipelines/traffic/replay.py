@@ -12,7 +12,6 @@ from vlmdistill.drafters.core.drafter import Drafter
 from vlmdistill.drafters.training import replay as drafting
 from vlmdistill.drafters.training.replay import Walk
 from vlmdistill.stores.errors import TrainingError
-from vlmdistill.stores.loader.tensors import as_torch
 from vlmdistill.stores.progress import Progress, silent
 from vlmdistill.stores.store import Store
 
@@ -33,11 +32,9 @@ def replay(folder: Path, store: Store, view: str | None = None, report: Progress
 
     TrainingError if it needs no training, is another target's, or needs features that the store lacks.
     """
-    frozen = store.head()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    tables = (frozen.embed_VD, frozen.lm_head_VD)
-    head = Head(*(as_torch(table, frozen.dtype).to(device, dtype) for table in tables))
+    head = Head.of(store.head(), device, dtype)
     drafter = checkpoint.load(folder, head, store.info, provenance=store.provenance)
     if not isinstance(drafter, Drafter):
         raise TrainingError(f"{folder.name} is not trained: there is nothing to replay")
