@@ -7,6 +7,7 @@ L = T + U positions of the expanded sequence, D hidden width, V vocabulary.
 import hashlib
 import json
 import re
+import time
 import typing
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -282,6 +283,11 @@ def content_hash(value: Any) -> str:
     """Sixteen hex digits over the canonical JSON of a value: equal content, equal hash."""
     text = json.dumps(value, sort_keys=True, default=str, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def utc(moment: float) -> str:
+    """Seconds since 1970 as records say them: `2026-11-25T08:00:00Z`."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(moment))
 
 
 def seconds(text: str, what: str) -> float:

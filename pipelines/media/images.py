@@ -42,6 +42,13 @@ def kind_of(name: str) -> str:
     return next((kind for kind, endings in KINDS.items() if ending in endings.split()), "")
 
 
+def name_of(content: bytes) -> str:
+    """The name of a file that is kept by its content: `frames.digest` of that file."""
+    from blake3 import blake3
+
+    return str(blake3(content).hexdigest()[:32])
+
+
 @contextlib.contextmanager
 def decoding() -> Iterator[None]:
     """Turn whatever a decoder raises on a damaged or unusual file into an OSError.

@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from blake3 import blake3
-
+from vlmdistill.pipelines.media.images import name_of
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import one_line
 
@@ -91,7 +90,7 @@ class Recorder:
         log.warning("a response is not recorded in %s: %s", self.folder, why)
 
     def _keep(self, content: bytes) -> str:
-        name = f"{MEDIA}/{blake3(content).hexdigest()[:32]}"
+        name = f"{MEDIA}/{name_of(content)}"
         path = self.folder / name
         if path.exists():
             path.touch()  # it is as old as its last use

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmdistill.pipelines.media import frames
-from vlmdistill.pipelines.media.images import decoding, kind_of, open_image, upright
+from vlmdistill.pipelines.media.images import decoding, kind_of, name_of, open_image, upright
 from vlmdistill.pipelines.media.urls import address, at_hand, copy_of, is_url
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError, lone_surrogate
@@ -107,10 +107,8 @@ class MediaResolver:
 
     def _store(self, data: bytes) -> Path:
         """Write bytes into a file named by their hash, unless it exists."""
-        from blake3 import blake3
-
         suffix = "." + (_image_format(data) or "bin")
-        path = self.keep.resolve() / (blake3(data).hexdigest()[:32] + suffix)
+        path = self.keep.resolve() / (name_of(data) + suffix)
         if not path.exists():
             with atomic_write(path) as file:
                 file.write_bytes(data)

@@ -8,7 +8,6 @@ import json
 import time
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 from vlmdistill.pipelines.bench import records
@@ -17,6 +16,7 @@ from vlmdistill.pipelines.data.responses import dataset
 from vlmdistill.pipelines.traffic.harvest import audited, unnamed
 from vlmdistill.pipelines.workspace.parts import UNFINISHED
 from vlmdistill.pipelines.workspace.workspace import Workspace, only_writer
+from vlmdistill.stores.schema import utc
 from vlmdistill.stores.sharing.retention import expire
 from vlmdistill.stores.store import Store
 
@@ -41,7 +41,6 @@ def forget(workspace: Workspace, older_than: float, *, dry_run: bool = False) ->
     DataError if another run is writing to it, StoreError if the store is damaged or being written to.
     """
     before = time.time() - older_than
-    moment = datetime.fromtimestamp(before, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     folder, responses, file = workspace.traffic, workspace.responses, workspace.prompts
     with only_writer(folder), only_writer(responses), only_writer(file), only_writer(workspace.reports):
         prompts = prompt_table.read(file) if file.is_file() else []
@@ -59,7 +58,7 @@ def forget(workspace: Workspace, older_than: float, *, dry_run: bool = False) ->
         if old and not dry_run and len(left) < len(prompts):
             prompt_table.write(file, left)
         made = Forgotten(
-            before=moment,
+            before=utc(before),
             samples=samples,
             responses=gone,
             prompts=len(prompts) - len(left),
@@ -70,7 +69,7 @@ def forget(workspace: Workspace, older_than: float, *, dry_run: bool = False) ->
         )
         if not dry_run and any((samples, gone, made.prompts, media, shown)):
             folder.mkdir(parents=True, exist_ok=True)
-            audited(folder, {"when": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", "forgot": asdict(made)})
+            audited(folder, {"when": utc(time.time()), "forgot": asdict(made)})
     return made
 
 

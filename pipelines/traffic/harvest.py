@@ -26,6 +26,7 @@ from vlmdistill.pipelines.data.prompts.sources import Row
 from vlmdistill.pipelines.data.responses import dataset
 from vlmdistill.pipelines.data.responses.dataset import ResponseRow
 from vlmdistill.pipelines.data.responses.quality import repetition
+from vlmdistill.pipelines.media.images import name_of
 from vlmdistill.pipelines.media.resolver import BadRowError
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
 from vlmdistill.pipelines.traffic.logs import Exchange, Log, LogFile
@@ -34,7 +35,7 @@ from vlmdistill.pipelines.traffic.tokens import ResponseTokens, require_same_pro
 from vlmdistill.pipelines.workspace.workspace import NAME, Workspace, only_writer
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError, one_line
-from vlmdistill.stores.schema import content_hash
+from vlmdistill.stores.schema import content_hash, utc
 
 if TYPE_CHECKING:
     from vlmdistill.pipelines.targets.target_model import TargetModel
@@ -120,7 +121,7 @@ def harvest(
             part.save()
             media = _sweep(workspace)
         made = Harvest(
-            when=now.strftime("%Y-%m-%dT%H:%M:%SZ"),
+            when=utc(now.timestamp()),
             round=round_name,
             dataset=dataset_of(round_name),
             sources=tuple(names),
@@ -226,10 +227,8 @@ class _Harvest(ImportGate):
 
     def _within_budget(self, turns: Sequence[Mapping[str, Any]]) -> None:
         """BadRowError if the media of a conversation do not fit into the policy's bytes."""
-        from blake3 import blake3
-
         new = {
-            blake3(part["bytes"]).hexdigest()[:32]: len(part["bytes"])
+            name_of(part["bytes"]): len(part["bytes"])
             for turn in turns
             for part in turn["content"]
             if "bytes" in part

@@ -17,6 +17,7 @@ import msgspec
 from vlmdistill.pipelines.workspace.workspace import Workspace, only_writer
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError
+from vlmdistill.stores.schema import utc
 
 ROUNDS = ".rounds"  # ends the folder of the records
 DIGITS = 12
@@ -81,7 +82,7 @@ def record(
             base=base,
             published=published,
             why=why,
-            when=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            when=utc(time.time()),
             facts=facts or {},
         )
         with atomic_write(folder / f"{made.number:0{DIGITS}}.json") as file:
