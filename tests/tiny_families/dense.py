@@ -1,7 +1,7 @@
 """Families whose layers all attend, and have one MLP."""
 
 from tests.tiny import mrope
-from tests.tiny_families.parts import GRID, PATCHES, SIGLIP, SQUARE, VIT, Parts, ids
+from tests.tiny_families.parts import GRID, PATCHES, SIGLIP, SMALL, SQUARE, VIT, Parts, ids
 
 
 def internvl() -> Parts:
@@ -44,10 +44,7 @@ def mistral3() -> Parts:
         text={"model_type": "mistral", "head_dim": 8, "sliding_window": None},
         vision={
             "model_type": "pixtral",
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
+            **SMALL,
             "image_size": 84,
             "patch_size": 14,
         },
@@ -258,10 +255,7 @@ def gemma4() -> Parts:
             "final_logit_softcapping": 30.0,
         },
         vision={
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
+            **SMALL,
             "num_key_value_heads": 2,
             "head_dim": 16,
             "patch_size": 8,

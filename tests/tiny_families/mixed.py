@@ -2,7 +2,7 @@
 
 from tests.tiny import mrope
 from tests.tiny_families.dense import glm4v
-from tests.tiny_families.parts import EXPERTS, PATCHES, QWEN3, VIT, Parts, ids, qwen_ids
+from tests.tiny_families.parts import EXPERTS, PATCHES, QWEN3, SMALL, VIT, Parts, ids, qwen_ids
 
 ROUTED = {
     "n_routed_experts": 4,
@@ -86,10 +86,7 @@ def lfm2_vl() -> Parts:
         },
         vision={
             "model_type": "siglip2_vision_model",
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
+            **SMALL,
             "num_patches": 64,
             "patch_size": 16,
             "vision_use_head": False,
@@ -173,10 +170,7 @@ def kimi_k25() -> Parts:
             "num_key_value_heads": 4,
         },
         vision={
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
+            **SMALL,
             "pos_emb_height": 8,
             "pos_emb_width": 8,
         },

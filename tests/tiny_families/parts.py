@@ -26,14 +26,8 @@ class Parts:
     named: dict[str, str] = field(default_factory=dict)  # tokens that the tokenizer has as attributes
 
 
-VIT = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 7,
-}
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+VIT = {**SMALL, "image_size": 28, "patch_size": 7}
 SIGLIP = {**VIT, "model_type": "siglip_vision_model", "vision_use_head": False}
 PATCHES = {
     "depth": 2,
