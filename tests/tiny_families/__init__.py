@@ -38,12 +38,14 @@ BUILDERS: dict[str, Callable[[], Parts]] = {
 }
 
 
+NEED_TORCHVISION = ("cohere2_vision", "gemma4", "kimi_k25", "lfm2_vl", "minicpmv4_6", "mistral3")
+
+
 def runs_here(family: str) -> bool:
     """Whether the packages are here without which transformers has no processor of a family."""
     if family == "smolvlm":
         return bool(is_num2words_available())
-    without = family not in ("cohere2_vision", "kimi_k25", "lfm2_vl", "mistral3")
-    return without or bool(is_torchvision_available())
+    return family not in NEED_TORCHVISION or bool(is_torchvision_available())
 
 
 def checkpoint(

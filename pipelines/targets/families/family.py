@@ -65,7 +65,14 @@ class Family(abc.ABC):
         base = getattr(transformers, self.processor_class)
         if not is_torchvision_available():
             base = _without_video_processor(base)
-        processor = base.from_pretrained(folder, local_files_only=True)
+        try:
+            processor = base.from_pretrained(folder, local_files_only=True)
+        except (AttributeError, TypeError) as error:
+            if is_torchvision_available() or "video_processor" not in str(error):
+                raise
+            raise TargetError(
+                f"a {self.processor_class} needs a video processor, which needs torchvision: install it"
+            ) from None
         if self.frame_processor is not None:
             # Always this project's own: features must not depend on whether torchvision is installed.
             processor.video_processor = self.frame_processor(settings(folder))

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from transformers.utils import is_torchvision_available
 
 from tests import tiny, tiny_families
 from tests.pipelines.targets.spoil import edit, refusal
@@ -141,6 +142,12 @@ def test_a_family_that_was_never_shown_is_checked_as_it_loads(
     shown = capsys.readouterr()
     assert "FAILED" in shown.out
     assert "is not supported as it is" in shown.err
+
+
+@pytest.mark.skipif(is_torchvision_available(), reason="torchvision is here")
+@pytest.mark.parametrize("family", ["gemma4", "minicpmv4_6"])
+def test_a_processor_that_needs_torchvision_says_so(found: Callable[[str], Path], family: str) -> None:
+    assert "which needs torchvision: install it" in refusal(found(family))
 
 
 def test_a_model_that_reads_images_by_cross_attention_is_refused_by_name(
