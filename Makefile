@@ -80,8 +80,9 @@ test-engine-names: setup  ## what our code uses of vLLM against its WHEELS, as s
 		--dest build/vllm-wheels "$$wheel" || exit 1; done
 	$(BIN)/python -m pytest tests/engines/names.py
 
-test-traffic: setup  ## serve, record, adapt, swap, roll back and forget on the embedded target, unattended
-	VLMDISTILL_THOROUGH=1 $(BIN)/python -m pytest tests/traffic/adapting.py tests/traffic/loop.py \
+test-traffic:  ## serve, record, adapt, swap, roll back and forget on the embedded target, also with vLLM
+	$(MAKE) --jobs 2 setup engine
+	VLMDISTILL_THOROUGH=1 $(BIN)/python -m pytest tests/traffic/adapting.py tests/traffic/loop.py tests/traffic/engine.py \
 		tests/pipelines/traffic tests/pipelines/endpoint/test_switch.py tests/stores/sharing/test_retention.py
 
 test-cluster: setup  ## the templates of examples/cluster on a Slurm of two nodes here; needs slurm-wlm, munge and root

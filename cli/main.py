@@ -22,6 +22,7 @@ from vlmdistill.cli.doctor import doctor
 from vlmdistill.cli.evaluate import evaluate
 from vlmdistill.cli.export import export
 from vlmdistill.cli.features import features
+from vlmdistill.cli.follow import follow
 from vlmdistill.cli.forget import forget
 from vlmdistill.cli.generate import generate
 from vlmdistill.cli.harvest import harvest
@@ -52,6 +53,7 @@ COMMANDS = (
     harvest,
     replay,
     adapt,
+    follow,
     forget,
     run,
     status,

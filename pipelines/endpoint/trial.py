@@ -59,7 +59,8 @@ class Trials:
             self._before, self.current = self.current, version
             self._gained[version] = deque(maxlen=self.size)
             self.swaps += 1
-        log.info("%s drafts from now on, in place of %s", version, self._before)
+        if self._before is not None:
+            log.info("%s drafts from now on, in place of %s", version, self._before)
 
     def add(self, version: str, tokens_per_call: float) -> Withdrawal | None:
         """Count a sample; a withdrawal if the version is on trial and accepts less than the one before."""

@@ -97,12 +97,20 @@ def reason(log: str, status: int) -> str:
 
 @contextmanager
 def vllm_server(
-    target: Path, name: str, dtype: str, log: Path, drafter: Exported | None = None, *, whole_images: bool
+    target: Path,
+    name: str,
+    dtype: str,
+    log: Path,
+    drafter: Exported | None = None,
+    *,
+    whole_images: bool,
+    more: Sequence[str] = (),
 ) -> Iterator[str]:
     """The URL of a server of `target` under `name`, with a drafter if one is given; its output goes to `log`.
 
     It has no caches of prompts or media, and leaves room for a second one on a GPU. `whole_images`: all
-    visual tokens of an image in one step. Inside the block SIGTERM raises SystemExit: the server ends.
+    visual tokens of an image in one step; `more`: further arguments. Inside the block SIGTERM raises
+    SystemExit: the server ends.
     EngineError, with the end of the log, when it ends or is not healthy in time.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -113,7 +121,7 @@ def vllm_server(
     )
     command = [*serve, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--served-model-name", name, "--generation-config", "vllm", "--mm-processor-cache-gb", "0"]
-    command += ["--gpu-memory-utilization", str(SHARE)]
+    command += ["--gpu-memory-utilization", str(SHARE), *more]
     before = signal.getsignal(signal.SIGTERM)
     on_terminate(before if callable(before) else leave)
     log.parent.mkdir(parents=True, exist_ok=True)

@@ -48,6 +48,8 @@ class EngineJob(Struct, frozen=True, kw_only=True):
     questions: tuple[Question, ...]
     drafter: str = ""
     """An exported folder; empty: plain decoding."""
+    first: str = ""
+    """Another version of it, with which the engine is started before it takes over `drafter`."""
     method: str = "eagle"
     draft_tokens: int = 0
     max_new_tokens: int = 512
@@ -114,7 +116,7 @@ def generate(job: EngineJob) -> EngineOutcome:
 
     drafter = {
         "method": job.method,
-        "model": job.drafter,
+        "model": job.first or job.drafter,
         "num_speculative_tokens": job.draft_tokens,
     }
     engine = vllm.LLM(
@@ -129,7 +131,11 @@ def generate(job: EngineJob) -> EngineOutcome:
         disable_log_stats=False,  # what is accepted is among the statistics
         limit_mm_per_prompt=_most(job),
         seed=0,
+        worker_extension_cls="vlmdistill.pipelines.vllm.plugin.swap.Swap",
     )
+    if job.first:
+        (refused,) = engine.collective_rpc("load_drafter", args=(job.drafter,))
+        assert not refused, refused
     engine.apply_model(take_positions)
     rope = {str(number): torch.tensor(one.rope) for number, one in enumerate(job.questions)}
     engine.apply_model(partial(set_positions, positions=rope))

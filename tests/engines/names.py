@@ -22,7 +22,12 @@ REACHED = {
     f"{GPU}.block_table:BlockTables": ("compute_slot_mappings", "input_block_tables"),
     f"{GPU}.model_states.default:DefaultModelState": ("prepare_attn", "encoder_cache", "supports_mm_inputs"),
     f"{GPU}.mm.encoder_cache:EncoderCache": ("encoder_outputs", "mm_features"),
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner": ("encoder_cache", "requests", "input_batch"),
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner": (
+        "encoder_cache",
+        "requests",
+        "input_batch",
+        "get_draft_model",
+    ),
     "vllm.v1.worker.gpu_input_batch:InputBatch": ("req_ids",),
     "vllm.v1.worker.gpu_input_batch:CachedRequestState": (
         *("mm_features", "num_prompt_tokens", "num_computed_tokens", "get_token_id"),
@@ -36,8 +41,10 @@ REACHED = {
         *("prefill_context_parallel_size", "data_parallel_size"),
     ),
     "vllm.config.speculative:SpeculativeConfig": (
-        *("enable_adaptive_verification", "num_speculative_tokens", "method"),
+        *("enable_adaptive_verification", "num_speculative_tokens", "method", "draft_model_config"),
     ),
+    "vllm.v1.worker.gpu_worker:Worker": ("model_runner", "speculative_config", "vllm_config"),
+    f"{GPU}.model_runner:GPUModelRunner": ("get_draft_model",),
     "vllm.config.scheduler:SchedulerConfig": ("disable_chunked_mm_input", "max_num_batched_tokens"),
     "vllm.config.cache:CacheConfig": ("enable_prefix_caching",),
 }
@@ -92,7 +99,7 @@ def test_a_wheel_has_what_our_code_in_vllm_uses(file: Path) -> None:
     wheel = Wheel(file)
     release = supported(wheel.version) or SUPPORTED[-1]  # of a version to come: as the last one
     version = f"{PLUGIN}.v{release.replace('.', '_')}"
-    ours = (f"{PLUGIN}.register", f"{PLUGIN}.served_model", f"{PLUGIN}.served_block")
+    ours = (f"{PLUGIN}.register", f"{PLUGIN}.served_model", f"{PLUGIN}.swap")
     assert problems(wheel, *ours, version, *CAPTURE) == []
     for place, names in REACHED.items():
         module, _, made = place.partition(":")

@@ -33,6 +33,7 @@ from vlmdistill.pipelines.workspace.workspace import Workspace
 
 MODEL = "demo-video"
 NAMES = ("eagle2", "eagle3", "msd", "msd_vata", "sparrow", "hivis", "vispec", "specflash", "medusa", "wren")
+SWAPPED = ("eagle3", "msd_vata", "hivis", "vispec", "specflash", "medusa", "wren")
 MORE = {"eagle3": ["--set", "draft_vocab=300"]}  # of 768 tokens
 SAMPLES, PROMPTS = 120, 20
 SIZE = ["--set", "steps=60", "--set", "batch_tokens=1500"]
@@ -135,6 +136,27 @@ def test_the_engine_accepts_exactly_what_our_decoder_accepts(name: str, served: 
     assert found.engine.accepted > 0
 
 
+def noise(drafter: Exported, out: Path) -> Path:
+    """Another version of an exported drafter: weights at random."""
+    shutil.copytree(drafter.out, out)
+    torch.manual_seed(0)
+    weights = load_file(out / "model.safetensors")
+    for name, weight in weights.items():
+        if weight.is_floating_point():
+            weights[name] = torch.randn_like(weight) / 8
+    save_file(weights, out / "model.safetensors", {"format": "pt"})
+    return out
+
+
+@pytest.mark.parametrize("name", SWAPPED)
+def test_a_running_engine_takes_over_another_version(name: str, served: Served, tmp_path: Path) -> None:
+    """It then drafts as one that was started with it."""
+    first = noise(served.exported(name), tmp_path / "first")
+    found = served.check(name, changed(served.job, first=str(first)), prompts=FEW)
+    assert found.identical == found.prompts
+    assert found.engine == found.ours
+
+
 @pytest.mark.parametrize(
     ("name", "tokens"), [("hivis", 16), ("vispec", 16), ("medusa", 16), ("specflash", 80), ("wren", 16)]
 )
@@ -165,6 +187,14 @@ def test_the_v2_runner_accepts_the_same(name: str, tokens: int, served: Served) 
     # vLLM counts what it accepts beyond the limit of a response.
     assert found.engine.drafts == found.ours.drafts
     assert found.engine.accepted > 0
+
+
+@pytest.mark.usefixtures("v2_runner")
+def test_the_v2_runner_takes_over_another_version(served: Served, tmp_path: Path) -> None:
+    first = str(noise(served.exported("wren"), tmp_path / "first"))
+    found = served.check("wren", changed(served.job, max_new_tokens=24, first=first), prompts=4)
+    assert found.identical == found.prompts
+    assert found.engine.drafts == found.ours.drafts
 
 
 def eight_bits(target: Path, out: Path) -> Path:

@@ -57,12 +57,21 @@ def _messages(question: str, image: Any) -> list[dict[str, Any]]:
 @pytest.fixture
 def workspace(tmp_path: Path, target: VisionLanguageTarget) -> Workspace:
     """With eight old prompts to evaluate, and `hawk`, a drafter of random weights."""
+    return fresh(tmp_path, target)
+
+
+def fresh(tmp_path: Path, target: VisionLanguageTarget) -> Workspace:
     here = Workspace.of("demo", tmp_path / "runs")
     rows = [
         {"messages": asked("Which shapes do you see?", data_url(number))["messages"]} for number in range(8)
     ]
     import_prompts([str(write(tmp_path / "old.jsonl", rows))], here.prompts, choices=Choices(split="eval"))
-    drafter = synthetic.untrained("eagle2", target)
-    origin = checkpoint.Origin(target.provenance((), "float32"), type(drafter).Training(), {})
-    checkpoint.save(drafter, "eagle2", here.drafter("hawk"), origin)  # type: ignore[arg-type]
+    untrained("eagle2", target, here.drafter("hawk"))
     return here
+
+
+def untrained(method: str, target: VisionLanguageTarget, folder: Path) -> None:
+    """Save a drafter of random weights."""
+    drafter = synthetic.untrained(method, target)
+    origin = checkpoint.Origin(target.provenance((), "float32"), type(drafter).Training(), {})
+    checkpoint.save(drafter, method, folder, origin)  # type: ignore[arg-type]

@@ -42,16 +42,21 @@ def server(workspace: Workspace, log: Path, errors: Path) -> Iterator[Served]:
             running.communicate(timeout=60)
 
 
-def ask(served: Served, line: dict[str, Any], folder: Path, **more: Any) -> dict[str, Any]:
-    """Send a request of a log with its image as a data URL."""
+def embedded(line: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """A request of a log with its image as a data URL."""
     import base64
 
-    body = json.loads(json.dumps(line["request"]))
+    body: dict[str, Any] = json.loads(json.dumps(line["request"]))
     for part in body["messages"][0]["content"]:
         if part["type"] == "image_url":
             data = (folder / part["image_url"]["url"]).read_bytes()
             part["image_url"]["url"] = f"data:image/png;base64,{base64.b64encode(data).decode()}"
-    body |= {"temperature": 0, "max_tokens": 40, **more}
+    return body | {"temperature": 0, "max_tokens": 40}
+
+
+def ask(served: Served, line: dict[str, Any], folder: Path, **more: Any) -> dict[str, Any]:
+    """Send a request of a log."""
+    body = embedded(line, folder) | more
     status, said = served.request(
         "POST", "/v1/chat/completions", json.dumps(body), Content_Type="application/json"
     )

@@ -24,8 +24,7 @@ def register() -> None:
     ModelRegistry.register_model("EagleVlmdistill", f"{models}:EagleVlmdistill")
     ModelRegistry.register_model("Eagle3BlockVlmdistill", f"{models}:Eagle3BlockVlmdistill")
     ModelRegistry.register_model("LlamaForCausalLMEagle3", f"{models}:Eagle3Vlmdistill")
-    blocks = "vlmdistill.pipelines.vllm.plugin.served_block"
-    ModelRegistry.register_model("Qwen3DSparkModel", f"{blocks}:DSparkVlmdistill")
+    ModelRegistry.register_model("Qwen3DSparkModel", f"{models}:DSparkVlmdistill")
     # vLLM's own, by a name that it does not know without the plugin: the runner's classes feed it text alone.
     dflash = "vllm.model_executor.models.qwen3_dflash:DFlashQwen3ForCausalLM"
     ModelRegistry.register_model("DFlashVlmdistill", dflash)

@@ -1,4 +1,4 @@
-"""Drafters as models of vLLM: EAGLE's block, and vLLM's own EAGLE-3 with image embeddings.
+"""Drafters as models of vLLM: EAGLE's block; vLLM's EAGLE-3 with image embeddings, its DSpark with a mask.
 
 Shapes: N rows of a step, U visual tokens among them, X that carry compressed images, D hidden, S the last
 state and the depths side by side, V vocabulary.
@@ -14,8 +14,10 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models.llama_eagle import LlamaDecoderLayer
 from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
+from vllm.model_executor.models.qwen3_dspark import Qwen3DSparkForCausalLM
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 
+from vlmdistill.drafters.core.serving import KEY
 from vlmdistill.pipelines.vllm.plugin.limits import drafter_of, feeding_of
 
 
@@ -172,6 +174,19 @@ class Eagle3Vlmdistill(Eagle3LlamaForCausalLM):
     ) -> Tensor:
         """Token embeddings, visual ones instead of those of the placeholders, [N, D]."""
         return with_images(self.model.embed_input_ids(input_ids), multimodal_embeddings, is_multimodal)
+
+
+class DSparkVlmdistill(Qwen3DSparkForCausalLM):
+    """vLLM's DSpark, with the learned mask of an exported drafter; other folders run as in vLLM."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Load a folder; ours may have a mask, which is empty where the masks have a token's embedding."""
+        every = dict(weights)
+        mask_D = every.pop(KEY, None)
+        super().load_weights(every.items())
+        if mask_D is not None and len(mask_D):
+            self.model.mask_embedding.data.copy_(mask_D)
+            self.model.has_separate_mask_embedding = True
 
 
 def load_all(model: nn.Module, weights: Iterable[tuple[str, Tensor]], mapper: WeightsMapper) -> None:

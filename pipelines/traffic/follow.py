@@ -1,0 +1,98 @@
+"""A running vLLM takes over new versions of a drafter, and gives back those that accept less.
+
+The server loads an exported folder between two steps (`vllm/plugin/swap.py`), so that it must see the
+workspace. What it accepts is read from its metrics.
+"""
+
+from types import TracebackType
+from typing import Any, Self
+
+import httpx2
+
+from vlmdistill.drafters.checkpoints.export import export
+from vlmdistill.pipelines.bench.server_client import Counters, between, parse
+from vlmdistill.pipelines.endpoint.trial import Trials
+from vlmdistill.pipelines.workspace.workspace import Workspace
+from vlmdistill.stores.errors import VlmdistillError, one_line
+
+DRAFTS = 64  # of a sample of what is accepted
+SECONDS = 600.0  # for the server to load a drafter
+START = (
+    "start vLLM with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls "
+    "vlmdistill.pipelines.vllm.plugin.swap.Swap, or restart it with the new version"
+)
+
+
+class FollowError(VlmdistillError):
+    """A server cannot be reached, or does not take another drafter."""
+
+
+class Follower:
+    """Keeps a server on the version of a drafter that is in use."""
+
+    def __init__(
+        self, workspace: Workspace, name: str, url: str, *, dtype: str = "bfloat16", trial: int = 64
+    ) -> None:
+        """`dtype` is that of the drafter that the server was started with."""
+        self.workspace, self.url, self.dtype = workspace, url.rstrip("/"), dtype
+        self.trials = Trials(name, None, trial)
+        self._http = httpx2.Client(timeout=SECONDS)
+        self._read: Counters = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None) -> None:
+        self._http.close()
+
+    def look(self) -> None:
+        """Count what the server has accepted; load the version in use, or the one before.
+
+        FollowError if the server cannot be reached or takes no drafter. A version that it refuses is not
+        tried again.
+        """
+        if (used := self.trials.current) and (gained := self._gained(used)) is not None:
+            gone = self.trials.add(used, gained)
+            if gone:
+                self._load(gone.before)
+                self.trials.record(self.workspace, gone)
+        wanted = self.trials.wanted(self.workspace)
+        if wanted is not None and self._load(wanted):
+            self.trials.begin(wanted)
+
+    def _load(self, version: str) -> bool:
+        """Whether the server drafts with a version from now on; of a refusal the log has a line."""
+        out = self.workspace.root / "served" / version
+        export(self.workspace.drafter(version), out, self.dtype)
+        call = {"method": "load_drafter", "args": [str(out.absolute())]}
+        response = self._ask("POST", "collective_rpc", call)
+        if response.status_code != 200:
+            raise FollowError(f"{self.url} takes no other drafter while it runs: {START}")
+        if refusals := [one for one in response.json()["results"] if one]:
+            self.trials.refuse(version, FollowError(refusals[0]))
+            return False
+        self._ask("POST", "reset_prefix_cache")  # which has the drafter's entries, too
+        self._read = self._counters()
+        return True
+
+    def _ask(self, method: str, what: str, body: Any = None) -> httpx2.Response:
+        try:
+            return self._http.request(method, f"{self.url}/{what}", json=body)
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+            text = one_line(error) or type(error).__name__
+            raise FollowError(f"{self.url} cannot be reached: {text}") from None
+
+    def _counters(self) -> Counters:
+        response = self._ask("GET", "metrics")
+        return parse(response.text) if response.status_code == 200 else {}
+
+    def _gained(self, used: str) -> float | None:
+        """Tokens for each call since the last sample; None for too few drafts."""
+        now = self._counters()
+        found = between(self._read, now)
+        if self._read and now and found.generated is None:  # restarted, with the drafter of its command line
+            self._load(used)
+        if found.accepted is None or (found.drafts or 0) < DRAFTS:
+            return None
+        self._read = now
+        return 1 + found.accepted / (found.drafts or 1)

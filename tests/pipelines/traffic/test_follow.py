@@ -1,0 +1,133 @@
+"""A server that takes drafters while it runs follows the version in use, and gives back what accepts less."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import tiny
+from tests.drafters import synthetic
+from vlmdistill.cli.main import main
+from vlmdistill.drafters.checkpoints import checkpoint
+from vlmdistill.pipelines.endpoint.trial import FEWEST
+from vlmdistill.pipelines.targets.loading import load
+from vlmdistill.pipelines.traffic.follow import DRAFTS, Follower
+from vlmdistill.pipelines.workspace import versions
+from vlmdistill.pipelines.workspace.workspace import Workspace
+
+
+class Server(ThreadingHTTPServer):
+    """The calls that reach vLLM's workers, and its metrics; it answers with `status`."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.loaded, self.refusal, self.status = list[str](), "", 200
+        self.drafts, self.accepted = 1000, 3000
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+    def drafted(self, accepted: int) -> None:
+        self.drafts, self.accepted = self.drafts + DRAFTS, self.accepted + accepted
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        counters = {"num_drafts": self.server.drafts, "num_accepted_tokens": self.server.accepted}
+        lines = [f"vllm:spec_decode_{name}_total {value}.0\n" for name, value in counters.items()]
+        self.answer(200, "".join([f"vllm:generation_tokens_total {self.server.accepted}.0\n", *lines]))
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers.get("content-length") or 0)) or "null")
+        server = self.server
+        if server.status == 200 and self.path == "/collective_rpc":
+            assert body["method"] == "load_drafter"
+            if not server.refusal:
+                server.loaded.append(Path(body["args"][0]).name)
+        self.answer(server.status, json.dumps({"results": [server.refusal]}))
+
+    def answer(self, status: int, text: str) -> None:
+        self.send_response(status)
+        self.send_header("content-length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as made:
+        thread = threading.Thread(target=made.serve_forever, args=(0.01,))
+        thread.start()
+        yield made
+        made.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Workspace:
+    """A tiny target's, with a drafter `hawk` and a version of it."""
+    folder = tiny.checkpoint("qwen2_5_vl", tmp_path / "target")
+    here, target = Workspace.of(str(folder), tmp_path / "runs"), load(str(folder))
+    for seed, name in enumerate(("hawk", "hawk.r1")):
+        drafter = synthetic.untrained("eagle2", target, seed)
+        origin = checkpoint.Origin(target.provenance((), "float32"), type(drafter).Training(), {})
+        checkpoint.save(drafter, "eagle2", here.drafter(name), origin)  # type: ignore[arg-type]
+    return here
+
+
+def test_a_server_gets_the_version_in_use_and_the_one_before_if_that_accepts_less(
+    workspace: Workspace, server: Server
+) -> None:
+    with Follower(workspace, "hawk", server.url, dtype="float32") as follower:
+        follower.look()
+        for number in range(FEWEST):
+            server.drafted(accepted=3 * DRAFTS + number % 2)
+            follower.look()
+        assert server.loaded == ["hawk"]
+        versions.record(workspace, "hawk", "hawk.r1", base="hawk", published=True, why="test")
+        follower.look()
+        assert server.loaded == ["hawk", "hawk.r1"]
+        for number in range(FEWEST):
+            server.drafted(accepted=DRAFTS + number % 2)
+            follower.look()
+        assert server.loaded == ["hawk", "hawk.r1", "hawk"]
+    last = versions.rounds(workspace, "hawk")[-1]
+    assert (versions.current(workspace, "hawk"), last.base) == ("hawk", "hawk.r1")
+    assert "tokens for each call" in last.why
+
+
+def test_a_server_that_was_restarted_gets_its_version_again(workspace: Workspace, server: Server) -> None:
+    with Follower(workspace, "hawk", server.url, dtype="float32") as follower:
+        follower.look()
+        server.drafts = server.accepted = 10
+        follower.look()
+        follower.look()
+    assert server.loaded == ["hawk", "hawk"]
+
+
+def test_a_server_that_takes_no_drafters_or_is_not_there_is_one_line(
+    workspace: Workspace, server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def follow(url: str) -> tuple[int, str]:
+        where = ["--model", workspace.model, "--runs", str(workspace.root.parent), "--dtype", "float32"]
+        status = main(["follow", "hawk", "--server", url, "--once", *where])
+        out, err = capsys.readouterr()
+        return status, out + err
+
+    assert follow(server.url) == (0, f"{server.url} drafts with hawk\n")
+    server.refusal = "hawk is not another version: a.weight differs"
+    status, said = follow(server.url)
+    assert (status, "a.weight differs" in said) == (1, True)
+    for answer in (404, 500):
+        server.status = answer
+        status, said = follow(server.url)
+        assert (status, "VLLM_SERVER_DEV_MODE=1" in said) == (1, True)
+    status, said = follow("http://127.0.0.1:9")
+    assert (status, "cannot be reached" in said) == (1, True)
