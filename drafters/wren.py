@@ -8,15 +8,19 @@ Differs from EAGLE by: no visual positions; the depths; normed entries; sequenti
 mixed data, the second through four of its own hops without cutting the gradient, and no noise.
 On images: as HiViS; drafting costs the same for any number of visual tokens.
 
+With `cell`, the layer makes the first guess alone, and a cell without attention the later ones from its
+state, as the recurrent head of ReDrafter (arXiv 2403.09919) does from the target's.
+
 Shapes: N entries, R rows, D hidden.
 """
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vlmdistill.drafters.core import EagleDrafter, GuessTable, Head, RMSNorm, Tree
+from vlmdistill.drafters.core import EagleDrafter, Entries, GuessTable, Head, KVCache, RMSNorm, Tree
 from vlmdistill.drafters.core.config import (
     ModelConfig,
     Positions,
@@ -26,6 +30,7 @@ from vlmdistill.drafters.core.config import (
     depths,
     features,
 )
+from vlmdistill.drafters.core.serving import ServedDrafter, unserved
 from vlmdistill.stores.schema import Feature, TargetInfo
 
 
@@ -42,10 +47,12 @@ class Wren(EagleDrafter):
         """Norm the embedding and the state of an entry."""
         threshold: int = 3
         """Guesses with a sequential embedding of their own; later ones share the last. 0: none has any."""
+        cell: int = 0
+        """Width, in hidden sizes, of a cell that makes all guesses but the first; 0: the layer makes all."""
         positions: Positions = "compact"
 
         def __post_init__(self) -> None:
-            at_least(self, 0, "threshold")
+            at_least(self, 0, "threshold", "cell")
 
         def needs(self, info: TargetInfo, *, decoding: bool = False) -> frozenset[Feature]:
             """Text states of one depth or of four, and nothing of any image."""
@@ -89,10 +96,32 @@ class Wren(EagleDrafter):
         width, eps = info.hidden_size, info.rms_norm_eps
         self.embed_norm = RMSNorm(width, eps) if config.normed else nn.Identity()
         self.hidden_norm = RMSNorm(width, eps) if config.normed else nn.Identity()
-        self.sequence = GuessTable(config.threshold, width)
+        self.sequence = GuessTable(0 if config.cell else config.threshold, width)
         if config.depths:
             self.depth_norm = RMSNorm(width, eps)
             self.depth_fc = nn.Linear(3 * width, width, bias=False)
+        if config.cell:
+            self.cell_norm = RMSNorm(width, eps)
+            self.cell_in = nn.Linear(2 * width, config.cell * width)
+            self.cell_out = nn.Linear(config.cell * width, width)
+
+    def step(self, entries: Entries, cache: KVCache) -> Tensor:
+        """The layer's pass; with a cell, a guess is g_{t+1} = g_t + cell([norm(e_{t+1}) ; norm(g_t)]).
+
+        The cell attends to nothing and writes nothing to the cache: what it needs of the past is in g_t.
+        """
+        if not (self.config.cell and entries.hop):
+            return super().step(entries, cache)
+        state_ND = entries.hidden_ND
+        read_N2D = torch.stack([self.embed(entries.ids_N), state_ND], dim=1)
+        added_ND: Tensor = self.cell_out(F.silu(self.cell_in(self.cell_norm(read_N2D).flatten(1))))
+        return state_ND + added_ND
+
+    def published(self) -> ServedDrafter:
+        """As `EagleDrafter.published`; TrainingError with a cell, since engines attend in every pass."""
+        if self.config.cell:
+            raise unserved("cell", self.config.cell, 0)
+        return super().published()
 
     def combine(self, states_NS: Tensor) -> Tensor:
         """The part of `fc` that reads norm(h_t), and for committed tokens the depths; [N, D]."""

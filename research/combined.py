@@ -3,9 +3,10 @@
     python -m research.combined [--model demo] [--length 0] [--seeds 5] [--steps 300] [--only NAME ...]
 
 Settings are trained as in `research.claims`, with as many optimizer steps each, and printed with their CPU
-seconds. Tau is counted without decoding (`trial.py`).
+seconds; `with a cell` takes 0.7 times the steps, which cost as many CPU seconds. Tau is counted without
+decoding (`trial.py`), for chains of `--chain` tokens.
 `--speed` decodes the held-out prompts with all drafters in turn, in one process, each with the tree that is
-fastest for it on other prompts.
+fastest for it on other prompts, or with every `--tree`.
 """
 
 import argparse
@@ -13,9 +14,11 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from research.claimed import Setting
 from research.trial import Trial, cost
+from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.pipelines.bench import evaluate
 from vlmdistill.pipelines.bench.records import Measurement
 from vlmdistill.pipelines.bench.statistics import FEWEST_SEEDS, difference, figures
@@ -36,6 +39,8 @@ SETTINGS = {
     "gradients cut between hops": WREN.but("detach=true"),
     "one hop alone": WREN.but("stages.stage2.epochs=0"),
 }
+CELL = ("cell=2", "stages.stage1.hops=4", "stages.stage2.hops=7", "stages.*.hop_decay=0.8")
+PACE = 0.7  # steps with a cell that cost the CPU seconds of one without
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -47,13 +52,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--jobs", type=int, default=2, help="drafters trained in parallel")
     parser.add_argument("--only", action="append", help="a setting besides wren, may be repeated")
+    parser.add_argument("--chain", type=int, default=4, help="tokens of the chains of which tau is counted")
     parser.add_argument("--speed", action="store_true", help="decode the held-out prompts as well")
+    parser.add_argument(
+        "--tree", action="append", help="to decode with, may be repeated; the fastest of each"
+    )
     parser.add_argument("--runs", type=Path, default=Path("runs"))
     options = parser.parse_args(arguments)
     base = Workspace.of(options.model, options.runs)
     trial = Trial(base=base, seeds=options.seeds, steps=options.steps, limit=50, jobs=options.jobs)
-    chosen = {name: SETTINGS[name] for name in ("wren", *(options.only or SETTINGS))}
-    trial.prepare([*SETTINGS.values()])
+    settings = {**SETTINGS, "with a cell": WREN.but(*CELL, f"steps={round(PACE * options.steps)}")}
+    chain = () if options.chain == 4 else (f"tree=chain-{options.chain}",)
+    chosen = {name: settings[name].but(*chain) for name in ("wren", *(options.only or settings))}
+    trial.prepare([*chosen.values()])
     first: list[Measurement] = []
     print("| setting | tau | images | text | wren's is higher by | CPU-s |\n|---|---|---|---|---|---|")
     for name, setting in chosen.items():
@@ -74,12 +85,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not options.speed:
         return
     names = trial.all_folders([*chosen.values()])
-    sides = evaluate.evaluate(trial.at(0, "combined"), names, replace(trial.evaluation(), trees=("auto",)))
-    raced = dict(zip(chosen, trial.by_setting(sides, len(chosen)), strict=True))
+    asked: tuple[Tree | Literal["auto"], ...] = tuple(map(Tree.parse, options.tree or ())) or ("auto",)
+    made = evaluate.evaluate(trial.at(0, "combined"), names, replace(trial.evaluation(), trees=asked))
     print("\n| setting | trees | tau | speedup | wren's is higher by | times | identical |")
     print("|---|---|---|---|---|---|---|")
-    fastest = [side.temperatures[0] for side in raced["wren"]]
-    for name, seeds in raced.items():
+    raced = [
+        (name, seeds)
+        for number in range(len(asked))
+        for name, seeds in zip(chosen, trial.by_setting(made[number :: len(asked)], len(chosen)), strict=True)
+    ]
+    for name, seeds in raced:
+        if name == "wren":
+            fastest = [side.temperatures[0] for side in seeds]
         found = [side.temperatures[0] for side in seeds]
         rates = [figures(one) for one in found]
         tau, speed = statistics.fmean(r.tau for r in rates), statistics.fmean(r.speedup for r in rates)

@@ -1,5 +1,7 @@
 """Wren: depths of the target at committed tokens, sequential embeddings at guesses, states of any length."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from vlmdistill.drafters.core.batch import Batch
 from vlmdistill.drafters.core.config import Stage
 from vlmdistill.drafters.training.unroll import unroll
 from vlmdistill.drafters.wren import Wren
+from vlmdistill.stores.errors import TrainingError
 
 STAGE = Stage(name="test", hops=3, losses={"cross_entropy": 1.0})
 
@@ -48,6 +51,16 @@ def test_the_depths_of_a_token_count_and_no_image_does() -> None:
     assert not torch.allclose(states(drafter, one)[0], states(other, one)[0])
     assert len(drafter.sources) == 4
     assert {feature.where for feature in drafter.config.needs(INFO)} == {"text"}
+
+
+def test_a_cell_makes_all_guesses_but_the_first_and_no_engine_has_it() -> None:
+    drafter, one = build(cell=2), sample(build())
+    assert [len(states(each, one)) for each in (build(), drafter)] == [STAGE.hops, 1]  # passes of the layer
+    unroll(drafter, one, replace(STAGE, hops=1)).total.backward()  # type: ignore[no-untyped-call]
+    assert drafter.cell_in.weight.grad is None
+    with pytest.raises(TrainingError, match=r"cell=2, which serving engines do not.*--set cell=0"):
+        drafter.published()
+    assert build().published().layers == drafter.taps
 
 
 def test_the_length_of_a_state_does_not_matter_when_normed() -> None:
