@@ -38,6 +38,7 @@ class Follower:
         self.trials = Trials(name, None, trial)
         self._http = httpx2.Client(timeout=SECONDS)
         self._read: Counters = {}
+        self._loaded: str | None = None  # what the server drafts with, where that is known
 
     def __enter__(self) -> Self:
         return self
@@ -51,26 +52,27 @@ class Follower:
         FollowError if the server cannot be reached or takes no drafter. A version that it refuses is not
         tried again.
         """
-        if (used := self.trials.current) and (gained := self._gained(used)) is not None:
-            gone = self.trials.add(used, gained)
-            if gone:
-                self._load(gone.before)
-                self.trials.record(self.workspace, gone)
-        wanted = self.trials.wanted(self.workspace)
-        if wanted is not None and self._load(wanted):
+        used = self.trials.current
+        if used and (gained := self._gained()) is not None and (gone := self.trials.add(used, gained)):
+            self.trials.record(self.workspace, gone)
+        wanted = self.trials.wanted(self.workspace) or self.trials.current
+        if wanted not in (None, self._loaded) and self._load(wanted) and wanted != self.trials.current:
             self.trials.begin(wanted)
 
     def _load(self, version: str) -> bool:
         """Whether the server drafts with a version from now on; of a refusal the log has a line."""
         out = self.workspace.root / "served" / version
         export(self.workspace.drafter(version), out, self.dtype)
+        before, self._loaded = self._loaded, None
         call = {"method": "load_drafter", "args": [str(out.absolute())]}
         response = self._ask("POST", "collective_rpc", call)
         if response.status_code != 200:
             raise FollowError(f"{self.url} takes no other drafter while it runs: {START}")
         if refusals := [one for one in response.json()["results"] if one]:
             self.trials.refuse(version, FollowError(refusals[0]))
+            self._loaded = before
             return False
+        self._loaded = version
         self._ask("POST", "reset_prefix_cache")  # which has the drafter's entries, too
         self._read = self._counters()
         return True
@@ -86,12 +88,12 @@ class Follower:
         response = self._ask("GET", "metrics")
         return parse(response.text) if response.status_code == 200 else {}
 
-    def _gained(self, used: str) -> float | None:
+    def _gained(self) -> float | None:
         """Tokens for each call since the last sample; None for too few drafts."""
         now = self._counters()
         found = between(self._read, now)
         if self._read and now and found.generated is None:  # restarted, with the drafter of its command line
-            self._load(used)
+            self._loaded = None
         if found.accepted is None or (found.drafts or 0) < DRAFTS:
             return None
         self._read = now

@@ -15,7 +15,7 @@ from vlmdistill.cli.main import main
 from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.pipelines.endpoint.trial import FEWEST
 from vlmdistill.pipelines.targets.loading import load
-from vlmdistill.pipelines.traffic.follow import DRAFTS, Follower
+from vlmdistill.pipelines.traffic.follow import DRAFTS, Follower, FollowError
 from vlmdistill.pipelines.workspace import versions
 from vlmdistill.pipelines.workspace.workspace import Workspace
 
@@ -94,9 +94,16 @@ def test_a_server_gets_the_version_in_use_and_the_one_before_if_that_accepts_les
         versions.record(workspace, "hawk", "hawk.r1", base="hawk", published=True, why="test")
         follower.look()
         assert server.loaded == ["hawk", "hawk.r1"]
-        for number in range(FEWEST):
+        for number in range(FEWEST - 1):
             server.drafted(accepted=DRAFTS + number % 2)
             follower.look()
+        server.drafted(accepted=DRAFTS)
+        server.status = 503
+        with pytest.raises(FollowError):
+            follower.look()
+        server.status = 200
+        follower.look()
+        follower.look()
         assert server.loaded == ["hawk", "hawk.r1", "hawk"]
     last = versions.rounds(workspace, "hawk")[-1]
     assert (versions.current(workspace, "hawk"), last.base) == ("hawk", "hawk.r1")
