@@ -15,7 +15,7 @@ from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.checkpoints.description import describe
 from vlmdistill.drafters.core.batch import Head
-from vlmdistill.drafters.core.serving import KEY, Exportable
+from vlmdistill.drafters.core.serving import KEY, Exportable, unserved
 from vlmdistill.stores.errors import TrainingError
 from vlmdistill.stores.schema import Provenance, TargetInfo
 
@@ -69,6 +69,8 @@ def export(folder: Path, out: Path, dtype: str = "bfloat16") -> Exported:
     info = TargetInfo.from_dict(description["target"])
     nothing = torch.empty(0, info.hidden_size)
     drafter = checkpoint.load(folder, Head(nothing, nothing), info)
+    if drafter.config.attention_window:
+        raise unserved("attention_window", drafter.config.attention_window, 0)
     assert isinstance(drafter, Exportable)
     served_as = drafter.published()
     number = getattr(torch, dtype)

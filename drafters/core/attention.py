@@ -21,15 +21,29 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention, flash_sdp_e
 
 SCORE_BYTES = 1 << 26
 """Scores at a time where there is no flash kernel."""
+EVERY = slice(None)
 
 
 @dataclass(frozen=True)
 class Block:
-    """Adjacent rows that see adjacent keys: all of them or, if `causal`, row i the first i + 1."""
+    """Adjacent rows that see adjacent keys: all of them or, if `causal`, row i the first i + 1.
+
+    If `reversed`, rows and keys are counted from their ends.
+    """
 
     rows: slice
     keys: slice
     causal: bool
+    reversed: bool = False
+
+    def of(self, state_1HNd: Tensor, where: slice) -> Tensor:
+        """Its rows or keys of all, in the order in which they are counted: [1, H, L, d]."""
+        part_1HLd = state_1HNd[:, :, where]
+        return part_1HLd.flip(2) if self.reversed else part_1HLd
+
+    def into(self, whole_1HNd: Tensor, where: slice, part_1HLd: Tensor) -> None:
+        """Add what was computed for its rows or keys to that of all."""
+        whole_1HNd[:, :, where] += part_1HLd.flip(2) if self.reversed else part_1HLd
 
 
 Part = Sequence[Block]
@@ -39,20 +53,32 @@ Part = Sequence[Block]
 def blocks(first_R: Tensor, end_R: Tensor) -> list[Part]:
     """Blocks in which row r sees the keys from `first_R[r]` up to and without `end_R[r]`, at least one.
 
-    While each row sees one key more than the row before, two blocks serve them all. The first part has a
-    block for every row.
+    While each row sees one key more than the row before, two blocks serve them all; while it also sees one
+    older key less, as in a window, three blocks serve as many rows as the window has keys. The first part
+    has a block for every row.
     """
-    starts_R = torch.ones_like(end_R, dtype=torch.bool)
-    starts_R[1:] = (end_R[1:] != end_R[:-1] + 1) | (first_R[1:] != first_R[:-1])
+    step_R = torch.ones_like(end_R)
+    jumps_R, starts_R = (torch.ones_like(end_R, dtype=torch.bool) for _ in range(2))
+    step_R[1:] = first_R[1:] - first_R[:-1]
+    jumps_R[1:] = (end_R[1:] != end_R[:-1] + 1) | (step_R[1:] < 0) | (step_R[1:] > 1)
+    starts_R[1:] = jumps_R[1:] | (~jumps_R[:-1] & (step_R[1:] != step_R[:-1]))
     run_3C = torch.stack([torch.arange(len(end_R), device=end_R.device), first_R, end_R])[:, starts_R]
+    moves = step_R.tolist()
     starts, firsts, ends = run_3C.tolist()
-    common, later = [], []
-    for start, stop, first, end in zip(starts, [*starts[1:], len(end_R)], firsts, ends, strict=False):
-        rows, last = slice(start, stop), end - 1
-        later.append(Block(rows, slice(last, last + stop - start), True))
-        if first < last:
-            common.append(Block(rows, slice(first, last), False))
-    return [later, common]
+    older, common, later = list[Block](), list[Block](), list[Block]()
+    for begin, stop, first, end in zip(starts, [*starts[1:], len(end_R)], firsts, ends, strict=False):
+        moving = stop - begin > 1 and moves[begin + 1] == 1
+        length = end - first if moving else stop - begin
+        for start in range(begin, stop, length):
+            rows, moved = slice(start, min(start + length, stop)), start - begin
+            last = end - 1 + moved
+            oldest = first + moved + (rows.stop - start - 1 if moving else 0)  # that all of them see
+            later.append(Block(rows, slice(last, last + rows.stop - start), True))
+            if oldest < last:
+                common.append(Block(rows, slice(oldest, last), False))
+            if first + moved < oldest:
+                older.append(Block(slice(start, rows.stop - 1), slice(first + moved, oldest), True, True))
+    return [part for part in (later, common, older) if part] or [later]
 
 
 def attention(
@@ -96,9 +122,11 @@ class _Attention(torch.autograd.Function):
             part_1HRd, part_1HR = _heads_first(part_RKXd), _heads_first(part_RKX[..., None])[..., 0]
             for block in part:
                 rows, keys = block.rows, block.keys
-                part_1HRd[:, :, rows], part_1HR[:, :, rows], *rest = kernel.forward(
-                    query[:, :, rows], key[:, :, keys], value[:, :, keys], block.causal
+                out_1HLd, lse_1HL, *rest = kernel.forward(
+                    block.of(query, rows), block.of(key, keys), block.of(value, keys), block.causal
                 )
+                part_1HRd[:, :, rows] = block.of(out_1HLd, EVERY)
+                part_1HR[:, :, rows] = block.of(lse_1HL, EVERY)
                 kept.append(rest)
             _merge(out_RKXd, lse_RKX, part_RKXd, part_RKX)
         for key_RJKd, value_RJKd, first in zip(own[::2], own[1::2], since, strict=True):
@@ -125,11 +153,11 @@ class _Attention(torch.autograd.Function):
         for block, rest in zip(chain.from_iterable(ctx.seen), ctx.kept, strict=True):
             rows, keys = block.rows, block.keys
             found = ctx.kernel.backward(
-                *(grad[:, :, rows], query[:, :, rows], key[:, :, keys], value[:, :, keys]),
-                *(out[:, :, rows], lse[:, :, rows, 0], block.causal, *rest),
+                *(block.of(grad, rows), block.of(query, rows), block.of(key, keys), block.of(value, keys)),
+                *(block.of(out, rows), block.of(lse, rows)[..., 0], block.causal, *rest),
             )
             for whole, at, added in zip(into, (rows, keys, keys), found, strict=True):
-                whole[:, :, at] += added
+                block.into(whole, at, added)
         mean_RKX = (grad_RKXd * out_RKXd).sum(-1, dtype=exact)
         for key_RJKd, value_RJKd, first in zip(own[::2], own[1::2], ctx.since, strict=True):
             asking, given = query_RKXd[:, :, first:], grad_RKXd[:, :, first:]

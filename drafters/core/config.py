@@ -42,6 +42,9 @@ class ModelConfig:
     """Key heads of the drafter's layer: as many as query heads (the published sizes), or the target's."""
     positions: Positions = "expanded"
     """Rotary positions: index in the expanded sequence, the target's own on text, or text tokens alone."""
+    attention_window: int = 0
+    """How many positions of the expanded sequence the drafter's layers see of what is committed, the last one
+    included; 0: all."""
 
     def needs(self, info: TargetInfo, *, decoding: bool = False) -> frozenset[Feature]:
         """Exactly the features that it reads in training, or of a prompt when `decoding`."""
@@ -179,6 +182,7 @@ class DrafterConfig:
     tree: Tree
 
     def __post_init__(self) -> None:
+        at_least(self.model, 0, "attention_window")
         for stage in self.training.stages:
             if stage.losses.get("confidence") and not self.model.tells_confidence:
                 raise DataError(

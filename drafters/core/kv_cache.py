@@ -59,17 +59,20 @@ class KVCache(Protocol):
 class PackedKVCache:
     """Packed samples: the prefix is causal within each sample; a row alone sees its guesses.
 
+    With a `window`, a row sees that many positions of the prefix, its own the last.
+
     Row r of hop n is the decoder after reading the target's states up to entry r and drafting n tokens: it
     sees the prefix up to r and its own n guesses. Over all rows this is the multi-step mask of HASS
     (section 3.2), with every masked score at minus infinity.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, window: int = 0) -> None:
         self.context: dict[str, Tensor] = {}
+        self._window = window
         self._prefix: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []  # keys, values, segments, positions
         self._guesses: list[tuple[Tensor, Tensor]] = []  # keys and values [R, 1, K, d] of hops 1, 2, ...
         self._seen: list[Part] = []
-        self._later = defaultdict[int, PackedKVCache](PackedKVCache)  # of the layers after the first
+        self._later = defaultdict[int, PackedKVCache](partial(PackedKVCache, window))  # of later layers
 
     def update(self, key_NKd: Tensor, value_NKd: Tensor, tokens: TokenIndex, hop: int) -> None:
         """Write prefix entries (hop 0), or one more guess for every row (in the rows' order)."""
@@ -116,7 +119,8 @@ class PackedKVCache:
         )
         far = position_S.max() + 1
         place_S, order_S = torch.sort(segment_S * far + position_S, stable=True)
-        first_R = torch.searchsorted(place_S, rows.segment_N * far)
+        oldest_R = (rows.position_N - self._window + 1).clamp(min=0) if self._window else 0
+        first_R = torch.searchsorted(place_S, rows.segment_N * far + oldest_R)
         end_R = torch.searchsorted(place_S, rows.segment_N * far + rows.position_N, right=True)
         written = (key_SKd, value_SKd, segment_S, position_S)
         key_SKd, value_SKd, segment_S, position_S = (part.index_select(0, order_S) for part in written)
@@ -136,20 +140,26 @@ class PackedKVCache:
 
 
 class GrowingKVCache:
-    """One sequence: committed entries, then the nodes of the draft tree now growing."""
+    """One sequence: committed entries, then the nodes of the draft tree now growing.
 
-    def __init__(self, capacity: int = 256) -> None:
+    With a `window`, guesses see that many positions of what is committed, and older entries are dropped.
+    """
+
+    def __init__(self, capacity: int = 256, window: int = 0) -> None:
         self.context: dict[str, Tensor] = {}
         self.committed = 0
+        self._window = window
         self._capacity = capacity
         self._nodes = 0
         self._buffers: tuple[Tensor, Tensor, Tensor] | None = None  # keys, values [K, S, d]; positions [S]
-        self._later = defaultdict[int, GrowingKVCache](partial(GrowingKVCache, capacity))  # layers
+        self._later = defaultdict[int, GrowingKVCache](partial(GrowingKVCache, capacity, window))  # layers
 
     def update(self, key_NKd: Tensor, value_NKd: Tensor, tokens: TokenIndex, hop: int) -> None:
         """Commit entries (hop 0), or add nodes to the tree; hops 0 and 1 forget the tree before."""
         if hop <= 1:
             self._nodes = 0
+        if hop == 0 and self._window and self.committed > 2 * self._window:
+            self._forget(tokens.position_N)
         start = self.committed + self._nodes
         end = start + len(key_NKd)
         key_KSd, value_KSd, position_S = self._room(key_NKd, end)
@@ -168,10 +178,15 @@ class GrowingKVCache:
         queries = max(1, len(query_QHd) // max(1, count))
         own = count * (queries - 1)  # nodes that belong to one row each, `count` for each later query
         mask_QS: Tensor | None = None
-        if hop > 0 and tokens.visible_NA is not None:
-            mask_QS = F.pad(tokens.visible_NA, (self.committed, 0), value=True)
-        elif hop == 0 and count > 1:
-            mask_QS = self._causal(rows, end - own)
+        if hop > 0 and (tokens.visible_NA is not None or self._window):
+            seen_NA = tokens.visible_NA
+            if seen_NA is None:
+                seen_NA = rows.segment_N.new_ones((count, self._nodes - own), dtype=torch.bool)
+            mask_QS = F.pad(seen_NA, (self.committed, 0), value=True)
+            if self._window:
+                mask_QS[:, : self.committed] = self._recent(self._positions()[-1])
+        elif hop == 0 and (count > 1 or self._window):
+            mask_QS = self._causal(rows)
         if own:
             if mask_QS is None:
                 mask_QS = torch.ones(count, end - own, dtype=torch.bool, device=query_QHd.device)
@@ -187,19 +202,34 @@ class GrowingKVCache:
             self._nodes = 0
             self.update(key_QKd, value_QKd, tokens, 1)
             end = self.committed + self._nodes
-            if (count := len(rows.segment_N)) > 1:
+            if (count := len(rows.segment_N)) > 1 or self._window:
                 own_RR = torch.eye(count, dtype=torch.bool, device=query_QHd.device)
-                each = self._nodes // count
-                mask_RS = torch.cat(
-                    [self._causal(rows, self.committed), own_RR.repeat_interleave(each, 1)], dim=1
-                )
+                each = self._nodes // max(1, count)
+                mask_RS = torch.cat([self._causal(rows), own_RR.repeat_interleave(each, 1)], dim=1)
                 mask_QS = mask_RS.repeat_interleave(each, 0)
             return self._attend(query_QHd, end, mask_QS)
 
-    def _causal(self, rows: TokenIndex, count: int) -> Tensor:
-        """Which of the first entries each row sees."""
+    def _causal(self, rows: TokenIndex) -> Tensor:
+        """Which committed entries each row sees, [R, S]."""
+        seen_RS = self._positions() <= rows.position_N[:, None]
+        return seen_RS & self._recent(rows.position_N[:, None]) if self._window else seen_RS
+
+    def _recent(self, position: Tensor) -> Tensor:
+        """Which committed entries are in the window that ends at a position."""
+        return self._positions() > position - self._window
+
+    def _positions(self) -> Tensor:
         assert self._buffers is not None, "nothing was written yet"
-        return self._buffers[2][:count] <= rows.position_N[:, None]
+        return self._buffers[2][: self.committed]
+
+    def _forget(self, position_N: Tensor) -> None:
+        """Drop the committed entries that no entry at these positions, or later, sees."""
+        assert self._buffers is not None
+        kept_S = self._recent(position_N.min()).nonzero()[:, 0]
+        key_KSd, value_KSd, position_S = self._buffers
+        key_KSd[:, : len(kept_S)], value_KSd[:, : len(kept_S)] = key_KSd[:, kept_S], value_KSd[:, kept_S]
+        position_S[: len(kept_S)] = position_S[kept_S]
+        self.committed = len(kept_S)
 
     def _attend(self, query_QHd: Tensor, end: int, mask_QS: Tensor | None) -> Tensor:
         assert self._buffers is not None, "nothing was written yet"

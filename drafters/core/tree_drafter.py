@@ -40,7 +40,7 @@ class TreeDrafter:
     def __init__(self, drafter: Stepper, prompt: Batch, cache: KVCache | None = None) -> None:
         """Start after a prefilled prompt: one sequence that ends in text."""
         self.drafter = drafter
-        self.cache = cache or GrowingKVCache()
+        self.cache = cache or GrowingKVCache(window=drafter.config.attention_window)
         prompt = prompt.only(drafter.config.needs(drafter.info, decoding=True))
         drafter.condition(prompt, self.cache)
         self._entries: Entries | None = drafter.entries(prompt)[0]

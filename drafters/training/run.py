@@ -24,9 +24,9 @@ from vlmdistill.stores.loader.epoch import select
 from vlmdistill.stores.schema import Feature, PackedSamples, content_hash
 from vlmdistill.stores.store import Store
 
-LATER = ("validate_every", "patience", "anchors", "pace", "mixed")
-"""Settings that came later, of a run or of its stages: left out of the signature when unset, so that runs of
-earlier versions keep theirs."""
+LATER = ("attention_window", "cell", "validate_every", "patience", "anchors", "pace", "mixed")
+"""Settings that came later, of a model, a run or its stages: left out of the signature when unset, so that
+runs of earlier versions keep theirs."""
 
 
 @dataclass(frozen=True, kw_only=True)

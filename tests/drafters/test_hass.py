@@ -77,8 +77,8 @@ class Recorder(PackedKVCache):
 
     weights: list[Tensor]
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, window: int) -> None:
+        super().__init__(window)
         self.shadow = PackedKVCache()
         Recorder.weights = []
 

@@ -35,7 +35,7 @@ WRITTEN = """{
   "vata": true, "ivsb": false, "mtp": true
 }"""
 """The settings in a `config.json` of format 2."""
-LATER = {"validate_every": 0, "patience": 0}
+LATER = {"attention_window": 0, "validate_every": 0, "patience": 0}
 """Settings that came later, off."""
 
 SETTINGS = (

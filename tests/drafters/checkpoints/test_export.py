@@ -166,7 +166,8 @@ def test_what_no_engine_serves_is_refused(tmp_path: Path) -> None:
     folder, _ = saved(tmp_path / "hass", "hass", positions="target")
     with pytest.raises(TrainingError, match=r"has positions=target, .* --set positions=expanded"):
         export(folder, tmp_path / "out")
-    for name, value in {"visual": "none", "positions": "target"}.items():
+    refused: dict[str, Any] = {"visual": "none", "positions": "target", "attention_window": 64}
+    for name, value in refused.items():
         folder, _ = saved(tmp_path / name, **{name: value})
         with pytest.raises(TrainingError, match=f"has {name}={value}, .* Train one with --set"):
             export(folder, tmp_path / "out")

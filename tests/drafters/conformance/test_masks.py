@@ -51,8 +51,8 @@ class Recorder(PackedKVCache):
 
     attended: list[int]
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, window: int) -> None:
+        super().__init__(window)
         Recorder.attended = []
 
     def attend(self, query_QHd: Tensor, tokens: TokenIndex, hop: int) -> Tensor:

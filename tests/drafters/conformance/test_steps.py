@@ -19,6 +19,13 @@ from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import Feature
 
 HOPS = 4
+WINDOWED: list[tuple[str, dict[str, Any]]] = [
+    ("dflash", {"layers": 2, "context": "all", "positions": "expanded", "attention_window": 5}),
+    ("eagle2", {"attention_window": 1}),
+    ("msd", {"attention_window": 6}),
+    ("vispec", {"num_q": 4, "attention_window": 4}),
+    ("wren", {"attention_window": 3}),
+]
 
 
 def needs(drafter: Drafter, *, decoding: bool = False) -> frozenset[Feature]:
@@ -27,7 +34,7 @@ def needs(drafter: Drafter, *, decoding: bool = False) -> frozenset[Feature]:
 
 def training_states(drafter: Drafter, packed: Batch, chosen: Tensor) -> list[Tensor]:
     """States of every hop at the chosen text tokens, as the trainer computes them."""
-    cache = PackedKVCache()
+    cache = PackedKVCache(drafter.config.attention_window)
     drafter.condition(packed, cache)
     entries, token_E = drafter.entries(packed)
     rows = torch.stack([(token_E == token).nonzero()[0, 0] for token in chosen])
@@ -42,7 +49,7 @@ def training_states(drafter: Drafter, packed: Batch, chosen: Tensor) -> list[Ten
     return states
 
 
-@pytest.mark.parametrize(("name", "settings"), CASES)
+@pytest.mark.parametrize(("name", "settings"), [*CASES, *WINDOWED])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_train_step_is_the_decode_step_at_every_hop(
     name: str, settings: dict[str, Any], layout: str

@@ -32,11 +32,13 @@ def dense(query_QHd: Tensor, key_AHd: Tensor, value_AHd: Tensor, seen_QA: Tensor
 @pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
 @pytest.mark.parametrize("kv_heads", [H, 2])
 @pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("window", [0, 2, 5])
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 def test_values_and_gradients_of_all_hops_are_those_of_a_dense_mask(
     backend: SDPBackend,
     kv_heads: int,
     queries: int,
+    window: int,
     dtype: torch.dtype,
     error: float,
     monkeypatch: pytest.MonkeyPatch,
@@ -58,7 +60,7 @@ def test_values_and_gradients_of_all_hops_are_those_of_a_dense_mask(
     guesses = [(leaf(count, kv_heads), leaf(count, kv_heads)) for _ in range(HOPS + queries - 2)]
     asked = [leaf(count * queries, H) for _ in range(HOPS)]
 
-    cache, got = PackedKVCache(), []
+    cache, got = PackedKVCache(window), []
     for part, states in zip((visual, text), written, strict=True):
         cache.update(*states, part, 0)
     with sdpa_kernel(backend):
@@ -75,6 +77,8 @@ def test_values_and_gradients_of_all_hops_are_those_of_a_dense_mask(
         torch.cat(part).repeat_interleave(H // kv_heads, 1) for part in zip(*written, *guesses, strict=True)
     )
     prefix_RS = (segment_S == rows.segment_N[:, None]) & (position_S <= rows.position_N[:, None])
+    if window:
+        prefix_RS &= position_S > rows.position_N[:, None] - window
     expected = []
     for hop, query_QHd in enumerate(asked):
         own = [
@@ -103,6 +107,20 @@ def test_no_row_wanted_is_no_error() -> None:
     assert mixed_QHd.shape == (0, H, D)
     (grad_NHd,) = torch.autograd.grad(mixed_QHd.sum(), state_NHd)
     assert not grad_NHd.any()
+
+
+def test_rows_of_a_window_need_three_blocks_for_as_many_rows_as_it_has_keys() -> None:
+    first_R, end_R = torch.tensor([0, 0, 0, 1, 2, 3, 4]), torch.tensor([1, 2, 3, 4, 5, 6, 7])
+    block = attention.Block
+    assert attention.blocks(first_R, end_R) == [
+        [
+            block(slice(0, 3), slice(0, 3), True),
+            block(slice(3, 6), slice(3, 6), True),
+            block(slice(6, 7), slice(6, 7), True),
+        ],
+        [block(slice(6, 7), slice(4, 6), False)],
+        [block(slice(3, 5), slice(1, 3), True, reversed=True)],
+    ]
 
 
 def test_rows_in_runs_need_two_blocks_a_run() -> None:

@@ -40,6 +40,10 @@ def attend(
         return cache.attend(query_QHd, tokens, hop)
 
 
+def in_window(at: int, last: int, window: int) -> bool:
+    return at <= last and (not window or at > last - window)
+
+
 def expect(mixed_QHd: Tensor, query_QHd: Tensor, row: int, before: list[KeyValue], own: KeyValue) -> None:
     """Query j of a row sees what is before it and the first j tokens after the row."""
     ahead = own[0].shape[1]
@@ -49,10 +53,11 @@ def expect(mixed_QHd: Tensor, query_QHd: Tensor, row: int, before: list[KeyValue
         torch.testing.assert_close(mixed_QHd[query], naive(query_QHd[query], seen))
 
 
+@pytest.mark.parametrize("window", [0, 2])
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 @pytest.mark.parametrize("hop", [0, 1, 3])
-def test_packed_rows_see_their_prefix_and_their_own_guesses(hop: int, ahead: int) -> None:
-    generator, cache = torch.Generator().manual_seed(0), PackedKVCache()
+def test_packed_rows_see_their_prefix_and_their_own_guesses(hop: int, ahead: int, window: int) -> None:
+    generator, cache = torch.Generator().manual_seed(0), PackedKVCache(window)
     # Two samples; visual entries are written apart from the text, which need not be in their order.
     visual, text = tokens_at([0, 0, 1], [2, 3, 1]), tokens_at([0, 0, 0, 0, 1, 1, 1], [1, 4, 5, 6, 2, 3, 4])
     prefix: list[tuple[int, int, Tensor, Tensor]] = []
@@ -73,14 +78,19 @@ def test_packed_rows_see_their_prefix_and_their_own_guesses(hop: int, ahead: int
     mixed_QHd = attend(cache, query_QHd, chosen, hop, own)
     for row, entry in enumerate(rows.tolist()):
         sample, order = int(text.segment_N[entry]), int(text.position_N[entry])
-        before = [(key, value) for segment, at, key, value in prefix if segment == sample and at <= order]
+        before = [
+            (key, value)
+            for segment, at, key, value in prefix
+            if segment == sample and in_window(at, order, window)
+        ]
         before += [(key_RKd[row], value_RKd[row]) for key_RKd, value_RKd in guesses]
         expect(mixed_QHd, query_QHd, row, before, own)
 
 
+@pytest.mark.parametrize("window", [0, 2])
 @pytest.mark.parametrize("ahead", [0, 1, 3])
-def test_cached_entries_see_what_was_committed_up_to_them_and_their_own_guesses(ahead: int) -> None:
-    generator, cache = torch.Generator().manual_seed(0), GrowingKVCache(capacity=2)
+def test_cached_entries_see_what_was_committed_up_to_them_and_own_guesses(ahead: int, window: int) -> None:
+    generator, cache = torch.Generator().manual_seed(0), GrowingKVCache(2, window)
     visual, text = tokens_at([0, 0], [2, 3]), tokens_at([0, 0, 0], [1, 4, 5])
     prefix: list[tuple[int, Tensor, Tensor]] = []
     for part in (visual, text):
@@ -96,13 +106,15 @@ def test_cached_entries_see_what_was_committed_up_to_them_and_their_own_guesses(
         chosen = text.with_rows(torch.tensor(rows))
         mixed_QHd = attend(cache, query_QHd, chosen, 0, own)
         for row, entry in enumerate(rows):
-            before = [(key, value) for at, key, value in prefix if at <= int(text.position_N[entry])]
+            order = int(text.position_N[entry])
+            before = [(key, value) for at, key, value in prefix if in_window(at, order, window)]
             expect(mixed_QHd, query_QHd, row, before, own)
 
 
+@pytest.mark.parametrize("window", [0, 2])
 @pytest.mark.parametrize("ahead", [0, 1, 3])
-def test_nodes_of_a_tree_see_the_prefix_their_ancestors_and_their_own_guesses(ahead: int) -> None:
-    generator, cache = torch.Generator().manual_seed(0), GrowingKVCache(capacity=2)
+def test_nodes_of_a_tree_see_the_prefix_their_ancestors_and_own_guesses(ahead: int, window: int) -> None:
+    generator, cache = torch.Generator().manual_seed(0), GrowingKVCache(2, window)
     committed = [(states(generator, K), states(generator, K)) for _ in range(3)]
     keys, values = (torch.stack(part) for part in zip(*committed, strict=True))
     cache.update(keys, values, tokens_at([0] * 3, [0, 1, 2]), 0)
@@ -122,5 +134,21 @@ def test_nodes_of_a_tree_see_the_prefix_their_ancestors_and_their_own_guesses(ah
         query_QHd = states(generator, 2 * (ahead + 1), H)
         mixed_QHd = attend(cache, query_QHd, at, hop, own)
         for row, ancestors in enumerate(visible):
-            before = committed + [node for node, seen in zip(nodes, ancestors, strict=True) if seen]
+            before = committed[-window:] + [node for node, seen in zip(nodes, ancestors, strict=True) if seen]
             expect(mixed_QHd, query_QHd, row, before, own)
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_a_window_holds_a_few_entries_however_many_were_committed(window: int) -> None:
+    generator, cache = torch.Generator().manual_seed(0), GrowingKVCache(2, window)
+    seen: list[KeyValue] = []
+    for start in range(0, 60, 2):
+        key_NKd, value_NKd = states(generator, 2, K), states(generator, 2, K)
+        at = tokens_at([0, 0], [start, start + 1])
+        cache.update(key_NKd, value_NKd, at, 0)
+        seen += zip(key_NKd, value_NKd, strict=True)
+        query_QHd = states(generator, 2, H)
+        mixed_QHd = cache.attend(query_QHd, at, 0)
+        for row, end in enumerate((len(seen) - 1, len(seen))):
+            torch.testing.assert_close(mixed_QHd[row], naive(query_QHd[row], seen[:end][-window:]))
+        assert cache.committed <= 2 * window + 2
