@@ -33,7 +33,7 @@ from vlmdistill.pipelines.workspace.workspace import Workspace
 
 MODEL = "demo-video"
 NAMES = ("eagle2", "eagle3", "msd", "msd_vata", "sparrow", "hivis", "vispec", "specflash", "medusa", "wren")
-SWAPPED = ("eagle3", "msd_vata", "hivis", "vispec", "specflash", "medusa", "wren")
+SWAPPED = ("eagle3", "msd_vata", "hivis", "vispec", "specflash", "wren")
 MORE = {"eagle3": ["--set", "draft_vocab=300"]}  # of 768 tokens
 SAMPLES, PROMPTS = 120, 20
 SIZE = ["--set", "steps=60", "--set", "batch_tokens=1500"]

@@ -17,8 +17,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vlmdistill.drafters.core.serving import KEY
 
 SETTINGS, WEIGHTS = "config.json", "model.safetensors"
-METHODS = ("eagle", "eagle3", "draft_model")
-"""By vLLM's names. For block drafters it keeps copies that it fuses from the weights at its start."""
+METHODS = ("eagle", "eagle3")
+"""By vLLM's names. Of block drafters it keeps copies that it fuses from the weights at its start."""
 
 
 class Swap:
