@@ -20,8 +20,8 @@ pytestmark = pytest.mark.slow
 
 RUNS = "s3://bucket/runs"
 SECONDS = 400
-STEPS = 100
-SHORT = ("--set", f"steps={STEPS}", "--set", "batch_tokens=512", "--save-every", "20")
+STEPS = 50
+SHORT = ("--set", f"steps={STEPS}", "--set", "batch_tokens=512", "--save-every", "10")
 
 
 class Machines:
