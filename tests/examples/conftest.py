@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.here import workers_here
 from vlmdistill.cli.main import main
 from vlmdistill.pipelines.demo import files
 
@@ -12,7 +13,7 @@ SMALL = ["--set", "steps=60", "--set", "batch_tokens=1024", "--max-new-tokens", 
 
 
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory: pytest.TempPathFactory, ray: None) -> Path:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of workspaces after one `run` on a few scenes."""
     folder = tmp_path_factory.mktemp("flow")
     sides: tuple[tuple[Any, int], ...] = (("drafter", 10), ("evaluation", 2))
@@ -22,5 +23,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory, ray: None) -> Path:
         side = "train" if split == "drafter" else "eval"
         asked = [str(made.llava), *([str(made.sharegpt)] if side == "train" else [])]
         assert main(["prompts", *asked, "--images", str(made.images), "--split", side, *where]) == 0
-    assert main(["run", "--drafters", "sparrow,eagle2", *SMALL, *where]) == 0
+    with workers_here():
+        assert main(["run", "--drafters", "sparrow,eagle2", *SMALL, *where]) == 0
     return folder

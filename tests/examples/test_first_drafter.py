@@ -24,7 +24,7 @@ def test_the_notebook_is_its_script() -> None:
 
 @pytest.mark.slow
 def test_its_cells_train_a_drafter_and_show_what_it_gains(
-    tmp_path: Path, ray: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, here: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     made = files.write(tmp_path / "photos", images=4, dialogues=0, seed=6)

@@ -12,7 +12,7 @@ from vlmdistill.pipelines.demo import files
 pytestmark = pytest.mark.slow
 
 
-def test_a_folder_of_photos_becomes_a_drafter_and_a_comparison(tmp_path: Path, ray: None) -> None:
+def test_a_folder_of_photos_becomes_a_drafter_and_a_comparison(tmp_path: Path, here: None) -> None:
     made = files.write(tmp_path, images=5, dialogues=0, seed=6)
     (made.images / "notes.txt").write_text("not a photo")
     few = ["--set", "steps=2", "--set", "batch_tokens=512", "--max-new-tokens", "16"]

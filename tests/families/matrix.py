@@ -7,8 +7,7 @@ of its own. Processors that need torchvision are left out where it is not there.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,6 @@ from vlmdistill.drafters.checkpoints.export import exportable
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.decoding.acceptance import verify
 from vlmdistill.drafters.decoding.decoders import plain, speculate
-from vlmdistill.pipelines.cluster.queue import TaskDone
-from vlmdistill.pipelines.data.features import capturer
-from vlmdistill.pipelines.data.responses import responder
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.targets.stock.target import StockTarget
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
@@ -33,36 +29,6 @@ from vlmdistill.stores.store import Store
 DRAFTERS = ("wren", "eagle3", "sparrow", "dflash")
 FAMILIES = (*tiny_families.BUILDERS, *tiny.FAMILIES)
 LONG = "16"  # tokens of a response
-
-
-class Here:
-    """The workers' pool without processes: one worker, in this one."""
-
-    def __init__(self, make: Callable[[], Any], check: Callable[[], None], *_: Any, **__: Any) -> None:
-        self._worker = make()
-
-    def __class_getitem__(cls, item: Any) -> type["Here"]:
-        return cls
-
-    def __enter__(self) -> "Here":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def facts(self) -> Any:
-        return self._worker.facts()
-
-    def run(self, tasks: Iterable[Any]) -> Iterator[TaskDone[Any, Any]]:
-        for task in tasks:
-            yield TaskDone(task, self._worker.work(task), {})
-
-
-@pytest.fixture(autouse=True)
-def _here(monkeypatch: pytest.MonkeyPatch) -> None:
-    for stage in (responder, capturer):
-        monkeypatch.setattr(stage, "ActorPool", Here)
-        monkeypatch.setattr(stage, "session", nullcontext)
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +60,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.usefixtures("here")
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # GLM's processor
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_whole_flow(

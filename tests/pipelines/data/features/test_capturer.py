@@ -69,7 +69,7 @@ class Given:
 
 @pytest.fixture(scope="module")
 def given(
-    ray: None, prompts_file: Path, tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[..., Path]
+    here: None, prompts_file: Path, tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[..., Path]
 ) -> Given:
     folder = tmp_path_factory.mktemp("features")
     made = Given(str(checkpoint("qwen2_5_vl", layers=2)), prompts_file, folder / "responses")
