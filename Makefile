@@ -60,6 +60,7 @@ types: setup  ## mypy --strict
 
 build/torchvision: | setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ "$(VISION)" num2words==0.5.14
+	PYTHONPATH=$@ $(BIN)/python -c "from vlmdistill.pipelines.vllm import repair; repair.declare_operators()"
 
 pytest: setup build/torchvision  ## the tests alone, on JOBS processes
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(TESTS)

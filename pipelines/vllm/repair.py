@@ -57,8 +57,13 @@ def declare_operators() -> None:
         return
     file = Path(found.origin).with_name("extension.py")
     source = file.read_text()
-    if OPERATORS not in source and subprocess.run([sys.executable, "-c", "import torchvision"]).returncode:
+    if OPERATORS not in source and _fails("import torchvision"):
         file.write_text(source + OPERATORS)
+
+
+def _fails(code: str) -> bool:
+    """Whether this Python cannot run that."""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True).returncode != 0
 
 
 if __name__ == "__main__":

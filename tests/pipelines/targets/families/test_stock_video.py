@@ -38,10 +38,6 @@ def test_the_stock_processors_give_the_same_frames_and_pixels() -> None:
 
 def compare() -> None:
     """Compare each family over sizes, lengths and ways to sample; AssertionError where they differ."""
-    from vlmdistill.pipelines.vllm.repair import declare_operators
-
-    declare_operators()
-
     import transformers
 
     from vlmdistill.pipelines.targets.families.video import GridFrames, SquareFrames, TimedGridFrames
