@@ -50,11 +50,14 @@ SHOWN = (
     "glm4v_moe",
     "idefics3",
     "internvl",
+    "kimi_k25",
     "lfm2_vl",
+    "minicpmv4_6",
     "mistral3",
     "qwen3_5",
     "qwen3_5_moe",
     "qwen3_vl_moe",
+    "smolvlm",
 )
 """Those without one that `make test-families` takes through the whole flow. Others are checked on loading."""
 
