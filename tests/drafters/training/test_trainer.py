@@ -70,7 +70,9 @@ def test_settings_that_came_later_leave_runs_of_earlier_versions_their_signature
         {key: value for key, value in stage.items() if key not in LATER} for stage in earlier["stages"]
     ]
     keys = [sorted([*one.visual, *one.text]) for one in data.samples]
-    assert {"anchors", "mixed", "pace", "patience", "validate_every"} == {*LATER}
+    assert {*LATER} == {
+        *("anchors", "attention_window", "cell", "mixed", "pace", "patience", "validate_every")
+    }
     assert data.signature == content_hash([run.drafter, earlier, run.seed, keys])
     bounded = override(run.config, ["stages.*.anchors=4"])
     assert RunData.of(replace(run, config=bounded)).signature != data.signature
