@@ -3,7 +3,7 @@
     python -m research.combined [--model demo] [--length 0] [--seeds 5] [--steps 300] [--only NAME ...]
 
 Settings are trained as in `research.claims`, with as many optimizer steps each, and printed with their CPU
-seconds; `with a cell` takes 0.7 times the steps, since one costs more. Tau is counted without decoding
+seconds; `with a cell` takes 0.85 times the steps, since one costs more. Tau is counted without decoding
 (`trial.py`), for chains of `--chain` tokens.
 `--speed` decodes the held-out prompts with all drafters in turn, in one process, each with the tree that is
 fastest for it on other prompts, or with every `--tree`.
@@ -40,7 +40,7 @@ SETTINGS = {
     "one hop alone": WREN.but("stages.stage2.epochs=0"),
 }
 CELL = ("cell=2", "stages.stage1.hops=4", "stages.stage2.hops=7", "stages.*.hop_decay=0.8")
-PACE = 0.7  # steps with a cell for one without: 65 to 77% of its CPU seconds
+PACE = 0.85  # steps with a cell for one without: 79 to 81% of its CPU seconds
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
