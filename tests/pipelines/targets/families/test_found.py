@@ -27,8 +27,8 @@ from vlmdistill.stores.errors import TargetError
 from vlmdistill.stores.schema import Feature
 
 Checkpoint = Callable[..., Path]
-COVER = ("gemma3", "qwen3_5")  # the others: `make test-families`
-"""Together: windows, scaled embeddings, M-RoPE over a part of a head, linear attention."""
+COVER = ("gemma3", "glm4v_moe", "idefics3", "qwen3_5")
+"""Together: windows, scaled embeddings, experts, M-RoPE over a part of a head, tiles, linear attention."""
 ALL = tuple(filter(tiny_families.runs_here, tiny_families.BUILDERS))
 
 
