@@ -62,12 +62,13 @@ def blocks(first_R: Tensor, end_R: Tensor) -> list[Part]:
     step_R[1:] = first_R[1:] - first_R[:-1]
     jumps_R[1:] = (end_R[1:] != end_R[:-1] + 1) | (step_R[1:] < 0) | (step_R[1:] > 1)
     starts_R[1:] = jumps_R[1:] | (~jumps_R[:-1] & (step_R[1:] != step_R[:-1]))
-    run_3C = torch.stack([torch.arange(len(end_R), device=end_R.device), first_R, end_R])[:, starts_R]
-    moves = step_R.tolist()
-    starts, firsts, ends = run_3C.tolist()
+    row_R = torch.arange(len(end_R), device=end_R.device)
+    run_4C = torch.stack([row_R, first_R, end_R, step_R.roll(-1)])[:, starts_R]
+    starts, firsts, ends, steps = run_4C.tolist()
     older, common, later = list[Block](), list[Block](), list[Block]()
-    for begin, stop, first, end in zip(starts, [*starts[1:], len(end_R)], firsts, ends, strict=False):
-        moving = stop - begin > 1 and moves[begin + 1] == 1
+    stops = [*starts[1:], len(end_R)]
+    for begin, stop, first, end, step in zip(starts, stops, firsts, ends, steps, strict=False):
+        moving = stop - begin > 1 and step == 1
         length = end - first if moving else stop - begin
         for start in range(begin, stop, length):
             rows, moved = slice(start, min(start + length, stop)), start - begin
