@@ -57,13 +57,9 @@ def declare_operators() -> None:
         return
     file = Path(found.origin).with_name("extension.py")
     source = file.read_text()
-    if OPERATORS not in source and _fails("import torchvision"):
+    probe = [sys.executable, "-c", "import torchvision"]
+    if OPERATORS not in source and subprocess.run(probe, capture_output=True).returncode:
         file.write_text(source + OPERATORS)
-
-
-def _fails(code: str) -> bool:
-    """Whether this Python cannot run that."""
-    return subprocess.run([sys.executable, "-c", code], capture_output=True).returncode != 0
 
 
 if __name__ == "__main__":
