@@ -31,7 +31,7 @@ def follow(
     The server takes it over between two steps; no response changes by it. A version that accepts less than
     the one before is withdrawn, as by `vlmdistill serve`. docs/traffic.md says how vLLM is started.
     """
-    import time
+    import threading
 
     from vlmdistill.drafters.checkpoints.description import describe
     from vlmdistill.stores.schema import seconds
@@ -42,14 +42,10 @@ def follow(
     from vlmdistill.pipelines.endpoint import switch
     from vlmdistill.pipelines.traffic.follow import Follower, FollowError
 
-    def wait(length: float) -> bool:
-        time.sleep(length)
-        return False
-
     with Follower(workspace, drafter, server, dtype=dtype, trial=trial) as follower:
         follower.look()
         if follower.trials.current is None:
             raise FollowError(f"{server} drafts as before: it refused the version in use")
         console.echo(f"{server} drafts with {follower.trials.current}")
         if not once:
-            switch.follow(follower.look, wait, pause, drafter)
+            switch.follow(follower.look, threading.Event().wait, pause, drafter)

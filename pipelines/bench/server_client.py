@@ -125,12 +125,16 @@ class ServerClient:
         """Close its connections."""
         await self._http.aclose()
 
-    async def models(self) -> list[ServedModel]:
-        """What it serves; ServerError when it cannot be reached or is no server of the OpenAI API."""
+    async def request(self, method: str, path: str, body: Any = None) -> httpx2.Response:
+        """A response of any status; ServerError when the server cannot be reached."""
         try:
-            response = await self._http.get(f"{self.url}/v1/models")
+            return await self._http.request(method, f"{self.url}/{path}", json=body)
         except httpx2.HTTPError as error:
             raise ServerError(f"{self.url} cannot be reached: {_text(error)}") from None
+
+    async def models(self) -> list[ServedModel]:
+        """What it serves; ServerError when it cannot be reached or is no server of the OpenAI API."""
+        response = await self.request("GET", "v1/models")
         if response.status_code in (401, 403):
             known = KEY_VARIABLE in os.environ
             what = f"refuses the key in {KEY_VARIABLE}" if known else f"needs a key: set {KEY_VARIABLE}"
@@ -159,12 +163,16 @@ class ServerClient:
         self._counts |= bool(before)
         return before
 
+    async def counters(self) -> Counters:
+        """What it has counted by now; empty if it shows no metrics; ServerError as `request`."""
+        response = await self.request("GET", "metrics")
+        return parse(response.text) if response.status_code == 200 else {}
+
     async def _counters(self) -> Counters:
         try:
-            response = await self._http.get(f"{self.url}/metrics")
-        except httpx2.HTTPError:
+            return await self.counters()
+        except ServerError:
             return {}
-        return parse(response.text) if response.status_code == 200 else {}
 
     async def chat(self, key: str, messages: Sequence[Any], options: Mapping[str, Any]) -> TimedRequest:
         """Stream the chat completion of a prompt; ServerError says why there is no whole response."""

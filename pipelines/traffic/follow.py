@@ -4,19 +4,19 @@ The server loads an exported folder between two steps (`vllm/plugin/swap.py`), s
 workspace. What it accepts is read from its metrics.
 """
 
+import asyncio
+from collections.abc import Coroutine
 from types import TracebackType
-from typing import Any, Self
-
-import httpx2
+from typing import Any, Self, TypeVar
 
 from vlmdistill.drafters.checkpoints.export import export
-from vlmdistill.pipelines.bench.server_client import Counters, between, parse
+from vlmdistill.pipelines.bench.server_client import Counters, ServerClient, between
 from vlmdistill.pipelines.endpoint.trial import Trials
 from vlmdistill.pipelines.workspace.workspace import Workspace
-from vlmdistill.stores.errors import VlmdistillError, one_line
+from vlmdistill.stores.errors import VlmdistillError
 
 DRAFTS = 64  # of a sample of what is accepted
-SECONDS = 600.0  # for the server to load a drafter
+T = TypeVar("T")
 START = (
     "start vLLM with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls "
     "vlmdistill.pipelines.vllm.plugin.swap.Swap, or restart it with the new version"
@@ -24,7 +24,7 @@ START = (
 
 
 class FollowError(VlmdistillError):
-    """A server cannot be reached, or does not take another drafter."""
+    """A server does not take another drafter."""
 
 
 class Follower:
@@ -33,10 +33,11 @@ class Follower:
     def __init__(
         self, workspace: Workspace, name: str, url: str, *, dtype: str = "bfloat16", trial: int = 64
     ) -> None:
-        """`dtype` is that of the drafter that the server was started with."""
-        self.workspace, self.url, self.dtype = workspace, url.rstrip("/"), dtype
+        """`dtype` is that of the drafter that the server was started with; ServerError when `url` is none."""
+        self.workspace, self.dtype = workspace, dtype
+        self._server = ServerClient(url)
+        self._loop = asyncio.Runner()
         self.trials = Trials(name, None, trial)
-        self._http = httpx2.Client(timeout=SECONDS)
         self._read: Counters = {}
         self._loaded: str | None = None  # what the server drafts with, where that is known
 
@@ -44,13 +45,14 @@ class Follower:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None) -> None:
-        self._http.close()
+        self._wait(self._server.close())
+        self._loop.close()
 
     def look(self) -> None:
         """Count what the server has accepted; load the version in use, or the one before.
 
-        FollowError if the server cannot be reached or takes no drafter. A version that it refuses is not
-        tried again.
+        ServerError if the server cannot be reached, FollowError if it takes no drafter. A version that it
+        refuses is not tried again.
         """
         used = self.trials.current
         if used and (gained := self._gained()) is not None and (gone := self.trials.add(used, gained)):
@@ -65,32 +67,24 @@ class Follower:
         export(self.workspace.drafter(version), out, self.dtype)
         before, self._loaded = self._loaded, None
         call = {"method": "load_drafter", "args": [str(out.absolute())]}
-        response = self._ask("POST", "collective_rpc", call)
+        response = self._wait(self._server.request("POST", "collective_rpc", call))
         if response.status_code != 200:
-            raise FollowError(f"{self.url} takes no other drafter while it runs: {START}")
+            raise FollowError(f"{self._server.url} takes no other drafter while it runs: {START}")
         if refusals := [one for one in response.json()["results"] if one]:
             self.trials.refuse(version, FollowError(refusals[0]))
             self._loaded = before
             return False
         self._loaded = version
-        self._ask("POST", "reset_prefix_cache")  # which has the drafter's entries, too
-        self._read = self._counters()
+        self._wait(self._server.request("POST", "reset_prefix_cache"))  # which has the drafter's entries, too
+        self._read = self._wait(self._server.counters())
         return True
 
-    def _ask(self, method: str, what: str, body: Any = None) -> httpx2.Response:
-        try:
-            return self._http.request(method, f"{self.url}/{what}", json=body)
-        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            text = one_line(error) or type(error).__name__
-            raise FollowError(f"{self.url} cannot be reached: {text}") from None
-
-    def _counters(self) -> Counters:
-        response = self._ask("GET", "metrics")
-        return parse(response.text) if response.status_code == 200 else {}
+    def _wait(self, answer: Coroutine[Any, Any, T]) -> T:
+        return self._loop.run(answer)
 
     def _gained(self) -> float | None:
         """Tokens for each call since the last sample; None for too few drafts."""
-        now = self._counters()
+        now = self._wait(self._server.counters())
         found = between(self._read, now)
         if self._read and now and found.generated is None:  # restarted, with the drafter of its command line
             self._loaded = None
