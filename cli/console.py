@@ -142,7 +142,11 @@ AllowFailed = Annotated[
 ]
 Workers = Annotated[
     int | None,
-    typer.Option("--workers", min=1, help="Ray workers; default: as many as the GPUs, or cores, can hold."),
+    typer.Option(
+        "--workers",
+        min=0,
+        help="Ray workers; default: as many as the GPUs, or cores, can hold; 0: this process, without Ray.",
+    ),
 ]
 Wait = Annotated[
     float | None,

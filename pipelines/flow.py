@@ -19,7 +19,6 @@ from vlmdistill.drafters.training.run import Run
 from vlmdistill.pipelines import forecast, train
 from vlmdistill.pipelines.bench import evaluate
 from vlmdistill.pipelines.bench.records import Evaluation
-from vlmdistill.pipelines.cluster import session as cluster
 from vlmdistill.pipelines.cluster.pool import WorkerOptions
 from vlmdistill.pipelines.cluster.reporting import check_failed
 from vlmdistill.pipelines.cluster.shared import Shared
@@ -168,7 +167,7 @@ def capture_features(
     root: Path | None = None,
     anyway: bool = False,
 ) -> CaptureRun:
-    """Generate the missing responses if `generate`, then capture the missing features, in one Ray session.
+    """Generate the missing responses if `generate`, then capture the missing features, in one session.
 
     An engine does both in one pass. Ray does not start if nothing is missing. `sampling` defaults to that of
     the responses that exist. The rates are recorded in the workspace at `root`. DataError if disk or memory
@@ -194,7 +193,7 @@ def capture_features(
     if missing:
         dataset.check_settings(responses, {"checkpoint": str(checkpoint(model))})
         part.check_origin(checkpoint(model))
-    with cluster.session() if missing else nullcontext():
+    with workers.session() if missing else nullcontext():
         if missing:
             known, filters = dataset.read_settings(responses)
             with (

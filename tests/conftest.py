@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from tests import tiny
-from tests.here import workers_here
 from vlmdistill.pipelines.cluster.session import session
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
@@ -40,13 +39,6 @@ def _one_thread() -> None:
 def ray() -> Iterator[None]:
     """One Ray session for all tests of a process: commands use the session that is there."""
     with session():
-        yield
-
-
-@pytest.fixture(scope="module")
-def here() -> Iterator[None]:
-    """Workers without processes, for the tests of a file that are not about Ray."""
-    with workers_here():
         yield
 
 

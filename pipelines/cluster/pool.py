@@ -1,4 +1,4 @@
-"""A pool of Ray actors that work through a list of tasks and replace one another when they die.
+"""Ray actors that work through a list of tasks and replace one another when they die; or this process alone.
 
 An actor reports its machine, checks that the machine has what the work needs, loads the target once, and only
 then gets tasks. Tensors never travel: workers get tasks and return counts or small rows.
@@ -8,15 +8,18 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from vlmdistill.pipelines.cluster.environment import EngineName
 from vlmdistill.pipelines.cluster.queue import (
     ATTEMPTS,
+    FAILURES,
     Member,
     Queue,
     R,
+    RunningTask,
     Step,
     T,
     TaskDone,
@@ -24,7 +27,15 @@ from vlmdistill.pipelines.cluster.queue import (
     WorkerTask,
     text_of,
 )
-from vlmdistill.pipelines.cluster.session import WorkerShare, address_of, cause_of, here, machines
+from vlmdistill.pipelines.cluster.session import (
+    WorkerShare,
+    address_of,
+    cause_of,
+    here,
+    machines,
+    session,
+    terminable,
+)
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
 from vlmdistill.stores.errors import DataError, VlmdistillError
 
@@ -42,10 +53,14 @@ Out = TypeVar("Out", bound=TaskResult, covariant=True)
 class WorkerOptions:
     """How many workers a stage uses, and how each loads the target."""
 
-    workers: int | None = None  # None: as many as the machines have room for
+    workers: int | None = None  # None: as many as the machines have room for; 0: this process, without Ray
     wait: float = 300.0  # seconds without any live worker, until the run fails
     load: Options = field(default_factory=Options)
     engine: EngineName = "transformers"  # what runs the target
+
+    def session(self) -> AbstractContextManager[None]:
+        """What the workers need around them: a Ray session, unless this process does the work."""
+        return terminable() if self.workers == 0 else session()
 
 
 class Worker(Protocol[In, Out]):
@@ -91,6 +106,94 @@ def no_check() -> None:
     """A check that every machine passes."""
 
 
+class Pool(Protocol[T, R]):
+    """Workers of a stage."""
+
+    def facts(self) -> Any:
+        """The facts of the first worker that is ready."""
+        ...
+
+    def run(self, tasks: Iterable[T]) -> Iterator[TaskDone[T, R]]:
+        """Give every task to a worker; yield each as it ends."""
+        ...
+
+
+def opened(
+    make: Callable[[], Worker[T, R]],
+    check: Callable[[], None] = no_check,
+    options: WorkerOptions | None = None,
+    *,
+    weights: int = 0,
+) -> AbstractContextManager[Pool[T, R]]:
+    """The workers that `options` name, with one target each, of `weights` bytes. Use inside their `session`.
+
+    `make` makes a worker; `check` raises what a machine lacks.
+    """
+    if options and options.workers == 0:
+        return OwnProcess(make, check)
+    return ActorPool(make, check, options, weights=weights)
+
+
+class OwnProcess(Generic[T, R]):
+    """This process as the only worker: it begins at once, and no other takes over if it dies."""
+
+    def __init__(self, make: Callable[[], Worker[T, R]], check: Callable[[], None] = no_check) -> None:
+        self._make, self._check = make, check
+        self._worker: Worker[T, R] | None = None
+
+    def __enter__(self) -> "OwnProcess[T, R]":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._worker = None  # its target goes before the next one is loaded
+
+    def facts(self) -> Any:
+        """The facts of the worker, which is made once."""
+        if self._worker is None:
+            self._check()
+            try:
+                self._worker = self._make()
+            except Exception as error:
+                raise _for_user(error) from error
+        return self._worker.facts()
+
+    def run(self, tasks: Iterable[T]) -> Iterator[TaskDone[T, R]]:
+        """Do every task; yield each as it ends. A task that raises is repeated, then its halves are.
+
+        An error meant for the user ends the run. VlmdistillError if no task succeeds, or if `FAILURES` tasks
+        in a row raise: the process is broken.
+        """
+        self.facts()
+        assert self._worker is not None
+        member = _Own(None, None, Step.idle, names=("this process", "this process"))
+        queue = Queue[T, R]([member], tasks)
+        while queue:
+            queue.assign()
+            assert member.running is not None
+            try:
+                result = self._worker.work(member.running.task)
+            except (VlmdistillError, OSError):
+                raise
+            except Exception as error:
+                queue.failed(member, member.names[0], text_of(error))
+                if member.failures >= FAILURES:
+                    raise VlmdistillError(
+                        f"{FAILURES} tasks in a row failed in this process ({text_of(error)}). Finished work "
+                        "is kept; to continue, run the same command with --workers 1: a worker of its own is "
+                        "replaced when a task fails"
+                    ) from error
+            else:
+                queue.did(member, result)
+            yield from queue.ended()
+
+
+class _Own(Member):
+    """This process as a member: the caller of the queue does the task."""
+
+    def begin(self, running: RunningTask[Any]) -> None:
+        self.step, self.running = Step.work, running
+
+
 class ActorPool(Generic[T, R]):
     """Actors with one target each, of `weights` bytes. Use inside `session`, as a context manager.
 
@@ -111,7 +214,7 @@ class ActorPool(Generic[T, R]):
 
         options = options or WorkerOptions()
         if options.workers is not None and options.workers < 1:
-            raise DataError(f"--workers {options.workers}: give a number above 0")
+            raise DataError(f"--workers {options.workers}: give 0, or more")
         self._machines = machines()
         self._share = WorkerShare.of(list(self._machines.values()), options.workers, weights)
         # Spread, so that few workers on many machines do not crowd on one.
@@ -326,11 +429,15 @@ class ActorPool(Generic[T, R]):
 
     def _named(self, name: str, cause: BaseException) -> BaseException:
         """The error of a worker, with its machine if there are several."""
-        ours = isinstance(cause, VlmdistillError)
         if len(self._machines) == 1:
-            return cause if ours or isinstance(cause, OSError) else VlmdistillError(text_of(cause))
+            return _for_user(cause)
         kind = type(cause) if isinstance(cause, VlmdistillError) else VlmdistillError
         return kind(f"{name}: {text_of(cause)}")
+
+
+def _for_user(cause: BaseException) -> BaseException:
+    """The error itself if it is meant for the user, else one that names it."""
+    return cause if isinstance(cause, VlmdistillError | OSError) else VlmdistillError(text_of(cause))
 
 
 def weight_bytes(model: str, load: Options) -> int:

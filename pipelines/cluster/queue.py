@@ -95,6 +95,11 @@ class Member:
         """Whether it loads, works or waits for work."""
         return self.step in ALIVE
 
+    def begin(self, running: RunningTask[Any]) -> None:
+        """Send it a task."""
+        self.step, self.running = Step.work, running
+        self.call = self.actor.work.remote(running.task)
+
     def exclude(self) -> None:
         """Send it no more calls."""
         self.step, self.call = Step.excluded, None
@@ -140,19 +145,15 @@ class Queue(Generic[T, R]):
             idle = [member for member in self._takers(running) if member.step is Step.idle]
             if idle:
                 self._again.remove(running)
-                self._give(idle[0], running)
+                idle[0].begin(running)
         for member in self._members:
             if self._next and member.step is Step.idle:
-                self._give(member, RunningTask(self._next))
+                member.begin(RunningTask(self._next))
                 self._next = next(self._fresh, None)
 
     def _takers(self, running: RunningTask[T]) -> list[Member]:
         """The live workers on which this task has not failed."""
         return [one for one in self._members if one.alive and not set(one.names) & set(running.tried)]
-
-    def _give(self, member: Member, running: RunningTask[T]) -> None:
-        member.step, member.running = Step.work, running
-        member.call = member.actor.work.remote(running.task)
 
     def did(self, member: Member, result: R) -> None:
         """Record a result. The samples that failed are retried on another machine."""

@@ -72,8 +72,19 @@ def session(address: str = "") -> Iterator[None]:
         on_terminate(before)
 
 
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Inside it SIGTERM raises SystemExit, so that what is open is closed."""
+    before = signal.getsignal(signal.SIGTERM)
+    on_terminate(before if callable(before) else leave)
+    try:
+        yield
+    finally:
+        on_terminate(before)
+
+
 def leave(number: int, frame: FrameType | None) -> None:
-    """A handler of SIGTERM that raises SystemExit, so that what is open is closed."""
+    """A handler of SIGTERM that raises SystemExit."""
     del number, frame
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one would interrupt the cleanup
     raise SystemExit(128 + signal.SIGTERM)

@@ -16,7 +16,7 @@ import torch
 
 from vlmdistill.drafters.checkpoints.export import Exported
 from vlmdistill.pipelines.cluster.environment import engine_python
-from vlmdistill.pipelines.cluster.session import leave, on_terminate
+from vlmdistill.pipelines.cluster.session import terminable
 from vlmdistill.stores.errors import VlmdistillError
 
 SETTINGS = {
@@ -122,10 +122,8 @@ def vllm_server(
     command = [*serve, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--served-model-name", name, "--generation-config", "vllm", "--mm-processor-cache-gb", "0"]
     command += ["--gpu-memory-utilization", str(SHARE), *more]
-    before = signal.getsignal(signal.SIGTERM)
-    on_terminate(before if callable(before) else leave)
     log.parent.mkdir(parents=True, exist_ok=True)
-    try:
+    with terminable():
         with log.open("wb") as said:
             run = start(python, command, said, cwd=log.parent)  # vLLM writes where it is started
         try:
@@ -133,8 +131,6 @@ def vllm_server(
             yield url
         finally:
             end(run)
-    finally:
-        on_terminate(before)
 
 
 def vllm(python: Path) -> str:

@@ -120,7 +120,7 @@ def responses(
         seed: Seed of the sampling.
         thinking: Whether the target reasons before it answers: `on`, `off`, or `mixed`, at half of the
             prompts; default: as its chat template has it.
-        workers: Ray workers; default: as many as the GPUs, or cores, can hold.
+        workers: Ray workers; default: as many as the GPUs, or cores, can hold; 0: this process, without Ray.
         allow_failed: Share of the prompts that may fail.
         progress: Is called as responses come.
 
@@ -169,7 +169,7 @@ def features(
         runs: Folder or URL of the workspaces.
         limit: Use only the first prompts.
         max_new_tokens: Maximum length of new responses; default: that of those that exist, or 1024.
-        workers: Ray workers; default: as many as the GPUs, or cores, can hold.
+        workers: Ray workers; default: as many as the GPUs, or cores, can hold; 0: this process, without Ray.
         allow_failed: Share of the prompts that may fail.
         progress: Is called as responses and samples come.
 

@@ -101,7 +101,7 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         ["prompts", "talks.json", "--limit", "-1"],
         ["prompts", "talks.json", "--format", "csv"],
         ["responses", "--limit", "0"],
-        ["responses", "--workers", "0"],
+        ["responses", "--workers", "-1"],
         ["features", "--dtype", "int8"],
         ["train", "sparrow", "--dtype", "int8"],
         ["features", "--limit", "-5"],

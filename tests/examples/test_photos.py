@@ -12,10 +12,10 @@ from vlmdistill.pipelines.demo import files
 pytestmark = pytest.mark.slow
 
 
-def test_a_folder_of_photos_becomes_a_drafter_and_a_comparison(tmp_path: Path, here: None) -> None:
+def test_a_folder_of_photos_becomes_a_drafter_and_a_comparison(tmp_path: Path) -> None:
     made = files.write(tmp_path, images=5, dialogues=0, seed=6)
     (made.images / "notes.txt").write_text("not a photo")
-    few = ["--set", "steps=2", "--set", "batch_tokens=512", "--max-new-tokens", "16"]
+    few = ["--set", "steps=2", "--set", "batch_tokens=512", "--max-new-tokens", "16", "--workers", "0"]
     assert photos([str(made.images), "--runs", str(tmp_path / "runs"), *few]) == 0
     workspace = tmp_path / "runs" / "demo"
     at, sampled = newest(workspace / "reports", "sparrow").temperatures

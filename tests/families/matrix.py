@@ -60,7 +60,6 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.usefixtures("here")
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # GLM's processor
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_whole_flow(
@@ -84,8 +83,8 @@ def test_the_whole_flow(
     assert main(["target", "check", str(model)]) == 0, capsys.readouterr().out
     for side in ("train", "eval"):
         run("prompts", str(asked / f"{side}.jsonl"), "--images", str(asked), "--split", side)
-    run("responses", "--max-new-tokens", LONG, "--min-words", "0", "--workers", "1")
-    run("features", "--for", ",".join(DRAFTERS), "--workers", "1")
+    run("responses", "--max-new-tokens", LONG, "--min-words", "0", "--workers", "0")
+    run("features", "--for", ",".join(DRAFTERS), "--workers", "0")
     workspace = Workspace.of(str(model), tmp_path / "runs")
     samples = len(Store.open(workspace.features).keys())
     assert samples == 5

@@ -39,8 +39,8 @@ def test_the_whole_flow(tmp_path: Path, ray: None, model: Path, capsys: pytest.C
     where = ("--model", str(model), "--runs", str(tmp_path / "runs"))
     for side in ("train", "eval"):
         run(capsys, "prompts", str(tmp_path / f"{side}.jsonl"), "--split", side, "--fps", "5", *where)
-    run(capsys, "responses", "--max-new-tokens", "12", "--min-words", "0", "--workers", "1", *where)
-    run(capsys, "features", "--for", "sparrow,hivis", "--workers", "1", *where)
+    run(capsys, "responses", "--max-new-tokens", "12", "--min-words", "0", "--workers", "0", *where)
+    run(capsys, "features", "--for", "sparrow,hivis", "--workers", "0", *where)
     workspace = Workspace.of(str(model), tmp_path / "runs")
     store = Store.open(workspace.features)
     assert len(store.keys()) == 3

@@ -1,7 +1,7 @@
-"""Stage 3: Ray actors run the target over prompts and responses and write its hidden states into the store.
+"""Stage 3: workers run the target over prompts and responses and write its hidden states into the store.
 
 The target runs teacher-forced, in batches of similar length, once for all features that the chosen drafters
-need. The actor that computes a shard writes it and returns counts. A rerun captures only the missing samples.
+need. The worker that computes a shard writes it and returns counts; a rerun captures only what is missing.
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ import msgspec
 import polars as pl
 
 from vlmdistill.pipelines.cluster.environment import EngineName, check_environment
-from vlmdistill.pipelines.cluster.pool import ActorPool, WorkerOptions, weight_bytes
-from vlmdistill.pipelines.cluster.session import MIB, session
+from vlmdistill.pipelines.cluster.pool import WorkerOptions, opened, weight_bytes
+from vlmdistill.pipelines.cluster.session import MIB
 from vlmdistill.pipelines.cluster.shared import LOOKED_AT, Shared, some_media
 from vlmdistill.pipelines.data.features.shard_plan import (
     CaptureFacts,
@@ -372,10 +372,9 @@ def _capture(
         )
         media = some_media([prompts[at] for at in missing["prompt"][:: len(missing) // LOOKED_AT or 1]])
         weights = weight_bytes(model, options.load)
-        pool = ActorPool[CaptureTask, CaptureResult]
-        with session(), part.marked() as mark:
+        with options.session(), part.marked() as mark:
             shared = Shared(absolute_model(model), checkpoint(model), media, part.backend, mark)
-            with pool(worker, shared, options, weights=weights) as workers:
+            with opened(worker, shared, options, weights=weights) as workers:
                 work = tasks(prompts, generated, missing, workers.facts(), settings.shard_bytes)
                 part.announce(len(there) + len(missing))  # in a store that is new
                 start = time.monotonic()

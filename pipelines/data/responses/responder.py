@@ -1,4 +1,4 @@
-"""Stage 2: Ray actors sample responses to the prompts, in batches, into Parquet files.
+"""Stage 2: workers sample responses to the prompts, in batches, into Parquet files.
 
 Only the driver writes, and it decides which responses are missing. So after a kill, a rerun generates the
 missing ones, and every prompt has one response.
@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vlmdistill.pipelines.cluster.environment import EngineName, check_environment
-from vlmdistill.pipelines.cluster.pool import ActorPool, WorkerOptions, weight_bytes
+from vlmdistill.pipelines.cluster.pool import WorkerOptions, opened, weight_bytes
 from vlmdistill.pipelines.cluster.queue import scattered
-from vlmdistill.pipelines.cluster.session import session
 from vlmdistill.pipelines.cluster.shared import Shared, some_media
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt, facts_of
 from vlmdistill.pipelines.data.responses import dataset
@@ -257,8 +256,7 @@ def respond(
             )
             check = shared(absolute_model(model), fingerprint, some_media(missing))
             weights = weight_bytes(model, options.load)
-            pool = ActorPool[ResponseTask, ResponseResult]
-            with session(), pool(make, check, options, weights=weights) as workers:
+            with options.session(), opened(make, check, options, weights=weights) as workers:
                 dataset.write_settings(out, {**workers.facts(), **settings})
                 start = time.monotonic()
                 for ended in workers.run(plan(missing, task_size or 2 * batch, sampling.seed)):

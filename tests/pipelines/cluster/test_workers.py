@@ -1,4 +1,4 @@
-"""Actor pools on one machine: work continues when workers die, and errors keep their type and text."""
+"""Workers on one machine: work continues when one dies, and errors keep their type and text."""
 
 import importlib
 import os
@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from vlmdistill.pipelines.cluster import pool as workers
-from vlmdistill.pipelines.cluster.pool import ActorPool, WorkerOptions
-from vlmdistill.pipelines.cluster.queue import ATTEMPTS, TaskDone
+from vlmdistill.pipelines.cluster.pool import ActorPool, Pool, WorkerOptions, opened
+from vlmdistill.pipelines.cluster.queue import ATTEMPTS, FAILURES, TaskDone
 from vlmdistill.pipelines.cluster.session import Machine, WorkerShare, reach
 from vlmdistill.stores.errors import DataError, StoreError, VlmdistillError
 
@@ -58,7 +58,7 @@ def worker(action: Callable[[int], None]) -> Callable[[], Any]:
     return Toy
 
 
-def run(pool: ActorPool[Numbers, Squares], asked: list[Numbers]) -> tuple[dict[str, int], dict[str, str]]:
+def run(pool: Pool[Numbers, Squares], asked: list[Numbers]) -> tuple[dict[str, int], dict[str, str]]:
     """The squares, and what failed."""
     squares, failed = dict[str, int](), dict[str, str]()
     for done in pool.run(asked):
@@ -69,8 +69,9 @@ def run(pool: ActorPool[Numbers, Squares], asked: list[Numbers]) -> tuple[dict[s
     return squares, failed
 
 
-def test_every_task_is_done_once_by_any_number_of_workers() -> None:
-    with ActorPool[Numbers, Squares](worker(lambda number: None), options=WorkerOptions(workers=2)) as pool:
+@pytest.mark.parametrize("number", [0, 2])
+def test_every_task_is_done_once_by_any_number_of_workers(number: int) -> None:
+    with opened(worker(lambda number: None), options=WorkerOptions(workers=number)) as pool:
         assert pool.facts() == "ready"
         assert run(pool, tasks(*range(7))) == ({str(i): i * i for i in range(7)}, {})
 
@@ -86,8 +87,10 @@ def test_the_task_of_a_killed_worker_goes_to_another(tmp_path: Path) -> None:
         assert run(pool, tasks(1, 2, 3)) == ({"1": 1, "2": 4, "3": 9}, {})
 
 
-@pytest.mark.parametrize("deadly", [False, True])
-def test_a_task_that_always_fails_is_given_up_and_the_others_are_done(tmp_path: Path, deadly: bool) -> None:
+@pytest.mark.parametrize(("number", "deadly"), [(0, False), (1, False), (1, True)])
+def test_a_task_that_always_fails_is_given_up_and_the_others_are_done(
+    tmp_path: Path, number: int, deadly: bool
+) -> None:
     def fail(number: int, log: str) -> None:
         if number == 2:
             with open(log, "a") as file:
@@ -96,9 +99,8 @@ def test_a_task_that_always_fails_is_given_up_and_the_others_are_done(tmp_path: 
                 os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError("out of luck")
 
-    with ActorPool[Numbers, Squares](
-        worker(partial(fail, log=str(tmp_path / "log"))), options=WorkerOptions(workers=1)
-    ) as pool:
+    make = worker(partial(fail, log=str(tmp_path / "log")))
+    with opened(make, options=WorkerOptions(workers=number)) as pool:
         squares, failed = run(pool, tasks(1, 2, 3))
     assert squares == {"1": 1, "3": 9}
     assert list(failed) == ["2"]
@@ -142,19 +144,21 @@ def test_a_run_in_which_every_task_fails_ends_early(tmp_path: Path, size: int, c
     assert len((tmp_path / "log").read_text()) == calls
 
 
-def test_an_error_for_the_user_ends_the_run_unchanged() -> None:
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_error_for_the_user_ends_the_run_unchanged(number: int) -> None:
     def refuse(number: int) -> None:
         raise StoreError("no space left")
 
     with (
-        ActorPool[Numbers, Squares](worker(refuse), options=WorkerOptions(workers=1)) as pool,
+        opened(worker(refuse), options=WorkerOptions(workers=number)) as pool,
         pytest.raises(StoreError) as caught,
     ):
         list(pool.run(tasks(1, 2)))
     assert str(caught.value) == "no space left"
 
 
-def test_samples_that_fail_on_the_only_machine_have_failed() -> None:
+@pytest.mark.parametrize("number", [0, 2])
+def test_samples_that_fail_on_the_only_machine_have_failed(number: int) -> None:
     class Half:
         def facts(self) -> str:
             return "ready"
@@ -163,18 +167,19 @@ def test_samples_that_fail_on_the_only_machine_have_failed() -> None:
             odd = {key: "odd" for key in task.keys if int(key) % 2}
             return Squares({key: int(key) ** 2 for key in task.keys if key not in odd}, odd)
 
-    with ActorPool[Numbers, Squares](Half, options=WorkerOptions(workers=2)) as pool:
+    with opened(Half, options=WorkerOptions(workers=number)) as pool:
         squares, failed = run(pool, [Numbers(("1", "2", "3")), Numbers(("4",))])
     assert squares == {"2": 4, "4": 16}
     assert failed == {"1": "odd", "3": "odd"}
 
 
-def test_an_error_while_loading_is_raised_unchanged() -> None:
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_error_while_loading_is_raised_unchanged(number: int) -> None:
     def broken() -> Any:
         raise DataError("no such target")
 
     with (
-        ActorPool[Any, Any](broken, options=WorkerOptions(workers=1)) as pool,
+        opened(broken, options=WorkerOptions(workers=number)) as pool,
         pytest.raises(DataError, match=r"^no such target$"),
     ):
         pool.facts()
@@ -195,7 +200,8 @@ def test_a_package_that_a_machine_lacks_is_named() -> None:
     assert str(caught.value) == "ModuleNotFoundError: No module named 'no_such_module'"
 
 
-def test_a_machine_is_checked_before_anything_loads(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_machine_is_checked_before_anything_loads(tmp_path: Path, number: int) -> None:
     def lacks() -> None:
         raise StoreError("no store here")
 
@@ -204,7 +210,7 @@ def test_a_machine_is_checked_before_anything_loads(tmp_path: Path) -> None:
 
     make = partial(load, str(tmp_path / "loaded"))
     with (
-        ActorPool[Any, Any](make, lacks, options=WorkerOptions(workers=2)) as pool,
+        opened(make, lacks, WorkerOptions(workers=number)) as pool,
         pytest.raises(StoreError, match="no store here"),
     ):
         pool.facts()
@@ -285,9 +291,38 @@ def test_the_number_of_workers_follows_from_cores_and_memory() -> None:
     assert share.room([*there, Machine("c", "", "", 2, 0, 100 * need)]) > 5
 
 
-def test_less_than_one_worker_is_refused() -> None:
-    with pytest.raises(DataError, match="--workers 0"):
-        ActorPool[Numbers, Squares](worker(lambda number: None), options=WorkerOptions(workers=0))
+def test_a_negative_number_of_workers_is_refused() -> None:
+    with pytest.raises(DataError, match="--workers -1"):
+        opened(worker(lambda number: None), options=WorkerOptions(workers=-1))
+
+
+def test_without_workers_a_broken_process_ends_the_run_after_three_tasks() -> None:
+    def fail(number: int) -> None:
+        if number > 2:  # as a CUDA context: from then on nothing works in this process
+            raise RuntimeError("device-side assert triggered")
+
+    done: list[TaskDone[Numbers, Squares]] = []
+    with (
+        opened(worker(fail), options=WorkerOptions(workers=0)) as pool,
+        pytest.raises(VlmdistillError, match=r"device-side assert.*--workers 1"),
+    ):
+        done.extend(pool.run(tasks(*range(100))))
+    assert [one.task.keys for one in done if one.result] == [("0",), ("1",), ("2",)]
+    assert len(done) < 3 + FAILURES
+
+
+def test_without_workers_no_ray_is_imported() -> None:
+    code = """
+import sys
+from vlmdistill.pipelines.cluster.pool import WorkerOptions, opened
+class Toy:
+    def facts(self): return "ready"
+options = WorkerOptions(workers=0)
+with options.session(), opened(Toy, options=options) as pool:
+    print(pool.facts(), "ray" in sys.modules)
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said == "ready False\n"
 
 
 WAITS = """

@@ -8,11 +8,9 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -25,6 +23,7 @@ from tests.thorough import count
 from vlmdistill.drafters.training import saved
 from vlmdistill.drafters.training.deepspeed_engine import PartEntry
 from vlmdistill.drafters.training.saved import Position, RemoteRun, Saved
+from vlmdistill.pipelines.cluster.pool import WorkerOptions, no_check
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.prompts.importing import import_prompts
 from vlmdistill.pipelines.data.responses import dataset, responder
@@ -87,38 +86,30 @@ def machines(
     monkeypatch.setattr(parts, "EVERY", 0.0)
     monkeypatch.setattr(lease, "POLL", 0.001)
     monkeypatch.setattr(lease, "ABANDONED", 0.002)  # so that nobody waits for a machine that sleeps
-    monkeypatch.setattr(responder, "session", nullcontext)
-    monkeypatch.setattr(responder, "ActorPool", {(responder.ResponseTask, ResponseResult): Pool})
     monkeypatch.setattr(responder, "checkpoint", lambda model: "demo")
     yield found
     here.machine = "none"
 
 
-class Pool:
-    """Workers of this process, whose responses tell the machine."""
+class Answers:
+    """A worker without a target, whose responses tell the machine."""
 
-    def __init__(self, *given: object, **named: object) -> None:
-        pass
-
-    def __enter__(self) -> "Pool":
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def __init__(self, *given: object) -> None:
         pass
 
     def facts(self) -> dict[str, str]:
         return {"target": "demo"}
 
-    def run(self, tasks: Any) -> Iterator[Any]:
-        for task in tasks:
-            rows = [
+    def work(self, task: responder.ResponseTask) -> ResponseResult:
+        return ResponseResult(
+            [
                 ResponseRow(
                     key=key, ids=[7], text=here.machine, keep=True, temperature=1.0, top_p=1.0,
                     max_new_tokens=8, target="demo",
                 )
                 for key in task.keys
-            ]  # fmt: skip
-            yield SimpleNamespace(task=task, result=ResponseResult(rows), failed={})
+            ]
+        )  # fmt: skip
 
 
 class Prompts:
@@ -154,7 +145,16 @@ class Responses:
         workspace = machines.on(name)
         prompts = prompt_table.load(workspace.prompts, "demo")
         size = 1 if name == "a" else 5
-        summary = responder.respond(prompts, workspace.responses, "demo", filters=Filters(), task_size=size)
+        summary = responder.respond(
+            prompts,
+            workspace.responses,
+            "demo",
+            filters=Filters(),
+            options=WorkerOptions(workers=0),
+            task_size=size,
+            worker=Answers,  # type: ignore[arg-type]
+            shared=lambda *_: no_check,  # type: ignore[arg-type]
+        )
         workspace.close()
         assert summary.kept == KEYS
 

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.slow
 RUNS = "s3://bucket/runs"
 SECONDS = 400
 STEPS = 50
+HERE = ("--workers", "0")
 SHORT = ("--set", f"steps={STEPS}", "--set", "batch_tokens=512", "--save-every", "10")
 
 
@@ -78,12 +79,12 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
 
 
 def test_each_step_goes_on_with_what_lost_machines_have_done(machines: Machines) -> None:
-    made = machines.run("b", "responses", "--max-new-tokens", "24", "--min-words", "0")
+    made = machines.run("b", "responses", "--max-new-tokens", "24", "--min-words", "0", *HERE)
     assert (made["generated"], made["failed"]) == (8, 0)
     machines.lose("b")
-    again = machines.run("a", "responses", "--max-new-tokens", "24", "--min-words", "0")
+    again = machines.run("a", "responses", "--max-new-tokens", "24", "--min-words", "0", *HERE)
     assert again["generated"] == 0
-    assert machines.run("b", "features", "--for", "hivis")["captured"] == 8
+    assert machines.run("b", "features", "--for", "hivis", *HERE)["captured"] == 8
 
     with machines.start("a", "train", "hivis", *SHORT) as lost:
         while lost.poll() is None and not machines.named("drafters", "-checkpoint.json"):

@@ -47,7 +47,7 @@ from vlmdistill.stores.summary import info
 pytestmark = pytest.mark.slow
 
 ANY = Filters(min_words=0)
-ONE = WorkerOptions(workers=1)
+HERE = WorkerOptions(workers=0)
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,11 @@ class Given:
 
 @pytest.fixture(scope="module")
 def given(
-    here: None, prompts_file: Path, tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[..., Path]
+    prompts_file: Path, tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[..., Path]
 ) -> Given:
     folder = tmp_path_factory.mktemp("features")
     made = Given(str(checkpoint("qwen2_5_vl", layers=2)), prompts_file, folder / "responses")
-    respond(made.prompts, made.responses, made.model, SamplingSettings(max_new_tokens=10), ANY, ONE)
+    respond(made.prompts, made.responses, made.model, SamplingSettings(max_new_tokens=10), ANY, HERE)
     assert len(made.kept) >= 8
     return made
 
@@ -95,7 +95,7 @@ def run(
     *,
     prompts: list[Prompt] | None = None,
     responses: Path | None = None,
-    options: WorkerOptions = ONE,
+    options: WorkerOptions = HERE,
     report: Progress = silent,
     **settings: Any,
 ) -> CaptureSummary:
@@ -127,7 +127,7 @@ def test_the_store_holds_every_kept_response_with_what_the_drafters_need(given: 
 def test_features_follow_the_reasoning_of_the_responses(given: Given, tmp_path: Path) -> None:
     target, responses = with_switch(Path(given.model), tmp_path / "target"), tmp_path / "responses"
     thinking = SamplingSettings(max_new_tokens=6, thinking="mixed")
-    respond(given.prompts, responses, str(target), thinking, ANY, ONE)
+    respond(given.prompts, responses, str(target), thinking, ANY, HERE)
     summary = run(replace(given, model=str(target)), tmp_path / "store", ["wren"], responses=responses)
     assert summary.captured == len(given.prompts)
     assert Store.open(tmp_path / "store").provenance.thinking == "mixed"
@@ -176,11 +176,11 @@ def test_a_capture_is_announced_before_its_workers_start(given: Given, tmp_path:
         seen.append((remark, Store.open(store).capture))
 
     settings = CaptureSettings(drafters=["eagle2"])
-    capture(given.prompts, given.responses, StorePart(store), given.model, settings, ONE, look)
+    capture(given.prompts, given.responses, StorePart(store), given.model, settings, HERE, look)
     some = responses_of(given, tmp_path / "some")
     generated = SamplingSettings(max_new_tokens=10)
     capture_features(
-        given.model, given.prompts, some, StorePart(store), settings, ONE, sampling=generated,
+        given.model, given.prompts, some, StorePart(store), settings, HERE, sampling=generated,
         bar=lambda *_: nullcontext(look),
     )  # fmt: skip
     began = [one for remark, one in seen if remark == "starting"]
@@ -225,7 +225,7 @@ def test_features_are_kept_in_the_encodings_of_the_command_line(
         "--responses",
         str(given.responses),
     ]
-    command += ["--store", path, "--for", "sparrow", "--dtype", "float32", "--workers", "1", "--json"]
+    command += ["--store", path, "--for", "sparrow", "--dtype", "float32", "--workers", "0", "--json"]
     ways = ["--encoding", "hidden.text=int8", "--encoding", "layer1.visual=raw"]
 
     assert main([*command, "--encoding", "layer0.visual=int8"]) == 1
@@ -272,7 +272,7 @@ def test_a_malformed_encoding_is_refused(texts: list[str], values: str) -> None:
 
 
 def test_features_of_a_target_in_another_dtype_are_not_mixed(given: Given, tmp_path: Path) -> None:
-    half = WorkerOptions(workers=1, load=Options(dtype="bfloat16"))
+    half = WorkerOptions(workers=0, load=Options(dtype="bfloat16"))
     run(given, tmp_path / "store", ["sparrow"], prompts=given.prompts[:4])
     with pytest.raises(StoreError, match=r"float32.*bfloat16.*--target-dtype float32"):
         run(given, tmp_path / "store", ["sparrow"], options=half)
@@ -290,7 +290,7 @@ def test_states_of_another_engine_are_not_mixed_in(
     python.chmod(0o755)
     monkeypatch.setenv(VARIABLE, str(python))
     with pytest.raises(StoreError, match="--engine transformers"):
-        run(given, stored, options=dataclasses.replace(ONE, engine="vllm"))
+        run(given, stored, options=dataclasses.replace(HERE, engine="vllm"))
     assert Store.open(stored).provenance.engine == "transformers"
 
 
@@ -433,7 +433,7 @@ def test_settings_that_are_stated_are_checked_though_nothing_is_missing(given: G
     other, need = SamplingSettings(max_new_tokens=11), CaptureSettings(drafters=["sparrow"])
     with pytest.raises(DataError, match="max_new_tokens 10, not 11"):
         capture_features(
-            given.model, given.prompts, given.responses, StorePart(stored), need, ONE, sampling=other
+            given.model, given.prompts, given.responses, StorePart(stored), need, HERE, sampling=other
         )
 
 
@@ -565,7 +565,7 @@ def test_samples_that_fail_make_the_command_fail_unless_they_are_allowed(
         part.unlink()
     dataset.write_part(theirs, "edited", [longer if row is changed else row for row in rows])
     command = ["features", "-m", given.model, "--prompts", str(given.file), "--responses", str(theirs)]
-    command += ["--store", str(tmp_path / "store"), "--for", "sparrow", "--workers", "1", "--json"]
+    command += ["--store", str(tmp_path / "store"), "--for", "sparrow", "--workers", "0", "--json"]
     assert main(command) == 1
     out, err = capsys.readouterr()
     facts = json.loads(out)

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.slow
 
 BRIEF = SamplingSettings(max_new_tokens=12)
 ANY = Filters(min_words=0)
-respond = partial(respond_by_any, options=WorkerOptions(workers=1))  # one target loads faster than two
+respond = partial(respond_by_any, options=WorkerOptions(workers=0))
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def prompts(prompts_file: Path) -> list[Prompt]:
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory, here: None, model: str, prompts: list[Prompt]) -> Path:
+def begun(tmp_path_factory: pytest.TempPathFactory, model: str, prompts: list[Prompt]) -> Path:
     """A folder with the responses to the first five prompts; copy it before changing it."""
     out = tmp_path_factory.mktemp("begun") / "responses"
     summary = respond(prompts[:5], out, model, BRIEF, ANY, batch=2, task_size=4)
@@ -207,7 +207,7 @@ def test_a_prompt_over_the_length_is_not_generated_and_one_too_large_fails_alone
     assert max(asked) == size
 
 
-def test_a_prompt_without_its_image_is_listed_and_retried(tmp_path: Path, here: None, model: str) -> None:
+def test_a_prompt_without_its_image_is_listed_and_retried(tmp_path: Path, model: str) -> None:
     tiny.picture(28, 28).save(tmp_path / "1.png")
     row = {"image": "1.png", "conversations": [{"from": "human", "value": "<image>\nWhat?"}]}
     other = {"conversations": [{"from": "human", "value": "Hello"}]}
