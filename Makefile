@@ -62,7 +62,7 @@ build/torchvision: | setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ "$(VISION)" num2words==0.5.14
 	PYTHONPATH=$@ $(BIN)/python -c "from vlmdistill.pipelines.vllm import repair; repair.declare_operators()"
 
-pytest: setup build/torchvision  ## the tests alone, on JOBS processes
+pytest: setup build/torchvision  ## the tests alone, in JOBS processes
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(TESTS)
 
 test-fast: setup  ## the tests that are not marked slow: a first answer in a few minutes

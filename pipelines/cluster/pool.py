@@ -64,7 +64,7 @@ class WorkerOptions:
 
 
 class Worker(Protocol[In, Out]):
-    """The object inside an actor."""
+    """Does the tasks, in an actor or in this process."""
 
     def facts(self) -> Any:
         """What the driver needs to plan; equal for all workers."""

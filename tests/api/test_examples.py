@@ -22,7 +22,7 @@ PAGE = README.parent / "docs" / "api.md"
 
 
 @pytest.fixture(scope="module")
-def after(demo_folder: Path, ray: None) -> dict[str, Any]:
+def after(demo_folder: Path) -> dict[str, Any]:
     """The variables that the examples leave."""
     names: dict[str, Any] = {}
     large = Workspace("demo-large", demo_folder / "runs" / "demo-large")  # as `make demo` leaves it

@@ -24,7 +24,7 @@ def test_the_notebook_is_its_script() -> None:
 
 @pytest.mark.slow
 def test_its_cells_train_a_drafter_and_show_what_it_gains(
-    tmp_path: Path, here: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     made = files.write(tmp_path / "photos", images=4, dialogues=0, seed=6)
@@ -33,6 +33,7 @@ def test_its_cells_train_a_drafter_and_show_what_it_gains(
         "LIMIT, STEPS = 1000, 600": "LIMIT, STEPS = 4, 2",
         'vlmdistill.prompts("demo",': photos,
         "max_new_tokens=128": "max_new_tokens=16",
+        "limit=LIMIT, progress=progress)": "limit=LIMIT, workers=0)",
         '/ "demo-data" / "eval" / "images"': '/ ".." / ".." / "photos" / "images"',
     }
     code = "\n".join("".join(cell["source"]) for cell in cells() if cell["cell_type"] == "code")

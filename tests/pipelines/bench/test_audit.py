@@ -33,6 +33,7 @@ from vlmdistill.pipelines.report.comparison import gather
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.workspace.workspace import Workspace
 
+FEW = ("--max-new-tokens", "16")
 ASKED = ("What is a circle?", "Tell me about yellow.", "What is a square?", "Name the colours.")
 
 
@@ -135,7 +136,7 @@ def test_a_drafter_that_asks_the_target_is_exposed(run: Run, monkeypatch: pytest
         return window
 
     monkeypatch.setattr(Lookahead, "draft", draft)
-    exposed(run(), "the target counts other forward passes than the drafter")
+    exposed(run(*FEW), "the target counts other forward passes than the drafter")
 
 
 def test_a_drafter_that_has_seen_the_response_is_exposed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +172,7 @@ def test_a_drafter_that_has_seen_the_response_is_exposed(run: Run, monkeypatch: 
         "draft",
         lambda self, prompt, target: Knowing(answers.get(tuple(target._prompt.ids_L.tolist()), [])),
     )
-    found = run()
+    found = run(*FEW)
     assert audit.too_good(found.record.temperatures[0])
     exposed(found, "a process that has seen no response needs other numbers of calls")
 
@@ -186,9 +187,9 @@ def test_a_slow_baseline_is_warned_of(
 
     with pytest.MonkeyPatch.context() as patch, Ticks() as ticks:
         patch.setattr(clock, "time", ticks)
-        assert not audit.slow_baseline(run().record)
+        assert not audit.slow_baseline(run(*FEW).record)
         patch.setattr(decoders, "choose", slow)
-        found = run()
+        found = run(*FEW)
     assert "a step of plain decoding takes" in found.text
     assert any("a step of plain decoding takes" in one for one in found.group.warnings)
 
@@ -206,12 +207,12 @@ def counted(monkeypatch: pytest.MonkeyPatch, change: Callable[[Decoding], Decodi
 
 def test_tokens_that_are_counted_twice_are_exposed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     counted(monkeypatch, lambda one: dataclasses.replace(one, tokens=2 * one.tokens))
-    exposed(run(), "identical responses have different numbers of tokens")
+    exposed(run(*FEW), "identical responses have different numbers of tokens")
 
 
 def test_calls_that_are_not_counted_are_exposed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     counted(monkeypatch, lambda one: dataclasses.replace(one, calls=one.calls // 2))
-    found = run()
+    found = run(*FEW)
     exposed(found, "the target counts other forward passes than the drafter")
     exposed(found, "the tokens of the drafter are not the accepted ones and one for each call")
 
@@ -219,7 +220,7 @@ def test_calls_that_are_not_counted_are_exposed(run: Run, monkeypatch: pytest.Mo
 def test_prompts_that_are_left_out_are_exposed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = evaluating.held_out
     monkeypatch.setattr(evaluating, "held_out", lambda *arguments: honest(*arguments)[1:])
-    exposed(run(), "1 of 4 prompts were not measured")
+    exposed(run(*FEW), "1 of 4 prompts were not measured")
 
 
 @pytest.mark.parametrize("kind", ["prompts", "texts"])
@@ -243,7 +244,7 @@ def test_a_drafter_that_was_trained_on_the_prompts_is_named(
         target.provenance((), "float32"), type(drafter).Training(), {}, samples=[seen, "another"]
     )
     checkpoint.save(drafter, "sparrow", workspace.drafter("sparrow"), origin)  # type: ignore[arg-type]
-    found = run("sparrow")
+    found = run("sparrow", *FEW)
     leak = found.record.leak
     assert leak is not None
     assert (leak.samples, leak.keys) == (2, [asked[0].key])
