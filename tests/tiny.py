@@ -15,6 +15,7 @@ import torch
 import transformers
 from PIL import Image
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
 QWEN_SPECIALS = (
     "<|endoftext|>",
@@ -165,6 +166,8 @@ def _qwen_files(folder: Path, vocabulary: int, patch: int, processor: str) -> No
         temporal_patch_size=2,
         merge_size=2,
         size={"shortest_edge": (2 * patch) ** 2, "longest_edge": (2 * patch) ** 2 * 64},
+        image_mean=OPENAI_CLIP_MEAN,  # where these are absent, vLLM does not normalize
+        image_std=OPENAI_CLIP_STD,
     )
 
 

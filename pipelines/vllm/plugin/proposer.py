@@ -27,6 +27,17 @@ class ChosenProposer(EagleProposer):
         """Choose by the drafter's folder."""
         return object.__new__(cls if feeding_of(vllm_config) is None else ServedProposer)
 
+    def load_model(self, target_model: Any) -> None:
+        """Load the drafter, also beside a target that names its placeholder as transformers does.
+
+        vLLM reads `image_token_index` of all targets but those in a list (llm_base_proposer.py `load_model`),
+        and ends where a config has an `image_token_id`.
+        """
+        config = target_model.config
+        if not hasattr(config, "image_token_index") and hasattr(config, "image_token_id"):
+            config.image_token_index = config.image_token_id
+        super().load_model(target_model)
+
 
 class ServedProposer(ChosenProposer):
     """Feeds a drafter true positions and slots, visual embeddings, or no visual tokens at all.
