@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 from s3fs import S3FileSystem
@@ -57,7 +56,9 @@ class Machines:
     def run(self, machine: str, *words: str) -> Any:
         """What a command prints that runs to its end. In this process: imports would take most of it."""
         here = {**self.common, "VLMDISTILL_CACHE": str(self.disks / machine)}
-        with mock.patch.dict(os.environ, here), redirect_stdout(io.StringIO()) as out:
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as out:
+            for name, value in here.items():  # DeepSpeed sets others, once in a process: they must stay
+                patch.setenv(name, value)
             assert main([*words, "--json"]) == 0
         return json.loads(out.getvalue())
 
