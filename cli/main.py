@@ -36,7 +36,7 @@ from vlmdistill.cli.run import run
 from vlmdistill.cli.serve import serve
 from vlmdistill.cli.status import status
 from vlmdistill.cli.train import train
-from vlmdistill.stores.errors import StoppedError, VlmdistillError, one_line
+from vlmdistill.stores.errors import FOR_USER, StoppedError, VlmdistillError, one_line
 
 GROUPS = {"target": target.app, "store": store.app}
 COMMANDS = (
@@ -162,7 +162,7 @@ def _status(run: Callable[[], object], given: Sequence[str], debug: bool) -> int
     except StoppedError as stop:
         console.note(f"interrupted: {one_line(stop)}")
         return 128 + stop.signal
-    except (VlmdistillError, OSError) as error:
+    except FOR_USER as error:
         if debug:
             traceback.print_exc()
         surprise = isinstance(error, OSError) and not debug and not _is_users(error, given)

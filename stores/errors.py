@@ -10,6 +10,9 @@ class VlmdistillError(Exception):
         return printable(" ".join(super().__str__().splitlines()))
 
 
+FOR_USER = (VlmdistillError, OSError)  # errors whose text is shown as one line
+
+
 class StoreError(VlmdistillError):
     """The feature store is missing, corrupt, or of another origin than required."""
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from vlmdistill.stores.backends.backend import Backend
-from vlmdistill.stores.errors import DataError, VlmdistillError
+from vlmdistill.stores.errors import FOR_USER, DataError
 
 TOUCHED = 60.0  # seconds between two signs of life
 ABANDONED = 300.0  # seconds without one
@@ -106,7 +106,7 @@ class Lease:
         self._ended.set()
         if self._touching.ident:
             self._touching.join()
-        with suppress(OSError, VlmdistillError):
+        with suppress(*FOR_USER):
             for generation in range(self._latest(), 0, -1):
                 if generation > self._generation:
                     return
@@ -116,7 +116,7 @@ class Lease:
     def _touch(self) -> None:
         count = 0
         while not self._ended.wait(TOUCHED):
-            with suppress(OSError, VlmdistillError):  # the next one may succeed
+            with suppress(*FOR_USER):  # the next one may succeed
                 count += 1
                 self._there.replace(self._file(self._generation, "alive"), str(count).encode())
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, distributed
 
-from vlmdistill.stores.errors import LostRankError, TrainingError, VlmdistillError, one_line
+from vlmdistill.stores.errors import FOR_USER, LostRankError, TrainingError, one_line
 
 T = TypeVar("T")
 RENDEZVOUS = (
@@ -113,7 +113,7 @@ def all_or_none() -> Iterator[None]:
     error: Exception | None = None
     try:
         yield
-    except (VlmdistillError, OSError) as failure:
+    except FOR_USER as failure:
         error = failure
     if alone():
         if error is not None:

@@ -18,7 +18,7 @@ from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
 from vlmdistill.pipelines.workspace.workspace import absolute_model
 from vlmdistill.stores.backends.backend import STAGING, Backend
 from vlmdistill.stores.backends.opening import open_backend
-from vlmdistill.stores.errors import VlmdistillError, one_line
+from vlmdistill.stores.errors import FOR_USER, one_line
 
 PACKAGES = (*software.PACKAGES, "ray")
 LEAST = 2048 * MIB  # of free disk: some shards
@@ -154,7 +154,7 @@ def _noting(failures: dict[str, str], check: str) -> Iterator[None]:
     """Note the error of a check."""
     try:
         yield
-    except (VlmdistillError, OSError) as error:
+    except FOR_USER as error:
         failures[check] = one_line(error)
 
 

@@ -37,7 +37,7 @@ from vlmdistill.pipelines.cluster.session import (
     terminable,
 )
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
-from vlmdistill.stores.errors import DataError, VlmdistillError
+from vlmdistill.stores.errors import FOR_USER, DataError, VlmdistillError
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class WorkerOptions:
     load: Options = field(default_factory=Options)
     engine: EngineName = "transformers"  # what runs the target
 
-    def session(self) -> AbstractContextManager[None]:
+    def session(self) -> AbstractContextManager[object]:
         """What the workers need around them: a Ray session, unless this process does the work."""
         return terminable() if self.workers == 0 else session()
 
@@ -172,7 +172,7 @@ class OwnProcess(Generic[T, R]):
             assert member.running is not None
             try:
                 result = self._worker.work(member.running.task)
-            except (VlmdistillError, OSError):
+            except FOR_USER:
                 raise
             except Exception as error:
                 queue.failed(member, member.names[0], text_of(error))
@@ -387,7 +387,7 @@ class ActorPool(Generic[T, R]):
     def _failed(self, member: Member, cause: Exception) -> None:
         """A worker raised an error in a task."""
         own, machine = member.names
-        if not isinstance(cause, (VlmdistillError, OSError)):
+        if not isinstance(cause, FOR_USER):
             self._queue.failed(member, own, text_of(cause))
             self._drop(member)  # its CUDA context may be broken
             self._start()
@@ -437,7 +437,7 @@ class ActorPool(Generic[T, R]):
 
 def _for_user(cause: BaseException) -> BaseException:
     """The error itself if it is meant for the user, else one that names it."""
-    return cause if isinstance(cause, VlmdistillError | OSError) else VlmdistillError(text_of(cause))
+    return cause if isinstance(cause, FOR_USER) else VlmdistillError(text_of(cause))
 
 
 def weight_bytes(model: str, load: Options) -> int:

@@ -21,7 +21,13 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from vlmdistill.drafters.training.signals import ASKING
-from vlmdistill.stores.errors import LostRankError, StoppedError, TrainingError, VlmdistillError, one_line
+from vlmdistill.stores.errors import (
+    FOR_USER,
+    LostRankError,
+    StoppedError,
+    TrainingError,
+    one_line,
+)
 
 GRACE = 30.0  # seconds for a process to save its work and exit
 AFTER = 5.0  # seconds to wait for the first cause, after one process failed as a consequence
@@ -269,7 +275,7 @@ def work(number: int) -> NoReturn:
         message = FunctionDone(time.process_time())
     except (StoppedError, KeyboardInterrupt) as error:
         message = FunctionStopped(one_line(error) or "no work was started")
-    except (VlmdistillError, OSError) as error:
+    except FOR_USER as error:
         message = FunctionFailed(one_line(error), isinstance(error, LostRankError))
     with contextlib.suppress(BrokenPipeError):
         connection.send(message)

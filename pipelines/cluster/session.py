@@ -48,39 +48,51 @@ def session(address: str = "") -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    before = signal.getsignal(signal.SIGTERM)
     quiet = {"logging_level": "ERROR", "log_to_driver": logger.isEnabledFor(logging.DEBUG)}
     address = address or os.environ.get("RAY_ADDRESS") or "local"
-    try:
-        if address == "local":
-            _start(quiet)
-        else:
-            _connect(address, quiet)
-        _hush()
-        on_terminate(before if callable(before) else leave)
-        yield
-    except SystemExit as stop:  # Ray's native code makes it 1, and its own handler the number of the signal
-        if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN or stop.code == signal.SIGTERM:
-            raise SystemExit(128 + signal.SIGTERM) from None
-        raise
-    except ray.exceptions.RayError as error:  # errors of workers are handled by the pool
-        raise VlmdistillError(
-            f"Ray failed ({cause_of(error)}). Finished work is kept; run the same command to continue"
-        ) from error
-    finally:
-        ray.shutdown()
-        on_terminate(before)
+    with terminable() as handle:
+        try:
+            if address == "local":
+                _start(quiet)
+            else:
+                _connect(address, quiet)
+            _hush()
+            handle()  # Ray has set its own handler
+            yield
+        except SystemExit as stop:  # Ray's native code makes it 1, and its own handler the signal's number
+            if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN or stop.code == signal.SIGTERM:
+                raise SystemExit(128 + signal.SIGTERM) from None
+            raise
+        except ray.exceptions.RayError as error:  # errors of workers are handled by the pool
+            raise VlmdistillError(
+                f"Ray failed ({cause_of(error)}). Finished work is kept; run the same command to continue"
+            ) from error
+        finally:
+            ray.shutdown()
 
 
 @contextmanager
-def terminable() -> Iterator[None]:
-    """Inside it SIGTERM raises SystemExit, so that what is open is closed."""
+def terminable() -> Iterator[Callable[[], None]]:
+    """Inside it SIGTERM raises SystemExit, so that what is open is closed.
+
+    It yields what sets the handler again, after a library has set its own. A handler of the caller stays.
+    """
     before = signal.getsignal(signal.SIGTERM)
-    on_terminate(before if callable(before) else leave)
+
+    def handle() -> None:
+        _on_terminate(before if callable(before) else leave)
+
+    handle()
     try:
-        yield
+        yield handle
     finally:
-        on_terminate(before)
+        _on_terminate(signal.SIG_DFL if before is None else before)
+
+
+def _on_terminate(handler: Any) -> None:
+    """Set the handler of SIGTERM. Python allows that in the main thread only."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
 
 
 def leave(number: int, frame: FrameType | None) -> None:
@@ -88,12 +100,6 @@ def leave(number: int, frame: FrameType | None) -> None:
     del number, frame
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one would interrupt the cleanup
     raise SystemExit(128 + signal.SIGTERM)
-
-
-def on_terminate(handler: Any) -> None:
-    """Set the SIGTERM handler, after Ray has set its own. Python allows that in the main thread only."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if handler is None else handler)
 
 
 def _hush() -> None:

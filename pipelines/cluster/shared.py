@@ -11,7 +11,7 @@ from vlmdistill.pipelines.media.images import MediaError
 from vlmdistill.pipelines.media.urls import at_hand
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import Fingerprint, checkpoint
 from vlmdistill.stores.backends.backend import STAGING, Backend
-from vlmdistill.stores.errors import DataError, StoreError, TargetError, VlmdistillError, one_line
+from vlmdistill.stores.errors import FOR_USER, DataError, StoreError, TargetError, one_line
 from vlmdistill.stores.store import require_room
 
 MEDIA = 64  # files that are checked on each machine
@@ -73,7 +73,7 @@ class Shared:
             return
         try:
             seen = self.store.size(self.mark) is not None
-        except (VlmdistillError, OSError, ImportError) as error:
+        except (*FOR_USER, ImportError) as error:
             raise StoreError(
                 f"cannot read the store {self.store.url} ({type(error).__name__}: {one_line(error)}). Set "
                 "the credentials in the environment of `ray start` on this machine, or with `ray job submit "

@@ -13,7 +13,7 @@ from dataclasses import replace
 from vlmdistill.pipelines.endpoint.served_decoder import ServedDecoder, ServedResponse
 from vlmdistill.pipelines.endpoint.trial import Trials
 from vlmdistill.pipelines.workspace.workspace import Workspace
-from vlmdistill.stores.errors import VlmdistillError, one_line
+from vlmdistill.stores.errors import FOR_USER, VlmdistillError, one_line
 
 log = logging.getLogger("vlmdistill.pipelines")
 
@@ -76,5 +76,5 @@ def follow(look: Callable[[], None], wait: Callable[[float], bool], seconds: flo
     while not wait(seconds):
         try:
             look()
-        except (VlmdistillError, OSError) as error:
+        except FOR_USER as error:
             log.warning("the versions of %s cannot be followed now: %s", name, one_line(error))

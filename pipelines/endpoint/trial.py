@@ -8,7 +8,7 @@ from statistics import fmean, variance
 
 from vlmdistill.pipelines.workspace import versions
 from vlmdistill.pipelines.workspace.workspace import Workspace
-from vlmdistill.stores.errors import VlmdistillError, one_line
+from vlmdistill.stores.errors import FOR_USER, one_line
 
 FEWEST = 8  # samples of each version, before they are compared
 SURE = 3.0  # standard errors
@@ -85,7 +85,7 @@ class Trials:
         """Tell the workspace, which other servers and the next round read."""
         try:
             versions.withdraw(workspace, self.name, gone.version, gone.before, gone.why)
-        except (VlmdistillError, OSError) as error:
+        except FOR_USER as error:
             log.warning("the workspace is not told that %s is withdrawn: %s", gone.version, one_line(error))
 
     def means(self) -> dict[str, float]:
