@@ -12,9 +12,8 @@ import pytest
 
 import vlmdistill
 from examples.shared_store import shared_store
-from tests.drafters.synthetic import untrained
+from tests.drafters.synthetic import save
 from tests.stores.web import serving
-from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.pipelines.workspace.workspace import Workspace
 
 README = Path(__file__).parents[2] / "README.md"
@@ -27,10 +26,7 @@ def after(demo_folder: Path) -> dict[str, Any]:
     names: dict[str, Any] = {}
     large = Workspace("demo-large", demo_folder / "runs" / "demo-large")  # as `make demo` leaves it
     shutil.copytree(demo_folder / "runs" / "demo" / "demo-data", large.root / "demo-data")
-    target = vlmdistill.load_target(large.model)
-    drafter = untrained("sparrow", target)
-    origin = checkpoint.Origin(target.provenance((), "float32"), type(drafter).Training(), {})
-    checkpoint.save(drafter, "sparrow", large.drafter("sparrow"), origin)  # type: ignore[arg-type]
+    save("sparrow", large.drafter("sparrow"), target=vlmdistill.load_target(large.model))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(demo_folder)
         for page in (README, PAGE):

@@ -9,13 +9,19 @@ import pytest
 from vlmdistill.cli.main import main
 
 
+def dialogues(count: int, name: str = "talks.json") -> str:
+    """Write a file of so many questions here; its name."""
+    rows = [{"conversations": [{"from": "human", "value": f"Question {i}"}]} for i in range(count)]
+    Path(name).write_text(json.dumps(rows))
+    return name
+
+
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder to work in, with a file of three dialogues."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("VLMDISTILL_RUNS", raising=False)
-    rows = [{"conversations": [{"from": "human", "value": f"Question {i}"}]} for i in range(3)]
-    (tmp_path / "talks.json").write_text(json.dumps(rows))
+    dialogues(3)
     return tmp_path
 
 

@@ -20,11 +20,10 @@ import pytest
 import torch
 from typer.models import OptionInfo
 
+from tests.cli.conftest import dialogues
 from tests.drafters import synthetic
 from vlmdistill.cli import console
 from vlmdistill.cli.main import GROUPS, VERBS, main
-from vlmdistill.drafters import catalogue
-from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.core.settings import flat
 from vlmdistill.drafters.training.recipes import resolve
 from vlmdistill.pipelines.data.prompts.prompt_table import read
@@ -245,8 +244,7 @@ def test_an_imported_checkpoint_is_a_drafter(
 def test_export_prints_the_commands_that_serve_the_drafter(
     workplace: Path, capsys: pytest.CaptureFixture[str], failing: Callable[..., str]
 ) -> None:
-    origin = checkpoint.Origin(synthetic.provenance(), catalogue.config("eagle3").training, {})
-    checkpoint.save(synthetic.build("eagle3"), "eagle3", Path("runs/demo/drafters/eagle3"), origin)
+    synthetic.save("eagle3", Path("runs/demo/drafters/eagle3"))
     assert main(["export", "eagle3", "--out", "served", "--dtype", "float16", "--json"]) == 0
     shown = capsys.readouterr()
     assert json.loads(shown.out)["parameters"] > 0
@@ -281,8 +279,7 @@ def test_a_full_disk_loses_nothing(workplace: Path) -> None:
 
 @pytest.mark.slow
 def test_an_interrupted_run_can_be_continued(workplace: Path, checkpoint: Callable[..., Path]) -> None:
-    rows = [{"conversations": [{"from": "human", "value": f"Question {i}"}]} for i in range(640)]
-    (workplace / "many.json").write_text(json.dumps(rows))
+    dialogues(640, "many.json")
     model = str(checkpoint("qwen2_5_vl", layers=1))
     assert main(["prompts", "many.json", "-m", model, "--eval-share", "0"]) == 0
     out = workplace / "responses"

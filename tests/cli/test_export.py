@@ -9,16 +9,13 @@ import pytest
 
 from tests.drafters import synthetic
 from vlmdistill.cli.main import main
-from vlmdistill.drafters import catalogue
-from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.pipelines.cluster.environment import VARIABLE
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 
 
 @pytest.fixture(autouse=True)
 def trained(workplace: Path) -> None:
-    origin = checkpoint.Origin(synthetic.provenance(), catalogue.config("sparrow").training, {})
-    checkpoint.save(synthetic.build("sparrow"), "sparrow", Path("runs/demo/drafters/sparrow"), origin)
+    synthetic.save("sparrow", Path("runs/demo/drafters/sparrow"))
 
 
 @pytest.fixture

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_overview import dialogues, printed, responded
+from tests.cli.conftest import dialogues
+from tests.cli.test_overview import printed, responded
 from tests.drafters import synthetic
 from vlmdistill.cli.main import main
-from vlmdistill.drafters import catalogue
-from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.pipelines import resources
 from vlmdistill.pipelines.workspace import rates
 
@@ -97,8 +96,7 @@ def test_a_stage_that_cannot_end_is_not_started(capsys: Output, monkeypatch: pyt
         assert "--anyway" in line
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 0, 10**12))
     monkeypatch.setattr(resources, "free_memory", lambda: 1000)
-    origin = checkpoint.Origin(synthetic.provenance(), catalogue.config("eagle3").training, {})
-    checkpoint.save(synthetic.build("eagle3"), "eagle3", Path("runs/demo/drafters/mine"), origin)
+    synthetic.save("eagle3", Path("runs/demo/drafters/mine"))
     synthetic.store(Path("store"), 9)
     train = ["train", "wren", "--store", "store", "--set", "steps=1"]
     for command in (["responses"], ["features", "--for", "wren"], ["eval", "mine"], train):

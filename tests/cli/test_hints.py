@@ -11,22 +11,14 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from tests.cli.conftest import dialogues
 from tests.drafters import synthetic
 from vlmdistill.cli.main import main
-from vlmdistill.drafters import catalogue
-from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import TargetError
 from vlmdistill.stores.suggestions import did_you_mean
 
 pytestmark = pytest.mark.usefixtures("workplace")
-
-
-def dialogues(count: int) -> str:
-    """A file of so many questions."""
-    rows = [{"conversations": [{"from": "human", "value": f"Question {i}"}]} for i in range(count)]
-    Path("talks.json").write_text(json.dumps(rows))
-    return "talks.json"
 
 
 @pytest.mark.parametrize(
@@ -64,9 +56,8 @@ def test_a_mistyped_name_is_refused_with_a_suggestion(
 
 
 def test_a_trained_drafter_is_suggested_before_one_to_train(failing: Callable[..., str]) -> None:
-    origin = checkpoint.Origin(synthetic.provenance(), catalogue.config("eagle3").training, {})
     for name in ("eagle3", "my-eagle"):
-        checkpoint.save(synthetic.build("eagle3"), "eagle3", Path("runs/demo/drafters") / name, origin)
+        synthetic.save("eagle3", Path("runs/demo/drafters") / name)
     assert failing("export", "my-eagel", "--out", "served").count("'my-eagle'") == 1
     line = failing("export", "hivis", "--out", "served")
     assert "vlmdistill train hivis" in line

@@ -1,18 +1,17 @@
 """What a user sees before paying: what can be named, what is there, what comes next."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.cli.conftest import dialogues
 from tests.drafters import synthetic
 from tests.pipelines.bench import made_up
 from vlmdistill.cli.main import main
 from vlmdistill.drafters import catalogue
-from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.decoding import hardware
 from vlmdistill.drafters.training.recipes import resolve
 from vlmdistill.pipelines.bench import records
@@ -29,11 +28,6 @@ def printed(capsys: Output, *arguments: str) -> Any:
     capsys.readouterr()
     assert main([*arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out.splitlines()[-1])
-
-
-def dialogues(count: int) -> None:
-    rows = [{"conversations": [{"from": "human", "value": f"Question {i}"}]} for i in range(count)]
-    Path("talks.json").write_text(json.dumps(rows))
 
 
 def test_list_names_what_commands_take(capsys: Output) -> None:
@@ -113,8 +107,7 @@ def test_status_has_each_drafter_with_what_it_was_measured_at(capsys: Output) ->
     assert main(["prompts", "talks.json", "--eval-share", "0.3"]) == 0
     folder, reports = Path("runs/demo/drafters/mine"), Path("runs/demo/reports")
     training = {"signature": "s", "steps": 600, "saved_step": 500, "samples": 30, "view": None}
-    origin = checkpoint.Origin(synthetic.provenance(), catalogue.config("eagle3").training, training)
-    checkpoint.save(synthetic.build("eagle3"), "eagle3", folder, origin)
+    synthetic.save("eagle3", folder, **training)
     (drafter,) = printed(capsys, "status")["drafters"]
     assert (drafter["method"], drafter["steps"], drafter["measured"]) == ("eagle3", 500, "")
     measured = made_up.evaluation("mine", training=Training(signature="s"))
@@ -128,8 +121,7 @@ def test_status_has_each_drafter_with_what_it_was_measured_at(capsys: Output) ->
         records.write(one, records.new_file(reports, one.name))
     found = printed(capsys, "status")
     assert (found["evaluations"], found["drafters"]) == (3, [drafter])  # what is shown is the last one
-    training |= {"signature": "other"}
-    checkpoint.save(synthetic.build("eagle3"), "eagle3", folder, replace(origin, training=training))
+    synthetic.save("eagle3", folder, **training | {"signature": "other"})
     assert main(["status"]) == 0
     assert "measured before it was trained again" in capsys.readouterr().out
 
@@ -187,8 +179,7 @@ def test_a_dry_run_says_what_features_would_cost_and_does_nothing(capsys: Output
 def test_a_dry_run_of_eval_takes_its_time_from_earlier_evaluations_on_this_machine(capsys: Output) -> None:
     dialogues(40)
     assert main(["prompts", "talks.json", "--eval-share", "0.3"]) == 0
-    origin = checkpoint.Origin(synthetic.provenance(), catalogue.config("eagle3").training, {})
-    checkpoint.save(synthetic.build("eagle3"), "eagle3", Path("runs/demo/drafters/mine"), origin)
+    synthetic.save("eagle3", Path("runs/demo/drafters/mine"))
     command = ["eval", "mine", "--dry-run", "--limit", "5", "--max-new-tokens", "10", "--tree", "chain-3"]
     found = printed(capsys, *command, "--tree", "chain-5")
     assert found.pop("memory")["total"] > 0

@@ -2,20 +2,24 @@
 
 import dataclasses
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from vlmdistill.drafters import catalogue
-from vlmdistill.drafters.checkpoints.checkpoint import build as build_drafter
+from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.core.batch import Batch, Head
 from vlmdistill.drafters.core.drafter import Drafter, Proposer
 from vlmdistill.drafters.core.layers import DecoderLayer, apply_rotary
 from vlmdistill.drafters.core.settings import override
+from vlmdistill.drafters.core.tree_drafter import TreeDrafter
+from vlmdistill.drafters.training.progress import TrainingProgress
 from vlmdistill.drafters.training.run import Run
+from vlmdistill.drafters.training.trainer import train
 from vlmdistill.stores import schema
 from vlmdistill.stores.schema import Feature, Provenance, Sample, Span, TargetInfo
 from vlmdistill.stores.store import Store
@@ -89,7 +93,21 @@ def build(name: str, **settings: Any) -> Drafter:
 def untrained(name: str, target: Any, seed: int = 0) -> Proposer:
     """A drafter with its paper's settings and fresh weights, for a loaded target."""
     torch.manual_seed(seed)
-    return build_drafter(name, catalogue.config(name), target.info, target.head)
+    return checkpoint.build(name, catalogue.config(name), target.info, target.head)
+
+
+def save(
+    name: str, folder: Path, drafter: Proposer | None = None, *, target: Any = None, **training: Any
+) -> Path:
+    """Save this drafter, or one of random weights, as if it had been trained, for a loaded target or none.
+
+    `training` is what its run recorded.
+    """
+    made: Any = drafter or (untrained(name, target) if target else build(name))
+    trained_for = target.provenance((), "float32") if target else provenance()
+    origin = checkpoint.Origin(trained_for, catalogue.config(name).training, training)
+    checkpoint.save(made, catalogue.base(name), folder, origin)
+    return folder
 
 
 def head(seed: int = 0) -> Head:
@@ -150,6 +168,15 @@ def cut(sample: Batch, tokens: int) -> Batch:
         sample.segment_M[spans],
         {feature: state[: kept[feature.where]] for feature, state in sample.features.items()},
     )
+
+
+def begun(drafter: Drafter, sample: Batch, tokens: int) -> TreeDrafter:
+    """A draft after the first `tokens` text tokens of a single sample, with the next one committed."""
+    prompt = cut(sample, tokens)
+    draft = TreeDrafter(drafter, prompt)
+    before = [prompt.feature(source, "text")[-1:] for source in drafter.sources]
+    draft.commit(sample.ids_T[tokens : tokens + 1], torch.cat(before, dim=-1))
+    return draft
 
 
 def plain_layer(layer: DecoderLayer, x_SD: Tensor, position_S: Tensor) -> Tensor:
@@ -229,3 +256,21 @@ def plan(
     config = override(catalogue.config(drafter), [*SETTINGS, *settings])
     values = {"held_out": 0.0, "save_every": 3, "micro_tokens": 60, **more}
     return Run(drafter=catalogue.base(drafter), config=config, store=str(store), out=out, **values)
+
+
+class StopError(Exception):
+    """What breaks off a training."""
+
+
+def stopped(
+    run: Run, step: int, report: Callable[[TrainingProgress], object] = lambda progress: None
+) -> None:
+    """Train up to a step and break off."""
+
+    def stop(progress: TrainingProgress) -> None:
+        report(progress)
+        if progress.step == step:
+            raise StopError
+
+    with pytest.raises(StopError):
+        train(run, stop)

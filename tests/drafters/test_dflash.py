@@ -8,14 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.drafters import synthetic
-from tests.drafters.synthetic import INFO, LAYOUTS, batch, cut
+from tests.drafters.synthetic import INFO, LAYOUTS, batch, begun
 from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.core.batch import Batch
 from vlmdistill.drafters.core.config import Stage
 from vlmdistill.drafters.core.layers import DecoderLayer, apply_rotary
 from vlmdistill.drafters.core.settings import override
 from vlmdistill.drafters.core.tree import DraftTree, Tree
-from vlmdistill.drafters.core.tree_drafter import TreeDrafter
 from vlmdistill.drafters.dflash import DFlash
 from vlmdistill.drafters.training.unroll import RUN, rows_of, supervised, unroll
 from vlmdistill.stores.errors import DataError
@@ -31,11 +30,7 @@ def build(**settings: object) -> DFlash:
 
 def drafted(drafter: DFlash, sample: Batch, tree: str = "chain-3") -> tuple[Tensor, DraftTree]:
     """The states of the block after all tokens, and a tree; the root is the last token."""
-    last = len(sample.ids_T) - 1
-    prompt = cut(sample, last)
-    draft = TreeDrafter(drafter, prompt)
-    before = [prompt.feature(source, "text")[-1:] for source in drafter.sources]
-    draft.commit(sample.ids_T[last:], torch.cat(before, dim=-1))
+    draft = begun(drafter, sample, len(sample.ids_T) - 1)
     assert draft.state_1D is not None
     return draft.state_1D, draft.grow(Tree.parse(tree))
 

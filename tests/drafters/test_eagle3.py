@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.drafters import synthetic
-from tests.drafters.synthetic import INFO, LAYOUTS, batch, cut, head
+from tests.drafters.synthetic import INFO, LAYOUTS, batch, begun, head, stopped
 from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.core.batch import Batch, Entries, TokenIndex
@@ -17,10 +17,8 @@ from vlmdistill.drafters.core.kv_cache import GrowingKVCache
 from vlmdistill.drafters.core.losses import TargetRows, score
 from vlmdistill.drafters.core.settings import override
 from vlmdistill.drafters.core.tree import Tree
-from vlmdistill.drafters.core.tree_drafter import TreeDrafter
 from vlmdistill.drafters.core.vocabulary import columns_of
 from vlmdistill.drafters.eagle3 import Eagle3
-from vlmdistill.drafters.training.progress import TrainingProgress
 from vlmdistill.drafters.training.run import Run
 from vlmdistill.drafters.training.trainer import train
 from vlmdistill.drafters.training.unroll import unroll
@@ -41,14 +39,6 @@ def build(**settings: object) -> Eagle3:
 
 def sample(drafter: Eagle3, *layouts: str) -> Batch:
     return batch(layouts, drafter.config.needs(INFO))
-
-
-def committed(drafter: Eagle3, one: Batch, token: int) -> TreeDrafter:
-    prompt = cut(one, token)
-    draft = TreeDrafter(drafter, prompt)
-    before = [prompt.feature(source, "text")[-1:] for source in drafter.sources]
-    draft.commit(one.ids_T[token : token + 1], torch.cat(before, dim=-1))
-    return draft
 
 
 @pytest.mark.parametrize(
@@ -115,7 +105,7 @@ def test_the_draft_vocabulary_is_the_most_frequent_tokens_then_the_first_ids() -
 def test_what_is_drafted_is_a_target_id_and_is_fed_back_as_one(tree: str) -> None:
     drafter = build(draft_vocab=5)
     one = sample(drafter, LAYOUTS["one image"])
-    draft = committed(drafter, one, 9)
+    draft = begun(drafter, one, 9)
     fed: list[Tensor] = []
     step = drafter.step
 
@@ -207,17 +197,9 @@ def test_training_counts_its_responses_and_a_checkpoint_keeps_what_it_chose(tmp_
 def test_a_resumed_run_keeps_its_vocabulary_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class StopError(Exception):
-        pass
-
-    def stop(progress: TrainingProgress) -> None:
-        if progress.step == 3:
-            raise StopError
-
     synthetic.store(tmp_path / "store", 12)
     train(plan(tmp_path / "store", tmp_path / "whole"))
-    with pytest.raises(StopError):
-        train(plan(tmp_path / "store", tmp_path / "again"), stop)
+    stopped(plan(tmp_path / "store", tmp_path / "again"), 3)
 
     def never(self: Eagle3, count_V: Tensor) -> None:
         raise AssertionError("a resumed run counts again")

@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.drafters.synthetic import INFO, LAYOUTS, batch, cut, head
+from tests.drafters.synthetic import INFO, LAYOUTS, batch, begun, head
 from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.core.batch import Batch, Head
 from vlmdistill.drafters.core.config import Stage
 from vlmdistill.drafters.core.settings import override
 from vlmdistill.drafters.core.tree import DraftTree, Tree
-from vlmdistill.drafters.core.tree_drafter import TreeDrafter
 from vlmdistill.drafters.medusa import Medusa
 from vlmdistill.drafters.training.unroll import unroll
 from vlmdistill.stores.schema import Feature
@@ -34,10 +33,7 @@ def trained(**settings: Any) -> Medusa:
 
 
 def grown(drafter: Medusa, one: Batch, token: int, tree: str) -> DraftTree:
-    prompt = cut(one, token)
-    draft = TreeDrafter(drafter, prompt)
-    draft.commit(one.ids_T[token : token + 1], prompt.feature("hidden", "text")[-1:])
-    return draft.grow(Tree.parse(tree))
+    return begun(drafter, one, token).grow(Tree.parse(tree))
 
 
 def best(drafter: Medusa, state_1D: Tensor, hop: int) -> int:

@@ -8,7 +8,6 @@ import pytest
 
 from tests.drafters import synthetic
 from tests.pipelines.traffic.conftest import asked, data_url, said, write
-from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.pipelines.data.prompts.importing import Choices, import_prompts
 from vlmdistill.pipelines.demo import scenes
 from vlmdistill.pipelines.targets.loading import load
@@ -66,12 +65,5 @@ def fresh(tmp_path: Path, target: VisionLanguageTarget) -> Workspace:
         {"messages": asked("Which shapes do you see?", data_url(number))["messages"]} for number in range(8)
     ]
     import_prompts([str(write(tmp_path / "old.jsonl", rows))], here.prompts, choices=Choices(split="eval"))
-    untrained("eagle2", target, here.drafter("hawk"))
+    synthetic.save("eagle2", here.drafter("hawk"), target=target)
     return here
-
-
-def untrained(method: str, target: VisionLanguageTarget, folder: Path) -> None:
-    """Save a drafter of random weights."""
-    drafter = synthetic.untrained(method, target)
-    origin = checkpoint.Origin(target.provenance((), "float32"), type(drafter).Training(), {})
-    checkpoint.save(drafter, method, folder, origin)  # type: ignore[arg-type]

@@ -12,11 +12,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 
 from tests.drafters import synthetic
 from tests.drafters.synthetic import INFO, LAYOUTS
-from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.checkpoints.export import export
 from vlmdistill.drafters.core.drafter import Drafter
 from vlmdistill.drafters.core.tree import Tree
-from vlmdistill.drafters.core.tree_drafter import TreeDrafter
 from vlmdistill.drafters.core.vocabulary import DraftVocabulary
 from vlmdistill.stores.errors import TrainingError
 
@@ -73,10 +71,7 @@ def saved(folder: Path, name: str = "eagle3", **settings: object) -> tuple[Path,
     if isinstance(drafter, DraftVocabulary):
         generator = torch.Generator().manual_seed(1)
         drafter.choose_vocabulary(torch.randint(0, 9, (INFO.vocab_size,), generator=generator))
-    checkpoint.save(
-        drafter, name, folder, checkpoint.Origin(synthetic.provenance(), type(drafter).Training(), {})
-    )
-    return folder, drafter
+    return synthetic.save(name, folder, drafter), drafter
 
 
 @torch.inference_mode()
@@ -109,12 +104,7 @@ def test_an_engine_drafts_what_the_drafter_drafts(
         return facts[-1]
 
     drafter.logits = record  # type: ignore[method-assign, assignment]
-    last = len(one.ids_T) - 1
-    prompt = synthetic.cut(one, last)
-    draft = TreeDrafter(drafter, prompt)
-    before = [prompt.feature(source, "text")[-1:] for source in drafter.sources]
-    draft.commit(one.ids_T[last:], torch.cat(before, dim=-1))
-    draft.grow(Tree.parse("chain-4"))
+    synthetic.begun(drafter, one, len(one.ids_T) - 1).grow(Tree.parse("chain-4"))
     torch.testing.assert_close([row[-1] for row in facts], expected)
 
 

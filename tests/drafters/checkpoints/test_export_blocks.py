@@ -53,8 +53,7 @@ def test_a_mask_that_differs_in_one_bit_is_another_export(tmp_path: Path) -> Non
     assert export(folder, tmp_path / "out", "float32") == first
     assert isinstance(drafter, DFlash)
     drafter.mask_D.copy_(drafter.mask_D.nextafter(drafter.mask_D + 1))
-    origin = checkpoint.Origin(synthetic.provenance(), DFlash.Training(), {})
-    checkpoint.save(drafter, "dflash", tmp_path / "other", origin)
+    synthetic.save("dflash", tmp_path / "other", drafter)
     with pytest.raises(TrainingError, match="exists: name a new folder"):
         export(tmp_path / "other", tmp_path / "out", "float32")
 

@@ -12,13 +12,12 @@ from torch import Tensor
 
 from tests import tiny
 from tests.drafters import synthetic
-from tests.drafters.synthetic import ALL, CASES, INFO, TRAINED, batch, build, cut, plan
+from tests.drafters.synthetic import ALL, CASES, INFO, TRAINED, batch, begun, build, plan
 from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.core.batch import Batch
 from vlmdistill.drafters.core.config import Stage
 from vlmdistill.drafters.core.drafter import Drafter
 from vlmdistill.drafters.core.tree import Tree
-from vlmdistill.drafters.core.tree_drafter import TreeDrafter
 from vlmdistill.drafters.decoding.clock import Cycle
 from vlmdistill.drafters.decoding.decoders import speculate
 from vlmdistill.drafters.training.trainer import train
@@ -41,10 +40,7 @@ def trained_on(drafter: Drafter, sample: Batch) -> list[Tensor]:
 
 def drafted_from(drafter: Drafter, sample: Batch) -> list[Tensor]:
     """The first state and tree after a prompt."""
-    prompt = cut(sample, PROMPT)
-    draft = TreeDrafter(drafter.eval(), prompt)
-    before = [prompt.feature(source, "text")[-1:] for source in drafter.sources]
-    draft.commit(sample.ids_T[PROMPT : PROMPT + 1], torch.cat(before, dim=-1))
+    draft = begun(drafter.eval(), sample, PROMPT)
     assert draft.state_1D is not None
     return [draft.state_1D, draft.grow(Tree.parse("8-2-2")).ids_N]
 

@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.drafters.synthetic import CASES, INFO, LAYOUTS, batch, build, cut
+from tests.drafters.synthetic import CASES, INFO, LAYOUTS, batch, begun, build
 from vlmdistill.drafters.core.batch import Batch, Entries, TokenIndex
 from vlmdistill.drafters.core.drafter import Drafter
 from vlmdistill.drafters.core.kv_cache import PackedKVCache
 from vlmdistill.drafters.core.tree import DraftTree, Tree
-from vlmdistill.drafters.core.tree_drafter import TreeDrafter
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import Feature
 
@@ -59,10 +58,7 @@ def test_the_train_step_is_the_decode_step_at_every_hop(
     last = len(sample.ids_T) - 1
     for token in (last - HOPS - 1, last - HOPS):
         expected = training_states(drafter, sample, torch.tensor([token]))
-        prompt = cut(sample, token)
-        draft = TreeDrafter(drafter, prompt)
-        before = [prompt.feature(source, "text")[-1:] for source in drafter.sources]
-        draft.commit(sample.ids_T[token : token + 1], torch.cat(before, dim=-1))
+        draft = begun(drafter, sample, token)
         assert draft.state_1D is not None
         got = [draft.state_1D]
         for hop in range(1, HOPS):
@@ -112,9 +108,7 @@ def one(packed: Batch, number: int) -> Batch:
 def test_a_tree_of_one_branch_is_a_chain() -> None:
     drafter = build("eagle2").eval()
     sample = batch([LAYOUTS["one image"]], needs(drafter))
-    draft = TreeDrafter(drafter, cut(sample, 10))
-    draft.commit(sample.ids_T[10:11], sample.feature("hidden", "text")[9:10])
-    tree = draft.grow(Tree.parse("chain-4"))
+    tree = begun(drafter, sample, 10).grow(Tree.parse("chain-4"))
     assert tree.parent_N.tolist() == [0, 0, 1, 2, 3]
     assert tree.depth_N.tolist() == [1, 2, 3, 4, 5]
     assert tree.greedy_N.all()
@@ -128,9 +122,7 @@ def test_a_chain_ends_where_the_drafter_is_not_confident(confidence: float) -> N
 
     @torch.no_grad()
     def grown(tree: Tree) -> DraftTree:
-        draft = TreeDrafter(drafter, cut(sample, 10))
-        draft.commit(sample.ids_T[10:11], sample.feature("hidden", "text")[9:10])
-        return draft.grow(tree)
+        return begun(drafter, sample, 10).grow(tree)
 
     chances = list[float]()
     logits = drafter.logits
@@ -159,9 +151,7 @@ def test_a_chain_ends_where_the_drafter_is_not_confident(confidence: float) -> N
 def test_a_tree_tells_the_chance_of_each_node_after_its_parent(shape: str) -> None:
     drafter = build("dflash", layers=2, block=5, markov=3).eval()
     sample = batch([LAYOUTS["one image"]], needs(drafter))
-    draft = TreeDrafter(drafter, cut(sample, 10))
-    states = torch.cat([sample.feature(source, "text") for source in drafter.sources], dim=-1)
-    draft.commit(sample.ids_T[10:11], states[9:10])
+    draft = begun(drafter, sample, 10)
     tree = draft.grow(Tree.parse(shape))
     assert tree.chance_N is not None
     assert tree.chance_N[0] == 1

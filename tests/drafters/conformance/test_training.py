@@ -17,13 +17,24 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.drafters import synthetic
-from tests.drafters.synthetic import CASES, INFO, LAYOUTS, TRAINED, batch, build, cut, head, plan
+from tests.drafters.synthetic import (
+    CASES,
+    INFO,
+    LAYOUTS,
+    TRAINED,
+    batch,
+    begun,
+    build,
+    head,
+    plan,
+    save,
+    stopped,
+)
 from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.core.config import Stage
 from vlmdistill.drafters.core.drafter import Drafter, Proposer
 from vlmdistill.drafters.core.tree import Tree
-from vlmdistill.drafters.core.tree_drafter import TreeDrafter
 from vlmdistill.drafters.core.vocabulary import DraftVocabulary
 from vlmdistill.drafters.training.progress import TrainingProgress
 from vlmdistill.drafters.training.trainer import train
@@ -83,9 +94,7 @@ def test_a_checkpoint_gives_back_the_drafter(name: str, settings: dict[str, Any]
         drafter.choose_vocabulary(torch.arange(INFO.vocab_size) % 5)
     for weight in drafter.parameters():
         torch.nn.init.normal_(weight, std=0.3)
-    origin = checkpoint.Origin(synthetic.provenance(), catalogue.config(name).training, {})
-    checkpoint.save(drafter, catalogue.base(name), tmp_path / "out", origin)
-    again = checkpoint.load(tmp_path / "out", head(), INFO)
+    again = checkpoint.load(save(name, tmp_path / "out", drafter), head(), INFO)
     assert type(again) is type(drafter)
     assert again.config == drafter.config
     before, after = drafter.state_dict(), again.state_dict()
@@ -101,11 +110,7 @@ def outputs(drafter: Drafter) -> list[Tensor]:
     sample = batch([LAYOUTS["two turns"]], drafter.config.needs(INFO))
     stage = Stage(name="test", hops=4, losses={"regression": 1.0, "cross_entropy": 1.0})
     losses = [one.loss_R for one in unroll(drafter, sample, stage).scores]
-    prompt = cut(sample, 6)
-    draft = TreeDrafter(drafter, prompt)
-    before = [prompt.feature(source, "text")[-1:] for source in drafter.sources]
-    draft.commit(sample.ids_T[6:7], torch.cat(before, dim=-1))
-    nodes = draft.grow(Tree.parse("8-2-2"))
+    nodes = begun(drafter, sample, 6).grow(Tree.parse("8-2-2"))
     return [*losses, nodes.ids_N, nodes.parent_N]
 
 
@@ -126,22 +131,15 @@ COUNTED = (f"steps={STEPS}", "batch_tokens=30")
 """Two samples a step, each a micro-batch: an epoch of text has three steps, one of images has eight."""
 
 
-class StopError(Exception):
-    pass
-
-
 def losses(run: Any, stop: int = 0) -> dict[int, tuple[str, str]]:
     """Stage and loss of every step, bit for bit; ends after step `stop` by an error."""
     seen = {}
 
     def tell(progress: TrainingProgress) -> None:
         seen[progress.step] = progress.stage, progress.loss.hex()
-        if progress.step == stop:
-            raise StopError
 
     if stop:
-        with pytest.raises(StopError):
-            train(run, tell)
+        stopped(run, stop, tell)
     else:
         train(run, tell)
     return seen

@@ -17,13 +17,13 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.drafters import synthetic
-from tests.drafters.synthetic import plan
+from tests.drafters.synthetic import plan, stopped
 from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.core.config import ModelConfig
 from vlmdistill.drafters.core.settings import from_dict, override, to_dict
 from vlmdistill.drafters.training.progress import TrainingProgress
-from vlmdistill.drafters.training.run import LATER, Run, RunData
+from vlmdistill.drafters.training.run import LATER, RunData
 from vlmdistill.drafters.training.saved import Position
 from vlmdistill.drafters.training.schedule import Schedule
 from vlmdistill.drafters.training.trainer import train
@@ -219,21 +219,6 @@ def test_the_last_epoch_is_known_where_steps_do_not_divide_it(steps: int) -> Non
     begun = [*range(0, steps, 3)]  # of epochs with five batches
     last = [schedule.is_last_epoch(Position(begun=one), 5) for one in begun]
     assert last == [False] * (len(begun) - 1) + [True]
-
-
-class StopError(Exception):
-    pass
-
-
-def stopped(run: Run, step: int) -> None:
-    """Train up to a step and break off."""
-
-    def stop(progress: TrainingProgress) -> None:
-        if progress.step == step:
-            raise StopError
-
-    with pytest.raises(StopError):
-        train(run, stop)
 
 
 def test_an_unfinished_run_goes_on_and_one_of_other_settings_is_refused_by_their_names(

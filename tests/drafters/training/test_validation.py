@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.drafters import synthetic
-from tests.drafters.synthetic import plan
+from tests.drafters.synthetic import plan, stopped
 from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.checkpoints.description import describe
 from vlmdistill.drafters.core.config import Stage
@@ -41,10 +41,6 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("validation") / "store"
     synthetic.store(path, 30)
     return path
-
-
-class StopError(Exception):
-    pass
 
 
 def training(run: Run) -> dict[str, Any]:
@@ -137,15 +133,11 @@ def test_a_run_that_validates_continues_bit_for_bit(
         for name in ("whole", "parts")
     )
     train(whole)
-
-    def stop(progress: TrainingProgress) -> None:
-        if progress.step == step and asked:
-            os.kill(os.getpid(), signal.SIGTERM)
-        elif progress.step == step:
-            raise StopError
-
-    with pytest.raises((StopError, StoppedError)):
-        train(parts, stop)
+    if asked:
+        with pytest.raises(StoppedError):
+            train(parts, lambda one: os.kill(os.getpid(), signal.SIGTERM) if one.step == step else None)
+    else:
+        stopped(parts, step)
     train(parts)
     assert training(parts) == training(whole)
     assert weights(parts) == weights(whole)
@@ -162,13 +154,7 @@ def test_a_stage_that_learns_nothing_more_ends_early(store: Path, tmp_path: Path
     assert training(run)["saved_step"] == 2
     # Stopped where a stage has just ended.
     parts = plan(store, tmp_path / "parts", settings=idle, **HOW)
-
-    def stop(progress: TrainingProgress) -> None:
-        if progress.step == 7:
-            raise StopError
-
-    with pytest.raises(StopError):
-        train(parts, stop)
+    stopped(parts, 7)
     train(parts)
     assert training(parts) == training(run)
 
@@ -179,14 +165,8 @@ def test_a_run_continues_from_a_checkpoint_at_the_end_of_a_stage(store: Path, tm
     how: dict[str, Any] = {"settings": settings, "held_out": 0.3, "save_every": 4}
     whole, parts = (plan(store, tmp_path / name, **how) for name in "ab")
     train(whole)
-
-    def stop(progress: TrainingProgress) -> None:
-        if progress.step == 5:
-            assert progress.stage == "multimodal"
-            raise StopError
-
-    with pytest.raises(StopError):
-        train(parts, stop)
+    stopped(parts, 5)
+    assert figures(parts)[-1]["stage"] == "multimodal"
     train(parts)
     assert weights(parts) == weights(whole)
     assert [one["step"] for one in figures(parts) if "train/loss" not in one] == [4, 8]
@@ -208,13 +188,7 @@ def test_settings_that_cannot_validate_are_refused(store: Path, tmp_path: Path) 
 def test_every_step_has_its_figures_once(store: Path, tmp_path: Path) -> None:
     seen: list[TrainingProgress] = []
     run = plan(store, tmp_path / "out", settings=SETTINGS, **HOW)
-
-    def stop(progress: TrainingProgress) -> None:
-        if progress.step == 7:
-            raise StopError
-
-    with pytest.raises(StopError):
-        train(run, stop)
+    stopped(run, 7)
     with (run.state / "metrics.jsonl").open("a") as file:
         file.write('{"step": 8, "sta')  # killed in the middle of a line
     train(run, seen.append)

@@ -25,7 +25,6 @@ from pydantic import ValidationError
 
 from tests.drafters import synthetic
 from tests.served_app import Served, serving
-from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.decoding.clock import Cycle
 from vlmdistill.pipelines.data.responses.generate import generate
 from vlmdistill.pipelines.data.responses.pieces import Piece
@@ -51,10 +50,7 @@ KEY = "a key"
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     """The demo target's, with a sparrow of random weights."""
     here = Workspace.of("demo", tmp_path_factory.mktemp("runs"))
-    target = load("demo")
-    drafter = synthetic.untrained("sparrow", target)
-    origin = checkpoint.Origin(target.provenance((), "float32"), type(drafter).Training(), {})
-    checkpoint.save(drafter, "sparrow", here.drafter("sparrow"), origin)  # type: ignore[arg-type]
+    synthetic.save("sparrow", here.drafter("sparrow"), target=load("demo"))
     return here
 
 

@@ -13,7 +13,6 @@ import torch
 from tests import thorough, tiny
 from tests.drafters import synthetic
 from tests.served_app import serving
-from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.decoding.clock import Cycle, Laps
 from vlmdistill.pipelines.endpoint.chat import ChatRequest
 from vlmdistill.pipelines.endpoint.served_decoder import ServedDecoder, ServedResponse, open_decoder
@@ -36,10 +35,8 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     folder = tiny.checkpoint("qwen2_5_vl", root / "target")
     here, target = Workspace.of(str(folder), root / "runs"), load(str(folder))
     for seed in range(SEEDS):
-        drafter = synthetic.untrained("eagle2", target, seed)
-        origin = checkpoint.Origin(target.provenance((), "float32"), type(drafter).Training(), {})
-        name = f"hawk.r{seed}" if seed else "hawk"
-        checkpoint.save(drafter, "eagle2", here.drafter(name), origin)  # type: ignore[arg-type]
+        name, drafter = f"hawk.r{seed}" if seed else "hawk", synthetic.untrained("eagle2", target, seed)
+        synthetic.save("eagle2", here.drafter(name), drafter, target=target)
     return here
 
 

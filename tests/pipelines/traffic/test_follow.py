@@ -12,7 +12,6 @@ import pytest
 from tests import tiny
 from tests.drafters import synthetic
 from vlmdistill.cli.main import main
-from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.pipelines.endpoint.trial import FEWEST
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.traffic.follow import DRAFTS, Follower, FollowError
@@ -76,9 +75,9 @@ def workspace(tmp_path: Path) -> Workspace:
     folder = tiny.checkpoint("qwen2_5_vl", tmp_path / "target")
     here, target = Workspace.of(str(folder), tmp_path / "runs"), load(str(folder))
     for seed, name in enumerate(("hawk", "hawk.r1")):
-        drafter = synthetic.untrained("eagle2", target, seed)
-        origin = checkpoint.Origin(target.provenance((), "float32"), type(drafter).Training(), {})
-        checkpoint.save(drafter, "eagle2", here.drafter(name), origin)  # type: ignore[arg-type]
+        synthetic.save(
+            "eagle2", here.drafter(name), synthetic.untrained("eagle2", target, seed), target=target
+        )
     return here
 
 

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from tests.drafters import synthetic
 from tests.drafters.synthetic import INFO, LAYOUTS
-from vlmdistill.drafters import catalogue
-from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.checkpoints.export import export
 from vlmdistill.drafters.core.batch import Batch, Head
 from vlmdistill.drafters.core.drafter import Drafter
@@ -23,7 +21,6 @@ from vlmdistill.drafters.core.eagle_drafter import EagleDrafter
 from vlmdistill.drafters.core.layers import layer_names
 from vlmdistill.drafters.core.serving import KEY, Feeding
 from vlmdistill.drafters.core.tree import Tree
-from vlmdistill.drafters.core.tree_drafter import TreeDrafter
 from vlmdistill.pipelines.vllm.plugin.entry_map import EntryMap
 from vlmdistill.pipelines.vllm.plugin.feeder import Feeder, Reading
 from vlmdistill.pipelines.vllm.plugin.limits import drafter_of
@@ -162,11 +159,7 @@ def ours(drafter: Drafter, one: Batch, length: int) -> list[Tensor]:
         return scores[-1][None]
 
     drafter.logits = record  # type: ignore[method-assign, assignment]
-    last = len(one.ids_T) - 1
-    prompt = synthetic.cut(one, last)
-    draft = TreeDrafter(drafter, prompt)
-    draft.commit(one.ids_T[last:], prompt.feature("hidden", "text")[-1:])
-    draft.grow(Tree.parse(f"chain-{length}"))
+    synthetic.begun(drafter, one, len(one.ids_T) - 1).grow(Tree.parse(f"chain-{length}"))
     return scores
 
 
@@ -181,9 +174,7 @@ def test_an_exported_drafter_drafts_what_it_drafts_here(
     drafter = synthetic.build(name, **settings).eval()
     for parameter in drafter.parameters():
         nn.init.normal_(parameter, std=0.25)  # with larger weights attention sees one entry alone
-    origin = checkpoint.Origin(synthetic.provenance(), catalogue.config(name).training, {})
-    checkpoint.save(drafter, name, tmp_path / name, origin)
-    export(tmp_path / name, tmp_path / "out", "float32")
+    export(synthetic.save(name, tmp_path / name, drafter), tmp_path / "out", "float32")
     drafter.double()  # random weights blow rounding up from guess to guess
 
     letters = {**LAYOUTS, "starts with an image": "vvvvtttrrrr"}[layout]

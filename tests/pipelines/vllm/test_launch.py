@@ -13,8 +13,6 @@ import pytest
 
 from tests.drafters import synthetic
 from vlmdistill.cli.main import main
-from vlmdistill.drafters import catalogue
-from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.pipelines.cluster.environment import VARIABLE
 from vlmdistill.pipelines.vllm import launch
 from vlmdistill.pipelines.vllm.launch import EngineError
@@ -143,8 +141,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("VLMDISTILL_RUNS", raising=False)
     for name in ("sparrow", "eagle2"):
-        origin = checkpoint.Origin(synthetic.provenance(), catalogue.config(name).training, {})
-        checkpoint.save(synthetic.build(name), name, Path("runs/demo/drafters", name), origin)
+        synthetic.save(name, Path("runs/demo/drafters", name))
     Path("talks.json").write_text(json.dumps([{"question": "Why?"}]))
     assert main(["prompts", "talks.json", "--split", "eval"]) == 0
     return tmp_path / "runs/demo"
