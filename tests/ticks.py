@@ -1,4 +1,4 @@
-"""A clock that counts work instead of time."""
+"""What the operations on tensors are, and a clock that counts them instead of time."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,12 +6,15 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class Ticks(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Advances by one second at every operation on a tensor, and at nothing else."""
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Tells every operation on a tensor."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now = 0
+
+    def tell(self, func: Any, args: Sequence[Any]) -> None:
+        """An operation begins."""
+        raise NotImplementedError
 
     def __torch_dispatch__(
         self,
@@ -20,8 +23,17 @@ class Ticks(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        self.now += 1
+        self.tell(func, args)
         return func(*args, **(kwargs or {}))
+
+
+class Ticks(Operations):
+    """Advances by one second at every operation on a tensor, and at nothing else."""
+
+    now = 0
+
+    def tell(self, func: Any, args: Sequence[Any]) -> None:
+        self.now += 1
 
     def thread_time(self) -> float:
         return float(self.now)
