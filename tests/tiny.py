@@ -68,10 +68,10 @@ def checkpoint(
         "llava_qwen3": partial(_llava, text="qwen3"),
         "llava_biased": partial(_llava, attention_bias=True, mlp_bias=True),
         "llava_gemma2": partial(_llava, text="gemma2", sliding_window=24, query_pre_attn_scalar=8),
-        "llava_next": _llava_next,
+        "llava_next": partial(_llava, model="LlavaNext", image_grid_pinpoints=PINPOINTS),
         "llava_onevision": _llava_onevision,
-        "qwen2_vl": _qwen2_vl,
-        "qwen2_5_vl": _qwen2_5_vl,
+        "qwen2_vl": partial(_qwen, "Qwen2VL", {"embed_dim": 32, "mlp_ratio": 2}),
+        "qwen2_5_vl": partial(_qwen, "Qwen2_5_VL", QWEN2_5_VISION),
         "qwen3_vl": _qwen3_vl,
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -186,46 +186,44 @@ def _qwen_ids() -> dict[str, int]:
     }
 
 
-def _qwen2_vl(folder: Path, vocabulary: int, layers: int, save: Save) -> None:
-    _qwen_files(folder, vocabulary, PATCH, "Qwen2VLProcessor")
-    config = transformers.Qwen2VLConfig(
-        text_config=text_sizes(vocabulary, layers, rope_parameters=mrope([1, 1, 2])),
-        vision_config={
-            "depth": 2,
-            "embed_dim": 32,
-            "hidden_size": HIDDEN,
-            "num_heads": 2,
-            "mlp_ratio": 2,
-            "patch_size": PATCH,
-        },
+def _qwen(
+    model: str,
+    vision: dict[str, Any],
+    folder: Path,
+    vocabulary: int,
+    layers: int,
+    save: Save,
+    patch: int = PATCH,
+    **text: Any,
+) -> None:
+    _qwen_files(folder, vocabulary, patch, f"{model}Processor")
+    config = getattr(transformers, f"{model}Config")(
+        text_config=text_sizes(vocabulary, layers, **{"rope_parameters": mrope([1, 1, 2]), **text}),
+        vision_config={"depth": 2, "hidden_size": HIDDEN, "num_heads": 2, "patch_size": patch, **vision},
         tie_word_embeddings=False,
         **_qwen_ids(),
     )
-    save(transformers.Qwen2VLForConditionalGeneration, config, [1, 0])
+    save(getattr(transformers, f"{model}ForConditionalGeneration"), config, [1, 0])
 
 
-def _qwen2_5_vl(folder: Path, vocabulary: int, layers: int, save: Save) -> None:
-    _qwen_files(folder, vocabulary, PATCH, "Qwen2_5_VLProcessor")
-    config = transformers.Qwen2_5_VLConfig(
-        text_config=text_sizes(vocabulary, layers, rope_parameters=mrope([1, 1, 2])),
-        vision_config={
-            "depth": 2,
-            "hidden_size": 32,
-            "out_hidden_size": HIDDEN,
-            "num_heads": 2,
-            "intermediate_size": 48,
-            "patch_size": PATCH,
-            "window_size": 4 * PATCH,
-            "fullatt_block_indexes": [1],
-        },
-        tie_word_embeddings=False,
-        **_qwen_ids(),
-    )
-    save(transformers.Qwen2_5_VLForConditionalGeneration, config, [1, 0])
+QWEN2_5_VISION = {
+    "out_hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "window_size": 4 * PATCH,
+    "fullatt_block_indexes": [1],
+}
 
 
 def _qwen3_vl(folder: Path, vocabulary: int, layers: int, save: Save) -> None:
-    _qwen_files(folder, vocabulary, 16, "Qwen3VLProcessor")
+    vision = {
+        "depth": 3,
+        "out_hidden_size": HIDDEN,
+        "intermediate_size": 48,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0, 1],
+    }
+    rope = mrope([2, 1, 1], mrope_interleaved=True)
+    _qwen("Qwen3VL", vision, folder, vocabulary, layers, save, patch=16, head_dim=8, rope_parameters=rope)
     _video_file(
         folder,
         "Qwen3VLVideoProcessor",
@@ -236,24 +234,6 @@ def _qwen3_vl(folder: Path, vocabulary: int, layers: int, save: Save) -> None:
         image_mean=[0.5, 0.5, 0.5],
         image_std=[0.5, 0.5, 0.5],
     )
-    config = transformers.Qwen3VLConfig(
-        text_config=text_sizes(
-            vocabulary, layers, head_dim=8, rope_parameters=mrope([2, 1, 1], mrope_interleaved=True)
-        ),
-        vision_config={
-            "depth": 3,
-            "hidden_size": 32,
-            "out_hidden_size": HIDDEN,
-            "num_heads": 2,
-            "intermediate_size": 48,
-            "patch_size": 16,
-            "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0, 1],
-        },
-        tie_word_embeddings=False,
-        **_qwen_ids(),
-    )
-    save(transformers.Qwen3VLForConditionalGeneration, config, [1, 0])
 
 
 def _clip(**more: Any) -> dict[str, Any]:
@@ -281,65 +261,38 @@ def _llava(
     save: Save,
     text: str = "llama",
     siglip: bool = False,
+    model: str = "Llava",
+    image_grid_pinpoints: list[list[int]] | None = None,
     **more: Any,
 ) -> None:
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
     tokenizer(folder, LLAVA_SPECIALS, vocabulary, LLAVA_TEMPLATE, **special)
+    tiles = {"image_grid_pinpoints": image_grid_pinpoints} if image_grid_pinpoints else {}
     square = {"height": TOWER, "width": TOWER}
     cropped = {"crop_size": square, "size": {"shortest_edge": TOWER}}
-    kind, sizes = ("Siglip", {"size": square}) if siglip else ("CLIP", cropped)
+    sizes = {"size": square} if siglip else {**cropped, **tiles}
+    kind = "LlavaNext" if tiles else "Siglip" if siglip else "CLIP"
     write_json(folder, "preprocessor_config.json", image_processor_type=f"{kind}ImageProcessor", **sizes)
     strategy = "full" if siglip else "default"  # only CLIP has a token that is no patch
     write_json(
         folder,
         "processor_config.json",
-        processor_class="LlavaProcessor",
+        processor_class=f"{model}Processor",
         image_token="<image>",
         patch_size=7,
         num_additional_image_tokens=0 if siglip else 1,
         vision_feature_select_strategy=strategy,
     )
-    config = transformers.LlavaConfig(
+    config = getattr(transformers, f"{model}Config")(
         text_config=text_sizes(vocabulary, layers, model_type=text, head_dim=HIDDEN // HEADS, **more),
         vision_config=_siglip() if siglip else _clip(),
         image_token_id=4,
         vision_feature_layer=-2,
         vision_feature_select_strategy=strategy,
         tie_word_embeddings=False,
+        **tiles,
     )
-    save(transformers.LlavaForConditionalGeneration, config, [1])
-
-
-def _llava_next(folder: Path, vocabulary: int, layers: int, save: Save) -> None:
-    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
-    tokenizer(folder, LLAVA_SPECIALS, vocabulary, LLAVA_TEMPLATE, **special)
-    write_json(
-        folder,
-        "preprocessor_config.json",
-        image_processor_type="LlavaNextImageProcessor",
-        crop_size={"height": TOWER, "width": TOWER},
-        size={"shortest_edge": TOWER},
-        image_grid_pinpoints=PINPOINTS,
-    )
-    write_json(
-        folder,
-        "processor_config.json",
-        processor_class="LlavaNextProcessor",
-        image_token="<image>",
-        patch_size=7,
-        num_additional_image_tokens=1,
-        vision_feature_select_strategy="default",
-    )
-    config = transformers.LlavaNextConfig(
-        text_config=text_sizes(vocabulary, layers, model_type="llama"),
-        vision_config=_clip(),
-        image_token_id=4,
-        image_grid_pinpoints=PINPOINTS,
-        vision_feature_layer=-2,
-        vision_feature_select_strategy="default",
-        tie_word_embeddings=False,
-    )
-    save(transformers.LlavaNextForConditionalGeneration, config, [1])
+    save(getattr(transformers, f"{model}ForConditionalGeneration"), config, [1])
 
 
 def _llava_onevision(folder: Path, vocabulary: int, layers: int, save: Save) -> None:
