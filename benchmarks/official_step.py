@@ -95,11 +95,7 @@ class OfficialStep(nn.Module):
         return whole_LD
 
     def _decoder_layer(
-        self,
-        x_SD: Tensor,
-        rotary_S: Tensor,
-        before: list[KeysValues],
-        own: list[KeysValues],
+        self, x_SD: Tensor, rotary_S: Tensor, before: list[KeysValues], own: list[KeysValues]
     ) -> Tensor:
         layer = self.drafter.block.layer
         query_SHd, key_SHd, value_SHd = (part(x_SD).unflatten(-1, (layer.heads, -1)) for part in self.qkv)

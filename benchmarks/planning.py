@@ -88,10 +88,7 @@ def plan_features(path: str) -> None:
     next(shard_plan.tasks(prompts, generated, items, facts, capturer.CaptureSettings().shard_bytes))
 
 
-WORK: Mapping[str, Callable[[str], None]] = {
-    "plan responses": plan_responses,
-    "plan features": plan_features,
-}
+WORK: Mapping[str, Callable[[str], None]] = {"plan responses": plan_responses, "plan features": plan_features}
 
 
 @dataclass(eq=False)

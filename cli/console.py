@@ -46,8 +46,7 @@ Runs = Annotated[
     ),
 ]
 DryRun = Annotated[
-    bool,
-    typer.Option("--dry-run", help="Only say what would be done: samples, tokens, bytes, what exists."),
+    bool, typer.Option("--dry-run", help="Only say what would be done: samples, tokens, bytes, what exists.")
 ]
 Rate = Annotated[
     list[str] | None,
@@ -76,8 +75,7 @@ DrafterName = Annotated[
     typer.Option("--drafter", help="Name or folder of a trained drafter; default: plain decoding."),
 ]
 Frames = Annotated[
-    int | None,
-    typer.Option("--frames", help="Number of frames to sample from each video, instead of --fps."),
+    int | None, typer.Option("--frames", help="Number of frames to sample from each video, instead of --fps.")
 ]
 Limit = Annotated[int | None, typer.Option("--limit", min=1, help="Use only the first N prompts.")]
 SplitName = Annotated[

@@ -53,8 +53,7 @@ def evaluate(
     limit: Annotated[
         int | None,
         typer.Option(
-            min=1,
-            help="Decode at most N held-out prompts; default: 100, or each set's number in its paper.",
+            min=1, help="Decode at most N held-out prompts; default: 100, or each set's number in its paper."
         ),
     ] = None,
     max_new_tokens: console.MaxNewTokens = 512,
@@ -83,8 +82,7 @@ def evaluate(
         ),
     ] = "transformers",
     concurrency: Annotated[
-        list[int] | None,
-        typer.Option(help="With a server: requests at a time; default: 1; may be repeated."),
+        list[int] | None, typer.Option(help="With a server: requests at a time; default: 1; may be repeated.")
     ] = None,
     baseline: Annotated[
         str | None,

@@ -95,10 +95,7 @@ def features(
     from vlmdistill.pipelines.prompts import import_sources
 
     settings = CaptureSettings(
-        drafters=chosen_for,
-        dtype=dtype,
-        encoding=encodings,
-        batch_tokens=batch_tokens,
+        drafters=chosen_for, dtype=dtype, encoding=encodings, batch_tokens=batch_tokens
     )
     if import_ and not file.exists():
         with console.progress("importing", "rows") as report:

@@ -20,8 +20,7 @@ def follow(
         str, typer.Option(metavar="TIME", help="How often to look for a newer version.")
     ] = "10s",
     trial: Annotated[
-        int,
-        typer.Option(min=8, help="Samples of 64 drafts after which a new version stays, as for serve."),
+        int, typer.Option(min=8, help="Samples of 64 drafts after which a new version stays, as for serve.")
     ] = 64,
     once: Annotated[bool, typer.Option("--once", help="Load the version in use, and end.")] = False,
     runs: console.Runs = None,

@@ -30,8 +30,7 @@ def prompts(
         typer.Option("--format", help="Format of the rows; auto: detect it from the columns."),
     ] = "auto",
     ask: Annotated[
-        str | None,
-        typer.Option(metavar="TEXT", help="The question about images and videos that have none."),
+        str | None, typer.Option(metavar="TEXT", help="The question about images and videos that have none.")
     ] = None,
     images: Annotated[
         Path | None,

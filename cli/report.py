@@ -96,8 +96,7 @@ def report(
             raise typer.BadParameter("name two, to compare them, or none", param_hint="A B")
         if out or plots or form not in ("html", "json"):
             raise typer.BadParameter(
-                "they go with one report; two have only --json",
-                param_hint="--format, --out, --plots",
+                "they go with one report; two have only --json", param_hint="--format, --out, --plots"
             )
         _compare(two[0], two[1], where or [], as_json or form == "json")
         return

@@ -24,13 +24,7 @@ from torch import Tensor, nn
 from vlmdistill.drafters.core import Batch, Drafter, Entries, Head, KVCache, RMSNorm
 from vlmdistill.drafters.core.config import ModelConfig, Stage, TrainConfig, at_least, depths, features
 from vlmdistill.drafters.core.layers import DecoderLayer, layer_names
-from vlmdistill.drafters.core.serving import (
-    Feeding,
-    ServedDrafter,
-    layer_settings,
-    layer_weights,
-    unserved,
-)
+from vlmdistill.drafters.core.serving import Feeding, ServedDrafter, layer_settings, layer_weights, unserved
 from vlmdistill.drafters.core.vocabulary import FrequentTokens
 from vlmdistill.stores.schema import Feature, TargetInfo
 

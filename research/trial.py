@@ -34,12 +34,7 @@ from vlmdistill.drafters.training.replay import Walk, right_guesses, walk
 from vlmdistill.drafters.training.unroll import supervised
 from vlmdistill.pipelines import flow, train
 from vlmdistill.pipelines.bench import evaluate
-from vlmdistill.pipelines.bench.records import (
-    Decoding,
-    Measurement,
-    PromptKind,
-    PromptResult,
-)
+from vlmdistill.pipelines.bench.records import Decoding, Measurement, PromptKind, PromptResult
 from vlmdistill.pipelines.cluster.pool import WorkerOptions
 from vlmdistill.pipelines.cluster.processes import FunctionDone
 from vlmdistill.pipelines.cluster.reporting import check_failed

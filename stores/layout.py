@@ -18,15 +18,7 @@ import numpy as np
 from vlmdistill.stores.arrays import ArraySpec, file_bytes
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.manifest import GROUP, INDEX, Files
-from vlmdistill.stores.schema import (
-    CHUNK_FILE,
-    Array,
-    Feature,
-    Provenance,
-    Rows,
-    Sample,
-    TargetInfo,
-)
+from vlmdistill.stores.schema import CHUNK_FILE, Array, Feature, Provenance, Rows, Sample, TargetInfo
 
 STORAGE = {"bfloat16": "uint16", "float16": "float16", "float32": "float32"}
 ENCODINGS = ("raw", "int8")

@@ -122,11 +122,7 @@ def tokenizer(folder: Path, specials: tuple[str, ...], vocabulary: int, template
         core.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
         core.decoder = decoders.Fuse()
     core.add_special_tokens([token for token in specials if token not in special.values()])
-    fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        chat_template=template,
-        **special,
-    )
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=core, chat_template=template, **special)
     fast.save_pretrained(folder)
     return fast
 

@@ -79,11 +79,7 @@ class _Runs:
         self._module = module
         with redirect_stdout(sys.stderr):
             self._run = module.init(
-                project=PROJECT,
-                name=label,
-                group=about.target,
-                config=dict(about.settings),
-                **own,
+                project=PROJECT, name=label, group=about.target, config=dict(about.settings), **own
             )
 
     def log(self, figures: Mapping[str, float], step: int) -> None:

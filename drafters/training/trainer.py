@@ -44,9 +44,7 @@ PROBE_HOPS = 5
 
 
 def train(
-    run: Run,
-    on_step: Callable[[TrainingProgress], None] = lambda progress: None,
-    force: bool = False,
+    run: Run, on_step: Callable[[TrainingProgress], None] = lambda progress: None, force: bool = False
 ) -> Path:
     """Train a drafter to the end of its schedule and return its folder; `on_step` is called on rank 0.
 

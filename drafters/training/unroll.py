@@ -161,11 +161,7 @@ def with_noise(batch: Batch, width: float, generator: torch.Generator) -> Batch:
     length_B = torch.bincount(batch.segment_T, minlength=samples)
     if any(feature.where == "visual" for feature in batch.features):
         length_B = length_B.index_add(0, batch.segment_M, batch.length_M)
-    segments = {
-        "text": batch.segment_T,
-        "visual": batch.visual_tokens.segment_N,
-        "span": batch.segment_M,
-    }
+    segments = {"text": batch.segment_T, "visual": batch.visual_tokens.segment_N, "span": batch.segment_M}
     noisy = {}
     for feature, state_ND in sorted(batch.features.items(), key=itemgetter(0)):  # the order fixes the draws
         if feature.source == "hidden" and width:

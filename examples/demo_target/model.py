@@ -183,10 +183,7 @@ def visual_tokens(model: Qwen2_5_VLForConditionalGeneration, patches_IPC: Tensor
 
 
 def logits(
-    model: Qwen2_5_VLForConditionalGeneration,
-    ids_BT: Tensor,
-    visuals: Visuals | None,
-    keep_N: Tensor,
+    model: Qwen2_5_VLForConditionalGeneration, ids_BT: Tensor, visuals: Visuals | None, keep_N: Tensor
 ) -> Tensor:
     """Next-token logits `[N, V]` at the flat positions `keep_N` of a right-padded batch."""
     text, (B, T) = model.model.language_model, ids_BT.shape

@@ -7,16 +7,7 @@ from PIL import Image
 
 from vlmdistill.pipelines.demo import clips
 from vlmdistill.pipelines.demo.clips import PHASE_INKS, PHASES, Clip, phases
-from vlmdistill.pipelines.demo.scenes import (
-    CELLS,
-    COLOURS,
-    SHAPES,
-    SIZES,
-    Item,
-    Scene,
-    draw,
-    random_scene,
-)
+from vlmdistill.pipelines.demo.scenes import CELLS, COLOURS, SHAPES, SIZES, Item, Scene, draw, random_scene
 
 
 @dataclass(frozen=True)

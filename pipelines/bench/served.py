@@ -28,12 +28,7 @@ from vlmdistill.pipelines.bench.served_records import (
     ServerRun,
     TimedRequest,
 )
-from vlmdistill.pipelines.bench.server_client import (
-    ServedModel,
-    ServerClient,
-    ServerError,
-    between,
-)
+from vlmdistill.pipelines.bench.server_client import ServedModel, ServerClient, ServerError, between
 from vlmdistill.pipelines.cluster.environment import check_environment
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.media.frames import check_unchanged, media_file

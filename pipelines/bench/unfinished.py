@@ -12,13 +12,7 @@ from typing import Any
 
 import msgspec
 
-from vlmdistill.pipelines.bench.records import (
-    Calibration,
-    Count,
-    Measurement,
-    PromptResult,
-    ShownResponse,
-)
+from vlmdistill.pipelines.bench.records import Calibration, Count, Measurement, PromptResult, ShownResponse
 from vlmdistill.pipelines.data.responses.pieces import Amount
 from vlmdistill.stores.schema import content_hash
 

@@ -21,13 +21,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from vlmdistill.drafters.training.signals import ASKING
-from vlmdistill.stores.errors import (
-    FOR_USER,
-    LostRankError,
-    StoppedError,
-    TrainingError,
-    one_line,
-)
+from vlmdistill.stores.errors import FOR_USER, LostRankError, StoppedError, TrainingError, one_line
 
 GRACE = 30.0  # seconds for a process to save its work and exit
 AFTER = 5.0  # seconds to wait for the first cause, after one process failed as a consequence

@@ -117,12 +117,7 @@ class FusedLayers:
         return attend
 
     def run(
-        self,
-        ids_N: Tensor,
-        rope_N: Tensor | slice,
-        last: int,
-        attend: Attend,
-        taps: dict[int, list[str]],
+        self, ids_N: Tensor, rope_N: Tensor | slice, last: int, attend: Attend, taps: dict[int, list[str]]
     ) -> dict[str, Tensor]:
         """States by source [N, D]; `rope_N` are rotary positions up to `last`."""
         self.ensure_rotary_table(last)

@@ -306,10 +306,7 @@ class _Round:
         """Candidate and base on the same prompts, in one process."""
         names = [self.plan.drafter, self.plan.base]
         settings = evaluate.Settings(limit=len(prompts), max_new_tokens=self.how.max_new_tokens)
-        with (
-            TemporaryDirectory() as folder,
-            self.bar(f"decoding {side}", "prompts") as report,
-        ):
+        with TemporaryDirectory() as folder, self.bar(f"decoding {side}", "prompts") as report:
             file = Path(folder) / "prompts.parquet"
             prompt_table.write(file, prompts)
             title = f"{self.plan.drafter}-{side}"

@@ -124,11 +124,7 @@ def test_names_of_claims_and_the_page_of_made_up_results() -> None:
         ]
 
     names = [claim.name for claim in CLAIMS if claim.rate == "tau" and claim.expects == "more"][:3]
-    sides = {
-        names[0]: (arm(4.0), arm(3.0)),
-        names[1]: (arm(3.0), arm(4.0)),
-        names[2]: (arm(3.0), []),
-    }
+    sides = {names[0]: (arm(4.0), arm(3.0)), names[1]: (arm(3.0), arm(4.0)), names[2]: (arm(3.0), [])}
     text = claims.page(PAPERS, sides, claims.Conditions(5, 300))
     cells = [
         [cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line[:1] == "|"

@@ -82,11 +82,7 @@ def _old(
         asked = pl.col(TIME) < before if TIME in rows.columns else pl.lit(False)
         old = rows.with_columns((asked.fill_null(False) | pl.col("key").is_in(list(keys))).alias("!old"))
         if old["!old"].any():
-            yield (
-                unit,
-                old.filter(pl.col("!old")).drop("!old"),
-                old.filter(~pl.col("!old")).drop("!old"),
-            )
+            yield (unit, old.filter(pl.col("!old")).drop("!old"), old.filter(~pl.col("!old")).drop("!old"))
 
 
 def _lines(store: Store, unit: str) -> pl.DataFrame:

@@ -29,10 +29,7 @@ AWS = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGI
 LIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
 SMALL = ("--nodes=2", "--cpus-per-task=1", "--gpus-per-node=0", "--time=60")
 
-pytestmark = [
-    pytest.mark.skipif(bool(missing()), reason=missing()),
-    pytest.mark.timeout(3 * SECONDS),
-]
+pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), pytest.mark.timeout(3 * SECONDS)]
 
 
 @pytest.fixture(scope="module")

@@ -78,9 +78,7 @@ def test_the_engine_accepts_what_our_decoder_accepts(
         [prompts[at] for at in same],
         changed(job, questions=tuple(questions[at] for at in same)),
         changed(
-            plain,
-            prompts=[plain.prompts[at] for at in same],
-            responses=[plain.responses[at] for at in same],
+            plain, prompts=[plain.prompts[at] for at in same], responses=[plain.responses[at] for at in same]
         ),
     )
     assert found.identical == found.prompts

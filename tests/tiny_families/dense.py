@@ -42,12 +42,7 @@ def mistral3() -> Parts:
         ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
         "[IMG]",
         text={"model_type": "mistral", "head_dim": 8, "sliding_window": None},
-        vision={
-            "model_type": "pixtral",
-            **SMALL,
-            "image_size": 84,
-            "patch_size": 14,
-        },
+        vision={"model_type": "pixtral", **SMALL, "image_size": 84, "patch_size": 14},
         processor={"processor_class": "PixtralProcessor", "patch_size": 14, "spatial_merge_size": 2},
     )
     parts.config = ids(parts, image_token_index="[IMG]")

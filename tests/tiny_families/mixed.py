@@ -169,11 +169,7 @@ def kimi_k25() -> Parts:
             "v_head_dim": 8,
             "num_key_value_heads": 4,
         },
-        vision={
-            **SMALL,
-            "pos_emb_height": 8,
-            "pos_emb_width": 8,
-        },
+        vision={**SMALL, "pos_emb_height": 8, "pos_emb_width": 8},
         processor={"processor_class": "Kimi_K25Processor"},
         named={"image_token": "<|media_pad|>", "video_token": "<|kimi_k25_video_placeholder|>"},
     )

@@ -17,11 +17,7 @@ from vlmdistill.pipelines.data.features.shard_plan import SHARD_SAMPLES, Capture
 from vlmdistill.pipelines.data.features.store_part import StorePart
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
-from vlmdistill.pipelines.data.responses.responder import (
-    Responder,
-    ResponseResult,
-    ResponseTask,
-)
+from vlmdistill.pipelines.data.responses.responder import Responder, ResponseResult, ResponseTask
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
 from vlmdistill.stores.manifest import Commit
 from vlmdistill.stores.writer import Writer

@@ -162,10 +162,7 @@ class _Trial:
         prompt = self.prompt
         if not prompt.inputs:
             return "the processor's output has no pixels"
-        visual = self.target.family.encode_images(
-            self.target.model,
-            self.target._on_device(prompt.inputs),
-        )
+        visual = self.target.family.encode_images(self.target.model, self.target._on_device(prompt.inputs))
         placeholders = int(prompt.visual_L.sum())
         if placeholders != len(visual.embed_UD):
             return f"{placeholders} placeholders, and {len(visual.embed_UD)} visual tokens"

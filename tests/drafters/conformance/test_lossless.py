@@ -225,8 +225,6 @@ def forgotten_temperature(
 
 @pytest.mark.parametrize("broken", [trusting, forgotten_temperature])
 def test_a_broken_verifier_is_found_out(
-    broken: Callable[..., Acceptance],
-    small: VisionLanguageTarget,
-    fated: tuple[Any, dict[int, list[int]]],
+    broken: Callable[..., Acceptance], small: VisionLanguageTarget, fated: tuple[Any, dict[int, list[int]]]
 ) -> None:
     assert not all(agreed(small, fated, "eagle2", "8-2-2", broken))

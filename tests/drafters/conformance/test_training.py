@@ -234,9 +234,7 @@ def test_two_ranks_have_the_gradients_of_one(name: str, store: Path, two_ranks: 
         torch.testing.assert_close(theirs, mine, rtol=1e-3, atol=1e-5 + 1e-4 * float(mine.abs().max()))
 
 
-def test_ranks_that_share_the_state_stop_together_and_go_on_bit_for_bit(
-    two_ranks: Path,
-) -> None:
+def test_ranks_that_share_the_state_stop_together_and_go_on_bit_for_bit(two_ranks: Path) -> None:
     whole, parts = (two_ranks / part / "sparrow-2" / "model.safetensors" for part in ("", "parts"))
     assert parts.read_bytes() == whole.read_bytes()
     assert [file.name for file in (two_ranks / "parts").rglob("step*")] == ["step6.safetensors"]

@@ -32,9 +32,7 @@ def said(cycles: Iterator[Cycle]) -> list[int]:
     return [token for cycle in cycles for token in cycle.ids]
 
 
-def test_a_drafter_that_is_right_gains_tokens_and_changes_nothing(
-    target: VisionLanguageTarget,
-) -> None:
+def test_a_drafter_that_is_right_gains_tokens_and_changes_nothing(target: VisionLanguageTarget) -> None:
     one = target
     prompt = one.encode(tiny.message("tell", tiny.picture(56, 84)))
     expected = said(plain(one, prompt, max_new_tokens=24))

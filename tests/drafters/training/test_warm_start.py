@@ -132,9 +132,7 @@ NAN = float("nan")
 
 
 @pytest.mark.parametrize(
-    "losses",
-    [[NAN, NAN], [0.0] * 9, [2.0] * 9, [1.0, 2.0, 9.0], [5.0, 4.0, 3.0, 2.0], [1.0, NAN]],
-    ids=str,
+    "losses", [[NAN, NAN], [0.0] * 9, [2.0] * 9, [1.0, 2.0, 9.0], [5.0, 4.0, 3.0, 2.0], [1.0, NAN]], ids=str
 )
 def test_a_range_test_that_learnt_nothing_suggests_nothing(losses: list[float]) -> None:
     sweep = Sweep(steps=len(losses))

@@ -12,13 +12,7 @@ from examples.demo_target.slides import distinct, random_slides
 from examples.demo_target.text import SPECIALS, VOCABULARY, conversation, train_tokenizer
 from examples.demo_target.wiring import cell_words, meanings
 from vlmdistill.pipelines.demo import chats, narration, wording
-from vlmdistill.pipelines.demo.clips import (
-    PHASES,
-    SECONDS,
-    STAMPS,
-    frames,
-    random_clip,
-)
+from vlmdistill.pipelines.demo.clips import PHASES, SECONDS, STAMPS, frames, random_clip
 from vlmdistill.pipelines.demo.narration import APPEARS, CHANGES, VANISHES
 from vlmdistill.pipelines.demo.scenes import CELLS, draw, random_scene
 from vlmdistill.pipelines.targets.families.video import GridFrames

@@ -7,10 +7,7 @@ from typing import Any
 import pytest
 
 from tests.pipelines.bench.made_up import evaluation
-from vlmdistill.pipelines.bench.records import (
-    Measurement,
-    write,
-)
+from vlmdistill.pipelines.bench.records import Measurement, write
 from vlmdistill.pipelines.workspace.workspace import Workspace
 
 Save = Callable[..., Path]

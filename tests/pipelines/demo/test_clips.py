@@ -5,15 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlmdistill.pipelines.demo import narration
-from vlmdistill.pipelines.demo.clips import (
-    PHASES,
-    Clip,
-    Event,
-    frame,
-    frames,
-    patches_for,
-    random_clip,
-)
+from vlmdistill.pipelines.demo.clips import PHASES, Clip, Event, frame, frames, patches_for, random_clip
 from vlmdistill.pipelines.demo.scenes import CELLS, SIDE_PIXELS, SPLITS, Item, split_of
 
 seeds = st.integers(0, 2**32)

@@ -42,11 +42,7 @@ def first(workspace: Workspace) -> Answer:
     ],
 )
 def test_the_answer_tells_images_from_text(
-    workspace: Workspace,
-    save: Save,
-    speedups: dict[str, tuple[float, float]],
-    headline: str,
-    level: str,
+    workspace: Workspace, save: Save, speedups: dict[str, tuple[float, float]], headline: str, level: str
 ) -> None:
     for name, (image, text) in speedups.items():
         save(name, mixed(image, text))

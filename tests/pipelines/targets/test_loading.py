@@ -328,9 +328,7 @@ def test_a_target_without_eos_is_refused(copy: Callable[[str], Path]) -> None:
     )
 
 
-def test_without_a_generation_config_every_other_eos_counts(
-    copy: Callable[[str], Path],
-) -> None:
+def test_without_a_generation_config_every_other_eos_counts(copy: Callable[[str], Path]) -> None:
     folder = copy("llava")
     (folder / "generation_config.json").unlink()
     theirs = json.loads((folder / "config.json").read_text())["text_config"]["eos_token_id"]
@@ -340,8 +338,7 @@ def test_without_a_generation_config_every_other_eos_counts(
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
-    [("{", "cannot be read"), ("[]", "JSON object"), ('{"eos_token_id": "</s>"}', "'</s>'")],
+    ("text", "said"), [("{", "cannot be read"), ("[]", "JSON object"), ('{"eos_token_id": "</s>"}', "'</s>'")]
 )
 def test_a_broken_generation_config_is_refused(copy: Callable[[str], Path], text: str, said: str) -> None:
     folder = copy("llava")

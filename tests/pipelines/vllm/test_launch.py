@@ -81,16 +81,8 @@ def assert_ended(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("log", "status", "words"),
     [
-        (
-            "ValueError: no room\nRuntimeError: Engine core initialization failed. See",
-            1,
-            "no room",
-        ),
-        (
-            "Model architectures ['EagleVlmdistill'] are not supported: KeyError",
-            1,
-            "no plugin vlmdistill",
-        ),
+        ("ValueError: no room\nRuntimeError: Engine core initialization failed. See", 1, "no room"),
+        ("Model architectures ['EagleVlmdistill'] are not supported: KeyError", 1, "no plugin vlmdistill"),
         ("ValueError: no room", -9, "SIGKILL"),
         ("loading\ngone\n", 3, "gone"),
         ("", 3, "exit status 3"),

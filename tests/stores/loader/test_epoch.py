@@ -62,11 +62,7 @@ def take(store: Store, steps: int, world: int, **options: object) -> tuple[list[
 )
 @pytest.mark.slow
 def test_every_sample_comes_once_across_any_shards_interruptions_ranks_and_budgets(
-    shards: list[int],
-    seed: int,
-    number: int,
-    legs: list[tuple[int, int, int]],
-    last: tuple[int, int, int],
+    shards: list[int], seed: int, number: int, legs: list[tuple[int, int, int]], last: tuple[int, int, int]
 ) -> None:
     ends = [*itertools.accumulate(shards, initial=0)]
     store = made([range(start, end) for start, end in itertools.pairwise(ends)])

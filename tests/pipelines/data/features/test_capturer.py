@@ -513,16 +513,7 @@ def test_a_drafter_is_trained_while_its_features_are_captured(given: Given, tmp_
 
 def test_a_terminated_run_reports_what_is_kept_in_one_line(given: Given, tmp_path: Path) -> None:
     store = tmp_path / "store"
-    command = [
-        sys.executable,
-        "-m",
-        "vlmdistill",
-        "features",
-        "-m",
-        given.model,
-        "--store",
-        str(store),
-    ]
+    command = [sys.executable, "-m", "vlmdistill", "features", "-m", given.model, "--store", str(store)]
     command += ["--prompts", str(given.file), "--responses", str(given.responses), "--workers", "1"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while not list(store.glob("staging/probe-*")) and process.poll() is None:  # workers are about to start

@@ -48,11 +48,7 @@ def compare() -> None:
     square = {"size": {"height": 28, "width": 28}}
     for stock, mine, settings in (
         (transformers.Qwen2VLVideoProcessor, GridFrames, (small, {**small, **cap})),
-        (
-            transformers.Qwen3VLVideoProcessor,
-            TimedGridFrames,
-            (timed, {**timed, **cap}),
-        ),
+        (transformers.Qwen3VLVideoProcessor, TimedGridFrames, (timed, {**timed, **cap})),
         (transformers.LlavaOnevisionVideoProcessor, SquareFrames, (square, {**square, "resample": 2})),
     ):
         for given in settings:
