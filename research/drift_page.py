@@ -127,7 +127,7 @@ def picture(model: str, facts: dict[str, Any]) -> charts.Chart:
     phases = [row["round"][0] for row in rows]
     (second,) = (at for at, (one, other) in enumerate(pairwise(phases), 2) if one != other)
     title = f"Tau on {model}, first shift before round 1"
-    return charts.values(title, "round", lines, up="tokens per call", stages={"second shift": second})
+    return charts.curves(title, "round", lines, up="tokens per call", stages={"second shift": second})
 
 
 def page(facts: dict[str, Any]) -> str:

@@ -91,7 +91,7 @@ def acceptance(ranking: Ranking, styles: Mapping[str, int]) -> Chart | None:
         if one.figures.alpha
     ]
     title = f"Acceptance per position at temperature {ranking.temperature:g}"
-    return _lines(title, "position of the drafted token", lines) if lines else None
+    return curves(title, "position of the drafted token", lines) if lines else None
 
 
 def learning(
@@ -111,18 +111,44 @@ def learning(
     what = "Agreement" if batches else "Held-out agreement"
     title = f"{what} of {name} during training"
     key = "marks: held-out samples; lines: batches" if batches else ""
-    return _lines(title, "training steps", lines, stages=stages, key=key) if lines else None
+    return curves(title, "training steps", lines, stages=stages, key=key) if lines else None
 
 
 def losses(name: str, points: Sequence[Point], stages: Mapping[str, float]) -> Chart:
     """The loss over the steps of a training."""
     line = Line("loss", 0, points, "line")
-    return _lines(f"Loss of {name} during training", "training steps", [line], up="loss", stages=stages)
+    return curves(f"Loss of {name} during training", "training steps", [line], up="loss", stages=stages)
 
 
-def values(title: str, across: str, lines: Sequence[Line], up: str, stages: Mapping[str, float]) -> Chart:
-    """Any values of what `up` names, over what `across` names; `stages` begin at those places."""
-    return _lines(title, across, lines, up=up, stages=stages)
+def curves(
+    title: str,
+    across: str,
+    lines: Sequence[Line],
+    up: str = "",
+    stages: Mapping[str, float] = MappingProxyType({}),
+    key: str = "",
+) -> Chart:
+    """A chart of values over what `across` names: of shares, or of what `up` names.
+
+    `stages` begin at those places.
+    """
+    xs, ys = ([value[at] for line in lines for value in line.points] for at in (0, 1))
+    most = 1.05 * max(1e-9, *ys) if up else 1.0
+    x_of, y_of = _scale(min(xs), max(xs), LEFT + 10, RIGHT), _scale(0, most, HEIGHT - BELOW, TOP)
+    series = [
+        Series(
+            line.name,
+            line.style,
+            [y for _, y in line.points],
+            [(x_of(x), y_of(max(0, min(most, y)))) for x, y in line.points],
+            drawn=line.drawn,
+        )
+        for line in lines
+    ]
+    x_ticks = [(x, x_of(x)) for x in _ticks(min(xs), max(xs), least=1)]
+    y_ticks = [(y, y_of(y)) for y in (_ticks(0, most, least=1e-3) if up else (0, 0.25, 0.5, 0.75, 1))]
+    parts = tuple((name, x_of(x)) for name, x in stages.items() if min(xs) < x <= max(xs))
+    return Chart("lines", title, series, x_ticks, y_ticks, HEIGHT, across, up, key=key, parts=parts)
 
 
 def speed(ranking: Ranking, styles: Mapping[str, int], everything: Sequence[DrafterResult]) -> Chart:
@@ -287,34 +313,6 @@ def _stack(title: str, ranking: Ranking, styles: Mapping[str, int], phases: tupl
     legend = tuple(phase.replace("_", " ") for phase in phases)
     key = "line: a step of plain decoding" if steps else ""
     return Chart("stack", title, series, ticks, [], BAR * len(series) + 30, legend=legend, key=key)
-
-
-def _lines(
-    title: str,
-    across: str,
-    lines: Sequence[Line],
-    up: str = "",
-    stages: Mapping[str, float] = MappingProxyType({}),
-    key: str = "",
-) -> Chart:
-    """A chart of values over positions or steps: of shares, or of what `up` names."""
-    xs, ys = ([value[at] for line in lines for value in line.points] for at in (0, 1))
-    most = 1.05 * max(1e-9, *ys) if up else 1.0
-    x_of, y_of = _scale(min(xs), max(xs), LEFT + 10, RIGHT), _scale(0, most, HEIGHT - BELOW, TOP)
-    series = [
-        Series(
-            line.name,
-            line.style,
-            [y for _, y in line.points],
-            [(x_of(x), y_of(max(0, min(most, y)))) for x, y in line.points],
-            drawn=line.drawn,
-        )
-        for line in lines
-    ]
-    x_ticks = [(x, x_of(x)) for x in _ticks(min(xs), max(xs), least=1)]
-    y_ticks = [(y, y_of(y)) for y in (_ticks(0, most, least=1e-3) if up else (0, 0.25, 0.5, 0.75, 1))]
-    parts = tuple((name, x_of(x)) for name, x in stages.items() if min(xs) < x <= max(xs))
-    return Chart("lines", title, series, x_ticks, y_ticks, HEIGHT, across, up, key=key, parts=parts)
 
 
 def _most(result: DrafterResult, rates: Sequence[Rate]) -> float:

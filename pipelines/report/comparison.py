@@ -23,8 +23,7 @@ from vlmdistill.pipelines.bench.statistics import (
     drift,
     figures,
 )
-from vlmdistill.pipelines.report.selection import CONDITIONS, Measured, distinguished, latest
-from vlmdistill.pipelines.workspace.workspace import Workspace
+from vlmdistill.pipelines.report.selection import CONDITIONS, Measured, distinguished
 
 MOSTLY = 0.5  # of the CPU: below, speeds are those of other programs
 
@@ -328,11 +327,6 @@ def group(measured: Sequence[Measured]) -> list[Group]:
         Group(number, dict(zip(CONDITIONS, key, strict=True)), *distinguished([found]))
         for number, (key, found) in enumerate(alike.items(), 1)
     ]
-
-
-def gather(workspace: Workspace, where: Sequence[str] = ()) -> list[Group]:
-    """Group the selected evaluations of a workspace; see `selection.latest`."""
-    return group(latest(workspace.reports, workspace.model, where).own)
 
 
 def _speedup(one: DrafterResult) -> str:

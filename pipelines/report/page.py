@@ -2,13 +2,13 @@
 
 The page loads nothing: it includes styles, charts, small copies of images, and one script, which its policy
 names by hash. The page is complete without it: the script sorts and filters tables and replays responses.
-Evaluations that cannot be compared are in separate groups (`comparison.gather`).
+Evaluations that cannot be compared are in separate groups (`comparison.group`).
 """
 
 import io
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +22,7 @@ from vlmdistill.pipelines.bench.unfinished import Interim, interim
 from vlmdistill.pipelines.report import charts, selection, trainings
 from vlmdistill.pipelines.report.answer import answers
 from vlmdistill.pipelines.report.charts import Chart
-from vlmdistill.pipelines.report.comparison import DrafterResult, Group, differing, group
+from vlmdistill.pipelines.report.comparison import DrafterResult, Group, Ranking, differing, group
 from vlmdistill.pipelines.report.samples import OwnFiles, ShownPrompt, samples
 from vlmdistill.pipelines.report.templates import script_hash, source, templates
 from vlmdistill.pipelines.report.trainings import TrainingRun
@@ -60,32 +60,20 @@ class GroupView:
         said = {"fewest": FEWEST, "fewest_of_kind": FEWEST_OF_KIND, "answers": answers(self.group)}
         return Markup(_template("group.html.jinja").render(view=self, **said))
 
-    @property
-    def speed(self) -> list[Chart]:
-        """Speedup and decode speedup, a chart for each temperature."""
-        return [charts.speed(one, self.styles, self.group.results) for one in self.group.rankings]
-
-    @property
-    def against_tau(self) -> list[Chart]:
-        """Decode speedup over tau, a chart for each temperature."""
-        everything = self.group.results
-        return _found(charts.against_tau(one, self.styles, everything) for one in self.group.rankings)
-
-    @property
-    def pareto(self) -> list[Chart]:
-        """Speedup over memory, a chart for each temperature."""
-        everything = self.group.results
-        return _found(charts.pareto(one, self.styles, everything) for one in self.group.rankings)
-
-    @property
-    def cycles(self) -> list[Chart]:
-        """The milliseconds of a cycle, a chart for each temperature."""
-        return _found(charts.cycle(one, self.styles) for one in self.group.rankings)
-
-    @property
-    def prefills(self) -> list[Chart]:
-        """The milliseconds of the prefill, a chart for each temperature."""
-        return _found(charts.prefill(one, self.styles) for one in self.group.rankings)
+    @cached_property
+    def charts(self) -> dict[str, list[Chart]]:
+        """Its charts in the order of the page: one for each temperature that has what they show."""
+        styles, everything = self.styles, self.group.results
+        kinds: dict[str, Callable[[Ranking], Chart | None]] = {
+            "speed": lambda one: charts.speed(one, styles, everything),
+            "against_tau": lambda one: charts.against_tau(one, styles, everything),
+            "pareto": lambda one: charts.pareto(one, styles, everything),
+            "cycles": lambda one: charts.cycle(one, styles),
+            "prefills": lambda one: charts.prefill(one, styles),
+        }
+        drawn = {name: _found(map(draw, self.group.rankings)) for name, draw in kinds.items()}
+        acceptance = _found(charts.acceptance(one, styles) for one in self.group.rankings)
+        return {**drawn, "trees": self._trees, "acceptance": acceptance}
 
     @property
     def budgets(self) -> list[tuple[DrafterResult, dict[str, float], dict[str, float]]]:
@@ -97,18 +85,13 @@ class GroupView:
         ]
 
     @property
-    def trees(self) -> list[Chart]:
+    def _trees(self) -> list[Chart]:
         """Decode speedup and tau by tree, a chart for each temperature and drafter with several trees."""
         found: dict[tuple[float, str], list[DrafterResult]] = {}
         for one in sorted(self.group.results, key=lambda one: one.figures.tau):
             found.setdefault((one.temperature, one.name.partition("@")[0]), []).append(one)
         several = [found[key] for key in sorted(found) if len(found[key]) > 1]
         return [charts.trees(some, self.styles) for some in several]
-
-    @property
-    def acceptance(self) -> list[Chart]:
-        """Acceptance per position, a chart for each temperature."""
-        return _found(charts.acceptance(one, self.styles) for one in self.group.rankings)
 
     @property
     def divided(self) -> list[tuple[str, dict[str, list[DrafterResult]]]]:
@@ -120,12 +103,6 @@ class GroupView:
     def parts(self) -> list[tuple[DrafterResult, PartRates]]:
         """The parts of the responses, where there are several."""
         return [(one, part) for one in self.group.results for part in one.figures.parts]
-
-    @property
-    def charts(self) -> list[Chart]:
-        """All charts, in the order of the page."""
-        drawn = [*self.speed, *self.against_tau, *self.pareto, *self.cycles, *self.prefills, *self.trees]
-        return [*drawn, *self.acceptance]
 
     @property
     def samples(self) -> list[ShownPrompt]:
@@ -244,13 +221,6 @@ def evaluated(
     return [GroupView(some, own, styles, differing(groups), len(groups)) for some in groups], found.servers
 
 
-def make(workspace: Workspace, out: Path | None = None) -> ReportPage:
-    """Read a workspace's evaluations and write their page."""
-    report = read(workspace, out)
-    write(report.html, report.page)
-    return report
-
-
 def write(content: str | bytes, file: Path) -> None:
     """Replace the file atomically; DataError on what is no file."""
     if file.exists() and not file.is_file():
@@ -270,7 +240,8 @@ def plot(report: ReportPage, folder: Path, form: PlotFormat = "svg") -> None:
     drawn = [
         (f"group-{view.group.number}-" if several else "", one)
         for view in report.views
-        for one in view.charts
+        for some in view.charts.values()
+        for one in some
     ]
     for group_name, chart in (*drawn, *(("", chart) for one in report.trained for chart in one.charts)):
         name = group_name + NOT_IN_NAMES.sub("-", chart.title)[:NAME_LENGTH].lower()

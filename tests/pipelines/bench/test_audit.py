@@ -29,7 +29,7 @@ from vlmdistill.pipelines.bench import audit, side_by_side
 from vlmdistill.pipelines.bench import evaluate as evaluating
 from vlmdistill.pipelines.bench.records import Decoding, Evaluation, ResponsePart
 from vlmdistill.pipelines.data.prompts import prompt_table
-from vlmdistill.pipelines.report.comparison import gather
+from vlmdistill.pipelines.report.page import read
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.workspace.workspace import Workspace
 
@@ -69,7 +69,7 @@ class Evaluated:
         captured = capsys.readouterr()
         self.text = captured.out + captured.err
         self.record = newest(workspace.reports, name)
-        (self.group, *_) = gather(workspace)
+        (self.group, *_) = read(workspace).groups
 
 
 Run = Callable[..., Evaluated]

@@ -9,8 +9,8 @@ import pytest
 
 from tests.pipelines.bench.conftest import Save
 from tests.pipelines.bench.made_up import evaluation, measured
+from tests.pipelines.report.html_page import make
 from vlmdistill.pipelines.bench.records import read
-from vlmdistill.pipelines.report.page import make
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import DataError
 

@@ -3,7 +3,17 @@
 from html.parser import HTMLParser
 from pathlib import Path
 
+from vlmdistill.pipelines.report.page import ReportPage, read, write
+from vlmdistill.pipelines.workspace.workspace import Workspace
+
 VOID = {"meta", "link", "img", "br", "input"}
+
+
+def make(workspace: Workspace) -> ReportPage:
+    """Write the page of a workspace."""
+    found = read(workspace)
+    write(found.html, found.page)
+    return found
 
 
 class Page(HTMLParser):

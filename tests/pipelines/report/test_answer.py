@@ -7,11 +7,10 @@ import pytest
 
 from tests.pipelines.bench.conftest import Save
 from tests.pipelines.bench.made_up import measured, shown
-from tests.pipelines.report.html_page import Page
+from tests.pipelines.report.html_page import Page, make
 from vlmdistill.pipelines.bench.records import Measurement
 from vlmdistill.pipelines.report.answer import Answer, answers
-from vlmdistill.pipelines.report.comparison import gather
-from vlmdistill.pipelines.report.page import make
+from vlmdistill.pipelines.report.page import read
 from vlmdistill.pipelines.workspace.workspace import Workspace
 
 
@@ -26,7 +25,7 @@ def mixed(image: float, text: float, **changes: Any) -> Measurement:
 
 
 def first(workspace: Workspace) -> Answer:
-    return answers(gather(workspace)[0])[0]
+    return answers(read(workspace).groups[0])[0]
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,14 @@ import pytest
 
 from tests.pipelines.bench.conftest import Save
 from tests.pipelines.bench.made_up import evaluation, measured
-from tests.pipelines.report.html_page import Page
+from tests.pipelines.report.html_page import Page, make
 from tests.pipelines.workspace.conftest import on, runs
 from tests.pipelines.workspace.disks import On
 from vlmdistill.pipelines.bench.records import Training, write
 from vlmdistill.pipelines.bench.unfinished import Decoded, Unfinished
 from vlmdistill.pipelines.report import live as live_report
 from vlmdistill.pipelines.report.live import LiveReport, PageVersion
-from vlmdistill.pipelines.report.page import make, plot
+from vlmdistill.pipelines.report.page import plot
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import DataError, StoreError
 

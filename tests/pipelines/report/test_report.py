@@ -20,7 +20,7 @@ from PIL import Image
 
 from tests.pipelines.bench.conftest import Save
 from tests.pipelines.bench.made_up import PLAIN, RESPONSE, TIMED, measured, shown
-from tests.pipelines.report.html_page import Page
+from tests.pipelines.report.html_page import Page, make
 from vlmdistill.cli.main import main
 from vlmdistill.pipelines.bench.records import (
     Check,
@@ -43,9 +43,8 @@ from vlmdistill.pipelines.bench.statistics import FEWEST
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.data.responses.pieces import Piece
-from vlmdistill.pipelines.report.comparison import gather
 from vlmdistill.pipelines.report.latex import latex
-from vlmdistill.pipelines.report.page import make, read
+from vlmdistill.pipelines.report.page import read
 from vlmdistill.pipelines.report.tables import csv, markdown
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import DataError
@@ -150,7 +149,7 @@ def test_page_loads_nothing(workspace: Workspace, save: Save, tmp_path: Path) ->
 def test_the_same_target_in_another_folder_compares(workspace: Workspace, save: Save) -> None:
     save("sparrow")
     save("eagle2", target=TargetId(name="/somewhere/demo", family="qwen2_5_vl", fingerprint="f00d"))
-    assert len(gather(workspace)) == 1
+    assert len(read(workspace).groups) == 1
     assert "/somewhere" not in make(workspace).page.read_text()
 
 
@@ -391,7 +390,7 @@ def test_evaluations_that_cannot_be_compared_are_in_separate_groups(
     save("sparrow")
     save("eagle2", measured="2026-05-05 05:05", **change)
     save("hivis")
-    groups = gather(workspace)
+    groups = read(workspace).groups
     assert [[one.name for one in group.rankings[0].results] for group in groups] == [
         ["eagle2"],
         ["hivis", "sparrow"],
@@ -461,7 +460,7 @@ def test_verdict(
     workspace: Workspace, save: Save, own: list[Check], base: list[Check], level: str, expected: str
 ) -> None:
     save("sparrow", measured(own=own, base=base))
-    verdict = gather(workspace)[0].verdict
+    verdict = read(workspace).groups[0].verdict
     assert verdict.level == level
     assert expected in verdict.text
     page = Page(make(workspace).page)
@@ -471,9 +470,9 @@ def test_verdict(
 
 def test_the_verdict_names_drafters_that_were_not_checked(workspace: Workspace, save: Save) -> None:
     save("sparrow", measured(1.0))
-    assert gather(workspace)[0].verdict.level == "unchecked"
+    assert read(workspace).groups[0].verdict.level == "unchecked"
     save("eagle2")
-    verdict = gather(workspace)[0].verdict
+    verdict = read(workspace).groups[0].verdict
     assert verdict.level == "lossless"
     assert "sparrow" in verdict.text
     assert "eagle2" not in verdict.text

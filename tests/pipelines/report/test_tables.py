@@ -23,7 +23,8 @@ from vlmdistill.cli.main import main
 from vlmdistill.pipelines.bench import records
 from vlmdistill.pipelines.bench.records import Measurement
 from vlmdistill.pipelines.report import charts
-from vlmdistill.pipelines.report.comparison import gather, rank
+from vlmdistill.pipelines.report.comparison import rank
+from vlmdistill.pipelines.report.page import read
 from vlmdistill.pipelines.targets.software import Software
 from vlmdistill.pipelines.workspace.workspace import Workspace
 
@@ -64,7 +65,7 @@ def report(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> Report:
 
 
 def sentences(workspace: Workspace) -> list[str]:
-    groups = gather(workspace)
+    groups = read(workspace).groups
     return [text for one in groups for text in (*(rank.text for rank in one.rankings), one.verdict.text)]
 
 
@@ -88,7 +89,7 @@ def test_markdown_has_the_numbers_the_conditions_and_the_sentences(
         [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines if line[:1] == "|"
     ]
     rows = [dict(zip(table[0], map(unescaped, row), strict=True)) for row in table]
-    for one in (one for group in gather(workspace) for one in group.results):
+    for one in (one for group in read(workspace).groups for one in group.results):
         name = " ".join(one.name.split())
         (row,) = [row for row in rows if (row["drafter"], row["T"]) == (name, f"{one.temperature:g}")]
         assert [row["tau"], row["speedup"], row["decode speedup"]] == rates(one.figures)
@@ -105,7 +106,7 @@ def test_latex_has_only_escaped_names_and_balanced_tables(
     text = report("--format", "latex")
     for sentence in (one for one in sentences(workspace) if ODD not in one):
         assert f"% {sentence}" in text.splitlines()
-    for one in (one for group in gather(workspace) for one in group.results):
+    for one in (one for group in read(workspace).groups for one in group.results):
         assert any(all(cell in line for cell in rates(one.figures)) for line in text.splitlines())
     code = re.sub(r"(?m)(?<!\\)%.*$", "", text)
     assert r"text\_only" in code
@@ -169,7 +170,7 @@ def test_latex_is_a_table_of_methods_and_sets(workspace: Workspace, report: Repo
 
 def test_csv_has_raw_numbers_of_all_prompts_and_of_groups(workspace: Workspace, report: Report) -> None:
     table = pl.read_csv(io.StringIO(report("--format", "csv")))
-    for one in (one for group in gather(workspace) for one in group.results):
+    for one in (one for group in read(workspace).groups for one in group.results):
         rows = table.filter((pl.col("drafter") == one.name) & (pl.col("temperature") == one.temperature))
         assert rows.select("by", "part").rows() == [("all", ""), ("kind", "image"), ("dataset", "made up")]
         for row in rows.to_dicts():
