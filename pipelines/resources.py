@@ -102,10 +102,10 @@ def _machine(dtype: str) -> tuple[str, int, str, Sequence[int]]:
     return dtype, WIDTHS[dtype], "GPU" if gpus else "machine", [] if "RAY_ADDRESS" in os.environ else free
 
 
-def free_memory(root: Path = Path("/")) -> int | None:
+def free_memory() -> int | None:
     """Bytes that a new process may use here; None where the system does not tell."""
     try:
-        found = re.search(r"MemAvailable:\s*(\d+)", (root / "proc/meminfo").read_text())
+        found = re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())
     except OSError:
         return None
     limit = hardware.of(torch.device("cpu")).limits.memory

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
-from vlmdistill.stores.errors import DataError, VlmdistillError, one_line
+from vlmdistill.stores.errors import DataError, one_line
 
 T = TypeVar("T")
 
@@ -39,10 +39,10 @@ def decode(data: bytes | str, kind: type[T]) -> T:
         raise ValueError(one_line(error)) from None
 
 
-def read(path: Path, kind: type[T], what: str, remedy: str, *, error: type[VlmdistillError] = DataError) -> T:
+def read(path: Path, kind: type[T], what: str, remedy: str) -> T:
     """A JSON file as a declared type.
 
-    FileNotFoundError when it is missing; `error` when it cannot be read, or is not `what` it should be: one
+    FileNotFoundError when it is missing; DataError when it cannot be read, or is not `what` it should be: one
     line with the path, the reason and the `remedy`.
     """
     try:
@@ -50,6 +50,6 @@ def read(path: Path, kind: type[T], what: str, remedy: str, *, error: type[Vlmdi
     except FileNotFoundError:
         raise
     except OSError as cause:
-        raise error(f"{path} cannot be read: {cause.strerror or cause}") from None
+        raise DataError(f"{path} cannot be read: {cause.strerror or cause}") from None
     except ValueError as cause:
-        raise error(f"{path} is not {what} ({one_line(cause)}): {remedy}") from None
+        raise DataError(f"{path} is not {what} ({one_line(cause)}): {remedy}") from None

@@ -27,7 +27,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-class Ticks(Operations):
+class Ticks(Operations):  # type: ignore[no-untyped-call]
     """Advances by one second at every operation on a tensor, and at nothing else."""
 
     now = 0

@@ -84,7 +84,9 @@ class Trials:
     def record(self, workspace: Workspace, gone: Withdrawal) -> None:
         """Tell the workspace, which other servers and the next round read."""
         try:
-            versions.withdraw(workspace, self.name, gone.version, gone.before, gone.why)
+            versions.record(
+                workspace, self.name, gone.before, base=gone.version, published=True, why=gone.why
+            )
         except FOR_USER as error:
             log.warning("the workspace is not told that %s is withdrawn: %s", gone.version, one_line(error))
 

@@ -5,7 +5,6 @@ it was. What trains is fixed by a view when the capture has ended; more traffic 
 """
 
 import json
-import logging
 import statistics
 import time
 from collections import Counter
@@ -54,7 +53,6 @@ from vlmdistill.stores.views.filters import filter_store
 
 PLAN, METRICS = "plan.json", "metrics.jsonl"
 TIMED = 8  # steps by which the length of a step is measured
-log = logging.getLogger("vlmdistill.pipelines")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,6 @@ finds the rest. Of what is dropped, nothing is kept.
 """
 
 import json
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,7 +43,6 @@ MEDIA, TRAFFIC = "harvested", "traffic"
 AUDIT, READ = "audit.jsonl", "sources.json"
 EVAL_SHARE = 0.1
 WRITTEN = 256  # responses of a file
-log = logging.getLogger("vlmdistill.pipelines")
 
 
 def dataset_of(round_name: str) -> str:

@@ -8,7 +8,6 @@ A version is used from the record on that publishes it. So publishing writes one
 folder is ever replaced.
 """
 
-import re
 import time
 from typing import Any
 
@@ -19,9 +18,7 @@ from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import utc
 
-ROUNDS = ".rounds"  # ends the folder of the records
 DIGITS = 12
-VERSION = re.compile(r"\.r\d+$")
 
 
 class DrafterRound(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,8 +85,3 @@ def record(
         with atomic_write(folder / f"{made.number:0{DIGITS}}.json") as file:
             file.write_bytes(msgspec.json.format(msgspec.json.encode(made), indent=1) + b"\n")
     return made
-
-
-def withdraw(workspace: Workspace, name: str, drafter: str, before: str, why: str) -> DrafterRound:
-    """Put the version `before` into use again, in place of `drafter`."""
-    return record(workspace, name, before, base=drafter, published=True, why=why)

@@ -106,7 +106,13 @@ def test_status_has_each_drafter_with_what_it_was_measured_at(capsys: Output) ->
     dialogues(40)
     assert main(["prompts", "talks.json", "--eval-share", "0.3"]) == 0
     folder, reports = Path("runs/demo/drafters/mine"), Path("runs/demo/reports")
-    training = {"signature": "s", "steps": 600, "saved_step": 500, "samples": 30, "view": None}
+    training: dict[str, Any] = {
+        "signature": "s",
+        "steps": 600,
+        "saved_step": 500,
+        "samples": 30,
+        "view": None,
+    }
     synthetic.save("eagle3", folder, **training)
     (drafter,) = printed(capsys, "status")["drafters"]
     assert (drafter["method"], drafter["steps"], drafter["measured"]) == ("eagle3", 500, "")

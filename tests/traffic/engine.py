@@ -16,8 +16,9 @@ from typing import Any
 import httpx2
 import pytest
 
+from tests.drafters import synthetic
 from tests.traffic.adapting import SMALL
-from tests.traffic.conftest import fresh, untrained
+from tests.traffic.conftest import fresh
 from tests.traffic.loop import command, embedded, text
 from vlmdistill.drafters.checkpoints.export import export
 from vlmdistill.pipelines.bench.server_client import Counters, between, parse
@@ -169,7 +170,7 @@ def test_a_drafter_of_another_shape_is_refused_and_the_old_one_goes_on(
     running: Running, target: VisionLanguageTarget
 ) -> None:
     before = running.accepted_per_draft()
-    untrained("msd", target, running.workspace.drafter("hawk.r3"))
+    synthetic.save("msd", running.workspace.drafter("hawk.r3"), target=target)
     publish(running.workspace, "hawk.r3")
     taken = running.follow()
     assert taken.returncode == 1

@@ -21,7 +21,7 @@ WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "multinomial", "_u
 """Operations whose result has a size, or a value on the host, that the device must tell first."""
 
 
-class Waits(Operations):
+class Waits(Operations):  # type: ignore[no-untyped-call]
     """Writes down every operation for which a GPU would be waited for."""
 
     def __init__(self) -> None:

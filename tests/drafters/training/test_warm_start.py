@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.drafters import synthetic
-from tests.drafters.synthetic import plan
-from tests.drafters.training.test_trainer import stopped
+from tests.drafters.synthetic import plan, stopped
 from vlmdistill.cli.main import main
 from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.checkpoints.description import describe
