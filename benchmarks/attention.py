@@ -65,6 +65,8 @@ class Figures:
 class DenseKVCache:
     """The attention of before, for as many key heads as query heads and one query a row."""
 
+    generator: torch.Generator | None = None
+
     def __init__(self) -> None:
         self.context: dict[str, Tensor] = {}
         self.prefix: tuple[Tensor, Tensor, TokenIndex]

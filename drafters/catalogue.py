@@ -21,6 +21,7 @@ DRAFTERS = {
     "dflash": "DFlash",
     "eagle2": "Eagle2",
     "eagle3": "Eagle3",
+    "eaglevlm": "EagleVLM",
     "hass": "Hass",
     "hivis": "HiViS",
     "lookahead": "Lookahead",

@@ -7,8 +7,7 @@ and long sampled responses, keep it from copying the target's states (section 4.
 Differs from EAGLE by: the adaptor, whose compressed tokens are all that the KV cache holds of an image, and
 img_fc, which maps every hidden state together with g.
 
-Shapes: N entries, U visual tokens, M visual spans, Q queries, X queries or compressed tokens of all spans,
-H heads, d head width, D hidden.
+Shapes: N entries, U visual tokens, M visual spans, C compressed tokens of a span, Q queries, D hidden.
 """
 
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmdistill.drafters.core import EagleDrafter, Head, Tree
+from vlmdistill.drafters.core.compressors import QueryCompressor
 from vlmdistill.drafters.core.config import ModelConfig, Stage, TwoPasses, at_least, features
 from vlmdistill.drafters.core.layers import EAGLE_NAMES
 from vlmdistill.stores.schema import Feature, TargetInfo
@@ -79,7 +79,7 @@ class ViSpec(EagleDrafter):
 
     def __init__(self, config: Config, info: TargetInfo, head: Head) -> None:
         super().__init__(config, info, head)
-        self.adaptor = Adaptor(info, config.num_q if config.injection else config.num_q - 1)
+        self.adaptor = QueryCompressor(info, config.num_q if config.injection else config.num_q - 1)
         self.img_fc: nn.Linear | None = None
         if config.injection:
             self.img_fc = nn.Linear(2 * info.hidden_size, info.hidden_size)
@@ -114,35 +114,3 @@ class ViSpec(EagleDrafter):
         if self.img_fc is not None and joined_ND is not None:
             state_ND = self.img_fc(torch.cat([state_ND, joined_ND], dim=-1))
         return super().fuse(embed_ND, state_ND, guess_1)
-
-
-class Adaptor(nn.Module):
-    """Learnable queries, attending over the visual embeddings of one span: no order, norm or residual."""
-
-    def __init__(self, info: TargetInfo, queries: int) -> None:
-        super().__init__()
-        self.heads, self.head_dim = info.num_heads, info.head_dim
-        width = info.num_heads * info.head_dim
-        self.query_QHd = nn.Parameter(torch.empty(queries, info.num_heads, info.head_dim))
-        nn.init.normal_(self.query_QHd, std=info.head_dim**-0.5)
-        self.kv_proj = nn.Linear(info.hidden_size, 2 * width, bias=info.attention_bias)
-        self.o_proj = nn.Linear(width, info.hidden_size, bias=False)
-
-    def forward(self, embed_UD: Tensor, span_U: Tensor, spans: int) -> Tensor:
-        """The output of each query on each span of visual tokens: [M, Q, D].
-
-        All queries attend to all visual tokens, masked to their own span: no padding is needed.
-        """
-        queries = len(self.query_QHd)
-        key_UHd, value_UHd = (
-            part.unflatten(-1, (self.heads, self.head_dim)) for part in self.kv_proj(embed_UD).chunk(2, -1)
-        )
-        span_X = torch.arange(spans, device=span_U.device).repeat_interleave(queries)
-        mixed_1HXd = nn.functional.scaled_dot_product_attention(
-            self.query_QHd.repeat(spans, 1, 1).transpose(0, 1)[None],
-            key_UHd.transpose(0, 1)[None],
-            value_UHd.transpose(0, 1)[None],
-            attn_mask=span_X[:, None] == span_U,
-        )
-        out_XD: Tensor = self.o_proj(mixed_1HXd[0].transpose(0, 1).flatten(1))
-        return out_XD.view(spans, queries, embed_UD.shape[-1])

@@ -1,4 +1,4 @@
-"""What the five papers claim in their ablations, as data for `research.claims`.
+"""What six papers claim in their ablations, as data for `research.claims`.
 
 A claim compares two settings of drafters at one length of the prompt. All settings are trained for the same
 steps, tokens per step and learning rate, on the same store; steps are divided between stages in the ratio
@@ -444,4 +444,78 @@ SPARROW = Paper(
     not_built=("Table 1, training on a share of the visual tokens: `sparrow` has no switch for it.",),
 )
 
-PAPERS = (HIVIS, VISPEC, MSD, SPECFLASH, SPARROW)
+_every = Setting("eaglevlm", (MIXED, "compressor=none"))
+
+
+def _left(compressor: str, *settings: str) -> Setting:
+    """EagleVLM with a compressor, trained on images and text: on images alone all forget text."""
+    return Setting("eaglevlm", (MIXED, f"compressor={compressor}", *settings))
+
+
+ELASTIC = Paper(
+    title="SpecVLM (EagleVLM)",
+    model="demo-video",
+    note="Images have 9 visual tokens and videos 72. Half of the samples have images.",
+    claims=(
+        *(
+            Claim(
+                name=f"eaglevlm-{name}",
+                says=f"{says}; against all visual tokens",
+                source="table 3, mean",
+                printed=f"{tau} / 3.53",
+                one=_left(name),
+                other=_every,
+            )
+            for name, says, tau in (
+                ("select", "a gate selects a compressor", "3.69"),
+                ("weigh", "a gate weighs three", "3.71"),
+                ("concat", "all four side by side", "3.67"),
+            )
+        ),
+        *(
+            Claim(
+                name=f"eaglevlm-{name}",
+                says=f"{says}; against all visual tokens",
+                source="table 4",
+                printed="3.40 / 3.29",
+                one=_left(name),
+                other=_every,
+            )
+            for name, says in (
+                ("prune", "pruning, one of 20"),
+                ("pool", "pooling, one of 20"),
+                ("convolve", "convolution, one of 3"),
+                ("resample", "a resampler of two queries"),
+            )
+        ),
+        Claim(
+            name="eaglevlm-kernel",
+            says="convolution, one of 3; against one of 20",
+            source="table 4",
+            printed="3.40 / 2.90",
+            one=_left("convolve"),
+            other=_left("convolve", "kernel=20"),
+        ),
+        Claim(
+            name="eaglevlm-queries",
+            says="two queries are as good as eight",
+            source="table 4",
+            printed="3.40 / 3.39",
+            one=_left("resample"),
+            other=_left("resample", "queries=8"),
+            expects="same",
+        ),
+        Claim(
+            name="eaglevlm-cheap",
+            says="pooling is as good as selecting",
+            source="tables 3 and 4, different sets",
+            printed="3.40 / 3.40 on LLaVA-Wild",
+            one=_left("pool"),
+            other=_left("select"),
+            expects="same",
+        ),
+    ),
+    not_built=("Section 5.2, longer training: any drafter here gains by more steps.",),
+)
+
+PAPERS = (HIVIS, VISPEC, MSD, SPECFLASH, SPARROW, ELASTIC)

@@ -1,6 +1,6 @@
-"""The papers on trial: the ablations of five papers, repeated on the embedded targets over several seeds.
+"""The papers on trial: the ablations of six papers, repeated on the embedded targets over several seeds.
 
-    python -m research.claims [--only NAME ...] [--seeds 5] [--steps 300] [--jobs 2] [--model M] [--out F]
+    python -m research.claims [--paper P] [--only NAME ...] [--seeds 5] [--steps 300] [--jobs 2] [--out F]
 
 `claimed.py` lists the claims. Both settings of a claim are trained on one store and measured on the same
 prompts with a picture; the page says of each claim whether its direction holds. Finished trainings and
@@ -88,7 +88,7 @@ def page(papers: Sequence[Paper], sides: Mapping[str, Sides], conditions: Condit
     sections = "\n\n".join(_section(paper, sides) for paper in papers)
     return f"""# The papers on trial
 
-`make claims` writes this page. It repeats ablations of five papers on the embedded targets.
+`make claims` writes this page. It repeats ablations of {len(papers)} papers on the embedded targets.
 Of {len(counts)} claims, {summary}.
 
 {"; ".join(facts)}.
@@ -154,6 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Try the claims, and write the page after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", action="append", help="claims whose names begin so; may be repeated")
+    parser.add_argument("--paper", default="", help="the papers whose titles begin so")
     parser.add_argument("--page", action="store_true", help="only write the page, of what is measured")
     parser.add_argument("--seeds", type=int, default=FEWEST_SEEDS)
     parser.add_argument("--steps", type=int, help="300, or for another target those of the recipe `fair`")
@@ -163,7 +164,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs"))
     parser.add_argument("--out", type=Path, default=Path("docs/measurements/claims.md"))
     options = parser.parse_args(arguments)
-    papers = [replace(one, model=options.model or one.model) for one in PAPERS]
+    papers = [
+        replace(one, model=options.model or one.model)
+        for one in PAPERS
+        if one.title.startswith(options.paper)
+    ]
     trials = {
         model: Trial(
             base=Workspace.of(model, options.runs),
@@ -178,7 +183,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = [pair for start in options.only or [""] for pair in pairs if pair[1].name.startswith(start)]
     chosen.sort(key=lambda pair: pair[1].rate != "tau")
     if not chosen:
-        raise SystemExit(f"--only {' '.join(options.only)}: no claim has a name that begins so")
+        raise SystemExit(
+            f"--paper {options.paper!r} --only {options.only}: no claim has a name that begins so"
+        )
     sides: dict[str, Sides] = {claim.name: _read(trial, claim) for trial, claim in pairs}
     steps = next(iter(trials.values())).steps or "those of the recipe `fair`"
 

@@ -95,13 +95,16 @@ class EagleDrafter(Drafter, ABC):
         elif self.compresses is not None:
             read_UD = batch.feature(self.compresses, "visual")
             out_MQD = self.compress(read_UD, batch.visual_tokens.span_N, len(batch.start_M))
-            position_MC = self.places(batch.start_M, batch.length_M)
-            span_X, entry_X = (position_MC >= 0).nonzero().unbind(1)
-            position_X = position_MC[span_X, entry_X]
-            tokens = TokenIndex(batch.segment_M[span_X], position_X, span_X)
-            self.block.layer.write_kv(out_MQD[span_X, entry_X], position_X - 1, tokens, cache)
+            self.write_compressed(out_MQD, self.places(batch.start_M, batch.length_M), batch, cache)
             if self.joins:
                 cache.context["joined"] = out_MQD[:, -1]
+
+    def write_compressed(self, out_MQD: Tensor, position_MC: Tensor, batch: Batch, cache: KVCache) -> None:
+        """Write the first entries of each span at their positions, [M, C]; -1: there is none."""
+        span_X, entry_X = (position_MC >= 0).nonzero().unbind(1)
+        position_X = position_MC[span_X, entry_X]
+        tokens = TokenIndex(batch.segment_M[span_X], position_X, span_X)
+        self.block.layer.write_kv(out_MQD[span_X, entry_X], position_X - 1, tokens, cache)
 
     def step(self, entries: Entries, cache: KVCache) -> Tensor:
         """EAGLE's step: layer(fuse(e_{t+1}, h_t)) -> g_{t+1}, [R, D]."""

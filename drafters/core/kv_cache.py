@@ -25,6 +25,8 @@ class KVCache(Protocol):
 
     context: dict[str, Tensor]
     """What a method keeps of the prompt besides keys and values; filled by `condition`."""
+    generator: torch.Generator | None
+    """Draws what a method leaves to chance in training; None: nothing is."""
 
     def update(self, key_NKd: Tensor, value_NKd: Tensor, tokens: TokenIndex, hop: int) -> None:
         """Write entries: hop 0 as part of the prefix, later hops as guesses after it."""
@@ -66,8 +68,9 @@ class PackedKVCache:
     (section 3.2), with every masked score at minus infinity.
     """
 
-    def __init__(self, window: int = 0) -> None:
+    def __init__(self, window: int = 0, generator: torch.Generator | None = None) -> None:
         self.context: dict[str, Tensor] = {}
+        self.generator = generator
         self._window = window
         self._prefix: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []  # keys, values, segments, positions
         self._guesses: list[tuple[Tensor, Tensor]] = []  # keys and values [R, 1, K, d] of hops 1, 2, ...
@@ -144,6 +147,8 @@ class GrowingKVCache:
 
     With a `window`, guesses see that many positions of what is committed, and older entries are dropped.
     """
+
+    generator: torch.Generator | None = None
 
     def __init__(self, capacity: int = 256, window: int = 0) -> None:
         self.context: dict[str, Tensor] = {}

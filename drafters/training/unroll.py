@@ -88,7 +88,7 @@ def unroll(
         rows_R = rows_R[_drawn(entries.tokens.segment_N[rows_R], failed_R, stage, generator)]
     token_R = token_E[rows_R]
     hidden_TD = batch.feature("hidden", "text")
-    cache = PackedKVCache(drafter.config.attention_window)
+    cache = PackedKVCache(drafter.config.attention_window, generator)
     drafter.condition(inputs, cache)
 
     tokens = entries.tokens.with_rows(rows_R)

@@ -77,8 +77,8 @@ class Recorder(PackedKVCache):
 
     weights: list[Tensor]
 
-    def __init__(self, window: int) -> None:
-        super().__init__(window)
+    def __init__(self, window: int, generator: torch.Generator | None) -> None:
+        super().__init__(window, generator)
         self.shadow = PackedKVCache()
         Recorder.weights = []
 

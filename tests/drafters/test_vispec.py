@@ -11,10 +11,11 @@ from tests.drafters.sizes import real
 from tests.drafters.synthetic import INFO, LAYOUTS, batch, head, plain_layer
 from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.core.batch import Batch, Head, TokenIndex
+from vlmdistill.drafters.core.compressors import QueryCompressor
 from vlmdistill.drafters.core.kv_cache import PackedKVCache
 from vlmdistill.drafters.core.settings import override
 from vlmdistill.drafters.core.tree import Tree
-from vlmdistill.drafters.vispec import Adaptor, ViSpec
+from vlmdistill.drafters.vispec import ViSpec
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import Feature
 
@@ -68,7 +69,7 @@ def test_g_is_that_of_the_last_image_and_zero_before_the_first(hop: int) -> None
 
 def test_each_image_is_compressed_by_itself() -> None:
     torch.manual_seed(0)
-    adaptor = Adaptor(INFO, 3)
+    adaptor = QueryCompressor(INFO, 3)
     packed = batch(LAYOUTS.values(), [VISUAL])
     span_U, spans = packed.visual_tokens.span_N, len(packed.start_M)
     embed_UD = packed.feature("embed", "visual")
@@ -83,7 +84,7 @@ def test_each_image_is_compressed_by_itself() -> None:
         assert changed_M.tolist() == [one == span for one in range(spans)]
 
 
-def naive(adaptor: Adaptor, embed_UD: Tensor) -> Tensor:
+def naive(adaptor: QueryCompressor, embed_UD: Tensor) -> Tensor:
     """One image, one head at a time: softmax(q k / sqrt(d)) v, then the output projection."""
     heads, width = adaptor.heads, adaptor.head_dim
     kv_UX = embed_UD @ adaptor.kv_proj.weight.T + adaptor.kv_proj.bias

@@ -202,7 +202,11 @@ def work(store: Path, folder: Path) -> None:
 
 
 def ranked(name: str, zero: int, store: Path, folder: Path) -> Any:
-    settings = ("steps=6", "batch_tokens=30", "noise=0", "clip=1000")
+    settings = ["steps=6", "batch_tokens=30", "noise=0", "clip=1000"]
+    if name == "eaglevlm":
+        settings.append(
+            "compressor=weigh"
+        )  # a gate that selects draws, and each rank draws for its own batch
     more = {"micro_tokens": 15, "save_every": 6, "zero": zero}
     return plan(store, folder / f"{name}-{zero}", drafter=name, settings=settings, **more)
 

@@ -1,0 +1,100 @@
+"""Compressors: what the visual tokens of a span become, and where it stands.
+
+Shapes: U visual tokens, M visual spans, C entries of the longest span, K visual tokens of a group, X groups
+or queries of all spans, Q queries of a span, H heads, d head width, D hidden.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from vlmdistill.stores.schema import TargetInfo
+
+
+class Compressor(nn.Module, ABC):
+    """The visual tokens of each span as fewer entries."""
+
+    @abstractmethod
+    def forward(self, read_UD: Tensor, span_U: Tensor, spans: int) -> Tensor:
+        """The entries of each span, [M, C, D]; any values where a span has fewer."""
+
+    @abstractmethod
+    def places(self, start_M: Tensor, length_M: Tensor) -> Tensor:
+        """Their positions in the expanded sequence, [M, C]; -1: a span has fewer."""
+
+
+class GroupCompressor(Compressor):
+    """One entry for each `size` neighbours: the middle one, their mean, or a convolution of that stride."""
+
+    def __init__(self, width: int, size: int, kind: Literal["prune", "pool", "convolve"]) -> None:
+        super().__init__()
+        self.size, self.kind = size, kind
+        self.linear = nn.Linear(size * width, width) if kind == "convolve" else None
+
+    def forward(self, read_UD: Tensor, span_U: Tensor, spans: int) -> Tensor:
+        """The entries of each span, [M, C, D]. The last group of a span may be smaller: zeros complete it."""
+        length_M = torch.bincount(span_U, minlength=spans)
+        position_MC = self.places(torch.zeros_like(length_M), length_M)
+        span_X, entry_X = (position_MC >= 0).nonzero().unbind(1)
+        first_M = length_M.cumsum(0) - length_M
+        out_MCD = read_UD.new_zeros(*position_MC.shape, read_UD.shape[-1])
+        if self.kind == "prune":
+            out_XD = read_UD[first_M[span_X] + position_MC[span_X, entry_X]]
+        else:
+            offset_XK = self.size * entry_X[:, None] + torch.arange(self.size, device=span_U.device)
+            inside_XK = offset_XK < length_M[span_X, None]
+            row_XK = (first_M[span_X, None] + offset_XK).clamp(max=max(0, len(read_UD) - 1))
+            group_XKD = read_UD[row_XK] * inside_XK[..., None]
+            if self.linear is not None:
+                out_XD = self.linear(group_XKD.flatten(1))
+            else:
+                out_XD = group_XKD.sum(1) / inside_XK.sum(1, keepdim=True)
+        return out_MCD.index_put((span_X, entry_X), out_XD)
+
+    def places(self, start_M: Tensor, length_M: Tensor) -> Tensor:
+        """The middle of each group, [M, C]; -1: a span has fewer groups."""
+        count = -(-int(length_M.max()) // self.size) if len(length_M) else 0
+        first_C = self.size * torch.arange(count, device=start_M.device)
+        middle_MC = torch.minimum(first_C + self.size // 2, length_M[:, None] - 1)
+        return torch.where(first_C < length_M[:, None], start_M[:, None] + middle_MC, -1)
+
+
+class QueryCompressor(Compressor):
+    """Learnable queries, attending over the visual embeddings of one span: no order, norm or residual."""
+
+    def __init__(self, info: TargetInfo, queries: int) -> None:
+        super().__init__()
+        self.heads, self.head_dim = info.num_heads, info.head_dim
+        width = info.num_heads * info.head_dim
+        self.query_QHd = nn.Parameter(torch.empty(queries, info.num_heads, info.head_dim))
+        nn.init.normal_(self.query_QHd, std=info.head_dim**-0.5)
+        self.kv_proj = nn.Linear(info.hidden_size, 2 * width, bias=info.attention_bias)
+        self.o_proj = nn.Linear(width, info.hidden_size, bias=False)
+
+    def forward(self, read_UD: Tensor, span_U: Tensor, spans: int) -> Tensor:
+        """The output of each query on each span of visual tokens: [M, Q, D].
+
+        All queries attend to all visual tokens, masked to their own span: no padding is needed.
+        """
+        queries = len(self.query_QHd)
+        key_UHd, value_UHd = (
+            part.unflatten(-1, (self.heads, self.head_dim)) for part in self.kv_proj(read_UD).chunk(2, -1)
+        )
+        span_X = torch.arange(spans, device=span_U.device).repeat_interleave(queries)
+        mixed_1HXd = nn.functional.scaled_dot_product_attention(
+            self.query_QHd.repeat(spans, 1, 1).transpose(0, 1)[None],
+            key_UHd.transpose(0, 1)[None],
+            value_UHd.transpose(0, 1)[None],
+            attn_mask=span_X[:, None] == span_U,
+        )
+        out_XD: Tensor = self.o_proj(mixed_1HXd[0].transpose(0, 1).flatten(1))
+        return out_XD.view(spans, queries, read_UD.shape[-1])
+
+    def places(self, start_M: Tensor, length_M: Tensor) -> Tensor:
+        """Spread evenly over each span, [M, Q]; -1: a span has fewer tokens than queries."""
+        query_Q = torch.arange(len(self.query_QHd), device=start_M.device)
+        count_M1 = length_M[:, None].clamp(max=len(query_Q))
+        place_MQ = start_M[:, None] + (2 * query_Q + 1) * length_M[:, None] // (2 * count_M1)
+        return torch.where(query_Q < count_M1, place_MQ, -1)
