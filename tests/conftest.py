@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests import tiny
+from vlmdistill.cli.main import main
 from vlmdistill.pipelines.cluster.session import session
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
@@ -60,3 +61,19 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 def target(checkpoint: Callable[..., Path]) -> VisionLanguageTarget:
     """A tiny target of the Qwen2.5-VL family."""
     return load(str(checkpoint("qwen2_5_vl")))
+
+
+@pytest.fixture
+def failing(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a command that fails; the one line on stderr."""
+
+    def fail(*arguments: str) -> str:
+        capsys.readouterr()
+        assert main(list(arguments)) == 1
+        shown = capsys.readouterr()
+        assert shown.out == ""
+        (line,) = shown.err.strip().splitlines()
+        assert line.startswith("error: ")
+        return line
+
+    return fail

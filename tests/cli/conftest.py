@@ -1,12 +1,9 @@
-"""A folder to work in, and commands that fail in one line."""
+"""A folder to work in."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-from vlmdistill.cli.main import main
 
 
 def dialogues(count: int, name: str = "talks.json") -> str:
@@ -23,19 +20,3 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("VLMDISTILL_RUNS", raising=False)
     dialogues(3)
     return tmp_path
-
-
-@pytest.fixture
-def failing(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs a command that fails; the one line on stderr."""
-
-    def fail(*arguments: str) -> str:
-        capsys.readouterr()
-        assert main(list(arguments)) == 1
-        shown = capsys.readouterr()
-        assert shown.out == ""
-        (line,) = shown.err.strip().splitlines()
-        assert line.startswith("error: ")
-        return line
-
-    return fail

@@ -5,7 +5,6 @@ import inspect
 import json
 import re
 import resource
-import shlex
 import signal
 import subprocess
 import sys
@@ -21,7 +20,6 @@ import torch
 from typer.models import OptionInfo
 
 from tests.cli.conftest import dialogues
-from tests.drafters import synthetic
 from vlmdistill.cli import console
 from vlmdistill.cli.main import GROUPS, VERBS, main
 from vlmdistill.drafters.core.settings import flat
@@ -87,11 +85,6 @@ def test_an_interrupt_while_the_command_loads_is_one_line() -> None:
     assert line.startswith("interrupted: ")
 
 
-def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out.startswith("vlmdistill ")
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -133,7 +126,6 @@ def test_wrong_usage_is_status_two(arguments: list[str], workplace: Path, capsys
         (["generate", "hi", "--fps", "3"], "--fps 3.0"),
         (["generate", "hi", "--frames", "3"], "--frames 3"),
         (["generate", "hi", "--tree", "chain-4"], "--tree chain-4"),
-        (["target", "show", "no-such-model"], "'no-such-model'"),
         (["export", "eagle3", "--out", "served"], "drafters/eagle3"),
     ],
 )
@@ -239,20 +231,6 @@ def test_an_imported_checkpoint_is_a_drafter(
     assert "exists" in failing("import", "theirs", "--as", "eagle2", "--name", "imported")
     assert "visual_norm" in failing("import", "theirs", "--as", "sparrow")
     assert "config.json" in failing("import", ".", "--as", "eagle2")
-
-
-def test_export_prints_the_commands_that_serve_the_drafter(
-    workplace: Path, capsys: pytest.CaptureFixture[str], failing: Callable[..., str]
-) -> None:
-    synthetic.save("eagle3", Path("runs/demo/drafters/eagle3"))
-    assert main(["export", "eagle3", "--out", "served", "--dtype", "float16", "--json"]) == 0
-    shown = capsys.readouterr()
-    assert json.loads(shown.out)["parameters"] > 0
-    (command,) = [line for line in shown.err.splitlines() if line.startswith("vLLM: ")]
-    given = json.loads(shlex.split(command)[-1])
-    assert given["model"] == str(Path("served").absolute())
-    assert sorted(file.name for file in Path("served").iterdir()) == ["config.json", "model.safetensors"]
-    assert "served" in failing("export", "eagle3", "--out", "served")
 
 
 def test_a_full_disk_loses_nothing(workplace: Path) -> None:

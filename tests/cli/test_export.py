@@ -3,6 +3,7 @@
 import json
 import shlex
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,9 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("engine")
-def test_the_command_names_what_was_written(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_names_what_was_written(
+    capsys: pytest.CaptureFixture[str], failing: Callable[..., str]
+) -> None:
     line = ["export", "sparrow", "--out", "served", "--dtype", "float32", "--json"]
     assert main(line) == 0
     shown = capsys.readouterr()
@@ -40,7 +43,9 @@ def test_the_command_names_what_was_written(capsys: pytest.CaptureFixture[str]) 
     assert "--no-enable-prefix-caching" in words
     drafting = json.loads(words[words.index("--speculative-config") + 1])
     assert drafting["model"] == str(Path("served").absolute())
+    assert sorted(file.name for file in Path("served").iterdir()) == ["config.json", "model.safetensors"]
     assert main(line) == 0  # again, into the same folder
+    assert "served" in failing(*line[:4], "--dtype", "float16")
 
 
 def test_another_target_than_the_drafters_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -134,20 +134,11 @@ def test_an_empty_question_is_refused(text: str, failing: Callable[..., str]) ->
     assert "TEXT" in failing("generate", text)
 
 
-def test_the_shell_completes_commands_and_python_runs_the_package() -> None:
-    asked = {"_VLMDISTILL_COMPLETE": "complete_bash", "COMP_WORDS": "vlmdistill exp", "COMP_CWORD": "1"}
-    completed = subprocess.check_output(
-        [sys.executable, "-m", "vlmdistill"], env={**os.environ, **asked}, text=True
-    )
-    assert completed.split() == ["export"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "cure"),
     [
         (["train", "sparrow", "--set", "lr=1e-4"], "stages.*.learning_rate="),
         (["train", "sparrow", "--set", "stages.text.lr=1e-4"], "'learning_rate'"),
-        (["export", "hivis", "--out", "served"], "`vlmdistill train hivis`"),
         (["prompts", "llava.json"], "--images"),
         (["prompts", "photos.json"], "--ask"),
     ],

@@ -44,15 +44,6 @@ def facts_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, A
     return facts
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    capsys.readouterr()
-    assert main(["target", *arguments]) == 1
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    (line,) = shown.err.strip().splitlines()
-    return line
-
-
 def test_a_known_name_is_shown_without_weights(cache: Any, capsys: pytest.CaptureFixture[str]) -> None:
     facts = facts_of(capsys, "show", "qwen2.5-vl-7b")
     assert facts["origin"] == "Qwen/Qwen2.5-VL-7B-Instruct"
@@ -138,18 +129,18 @@ def test_the_list_has_a_line_for_each(cache: Any, capsys: pytest.CaptureFixture[
 
 
 def test_an_unusable_target_is_one_line(
-    cache: Any, checkpoint: Checkpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    cache: Any, checkpoint: Checkpoint, tmp_path: Path, failing: Callable[..., str]
 ) -> None:
-    assert "'qwen9'" in refused(capsys, "show", "qwen9")
-    assert "someone/some-model" in refused(capsys, "show", "someone/some-model")
+    assert "'qwen9'" in failing("target", "show", "qwen9")
+    assert "someone/some-model" in failing("target", "show", "someone/some-model")
     folder = Path(shutil.copytree(checkpoint("llava"), tmp_path / "copy"))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
-    assert "'gpt2'" in refused(capsys, "show", str(folder))
+    assert "'gpt2'" in failing("target", "show", str(folder))
     (folder / "config.json").write_text(json.dumps({**config, "text_config": {"model_type": "nonsense"}}))
-    assert str(folder) in refused(capsys, "show", str(folder))
+    assert str(folder) in failing("target", "show", str(folder))
     (folder / "config.json").unlink()
-    assert "config.json" in refused(capsys, "show", str(folder))
+    assert "config.json" in failing("target", "show", str(folder))
 
 
 def test_an_attention_implementation_that_does_not_work_here_is_refused(

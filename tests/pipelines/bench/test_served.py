@@ -186,11 +186,11 @@ def test_a_server_that_dies_loses_no_finished_load(
     decoder: ServedDecoder,
     workspace: Workspace,
     measure: Callable[..., Any],
-    capsys: pytest.CaptureFixture[str],
+    failing: Callable[..., str],
 ) -> None:
     more = ("--concurrency", "1", "--concurrency", "2", "--name", "dead")
     with serving(hooked(decoder, lambda number: fail(True))) as served:
-        line = failing(workspace, capsys, "--engine", f"openai:{url(served)}", *more)
+        line = failing(*arguments(workspace, "--engine", f"openai:{url(served)}", *more))
     assert "all 16 requests failed" in line
     assert not records(workspace, "dead")
     with serving(hooked(decoder, lambda number: fail(number > PROMPTS))) as served:
@@ -285,26 +285,16 @@ def site() -> Iterator[str]:
         http.shutdown()
 
 
-def failing(workspace: Workspace, capsys: pytest.CaptureFixture[str], *more: str) -> str:
-    """The one line on stderr of a command that fails before it measures."""
-    capsys.readouterr()
-    assert main(arguments(workspace, *more)) == 1
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    (line,) = shown.err.strip().splitlines()
-    return line
-
-
 def test_a_server_that_cannot_be_used_is_one_line(
     workspace: Workspace,
     server: Served,
     decoder: ServedDecoder,
     site: str,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    failing: Callable[..., str],
 ) -> None:
     def line(engine: str, *more: str) -> str:
-        return failing(workspace, capsys, "--engine", f"openai:{engine}", *more)
+        return failing(*arguments(workspace, "--engine", f"openai:{engine}", *more))
 
     assert "cannot be reached" in line("http://127.0.0.1:1")
     assert "cannot be reached" in line(url(server), "--baseline", "http://127.0.0.1:1")
@@ -322,20 +312,15 @@ def test_a_server_that_cannot_be_used_is_one_line(
 
 
 def test_a_prompt_with_a_video_is_refused_by_name(
-    prompts_file: Path,
-    workspace: Workspace,
-    server: Served,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    workspace: Workspace, server: Served, failing: Callable[..., str], tmp_path: Path
 ) -> None:
     tiny.film(tmp_path / "film.mp4", tiny.clip(4, 56, 28, 0))
     row = {"conversations": [{"from": "human", "value": "What moves?"}], "video": "film.mp4"}
     (tmp_path / "row.json").write_text(json.dumps([row]))
     file = tmp_path / "prompts.parquet"
     assert main(["prompts", str(tmp_path / "row.json"), "--split", "eval", "--out", str(file)]) == 0
-    assert "film.mp4" in failing(
-        workspace, capsys, "--engine", f"openai:{url(server)}", "--prompts", str(file)
-    )
+    engine = arguments(workspace, "--engine", f"openai:{url(server)}")
+    assert "film.mp4" in failing(*engine, "--prompts", str(file))
 
 
 @pytest.mark.parametrize(
