@@ -4,14 +4,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples.demo_target.scoring import CLIP_FACTS, FACTS, claims, happenings, score, score_clip
+from tests.pipelines.demo.test_clips import CLIP
 from vlmdistill.pipelines.demo import chats, narration, wording
-from vlmdistill.pipelines.demo.clips import Clip, Event, random_clip
+from vlmdistill.pipelines.demo.clips import random_clip
 from vlmdistill.pipelines.demo.scenes import CELLS, Item, Scene, random_scene
 
 seeds = st.integers(0, 2**32)
 
-STAR, CIRCLE = Item(8, "small", "blue", "star"), Item(0, "large", "red", "circle")
-CLIP = Clip("navy", (CIRCLE, STAR), (Event(1, STAR, 8, 1), Event(3, CIRCLE, 0, None)))
 TEXT = (
     "This clip has a navy background. At the start northwest floats a big red circle. "
     "At the start southeast holds a little blue star. "

@@ -7,14 +7,12 @@ from hypothesis import strategies as st
 from examples.demo_target import probes
 from examples.demo_target.slides import Slides, distinct, frame, random_slides
 from examples.demo_target.wiring import cell_words
-from vlmdistill.pipelines.demo.clips import PHASES, Clip, Event, frames, phases, random_clip
+from tests.pipelines.demo.test_clips import CLIP
+from vlmdistill.pipelines.demo.clips import PHASES, frames, phases, random_clip
 from vlmdistill.pipelines.demo.narration import MOVE
-from vlmdistill.pipelines.demo.scenes import CELL_PIXELS, Item, Scene
+from vlmdistill.pipelines.demo.scenes import CELL_PIXELS, Scene
 
 seeds = st.integers(0, 2**32)
-
-STAR, CIRCLE = Item(8, "small", "blue", "star"), Item(0, "large", "red", "circle")
-CLIP = Clip("navy", (CIRCLE, STAR), (Event(1, STAR, 8, 1), Event(3, CIRCLE, 0, None)))
 
 
 @settings(deadline=None)

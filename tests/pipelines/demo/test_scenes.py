@@ -1,10 +1,13 @@
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlmdistill.pipelines.demo import chats, wording
+from vlmdistill.pipelines.demo import chats, narration, wording
+from vlmdistill.pipelines.demo.clips import random_clip
 from vlmdistill.pipelines.demo.scenes import (
     BACKGROUNDS,
     CELLS,
@@ -55,18 +58,17 @@ def test_every_item_and_background_looks_different() -> None:
     assert len(looks) == len(BACKGROUNDS) * len(CELLS) * 2 * len(COLOURS) * len(SHAPES)
 
 
-@pytest.mark.parametrize("split", sorted(set(SPLITS)))
-def test_a_split_has_only_its_own_scenes(split: str) -> None:
+@pytest.mark.parametrize("random_one", [random_scene, random_clip])
+def test_a_split_has_only_its_own(random_one: Callable[..., Any]) -> None:
     rng = random.Random(0)
-    assert {split_of(random_scene(rng, split)) for _ in range(50)} == {split}
-
-
-def test_an_unknown_split_is_refused() -> None:
+    for split in sorted(set(SPLITS)):
+        assert {split_of(random_one(rng, split)) for _ in range(50)} == {split}
     with pytest.raises(ValueError, match="drafter, evaluation, target"):
-        random_scene(random.Random(0), "test")
+        random_one(rng, "test")
 
 
-def test_responses_vary() -> None:
-    scene = random_scene(random.Random(3))
-    for task in wording.TASKS:
-        assert len({wording.response(scene, task, random.Random(seed)) for seed in range(20)}) > 10
+@pytest.mark.parametrize(("random_one", "words"), [(random_scene, wording), (random_clip, narration)])
+def test_responses_vary(random_one: Callable[..., Any], words: Any) -> None:
+    shown = random_one(random.Random(3))
+    for task in words.TASKS:
+        assert len({words.response(shown, task, random.Random(seed)) for seed in range(20)}) > 10
