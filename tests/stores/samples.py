@@ -103,10 +103,11 @@ def make(path: Path | str, units: Iterable[Iterable[int]] = (), **options: Any) 
     return store
 
 
-def write(store: Store, unit: str, numbers: Iterable[int]) -> None:
+def write(store: Store, unit: str, samples: Iterable[int | Sample]) -> None:
+    """Commit samples, some by their numbers."""
     with store.writer(unit) as writer:
-        for number in numbers:
-            writer.add(sample(number))
+        for one in samples:
+            writer.add(sample(one) if isinstance(one, int) else one)
 
 
 def more(number: int) -> Sample:
@@ -125,9 +126,7 @@ def whole(number: int) -> Sample:
 def add(store: Store, unit: str, numbers: Iterable[int], **options: Any) -> Store:
     """Write a unit of the annex of a store."""
     annex = store.annex(MORE, **options)
-    with annex.writer(unit) as writer:
-        for number in numbers:
-            writer.add(more(number))
+    write(annex, unit, map(more, numbers))
     return annex
 
 

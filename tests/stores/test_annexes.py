@@ -23,6 +23,7 @@ from tests.stores.samples import (
     same,
     sample,
     whole,
+    write,
 )
 from vlmdistill.cli.store import app
 from vlmdistill.stores.errors import StoreError
@@ -53,9 +54,7 @@ def at_once(path: Path) -> Store:
     """The same samples in a store that was made for all features."""
     store = Store.create(path, provenance(features=ALL), info(), head(), INT8)
     for unit, numbers in enumerate((range(3), range(3, 6))):
-        with store.writer(f"u{unit}") as writer:
-            for number in numbers:
-                writer.add(whole(number))
+        write(store, f"u{unit}", map(whole, numbers))
     return store
 
 
@@ -107,9 +106,7 @@ def test_features_of_other_tokens_are_never_read_as_those_of_a_sample(tmp_path: 
     other = more(1)
     ids = other.ids_T.copy()
     ids[0] ^= 1
-    with store.annex(MORE).writer("a") as writer:
-        writer.add(more(0))
-        writer.add(replace(other, ids_T=ids))
+    write(store.annex(MORE), "a", [more(0), replace(other, ids_T=ids)])
     store = Store.open(tmp_path / "store")
     assert {*store["k0001"].features} == {*map(Feature.parse, FEATURES)}
     with pytest.raises(StoreError, match="1 of 2 samples, such as k0001"):
@@ -337,8 +334,7 @@ def test_a_merge_refuses_what_would_not_fit_before_it_copies(tmp_path: Path) -> 
     add(one, "a", range(2))
     annex = two.annex(("layer1.text",))
     rows = bf16(np.zeros((len(more(2).ids_T), 8)))
-    with annex.writer("a") as writer:
-        writer.add(replace(more(2), features={Feature.parse("layer1.text"): rows}))
+    write(annex, "a", [replace(more(2), features={Feature.parse("layer1.text"): rows})])
     before = one.keys()
     with pytest.raises(StoreError, match="not together with all of layer1"):
         merge(one.path, [two.path])

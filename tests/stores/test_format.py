@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 import zarr
 
-from tests.stores.samples import FEATURES, head, make, sample
+from tests.stores.samples import FEATURES, head, make, sample, write
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.layout import ENCODINGS
 from vlmdistill.stores.loader.tensors import as_numpy, as_torch
@@ -29,9 +29,7 @@ BIG = 3  # a sample of more rows than a chunk
 
 def fill(path: Path, encoding: str) -> None:
     store = make(path, encoding=dict.fromkeys(FEATURES, encoding))
-    with store.writer("u") as writer:
-        for number in range(6):
-            writer.add(sample(number, tokens=700 if number == BIG else None))
+    write(store, "u", (sample(number, tokens=700 if number == BIG else None) for number in range(6)))
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
@@ -136,8 +134,7 @@ def test_hardly_a_row_is_padding(tmp_path: Path) -> None:
 
 def test_torch_shares_the_memory_of_what_is_read(tmp_path: Path) -> None:
     store = make(tmp_path)
-    with store.writer("u") as writer:
-        writer.add(sample(1, tokens=8000))
+    write(store, "u", [sample(1, tokens=8000)])
     rows = store.read("k0001").features[Feature.parse("hidden.text")]
     tensor = as_torch(rows, "bfloat16")
     assert (tensor.dtype, tensor.data_ptr()) == (torch.bfloat16, rows.ctypes.data)

@@ -55,9 +55,7 @@ def test_meta_comes_back_as_given_with_or_without_a_dataset(tmp_path: Path) -> N
         dataclasses.replace(sample(1), meta={}),
         dataclasses.replace(sample(2), meta={"ok": True, "x": 0.5}),
     ]
-    with store.writer("u") as writer:
-        for item in given:
-            writer.add(item)
+    write(store, "u", given)
     assert all(same(store.read(item.key), item) for item in given)
 
 
@@ -68,8 +66,7 @@ def test_eight_bits_keep_a_feature_within_one_percent_even_beside_massive_channe
     rows = widen(given.features[feature], "bfloat16")
     rows[:, 3] *= 1000
     given = dataclasses.replace(given, features={**given.features, feature: bf16(rows)})
-    with store.writer("u") as writer:
-        writer.add(given)
+    write(store, "u", [given])
     back = widen(store.read(given.key).features[feature], "bfloat16")
     plain = np.arange(rows.shape[1]) != 3
     error = np.sqrt(np.square(back - rows)[:, plain].sum() / np.square(rows)[:, plain].sum())
@@ -176,8 +173,7 @@ def test_a_sample_that_eight_bits_cannot_keep_is_refused_and_leaves_no_trace(tmp
 
 def test_a_meta_column_of_another_type_is_refused_before_it_counts(store: Store) -> None:
     def tagged(store: Store, unit: str, number: int, tag: object) -> None:
-        with store.writer(unit) as writer:
-            writer.add(sample(number, tag=tag))
+        write(store, unit, [sample(number, tag=tag)])
 
     tagged(store, "a", 20, 5)
     for again in (store, Store.open(store.path)):
@@ -331,8 +327,7 @@ def test_images_may_stand_side_by_side_and_at_either_end(store: Store) -> None:
     rows = {"text": 2, "visual": 5, "span": 3}
     features = {feature: np.zeros((rows[feature.where], WIDTH), np.uint16) for feature in SEEN.features}
     given = Sample("edges", text, text > 3, text, text, spans, features)
-    with store.writer("u9") as writer:
-        writer.add(given)
+    write(store, "u9", [given])
     assert same(store.read("edges"), given)
     assert not verify(store.path).findings
 

@@ -269,16 +269,14 @@ def test_what_a_merge_found_to_differ_is_named(store: Store, tmp_path: Path) -> 
     other = make(tmp_path / "other", encoding={"hidden.text": "int8"})
     changed = sample(3)
     changed.ids_T[0] ^= 1
-    with other.writer("u") as writer:
-        writer.add(changed)
+    write(other, "u", [changed])
     for one, least in ((store, 2), (other, 1)):
         filter_store(one, "long", expressions=[f"words > {least}"])
     facts = run("merge", store.path, other.path)[other.path]
     assert (facts["conflicts"], facts["left"]) == (["k0003"], [])
     words = text("merge", store.path, other.path)
     assert f"conflicts of {other.path}: k0003" in words
-    with other.writer("v") as writer:
-        writer.add(sample(1))
+    write(other, "v", [sample(1)])
     filter_store(other, "long", expressions=["words > 0"])
     assert f"left of {other.path}: views/long" in text("merge", store.path, other.path)
     assert run("push", other.path, store.path)["conflicts"] == ["k0003"]

@@ -9,7 +9,7 @@ from typing import Any
 import polars as pl
 import pytest
 
-from tests.stores.samples import make, same, sample
+from tests.stores.samples import make, same, sample, write
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.index.run_stats import write_stats
 from vlmdistill.stores.index.tables import write_table
@@ -83,8 +83,7 @@ def test_a_run_keeps_clear_of_the_columns_of_the_samples(tmp_path: Path) -> None
 def dotted(path: Path) -> Store:
     """A store of one sample that came with a column `run.loss`."""
     store, meta = make(path), dict[str, Any]({"run.loss": 7})
-    with store.writer("u") as writer:
-        writer.add(sample(1, **meta))
+    write(store, "u", [sample(1, **meta)])
     return store
 
 

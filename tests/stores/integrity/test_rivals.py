@@ -1,6 +1,6 @@
 """Several writers, pushes and merges at once: what one of them reports is there, and nothing is lost."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ def test_a_key_that_another_brings_meanwhile_with_other_content_is_a_conflict_an
 ) -> None:
     make(tmp_path / "one", [range(4)])
     other = make(tmp_path / "two")
-    write_samples(other, "a", [changed(2)])
+    write(other, "a", [changed(2)])
     make(tmp_path / "there")
     first_call(
         monkeypatch,
@@ -153,9 +153,3 @@ def changed(number: int) -> Sample:
     other = sample(number)
     other.features[Feature.parse("hidden.text")][0, 0] ^= 1
     return other
-
-
-def write_samples(store: Store, unit: str, samples: Iterable[Sample]) -> None:
-    with store.writer(unit) as writer:
-        for one in samples:
-            writer.add(one)

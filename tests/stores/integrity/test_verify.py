@@ -196,9 +196,7 @@ def test_rows_that_are_not_finite_are_told_by_the_writer_and_by_verify(
     feature, wrong = Feature.parse("hidden.text"), sample(7)
     wrong.features[feature][1, 3] = 0x7FC0  # NaN
     wrong.features[feature][2, :] = 0xFF80  # minus infinity
-    with store.writer("u1") as writer:
-        writer.add(sample(5))
-        writer.add(wrong)
+    write(store, "u1", [sample(5), wrong])
     assert "2 rows of hidden.text of k0007" in caplog.text
     (found,) = verify(store.path).findings
     assert found.kind == "note"

@@ -229,9 +229,7 @@ def test_memory_stays_flat_with_the_size_of_the_store(tmp_path: Path) -> None:
     features, width = ("hidden.text",), 512
     origin = provenance(features=features)
     store = Store.create(tmp_path, origin, info(hidden_size=width), head())
-    with store.writer("u") as writer:
-        for number in range(160):
-            writer.add(sample(number, features, width, tokens=500))
+    write(store, "u", (sample(number, features, width, tokens=500) for number in range(160)))
     command = [sys.executable, "-c", READ_ALL, str(tmp_path)]
     grown = int(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
     assert grown < 30_000  # KiB

@@ -31,12 +31,6 @@ class StoppedError(Exception):
     pass
 
 
-def write_samples(store: Store, unit: str, samples: Iterable[Sample]) -> None:
-    with store.writer(unit) as writer:
-        for one in samples:
-            writer.add(one)
-
-
 def kept(store: Store, view: str) -> list[str]:
     return list(store.view(view)["key"])
 
@@ -62,7 +56,7 @@ def test_eight_bits_are_not_mixed_with_all(tmp_path: Path, encodings: tuple[str,
 
 def test_meta_columns_of_other_types_are_refused_by_name(tmp_path: Path) -> None:
     for name, value in (("one", 5), ("two", "x5")):
-        write_samples(make(tmp_path / name), f"u-{name}", [sample(value == 5, id=value)])
+        write(make(tmp_path / name), f"u-{name}", [sample(value == 5, id=value)])
     with pytest.raises(StoreError, match=r"'id'.*Int64.*/one.*String.*/two"):
         merge(tmp_path / "all", [tmp_path / "one", tmp_path / "two"])
     assert not (tmp_path / "all").exists()
@@ -75,12 +69,12 @@ def test_a_column_of_two_types_within_a_store_says_which_unit_to_write_anew(tmp_
     store = make(tmp_path / "one")
     for at, value in enumerate([None, 5, "x5"]):
         other = make(tmp_path / f"other{at}")
-        write_samples(other, f"u{at}", [sample(at, id=value)])
+        write(other, f"u{at}", [sample(at, id=value)])
         shutil.copytree(other.path, store.path, dirs_exist_ok=True)
     with pytest.raises(StoreError, match=r"Int64.*u1.*String.*u2.*commits/u2\.json"):
         len(store.index)
     (tmp_path / "one" / "commits" / "u2.json").unlink()
-    write_samples(store, "u2", [sample(2, id=7)])
+    write(store, "u2", [sample(2, id=7)])
     assert Store.open(store.path).index["id"].to_list() == [None, 5, 7]
 
 
@@ -88,7 +82,7 @@ def test_a_column_of_two_types_within_a_store_says_which_unit_to_write_anew(tmp_
 def test_meta_that_no_column_can_hold_is_refused_by_name(tmp_path: Path, value: Any) -> None:
     store = make(tmp_path, [[1]])
     with pytest.raises(StoreError, match=r"'id'.*64"):
-        write_samples(store, "u1", [sample(2), sample(3, id=value)])
+        write(store, "u1", [sample(2), sample(3, id=value)])
     assert list(Store.open(tmp_path).index["key"]) == ["k0001"]
 
 
@@ -96,12 +90,12 @@ def test_whole_numbers_that_lose_digits_beside_fractions_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = make(tmp_path)
-    write_samples(store, "u0", [sample(0, id=2**53, other=2**53 + 1), sample(1)])
-    write_samples(store, "u1", [sample(2, id=0.5, other=5)])
+    write(store, "u0", [sample(0, id=2**53, other=2**53 + 1), sample(1)])
+    write(store, "u1", [sample(2, id=0.5, other=5)])
     with caplog.at_level(logging.WARNING, "vlmdistill.stores"):
         assert Store.open(tmp_path).index["other"].to_list() == [2**53 + 1, None, 5]
         assert caplog.messages == []
-        write_samples(store, "u2", [sample(3), sample(4, id=-(2**53) - 1)])
+        write(store, "u2", [sample(3), sample(4, id=-(2**53) - 1)])
         assert Store.open(tmp_path).index["id"].to_list() == [2**53, None, 0.5, None, -(2**53)]
     (line,) = caplog.messages
     assert line.startswith("the meta column 'id' has whole numbers beyond 2^53 in unit u2, and fractions")
@@ -111,14 +105,14 @@ def test_whole_numbers_of_more_than_64_bits_in_all_are_kept(tmp_path: Path) -> N
     store = make(tmp_path)
     for number in range(64):  # as many as are worth a cache
         value: Any = np.uint64(2**63 + 1) if number else -1
-        write_samples(store, f"u{number}", [sample(number, id=value)])
+        write(store, f"u{number}", [sample(number, id=value)])
     assert store.index["id"].to_list() == [-1, *[2**63 + 1] * 63]
 
 
 def test_an_empty_list_has_the_type_of_the_lists_of_others(tmp_path: Path) -> None:
     store = make(tmp_path / "one")
-    write_samples(store, "u0", [sample(0, tags=[])])
-    write_samples(store, "u1", [sample(1, tags=["chart"])])
+    write(store, "u0", [sample(0, tags=[])])
+    write(store, "u1", [sample(1, tags=["chart"])])
     assert store.index["tags"].to_list() == [[], ["chart"]]
 
 
@@ -147,7 +141,7 @@ def twins(path: Path) -> Store:
     """Three samples of one content, the first by key in the last unit, and one of its own."""
     store = make(path)
     for unit, key in (("u0", "k9"), ("u1", "k5"), ("u2", "k1")):
-        write_samples(store, unit, [dataclasses.replace(sample(1), key=key)])
+        write(store, unit, [dataclasses.replace(sample(1), key=key)])
     write(store, "u3", [2])
     return store
 
@@ -185,10 +179,10 @@ def test_samples_that_differ_in_features_left_behind_are_all_copied(tmp_path: Pa
     one = next(one for number in range(50) if (one := sample(number, names)).visual_tokens)
     image = Feature.parse("embed.visual")
     other = dataclasses.replace(one, key="other", features={**one.features, image: one.features[image] ^ 1})
-    write_samples(store, "u0", [one])
+    write(store, "u0", [one])
     text = [Feature.parse("embed.text")]
     send(store.path, tmp_path / "part", features=text)
-    write_samples(store, "u1", [other])
+    write(store, "u1", [other])
     assert send(store.path, tmp_path / "part", features=text).copied == 1
     assert Store.open(tmp_path / "part").keys() == {one.key, "other"}
 
@@ -287,7 +281,7 @@ def test_what_is_said_of_a_sample_that_was_not_copied_does_not_travel(tmp_path: 
     one, two = make(tmp_path / "one", [[1, 2]]), make(tmp_path / "two", [[3]])
     changed = sample(2)
     changed.features[Feature.parse(FEATURES[1])][0, 0] ^= 1
-    write_samples(two, "u", [changed, dataclasses.replace(sample(1), key="renamed")])
+    write(two, "u", [changed, dataclasses.replace(sample(1), key="renamed")])
     filter_store(two, "long", expressions=["words > 0"])
     two.write_stats("run", {"key": ["k0002", "k0003", "renamed"], "loss": [1.0, 2.0, 3.0]})
     facts = merge(one.path, [two.path])[0]
@@ -322,7 +316,7 @@ def build(path: Path, team: dict[str, Any]) -> dict[str, Sample]:
             dataclasses.replace(one, key=f"r{one.key}") if one.meta["words"] in team["renamed"] else one
             for one in named
         ]
-        write_samples(store, f"u{at}", named)
+        write(store, f"u{at}", named)
         samples |= {one.key: one for one in named}
     filter_store(store, "long", expressions=[f"words > {team['least']}"])
     store.write_stats("run", {"key": sorted(samples), "loss": [float(path.name)] * len(samples)})

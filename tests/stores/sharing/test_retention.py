@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stores.samples import MORE, make, more, same, sample
+from tests.stores.samples import MORE, make, more, same, sample, write
 from vlmdistill.cli.main import main
 from vlmdistill.stores.errors import DataError, StoreError
 from vlmdistill.stores.integrity.verify import verify
@@ -29,9 +29,7 @@ def store(tmp_path: Path) -> Store:
     """Samples 0 to 5 and 3, 8, 9 (one twice), and two without a time; a view and statistics of all."""
     made = make(tmp_path / "store")
     for name, numbers in {"a": [0, 1, 2, 3, 4, 5], "b": [3, 8, 9, 100, 101]}.items():
-        with made.writer(name) as writer:
-            for number in numbers:
-                writer.add(aged(number))
+        write(made, name, map(aged, numbers))
     filter_store(made, "few", expressions=["words > 1"])
     made.write_stats("run", {"key": sorted(made.keys()), "loss": [0.5] * len(made)})
     return made
@@ -60,9 +58,7 @@ def test_the_bytes_of_what_is_too_old_leave_the_disk_and_the_rest_stays(store: S
 
 def test_a_dry_run_removes_nothing_and_an_annex_forgets_with_its_store(store: Store) -> None:
     annex = store.annex(MORE)
-    with annex.writer("x") as writer:
-        for number in (0, 5, 9):
-            writer.add(replace(more(number), meta=aged(number).meta))
+    write(annex, "x", (replace(more(number), meta=aged(number).meta) for number in (0, 5, 9)))
     before = sorted(Path(store.path).rglob("*"))
     assert {*expire(store, 1, dry_run=True).keys} == {"k0000"}
     assert sorted(Path(store.path).rglob("*")) == before

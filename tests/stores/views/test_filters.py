@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.stores.samples import make, sample
+from tests.stores.samples import make, sample, write
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.index.tables import read_table
 from vlmdistill.stores.integrity.verify import verify
@@ -109,17 +109,14 @@ def test_no_column_of_the_samples_is_in_the_way_of_a_filter(tmp_path: Path) -> N
 
 def test_who_has_no_sketch_is_nobodys_duplicate(tmp_path: Path) -> None:
     store = make(tmp_path, [range(3)])
-    with store.writer("facts") as writer:
-        for number in range(3, 6):
-            writer.add(sample(number, sketch=sketch(PROSE)))
+    write(store, "facts", (sample(number, sketch=sketch(PROSE)) for number in range(3, 6)))
     assert dict(filter_store(store, "v", filters=["unique"]).dropped) == {"near-duplicate answer": 2}
     assert store.view("v")["key"].to_list() == ["k0000", "k0001", "k0002", "k0003"]
 
 
 def test_a_measure_that_is_no_number_is_named(tmp_path: Path) -> None:
     store = make(tmp_path)
-    with store.writer("u") as writer:
-        writer.add(sample(1, words="many"))
+    write(store, "u", [sample(1, words="many")])
     with pytest.raises(StoreError, match="'words'"):
         filter_store(store, "v", filters=["min_words"])
 
