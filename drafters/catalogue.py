@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 DRAFTERS = {
     "dflash": "DFlash",
+    "dream": "Dream",
     "eagle2": "Eagle2",
     "eagle3": "Eagle3",
     "eaglevlm": "EagleVLM",

@@ -63,6 +63,11 @@ class ModelConfig:
         """Whether the drafter has a head for the chance that its guess is accepted."""
         return False
 
+    @property
+    def learns_middle(self) -> bool:
+        """Whether the drafter has a state that learns from a layer of the target below the last."""
+        return False
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
@@ -183,11 +188,16 @@ class DrafterConfig:
 
     def __post_init__(self) -> None:
         at_least(self.model, 0, "attention_window")
+        lacking = {
+            "confidence": (self.model.tells_confidence, "confidence head"),
+            "middle": (self.model.learns_middle, "middle state"),
+        }
         for stage in self.training.stages:
-            if stage.losses.get("confidence") and not self.model.tells_confidence:
-                raise DataError(
-                    f"stages.{stage.name}.losses: this drafter has no confidence head; leave confidence out"
-                )
+            for term, (there, what) in lacking.items():
+                if stage.losses.get(term) and not there:
+                    raise DataError(
+                        f"stages.{stage.name}.losses: this drafter has no {what}; leave {term} out"
+                    )
             if (limit := self.model.max_hops) is not None and stage.hops not in (1, limit):
                 raise DataError(
                     f"stages.{stage.name}.hops={stage.hops}: this drafter trains all {limit} tokens that "

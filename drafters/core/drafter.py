@@ -104,6 +104,11 @@ class Drafter(Proposer, ABC):
         """The estimate of the target's state in what `step` returned, [N, D]; by default all of it."""
         return state_ND
 
+    @property
+    def middle_source(self) -> str | None:
+        """The target states that the loss `middle` compares with what follows the first D of an estimate."""
+        return None
+
     def lm_logits(self, estimate_ND: Tensor, last_N: Tensor) -> Tensor:
         """Scores of the token after `last_N` for estimates of the target's state there: float32 [N, V]."""
         return nn.functional.linear(estimate_ND, self.lm_head_VD).float()

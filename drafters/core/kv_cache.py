@@ -75,6 +75,7 @@ class PackedKVCache:
         self._prefix: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []  # keys, values, segments, positions
         self._guesses: list[tuple[Tensor, Tensor]] = []  # keys and values [R, 1, K, d] of hops 1, 2, ...
         self._seen: list[Part] = []
+        self._rows = -1  # how many those are of
         self._later = defaultdict[int, PackedKVCache](partial(PackedKVCache, window))  # of later layers
 
     def update(self, key_NKd: Tensor, value_NKd: Tensor, tokens: TokenIndex, hop: int) -> None:
@@ -85,7 +86,10 @@ class PackedKVCache:
             self._guesses.append((key_NKd[:, None], value_NKd[:, None]))
 
     def attend(self, query_QHd: Tensor, tokens: TokenIndex, hop: int) -> Tensor:
-        """Softmax over the prefix up to each row and the row's own guesses; all hops want the same rows."""
+        """Softmax over the prefix up to each row and the row's own guesses.
+
+        All hops want the same rows, except that below the last layer hop 0 may want every entry.
+        """
         group = query_QHd.shape[1] // self._prefix[0][0].shape[1]
         own = [(*guess, group * max(0, number - hop)) for number, guess in enumerate(self._guesses, start=1)]
         return self._attend(query_QHd, tokens, own, hop == 0)
@@ -104,8 +108,8 @@ class PackedKVCache:
         self, query_QHd: Tensor, tokens: TokenIndex, own: list[tuple[Tensor, Tensor, int]], first: bool
     ) -> Tensor:
         rows = tokens.at_rows()
-        if first or not self._seen:
-            self._seen = self._sorted(rows)
+        if first or len(rows.segment_N) != self._rows:
+            self._seen, self._rows = self._sorted(rows), len(rows.segment_N)
         ((key_SKd, value_SKd, *_),) = self._prefix
         count, (kv_heads, width) = len(rows.segment_N), key_SKd.shape[1:]
         queries, group = len(query_QHd) // max(1, count), query_QHd.shape[1] // kv_heads

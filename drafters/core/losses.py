@@ -32,6 +32,7 @@ class TargetRows:
     ids_T: Tensor  # the tokens
     token_R: Tensor  # hop n of a row estimates the state of token `token_R + n`
     valid_HR: Tensor  # bool: all tokens up to the hop's are response tokens
+    middle_TD: Tensor | None = None  # states of a layer below the last, where a drafter learns from them
 
     def after(self, index_N: Tensor, hop: int) -> Tensor:
         """The tokens of rows `hop` tokens after their first one; at the end of all, the last one."""
@@ -129,8 +130,8 @@ TERMS: dict[str, Callable[[Logits, Logits, Tensor], Tensor]] = {
     "list_mle": list_mle,
 }
 """Terms on logits, the drafter's against rows of the target's."""
-NAMES = ("regression", *TERMS, "confidence")
-"""All terms; `regression` is on states, and `confidence` on what the drafter tells of its guesses."""
+NAMES = ("regression", "middle", *TERMS, "confidence")
+"""All terms; `regression` and `middle` are on states, `confidence` on what the drafter tells of guesses."""
 
 
 class _WithGradient(torch.autograd.Function):
@@ -154,6 +155,7 @@ class _Teacher:
 
     token_HC: Tensor  # index of each hop's token among those below
     hidden_UD: Tensor
+    middle_UD: Tensor | None
     logits: Logits  # float32, U rows; over the draft vocabulary where there is one
     best_U: Tensor  # column of the best token, -1: none
 
@@ -171,7 +173,8 @@ class _Teacher:
             column_U = torch.searchsorted(vocabulary_K, best_U).clamp(max=len(vocabulary_K) - 1)
             best_U = torch.where(vocabulary_K[column_U] == best_U, column_U, -1)
             logits_UV = logits_UV[:, vocabulary_K]
-        return cls(index_HC, hidden_UD, Logits(logits_UV), best_U)
+        middle_UD = None if rows.middle_TD is None else rows.middle_TD[token_U]
+        return cls(index_HC, hidden_UD, middle_UD, Logits(logits_UV), best_U)
 
     def losses(
         self,
@@ -183,10 +186,13 @@ class _Teacher:
     ) -> Tensor:
         """The named terms of estimates and their logits against these tokens: [N, L]."""
         draft = Logits(draft_NV)
-        found = []
+        found, width = [], self.hidden_UD.shape[1]
         for name in names:
             if name == "regression":
-                found.append(regression(estimate_ND, self.hidden_UD[token_N]))
+                found.append(regression(estimate_ND[:, :width], self.hidden_UD[token_N]))
+            elif name == "middle":
+                assert self.middle_UD is not None, "this drafter learns from no middle state"
+                found.append(regression(estimate_ND[:, width:], self.middle_UD[token_N]))
             elif name == "confidence":  # DSpark: the chance that a sampled guess is accepted
                 assert confidence_N is not None, "this drafter has no confidence head"
                 chance_N = 1 - l1(draft, self.logits, token_N).detach() / 2
@@ -237,13 +243,13 @@ def score(
 
     With `pace`, each row's hops weigh in addition as `pace_weights` has it, with that smoothing.
 
-    `estimates` are the drafter's, [R, D] for each hop. `logits(estimate_ND, last_N)` computes its float32
-    logits after the tokens `last_N`, `confidence` its logit of the chance that its guess is accepted, and
-    `parameters` are those that they train. With `keep_top`, a row whose target token is not among the
-    drafter's `keep_top` best counts at no later hop, and at this one only with `keep_failing` (HiViS section
-    3.2). With `vocabulary_K`, the target's ids of the columns of those logits, the target's distribution is
-    renormalized over them, and a row whose target token has no column has no loss and never agrees. KeyError
-    for an unknown term.
+    `estimates` are the drafter's, [R, D] for each hop, or [R, 2D] with those of `rows.middle_TD` behind.
+    `logits(estimate_ND, last_N)` computes its float32 logits after the tokens `last_N`, `confidence` its
+    logit of the chance that its guess is accepted, and `parameters` are those that they train. With
+    `keep_top`, a row whose target token is not among the drafter's `keep_top` best counts at no later
+    hop, and at this one only with `keep_failing` (HiViS section 3.2). With `vocabulary_K`, the target's
+    ids of the columns of those logits, the target's distribution is renormalized over them, and a row
+    whose target token has no column has no loss and never agrees. KeyError for an unknown term.
     """
     if unknown := set(weights) - {*NAMES}:
         raise KeyError(f"unknown loss {sorted(unknown)}; there are {', '.join(NAMES)}")

@@ -107,7 +107,8 @@ def unroll(
         )
     ahead_HR = token_R + torch.arange(stage.hops, device=token_R.device)[:, None]
     inside_HR = supervised_T[ahead_HR.clamp(max=last)] & (ahead_HR <= last)
-    targets = TargetRows(hidden_TD, batch.ids_T, token_R, inside_HR.cumprod(0).bool())
+    middle_TD = batch.feature(source, "text") if (source := drafter.middle_source) else None
+    targets = TargetRows(hidden_TD, batch.ids_T, token_R, inside_HR.cumprod(0).bool(), middle_TD)
     scores = drafter.loss(states, targets, stage)
     return Unrolled(scores.total, scores.hops, rows.segment_N)
 

@@ -67,6 +67,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in TRAINED),
     ("dflash", {"context": "all", "positions": "expanded", "taps": (1, 3)}),
     ("dflash", {"layers": 2, "block": 5, "markov": 3, "kv_heads": "all", "mask": 2, "draft_vocab": 9}),
+    ("dream", {"middle": 0.25, "kv_heads": "target"}),
     ("eagle2", {"kv_heads": "target"}),
     ("eagle3", {"visual": "none", "draft_vocab": 9}),
     ("eaglevlm", {"compressor": "weigh"}),
@@ -90,7 +91,11 @@ def build(name: str, **settings: Any) -> Drafter:
     """An untrained drafter on random tables, the same each time."""
     torch.manual_seed(0)
     config = dataclasses.replace(catalogue.config(name).model, **settings)
-    return catalogue.trained(name)(config, INFO, head())
+    drafter = catalogue.trained(name)(config, INFO, head())
+    for key, weight in drafter.named_parameters():
+        if key.endswith("_gate"):
+            nn.init.ones_(weight)  # what is behind a closed gate could compute anything
+    return drafter
 
 
 def untrained(name: str, target: Any, seed: int = 0) -> Proposer:

@@ -235,6 +235,53 @@ class Speculators(Eagle3):
         return out_ND[~one.visual_L[1:]]
 
 
+class Crossed(Layer):
+    """DREAM's second layer: its keys and values are states, and gates are before what it adds."""
+
+    def __init__(self, kv_heads: int) -> None:
+        super().__init__(WIDTH, kv_heads, False, ("input_layernorm",))
+        self.cross_attn = self.self_attn
+        del self.self_attn
+        self.cross_attn.q_norm = nn.RMSNorm(WIDTH // HEADS, 1e-5)
+        self.cross_attn.k_norm = nn.RMSNorm(WIDTH // HEADS, 1e-5)
+        self.cross_attn_attn_gate = nn.Parameter(torch.zeros(1))
+        self.cross_attn_mlp_gate = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x_ND: Tensor, state_ND: Tensor, place_N: Tensor) -> Tensor:
+        part, count, repeat = self.cross_attn, len(x_ND), HEADS // self.cross_attn.kv_heads
+        query = part.q_norm(part.q_proj(self.input_layernorm(x_ND)).view(count, HEADS, -1))  # type: ignore[operator]
+        key = part.k_norm(part.k_proj(state_ND).view(count, part.kv_heads, -1)).repeat_interleave(repeat, 1)  # type: ignore[operator]
+        value = part.v_proj(state_ND).view(count, part.kv_heads, -1).repeat_interleave(repeat, 1)
+        score_HNN = torch.einsum("qhd,khd->hqk", query, key) / math.sqrt(part.width)
+        later_NN = torch.ones(count, count).triu(1).bool()
+        mixed = torch.einsum("hqk,khd->qhd", score_HNN.masked_fill(later_NN, -math.inf).softmax(-1), value)
+        x_ND = x_ND + self.cross_attn_attn_gate.tanh() * part.o_proj(mixed.flatten(1))
+        normed_ND = self.post_attention_layernorm(x_ND)
+        gate_NM = nn.functional.silu(self.mlp["gate_proj"](normed_ND))
+        added_ND = self.mlp["down_proj"](gate_NM * self.mlp["up_proj"](normed_ND))
+        out_ND: Tensor = x_ND + self.cross_attn_mlp_gate.tanh() * added_ND
+        return out_ND
+
+
+class Dream(nn.Module):
+    """DREAM: a layer over embeddings, one that looks at states, one more, and a norm."""
+
+    def __init__(self, kv_heads: int) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(INFO.vocab_size, WIDTH)
+        first, last = (Layer(WIDTH, kv_heads, False, norms) for norms in ((), ("input_layernorm",)))
+        self.layers = nn.ModuleList([first, Crossed(kv_heads), last])
+        self.norm = nn.RMSNorm(WIDTH, 1e-5)
+
+    def forward(self, one: Sequence) -> Tensor:
+        """The normed output and that of the second layer."""
+        first, crossed, last = self.layers
+        x_ND, place_N = one.embed_LD[1:], torch.arange(len(one.embed_LD) - 1)
+        x_ND = crossed(first(x_ND, x_ND, place_N), one.hidden_LX[:-1], place_N)
+        out_ND = self.norm(last(last.input_layernorm(x_ND), x_ND, place_N))  # type: ignore[operator]
+        return torch.cat([out_ND, x_ND], -1)[~one.visual_L[1:]]
+
+
 def write(folder: Path, module: nn.Module, *, file: str = "pytorch_model.bin", **config: Any) -> Path:
     """The checkpoint of a random module, whose embeddings are the target's."""
     generator = torch.Generator().manual_seed(0)
@@ -289,6 +336,8 @@ CASES: dict[str, tuple[str, nn.Module, dict[str, Any]]] = {
         Speculators(2, CHOSEN, normed=True),
         {**SPECULATORS, "norm_before_residual": True, "file": "model.safetensors"},
     ),
+    "DREAM": ("dream", Dream(HEADS), {"model_type": "llama", "dropout": 0.0}),
+    "DREAM, fewer key heads": ("dream", Dream(2), {"num_key_value_heads": 2, "file": "model.safetensors"}),
     "ViSpec": ("vispec", Vispec(2), {"model_type": "llava_next", "qkv_bias": True}),
     "ViSpec, two tokens": ("vispec", Vispec(3), {"file": "model.safetensors", "qkv_bias": True}),
     "MSD": ("msd", Msd(), {"model_type": "llava"}),

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,8 @@ TWO_TURNS, OTHER, PROMPT = "tvvttrrrrrvvvtrrrrr", "tvtrrr", 10
 
 def trained_on(drafter: Drafter, sample: Batch) -> list[Tensor]:
     """Losses of every hop, with noise."""
-    scores = unroll(drafter.train(), sample, STAGE, torch.Generator().manual_seed(0), noise=0.2).scores
+    stage = replace(STAGE, losses={**STAGE.losses, "middle": 1.0}) if drafter.middle_source else STAGE
+    scores = unroll(drafter.train(), sample, stage, torch.Generator().manual_seed(0), noise=0.2).scores
     return [one.loss_R.detach() for one in scores]
 
 

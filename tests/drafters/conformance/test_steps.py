@@ -20,6 +20,7 @@ from vlmdistill.stores.schema import Feature
 HOPS = 4
 WINDOWED: list[tuple[str, dict[str, Any]]] = [
     ("dflash", {"layers": 2, "context": "all", "positions": "expanded", "attention_window": 5}),
+    ("dream", {"attention_window": 5}),
     ("eagle2", {"attention_window": 1}),
     ("msd", {"attention_window": 6}),
     ("vispec", {"num_q": 4, "attention_window": 4}),
