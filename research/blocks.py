@@ -11,19 +11,18 @@ import argparse
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from research import say
-from research.methods import spread
+from research.methods import cpu_seconds, spread, train_missing
 from vlmdistill.drafters.core.tree import Tree
-from vlmdistill.pipelines import flow, train
+from vlmdistill.pipelines import flow
 from vlmdistill.pipelines.bench import evaluate
 from vlmdistill.pipelines.bench.statistics import figures
-from vlmdistill.pipelines.cluster.processes import FunctionDone
 from vlmdistill.pipelines.report import charts
 from vlmdistill.pipelines.report.comparison import DrafterResult, rank
+from vlmdistill.pipelines.train import Job
 from vlmdistill.pipelines.workspace.workspace import Workspace
 
 BLOCK = ("layers=2", "stages.*.anchors=32")
@@ -53,19 +52,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     methods = list(dict.fromkeys(CASES[case][0] for case in chosen))
     flow.prepare(workspace, flow.Plan(drafters=methods, recipe="demo"), say, flow.silent)
     jobs = [
-        train.Job(CASES[case][0], f"{case}-s{seed}", seed, CASES[case][1])
+        Job(CASES[case][0], f"{case}-s{seed}", seed, CASES[case][1])
         for case in chosen
         for seed in range(options.seeds)
     ]
-
-    def keep(job: train.Job, cost: FunctionDone) -> None:
-        _cost(workspace, job.name).write_text(json.dumps(asdict(cost)))
-        say(f"trained {job.name}, {cost.cpu_seconds:.0f} CPU-seconds")
-
-    missing = [job for job in jobs if not workspace.drafter(job.name).exists()]
-    train.several(workspace, missing, options.jobs, recipe="demo", on_done=keep)
+    names = train_missing(workspace, options.jobs, jobs)
     settings = evaluate.Settings(limit=options.limit, threads=1, trees=tuple(map(Tree.parse, TREES)))
-    made = evaluate.evaluate(workspace, [job.name for job in jobs], settings, title="blocks")
+    made = evaluate.evaluate(workspace, names, settings, title="blocks")
     results = {one.name: one for ranking in rank(made) for one in ranking.results}
     for warning in dict.fromkeys(text for one in results.values() for text in one.warnings):
         say(f"warning: {warning}")
@@ -85,17 +78,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     say(f"wrote {options.out}")
 
 
-def _cost(workspace: Workspace, name: str) -> Path:
-    return workspace.drafter(f"{name}.training") / "cost.json"
-
-
 def _row(
     workspace: Workspace, case: str, tree: str, seeds: int, results: dict[str, DrafterResult]
 ) -> dict[str, Any]:
     """The figures of one case with one tree; a list over seeds for each."""
-    found = [results[f"{case}-s{seed}@{tree}"] for seed in range(seeds)]
+    names = [f"{case}-s{seed}" for seed in range(seeds)]
+    found = [results[f"{name}@{tree}"] for name in names]
     kinds = [one.measurement.by(lambda row: row.kind) for one in found]
-    costs = [file for seed in range(seeds) if (file := _cost(workspace, f"{case}-s{seed}")).exists()]
     return {
         "case": case,
         "tree": tree,
@@ -106,7 +95,7 @@ def _row(
         "draft": [charts.milliseconds(one, charts.CYCLE)["draft"] for one in found],
         "identical": sum(one.figures.lossless.identical for one in found),
         "compared": sum(one.figures.prompts for one in found),
-        "cpu_seconds": [json.loads(file.read_text())["cpu_seconds"] for file in costs],
+        "cpu_seconds": cpu_seconds(workspace, names),
     }
 
 

@@ -12,8 +12,9 @@ prompts: its gain must come from training.
 import argparse
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,20 +54,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     flow.prepare(workspace, flow.Plan(drafters=names, recipe="demo"), say, flow.silent)
 
     pairs = [(name, seed) for seed in range(options.seeds) for name in trained]
-
-    def keep(job: train.Job, cost: FunctionDone) -> None:
-        _cost(workspace, job.name).write_text(json.dumps(asdict(cost)))
-        say(f"trained {job.name}, {cost.cpu_seconds:.0f} CPU-seconds")
-
-    def made(jobs: Sequence[train.Job], recipe: str = "demo") -> list[str]:
-        missing = [job for job in jobs if not workspace.drafter(job.name).exists()]
-        train.several(workspace, missing, options.jobs, recipe=recipe, on_done=keep)
-        return [job.name for job in jobs]
-
+    made = partial(train_missing, workspace, options.jobs)
     folders = made([train.Job(name, _folder(name, seed), seed) for name, seed in pairs])
     paced = []
     for name, seed in pairs:
-        share = _seconds(workspace, EQUAL, options.seeds) / _seconds(workspace, name, options.seeds)
+        other, own = (
+            cpu_seconds(workspace, [_folder(one, at) for at in range(options.seeds)]) for one in (EQUAL, name)
+        )
+        share = statistics.mean(other) / statistics.mean(own)
         steps = f"steps={round(resolve(name, 'demo', ()).training.steps * share)}"
         paced.append(train.Job(name, _folder(name, seed, "-equal"), seed, (steps,)))
     folders += made([job for job in paced if job.drafter != EQUAL])
@@ -105,10 +100,24 @@ def _folder(name: str, seed: int, kind: str = "") -> str:
     return f"{name}{kind}" if seed == 0 else f"{name}{kind}-seed{seed}"
 
 
-def _seconds(workspace: Workspace, name: str, seeds: int) -> float:
-    """CPU seconds of a training, the mean over seeds."""
-    files = [_cost(workspace, _folder(name, seed)) for seed in range(seeds)]
-    return statistics.mean(float(json.loads(file.read_text())["cpu_seconds"]) for file in files)
+def train_missing(
+    workspace: Workspace, parallel: int, jobs: Sequence[train.Job], recipe: str = "demo"
+) -> list[str]:
+    """Train the drafters that are not there, and keep what each took; the names of all."""
+
+    def keep(job: train.Job, cost: FunctionDone) -> None:
+        _cost(workspace, job.name).write_text(json.dumps(asdict(cost)))
+        say(f"trained {job.name}, {cost.cpu_seconds:.0f} CPU-seconds")
+
+    missing = [job for job in jobs if not workspace.drafter(job.name).exists()]
+    train.several(workspace, missing, parallel, recipe=recipe, on_done=keep)
+    return [job.name for job in jobs]
+
+
+def cpu_seconds(workspace: Workspace, names: Iterable[str]) -> list[float]:
+    """What each training took, of those of which it was kept."""
+    files = (_cost(workspace, name) for name in names)
+    return [float(json.loads(file.read_text())["cpu_seconds"]) for file in files if file.exists()]
 
 
 def _cost(workspace: Workspace, name: str) -> Path:
@@ -146,8 +155,7 @@ def _method(workspace: Workspace, name: str, seeds: int, reports: Mapping[str, E
         result[f"alpha@{temperature}"] = measured[0].alpha
         result[f"lossless@{temperature}"] = [asdict(one.lossless) for one in measured]
     if catalogue.is_trained(name):
-        costs = [_cost(workspace, _folder(name, seed)) for seed in range(seeds)]
-        result["cpu_seconds"] = [json.loads(file.read_text())["cpu_seconds"] for file in costs]
+        result["cpu_seconds"] = cpu_seconds(workspace, [_folder(name, seed) for seed in range(seeds)])
         result["untrained_tau"] = _untrained(workspace, name)
     return result
 
