@@ -27,7 +27,7 @@ from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.store import Store
 
 DRAFTERS = ("wren", "eagle3", "sparrow", "dflash")
-FAMILIES = (*tiny_families.BUILDERS, *tiny.FAMILIES)
+FAMILIES = (*tiny_families.FAMILIES, *tiny.FAMILIES)
 LONG = "16"  # tokens of a response
 
 
@@ -65,10 +65,10 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_whole_flow(
     family: str, asked: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], table: Any
 ) -> None:
-    if family in tiny_families.BUILDERS and not tiny_families.runs_here(family):
+    if family in tiny_families.FAMILIES and not tiny_families.runs_here(family):
         pytest.skip("its processor needs torchvision or num2words")
     make: Callable[..., Path] = tiny_families.checkpoint
-    if family not in tiny_families.BUILDERS:
+    if family not in tiny_families.FAMILIES:
         make = tiny.checkpoint
     model = make(family, tmp_path / family)
     where = ("--model", str(model), "--runs", str(tmp_path / "runs"))

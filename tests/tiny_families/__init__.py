@@ -1,10 +1,10 @@
 """Small genuine checkpoints of families that this project has no line about.
 
 `checkpoint(family, folder)` writes what a hub would hold: config, weights, tokenizer, processor and chat
-template. Sizes are those of `tiny`; each builder says only what is peculiar to its family.
+template. Sizes are those of `tiny`; `dense` and `mixed` say only what is peculiar to each family.
 """
 
-from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 
 import transformers
@@ -12,33 +12,16 @@ from transformers.utils import is_num2words_available, is_torchvision_available
 
 from tests.tiny import QWEN_TEMPLATE, text_sizes, tokenizer, weights, write_json
 from tests.tiny_families import dense, mixed
-from tests.tiny_families.parts import CHAT, EOS, IMAGE_IN_TEMPLATE, PAD, Parts
+from tests.tiny_families.parts import IMAGE_IN_TEMPLATE, Parts
 
-BUILDERS: dict[str, Callable[[], Parts]] = {
-    one.__name__: one
-    for one in (
-        dense.aya_vision,
-        dense.cohere2_vision,
-        dense.gemma3,
-        dense.gemma4,
-        dense.glm46v,
-        dense.glm4v,
-        dense.idefics3,
-        dense.internvl,
-        dense.mistral3,
-        dense.smolvlm,
-        mixed.glm4v_moe,
-        mixed.kimi_k25,
-        mixed.lfm2_vl,
-        mixed.minicpmv4_6,
-        mixed.qwen3_5,
-        mixed.qwen3_5_moe,
-        mixed.qwen3_vl_moe,
-    )
+FAMILIES: dict[str, Parts] = {
+    name.lower(): parts
+    for module in (dense, mixed)
+    for name, parts in vars(module).items()
+    if isinstance(parts, Parts)
 }
-
-
 NEED_TORCHVISION = ("cohere2_vision", "gemma4", "kimi_k25", "lfm2_vl", "minicpmv4_6", "mistral3")
+CHAT = PAD, EOS, _ = "<|endoftext|>", "<|im_end|>", "<|im_start|>"
 
 
 def runs_here(family: str) -> bool:
@@ -53,24 +36,28 @@ def checkpoint(
 ) -> Path:
     """Write a checkpoint of `family` with random weights into `folder`; return it."""
     folder.mkdir(parents=True, exist_ok=True)
-    parts = BUILDERS[family]()
+    parts = deepcopy(FAMILIES[family])  # transformers may write into it
     template = QWEN_TEMPLATE.replace(IMAGE_IN_TEMPLATE, parts.image)
+    tokens = (*CHAT, *parts.tokens.split())
     tokenizer(
         folder,
-        (*CHAT, *parts.tokens),
+        tokens,
         vocabulary,
         template,
         eos_token=EOS,
         pad_token=PAD,
         extra_special_tokens=parts.named,
     )
-    write_json(folder, "preprocessor_config.json", **parts.image_processor)
-    write_json(folder, "processor_config.json", **parts.processor)
+    kind = parts.processed or parts.model
+    images = {"image_processor_type": f"{kind}ImageProcessor", **parts.image_processor}
+    write_json(folder, "preprocessor_config.json", **images)
+    write_json(folder, "processor_config.json", processor_class=f"{kind}Processor", **parts.processor)
     config = getattr(transformers, f"{parts.model}Config")(
         text_config={**text_sizes(vocabulary, layers), **parts.text},
         vision_config=parts.vision,
         tie_word_embeddings=False,
         **parts.config,
+        **{setting: tokens.index(token) for setting, token in parts.ids.items()},
     )
     weights(folder, seed, std)(
         getattr(transformers, f"{parts.model}ForConditionalGeneration"), config, [1, 0]

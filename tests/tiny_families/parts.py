@@ -7,22 +7,22 @@ from tests.tiny import HIDDEN, QWEN_SPECIALS
 
 SQUARE = {"height": 28, "width": 28}
 IMAGE_IN_TEMPLATE = "<|vision_start|><|image_pad|><|vision_end|>"
-CHAT = ("<|endoftext|>", "<|im_end|>", "<|im_start|>")
-PAD, EOS = "<|endoftext|>", "<|im_end|>"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Parts:
     """What a family's checkpoint is made of."""
 
     model: str  # a class in transformers, without its `ForConditionalGeneration`
-    image_processor: dict[str, Any]
-    tokens: tuple[str, ...]  # special ones, after those of the chat
+    tokens: str  # special ones, after those of the chat
     image: str  # what the chat template writes for one
+    ids: dict[str, str]  # settings of the configuration that are ids, by their tokens
+    processed: str = ""  # the processors' classes, without `ImageProcessor` and `Processor`; default: `model`
+    image_processor: dict[str, Any] = field(default_factory=dict)
+    processor: dict[str, Any] = field(default_factory=dict)
     text: dict[str, Any] = field(default_factory=dict)
     vision: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
-    processor: dict[str, Any] = field(default_factory=dict)
     named: dict[str, str] = field(default_factory=dict)  # tokens that the tokenizer has as attributes
 
 
@@ -38,34 +38,22 @@ PATCHES = {
     "patch_size": 16,
 }
 GRID = {
-    "image_processor_type": "Qwen2VLImageProcessor",
     "patch_size": 16,
     "temporal_patch_size": 2,
     "merge_size": 2,
     "size": {"shortest_edge": 32**2, "longest_edge": 32**2 * 64},
 }
 QWEN3: dict[str, Any] = {
-    "image_processor": GRID,
-    "processor": {"processor_class": "Qwen3VLProcessor"},
-    "tokens": QWEN_SPECIALS[3:],
+    "processed": "Qwen3VL",
+    "image_processor": {**GRID, "image_processor_type": "Qwen2VLImageProcessor"},
+    "tokens": " ".join(QWEN_SPECIALS[3:]),
     "image": IMAGE_IN_TEMPLATE,
     "named": {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
+    "ids": {
+        "image_token_id": "<|image_pad|>",
+        "video_token_id": "<|video_pad|>",
+        "vision_start_token_id": "<|vision_start|>",
+        "vision_end_token_id": "<|vision_end|>",
+    },
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-
-
-def ids(parts: Parts, **names: str) -> dict[str, int]:
-    """The ids of special tokens, by the names of settings."""
-    all_tokens = (*CHAT, *parts.tokens)
-    return {setting: all_tokens.index(token) for setting, token in names.items()}
-
-
-def qwen_ids(parts: Parts) -> dict[str, int]:
-    """Those of a Qwen-VL."""
-    return ids(
-        parts,
-        image_token_id="<|image_pad|>",
-        video_token_id="<|video_pad|>",
-        vision_start_token_id="<|vision_start|>",
-        vision_end_token_id="<|vision_end|>",
-    )

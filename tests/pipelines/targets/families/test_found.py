@@ -29,7 +29,7 @@ from vlmdistill.stores.schema import Feature
 Checkpoint = Callable[..., Path]
 COVER = ("gemma3", "glm4v_moe", "idefics3", "qwen3_5")
 """Together: windows, scaled embeddings, experts, M-RoPE over a part of a head, tiles, linear attention."""
-ALL = tuple(filter(tiny_families.runs_here, tiny_families.BUILDERS))
+ALL = tuple(filter(tiny_families.runs_here, tiny_families.FAMILIES))
 
 
 pytestmark = pytest.mark.filterwarnings(
@@ -67,7 +67,7 @@ def test_a_family_without_a_description_passes_the_check(
 
 
 def test_every_family_that_is_shown_is_made_here() -> None:
-    assert set(families.SHOWN) <= set(tiny_families.BUILDERS)
+    assert set(families.SHOWN) <= set(tiny_families.FAMILIES)
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES if THOROUGH else ("qwen3_vl", "llava_next"))
