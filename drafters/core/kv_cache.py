@@ -149,7 +149,8 @@ class PackedKVCache:
 class GrowingKVCache:
     """One sequence: committed entries, then the nodes of the draft tree now growing.
 
-    With a `window`, guesses see that many positions of what is committed, and older entries are dropped.
+    With a `window`, guesses see that many positions of what is committed. Older entries are dropped, those of
+    a prompt when the first tokens after it are committed.
     """
 
     generator: torch.Generator | None = None
@@ -163,6 +164,11 @@ class GrowingKVCache:
         self._buffers: tuple[Tensor, Tensor, Tensor] | None = None  # keys, values [K, S, d]; positions [S]
         self._later = defaultdict[int, GrowingKVCache](partial(GrowingKVCache, capacity, window))  # layers
 
+    @property
+    def room(self) -> int:
+        """The entries that the buffers have room for."""
+        return len(self._buffers[2]) if self._buffers else 0
+
     def update(self, key_NKd: Tensor, value_NKd: Tensor, tokens: TokenIndex, hop: int) -> None:
         """Commit entries (hop 0), or add nodes to the tree; hops 0 and 1 forget the tree before."""
         if hop <= 1:
@@ -171,7 +177,7 @@ class GrowingKVCache:
             self._forget(tokens.position_N)
         start = self.committed + self._nodes
         end = start + len(key_NKd)
-        key_KSd, value_KSd, position_S = self._room(key_NKd, end)
+        key_KSd, value_KSd, position_S = self._extended(key_NKd, end)
         key_KSd[:, start:end] = key_NKd.transpose(0, 1)
         value_KSd[:, start:end] = value_NKd.transpose(0, 1)
         if hop == 0:
@@ -236,8 +242,7 @@ class GrowingKVCache:
         assert self._buffers is not None
         kept_S = self._recent(position_N.min()).nonzero()[:, 0]
         key_KSd, value_KSd, position_S = self._buffers
-        key_KSd[:, : len(kept_S)], value_KSd[:, : len(kept_S)] = key_KSd[:, kept_S], value_KSd[:, kept_S]
-        position_S[: len(kept_S)] = position_S[kept_S]
+        self._buffers = key_KSd[:, kept_S], value_KSd[:, kept_S], position_S[kept_S]
         self.committed = len(kept_S)
 
     def _attend(self, query_QHd: Tensor, end: int, mask_QS: Tensor | None) -> Tensor:
@@ -263,17 +268,16 @@ class GrowingKVCache:
         """See `KVCache.layer`."""
         return self._later[number] if number else self
 
-    def _room(self, like_NKd: Tensor, end: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The buffers, grown by doubling so that they hold `end` entries."""
-        if self._buffers is not None and end <= self._capacity:
+    def _extended(self, like_NKd: Tensor, end: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The buffers; those that cannot hold `end` entries are replaced, by the next power of two."""
+        if self._buffers is not None and end <= self.room:
             return self._buffers
-        while self._capacity < end:
-            self._capacity *= 2
-        shape = (like_NKd.shape[1], self._capacity, like_NKd.shape[2])
+        held = max(self._capacity, 1 << (end - 1).bit_length())
+        shape = (like_NKd.shape[1], held, like_NKd.shape[2])
         grown = (
             like_NKd.new_empty(shape),
             like_NKd.new_empty(shape),
-            torch.empty(self._capacity, dtype=torch.long, device=like_NKd.device),
+            torch.empty(held, dtype=torch.long, device=like_NKd.device),
         )
         if self._buffers is not None:
             key_KSd, value_KSd, position_S = self._buffers

@@ -138,17 +138,21 @@ def test_nodes_of_a_tree_see_the_prefix_their_ancestors_and_own_guesses(ahead: i
             expect(mixed_QHd, query_QHd, row, before, own)
 
 
+@pytest.mark.parametrize("prompt", [2, 100])
 @pytest.mark.parametrize("window", [1, 3])
-def test_a_window_holds_a_few_entries_however_many_were_committed(window: int) -> None:
+def test_a_window_holds_a_few_entries_however_many_were_committed(window: int, prompt: int) -> None:
     generator, cache = torch.Generator().manual_seed(0), GrowingKVCache(2, window)
     seen: list[KeyValue] = []
-    for start in range(0, 60, 2):
-        key_NKd, value_NKd = states(generator, 2, K), states(generator, 2, K)
-        at = tokens_at([0, 0], [start, start + 1])
+    for start in (0, *range(prompt, prompt + 60, 2)):
+        count = 2 if start else prompt
+        key_NKd, value_NKd = states(generator, count, K), states(generator, count, K)
+        at = tokens_at([0] * count, [*range(start, start + count)]).with_rows(torch.arange(count - 2, count))
         cache.update(key_NKd, value_NKd, at, 0)
         seen += zip(key_NKd, value_NKd, strict=True)
         query_QHd = states(generator, 2, H)
         mixed_QHd = cache.attend(query_QHd, at, 0)
         for row, end in enumerate((len(seen) - 1, len(seen))):
             torch.testing.assert_close(mixed_QHd[row], naive(query_QHd[row], seen[:end][-window:]))
-        assert cache.committed <= 2 * window + 2
+        if start:
+            assert cache.committed <= 2 * window + 2
+            assert cache.room <= 4 * window + 4
