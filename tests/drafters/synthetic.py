@@ -159,6 +159,18 @@ def batch(layouts: Collection[str], features: Collection[Feature], seed: int = 0
     )
 
 
+def in_order(one: Batch, text_TX: torch.Tensor, visual_UX: torch.Tensor) -> torch.Tensor:
+    """The rows of a single sample by their positions."""
+    order = torch.cat([one.text_tokens.position_N, one.visual_tokens.position_N]).argsort()
+    return torch.cat([text_TX, visual_UX])[order]
+
+
+def states(one: Batch, *sources: str) -> torch.Tensor:
+    """The states of a single sample by their positions, those of all sources side by side."""
+    every = [in_order(one, one.feature(source, "text"), one.feature(source, "visual")) for source in sources]
+    return torch.cat(every, -1)
+
+
 def cut(sample: Batch, tokens: int) -> Batch:
     """The first `tokens` text tokens of a single sample, and what precedes them, as a prefill returns it."""
     end = int(sample.position_T[tokens - 1])

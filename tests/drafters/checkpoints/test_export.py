@@ -86,15 +86,10 @@ def test_an_engine_drafts_what_the_drafter_drafts(
     engine = Engine(tmp_path / "out")
 
     one = synthetic.batch([LAYOUTS[layout]], drafter.config.needs(INFO))
-    places = [*one.text_tokens.position_N.tolist(), *one.visual_tokens.position_N.tolist()]
-    order = torch.tensor(sorted(range(len(places)), key=places.__getitem__))
-    embed_ND = torch.cat([drafter.embed_VD[one.ids_T], one.feature("embed", "visual")])[order]
-    states = [
-        torch.cat([one.feature(source, "text"), one.feature(source, "visual")])[order]
-        for source in drafter.sources
-    ]
+    embed_ND = synthetic.in_order(one, drafter.embed_VD[one.ids_T], one.feature("embed", "visual"))
+    states_NS = synthetic.states(one, *drafter.sources)
     # Each state is paired with the token after it.
-    expected = engine.chain(embed_ND[1:], torch.cat(states, -1)[:-1], drafter.embed_VD, 4)
+    expected = engine.chain(embed_ND[1:], states_NS[:-1], drafter.embed_VD, 4)
 
     facts: list[Tensor] = []
     logits = drafter.logits

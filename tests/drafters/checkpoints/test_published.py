@@ -115,11 +115,10 @@ class Sequence:
 
     @classmethod
     def of(cls, one: Batch, drafter: Drafter, sources: tuple[str, ...]) -> "Sequence":
-        order = torch.cat([one.text_tokens.position_N, one.visual_tokens.position_N]).argsort()
-        visual_L = torch.arange(len(order)) >= len(one.ids_T)
-        states = [torch.cat([one.feature(name, "text"), one.feature(name, "visual")]) for name in sources]
-        embed_LD = torch.cat([drafter.embed_VD[one.ids_T], one.feature("embed", "visual")])
-        return cls(embed_LD[order], torch.cat(states, -1)[order], visual_L[order])
+        visual_UD = one.feature("embed", "visual")
+        embed_LD = synthetic.in_order(one, drafter.embed_VD[one.ids_T], visual_UD)
+        visual_L = synthetic.in_order(one, torch.zeros(len(one.ids_T)), torch.ones(len(visual_UD))).bool()
+        return cls(embed_LD, synthetic.states(one, *sources), visual_L)
 
 
 class Eagle(nn.Module):

@@ -226,13 +226,11 @@ def test_an_imported_block_guesses_what_its_authors_names_say(
     drafter = imported(folder, tmp_path / "ours")
     one = batch([LAYOUTS["several images"]], drafter.config.needs(INFO))
     last = int(one.position_T[-1])
-    order = torch.cat([one.text_tokens.position_N, one.visual_tokens.position_N]).argsort()
-    names = [f"layer{tap}" for tap in TAPS]
-    every = [torch.cat([one.feature(name, "text"), one.feature(name, "visual")])[order] for name in names]
+    context_LS = synthetic.states(one, *(f"layer{tap}" for tap in TAPS))
     embed_VD = synthetic.head().embed_VD
     masks_JD = (mask_D if learned else embed_VD[MASK]).expand(BLOCK - 1, -1)
     block_JD = torch.cat([embed_VD[one.ids_T[-1:]], masks_JD])
-    state_GD = states(w, torch.cat(every, -1)[:last], block_JD)[0 if anchored else 1 :]
+    state_GD = states(w, context_LS[:last], block_JD)[0 if anchored else 1 :]
     found_1X, tree = drafted(drafter, one, f"chain-{BLOCK}")
     torch.testing.assert_close(found_1X.view(-1, WIDTH), state_GD, rtol=1e-4, atol=1e-5)
     assert tree.ids_N[1:].tolist() == guesses(w, state_GD, int(one.ids_T[-1]))

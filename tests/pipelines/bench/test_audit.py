@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.drafters import synthetic
+from tests.pipelines.bench.conftest import held_out
 from tests.pipelines.bench.made_up import evaluation, newest
 from tests.ticks import Ticks
 from vlmdistill.cli.main import main
@@ -49,12 +50,7 @@ def workspace(asked: Path, tmp_path: Path) -> Workspace:
 @pytest.fixture(scope="module")
 def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prompts to evaluate on."""
-    folder = tmp_path_factory.mktemp("audit")
-    rows = [{"messages": [{"role": "user", "content": text}]} for text in ASKED]
-    (folder / "asked.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    where = ("--split", "eval", "--model", "demo", "--runs", str(folder))
-    assert main(["prompts", str(folder / "asked.jsonl"), *where]) == 0
-    return Workspace.of("demo", folder).prompts
+    return held_out("demo", tmp_path_factory.mktemp("audit"), ASKED).prompts
 
 
 class Evaluated:

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import torch
 
+from tests.pipelines.bench.conftest import held_out
 from tests.pipelines.bench.made_up import newest
 from tests.ticks import Ticks
 from vlmdistill.cli.main import main
@@ -45,12 +46,8 @@ WORK = 200  # operations
 @pytest.fixture(scope="module")
 def workspace(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     """A tiny target with three prompts to evaluate on."""
-    folder, model = tmp_path_factory.mktemp("evaluate"), str(checkpoint("qwen2_5_vl"))
-    rows = [{"messages": [{"role": "user", "content": f"What is {n}?"}]} for n in range(3)]
-    (folder / "asked.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    where = ("--split", "eval", "--model", model, "--runs", str(folder / "runs"))
-    assert main(["prompts", str(folder / "asked.jsonl"), *where]) == 0
-    return Workspace.of(model, folder / "runs")
+    contents = [f"What is {number}?" for number in range(3)]
+    return held_out(str(checkpoint("qwen2_5_vl")), tmp_path_factory.mktemp("evaluate"), contents)
 
 
 def with_prompts_of(workspace: Workspace, folder: Path) -> Workspace:
@@ -286,11 +283,8 @@ def test_an_evaluation_replaces_none(
     elsewhere = Workspace(workspace.model, tmp_path / workspace.root.name)
     shutil.copytree(workspace.root / "drafters", elsewhere.root / "drafters")
     shutil.copy(workspace.prompts, elsewhere.root)
-    rows = [{"messages": [{"role": "user", "content": "Other?"}]}]
-    (tmp_path / "other.jsonl").write_text("\n".join(map(json.dumps, rows)))
     where = ("--model", workspace.model, "--runs", str(tmp_path))
-    other = ("--prompts", str(tmp_path / "other.parquet"))
-    assert main(["prompts", str(tmp_path / "other.jsonl"), "--split", "eval", *where, "--out", other[1]]) == 0
+    other = ("--prompts", str(held_out(workspace.model, tmp_path, ["Other?"]).prompts))
     files: list[Path] = []
     contents: dict[Path, bytes] = {}
     few = ("--limit", "1", "--max-new-tokens", "2", "--threads", "1")

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from tests import tiny
+from tests.pipelines.bench.conftest import held_out
 from tests.served_app import Served, serving
 from vlmdistill.cli.main import main
 from vlmdistill.drafters.decoding.clock import Cycle
@@ -40,8 +41,7 @@ TREE, PROMPTS, TOKENS = "chain-4", 8, "24"
 @pytest.fixture(scope="module")
 def workspace(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     """A tiny target with eight held-out prompts: with no, one, two and three images, some rotated."""
-    folder, model = tmp_path_factory.mktemp("served"), str(checkpoint("qwen2_5_vl"))
-    rows = []
+    folder, contents = tmp_path_factory.mktemp("served"), []
     for number in range(PROMPTS):
         parts: list[dict[str, Any]] = [{"type": "text", "text": f"What is {number}?"}]
         for shown in range(number % 4):
@@ -51,11 +51,8 @@ def workspace(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPath
             exif[0x0112] = 6 if number == 3 else 1
             image.save(folder / name, exif=exif)
             parts.insert(2 * shown, {"type": "image", "image": name})
-        rows.append({"messages": [{"role": "user", "content": parts}]})
-    (folder / "asked.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    where = ("--split", "eval", "--model", model, "--runs", str(folder / "runs"))
-    assert main(["prompts", str(folder / "asked.jsonl"), *where]) == 0
-    return Workspace.of(model, folder / "runs")
+        contents.append(parts)
+    return held_out(str(checkpoint("qwen2_5_vl")), folder, contents)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """A server that takes drafters while it runs follows the version in use, and gives back what accepts less."""
 
 import json
-import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 
 from tests import tiny
 from tests.drafters import synthetic
+from tests.stores.web import serving
 from vlmdistill.cli.main import main
 from vlmdistill.pipelines.endpoint.trial import FEWEST
 from vlmdistill.pipelines.targets.loading import load
@@ -61,12 +61,8 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    with Server() as made:
-        thread = threading.Thread(target=made.serve_forever, args=(0.01,))
-        thread.start()
+    with serving(Server()) as made:
         yield made
-        made.shutdown()
-        thread.join()
 
 
 @pytest.fixture

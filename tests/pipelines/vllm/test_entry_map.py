@@ -185,10 +185,8 @@ def test_an_exported_drafter_drafts_what_it_drafts_here(
     letters = {**LAYOUTS, "starts with an image": "vvvvtttrrrr"}[layout]
     features = drafter.config.needs(INFO, decoding=True) | synthetic.build("eagle2").config.needs(INFO)
     one = synthetic.batch([letters], features).to("cpu", torch.double)
-    places = [*one.text_tokens.position_N.tolist(), *one.visual_tokens.position_N.tolist()]
-    order = torch.tensor(sorted(range(len(places)), key=places.__getitem__))
-    embed_ND = torch.cat([drafter.embed_VD[one.ids_T], one.feature("embed", "visual")])[order]
-    state_ND = torch.cat([one.feature("hidden", "text"), one.feature("hidden", "visual")])[order]
+    embed_ND = synthetic.in_order(one, drafter.embed_VD[one.ids_T], one.feature("embed", "visual"))
+    state_ND = synthetic.states(one, "hidden")
     visual_N = torch.tensor([letter == "v" for letter in letters])
 
     expected = ours(drafter, one, 4)
