@@ -7,16 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.drafters import synthetic
-from tests.drafters.synthetic import INFO, LAYOUTS, batch, build, cut, head
+from tests.drafters.synthetic import INFO, LAYOUTS, batch, begun, build, head, save
 from vlmdistill.drafters import catalogue
-from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.checkpoints.export import export
 from vlmdistill.drafters.core.batch import Batch, Entries, TokenIndex
 from vlmdistill.drafters.core.config import DrafterConfig, Stage
 from vlmdistill.drafters.core.drafter import Drafter
 from vlmdistill.drafters.core.tree import Tree
-from vlmdistill.drafters.core.tree_drafter import TreeDrafter
 from vlmdistill.drafters.dream import Dream
 from vlmdistill.drafters.training.unroll import supervised, unroll
 from vlmdistill.stores.errors import DataError, TrainingError
@@ -24,13 +21,6 @@ from vlmdistill.stores.errors import DataError, TrainingError
 
 def sample(drafter: Drafter) -> Batch:
     return batch([LAYOUTS["several images"]], drafter.config.needs(INFO))
-
-
-def begun(drafter: Drafter, one: Batch, tokens: int) -> TreeDrafter:
-    """A session after the first tokens, and one more."""
-    draft = TreeDrafter(drafter, cut(one, tokens))
-    draft.commit(one.ids_T[tokens : tokens + 1], one.feature("hidden", "text")[tokens - 1 : tokens])
-    return draft
 
 
 @torch.no_grad()
@@ -115,8 +105,7 @@ def test_at_first_the_states_change_nothing() -> None:
 
 
 def test_export_refuses_it_in_one_line(tmp_path: Path) -> None:
-    origin = checkpoint.Origin(synthetic.provenance(), catalogue.config("dream").training, {})
-    checkpoint.save(build("dream"), "dream", tmp_path / "dream", origin)
+    save("dream", tmp_path / "dream")
     with pytest.raises(TrainingError, match=r"^dream cannot be exported: .*") as error:
         export(tmp_path / "dream", tmp_path / "out")
     assert "\n" not in str(error.value)
