@@ -7,16 +7,16 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
-from tests import tiny
 from vlmdistill.cli.main import main
-from vlmdistill.pipelines.cluster.session import session
-from vlmdistill.pipelines.targets.loading import load
-from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
+
+if TYPE_CHECKING:
+    from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
+
+# What takes long to import is imported in fixtures: the process that deals the tests out loads this file too.
 
 # What is compared exactly runs in float32 on a CPU; a GPU would be taken by itself, in bfloat16.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -25,20 +25,23 @@ os.environ["VLMDISTILL_CACHE"] = tempfile.mkdtemp(prefix="vlmdistill-cache-")
 atexit.register(shutil.rmtree, os.environ["VLMDISTILL_CACHE"], ignore_errors=True)
 # Ray gives its workers a niceness of 15, with which the other test process starves them.
 os.environ |= {"RAY_worker_niceness": "0", "RAY_worker_register_timeout_seconds": "300"}
-torch.set_num_threads(1)  # models this small only lose by more
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # nor do the processes that tests start wait for one another
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the processes that tests start do not wait for one another
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs behind it without one
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     """Tiny models run slower on several threads, and far slower when the machine is shared."""
+    import torch
+
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
 def ray() -> Iterator[None]:
     """One Ray session for all tests of a process: commands use the session that is there."""
+    from vlmdistill.pipelines.cluster.session import session
+
     with session():
         yield
 
@@ -46,6 +49,8 @@ def ray() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Makes tiny checkpoints, each once per session: checkpoint("llava", vocabulary=24, layers=2)."""
+    from tests import tiny
+
     made: dict[str, Path] = {}
 
     def make(family: str, **options: Any) -> Path:
@@ -58,8 +63,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="module")
-def target(checkpoint: Callable[..., Path]) -> VisionLanguageTarget:
+def target(checkpoint: Callable[..., Path]) -> "VisionLanguageTarget":
     """A tiny target of the Qwen2.5-VL family."""
+    from vlmdistill.pipelines.targets.loading import load
+
     return load(str(checkpoint("qwen2_5_vl")))
 
 
