@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
 
@@ -32,7 +33,6 @@ from vlmdistill.pipelines.resources import (
     rows,
 )
 from vlmdistill.pipelines.targets.checkpoints.folder import parameters_in, resolve
-from vlmdistill.pipelines.targets.describe import describe, feature_cost
 from vlmdistill.pipelines.workspace import rates
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import DataError
@@ -136,9 +136,18 @@ class _Gain:
     visual: int | None = None
 
     def bytes(self, width: int) -> int:
+        from vlmdistill.pipelines.targets.describe import feature_cost
+
         spans = self.samples if self.visual else 0
         rows = {"text": self.text or 0, "visual": self.visual or 0, "span": spans}
         return int(feature_cost(self.features, rows, width)["bytes"])
+
+
+def _described(model: str, drafters: Sequence[str] | None = None) -> dict[str, Any]:
+    """The target. It alone needs transformers, which takes longer to import than a forecast of training."""
+    from vlmdistill.pipelines.targets.describe import describe
+
+    return describe(model, 0, 0, drafters=drafters)
 
 
 def capture(
@@ -161,7 +170,7 @@ def capture(
     there = sum(key in stored for key in keys)
     missing = len(prompts) - len(facts)
     limit = max_new_tokens or dataset.read_settings(responses)[0].max_new_tokens
-    about = describe(model, 0, 0, drafters=drafters)
+    about = _described(model, drafters)
 
     def of(part: StorePart) -> _Gain:
         """What a part gets from the responses that exist, and from those to come, each of the mean size."""
@@ -250,7 +259,7 @@ def fits(model: str, gpus: int, gpu_bytes: int) -> dict[str, Memory]:
     Stages run with their defaults, responses with `PLANNED_TOKENS` for each prompt; a training of each method
     is one rank per GPU, before ZeRO.
     """
-    about = describe(model, 0, 0)
+    about = _described(model)
     info, weights = TargetInfo.from_dict(about["target"]), about["parameters"]["all"]
     load, dtype = Load(), "bfloat16"
     answers = {
@@ -403,7 +412,7 @@ def run(
     speeds: Speeds,
 ) -> RunForecast:
     """Forecast the flow, by what its stages are told; nothing is written."""
-    info = TargetInfo.from_dict(describe(workspace.model, 0, 0, drafters=["wren"])["target"])
+    info = TargetInfo.from_dict(_described(workspace.model, ["wren"])["target"])
     trained = {}
     for name, one in runs.items():
         weights, memory, disk = needs_of_training(one, info)

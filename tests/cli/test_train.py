@@ -18,6 +18,12 @@ from vlmdistill.stores.sharing.merge import send
 
 pytestmark = pytest.mark.slow
 
+WITHOUT_TRANSFORMERS = """
+import sys
+sys.modules["transformers"] = None
+from vlmdistill.cli.entry import main
+sys.exit(main())
+"""
 SHORT = ["--set", "batch_tokens=60", "--set", "stages.*.learning_rate=0.001"]
 
 
@@ -44,7 +50,7 @@ def test_a_run_stopped_on_several_ranks_continues_on_one(
     ]
     state = tmp_path / "demo" / "drafters" / "sparrow.training" / "checkpoint.json"
     typed = subprocess.Popen(
-        [sys.executable, "-m", "vlmdistill", *words, "--ranks", "2", "--save-every", "5"],
+        [sys.executable, "-c", WITHOUT_TRANSFORMERS, *words, "--ranks", "2", "--save-every", "5"],
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
