@@ -435,16 +435,15 @@ def _use_threads(asked: int, target: "VisionLanguageTarget", prompt: Any) -> int
     available = torch.get_num_threads()
     if target.head.embed_VD.device.type != "cpu":
         return available
-    candidates = [asked] if asked else sorted({1, available})
-    timed = []
-    for threads in candidates:
+
+    def seconds(threads: int) -> float:
         torch.set_num_threads(threads)
         list(plain(target, prompt, max_new_tokens=8))
-        runs = [
+        return min(
             sum(cycle.seconds for cycle in list(plain(target, prompt, max_new_tokens=24))[1:])
             for _ in range(3)
-        ]
-        timed.append((min(runs), threads))
-    best = min(timed)[1]
+        )
+
+    best = asked or (min((1, available), key=seconds) if available > 1 else 1)
     torch.set_num_threads(best)
     return best
