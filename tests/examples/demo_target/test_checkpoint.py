@@ -8,8 +8,7 @@ import pytest
 import torch
 from transformers.utils import logging
 
-from examples.demo_target.build import evaluate
-from examples.demo_target.evaluation import evaluate_clips, load, responses
+from examples.demo_target.evaluation import evaluate_clips, evaluate_loaded, load, responses
 from examples.demo_target.scoring import CLIP_FACTS, FACTS
 from tests.thorough import count
 from vlmdistill.pipelines.demo import chats
@@ -47,7 +46,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def scores(name: str) -> dict[str, Any]:
-    return evaluate(EMBEDDED[name], n=count(12, 24), seed=1)
+    return evaluate_loaded(*load(EMBEDDED[name]), n=count(12, 24), seed=1, more=False)
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,8 @@ from vlmdistill.pipelines.report.page import read
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.workspace.workspace import Workspace
 
-FEW = ("--max-new-tokens", "16")
+FEW = ("--max-new-tokens", "16", "--limit", "2")
+"""Counts that are wrong for every prompt are wrong for two."""
 ASKED = ("What is a circle?", "Tell me about yellow.", "What is a square?", "Name the colours.")
 
 
@@ -216,14 +217,14 @@ def test_calls_that_are_not_counted_are_exposed(run: Run, monkeypatch: pytest.Mo
 def test_prompts_that_are_left_out_are_exposed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = evaluating.held_out
     monkeypatch.setattr(evaluating, "held_out", lambda *arguments: honest(*arguments)[1:])
-    exposed(run(*FEW), "1 of 4 prompts were not measured")
+    exposed(run(*FEW), "1 of 2 prompts were not measured")
 
 
 @pytest.mark.parametrize("kind", ["prompts", "texts"])
 def test_a_drafter_that_was_trained_on_the_prompts_is_named(
     workspace: Workspace, run: Run, tmp_path: Path, kind: str
 ) -> None:
-    asked = prompt_table.load(workspace.prompts, "demo", "eval")
+    asked = sorted(prompt_table.load(workspace.prompts, "demo", "eval"), key=lambda one: one.key)
     seen = asked[0].key
     if kind == "texts":  # the same text in a row of another dataset
         said = [
