@@ -8,7 +8,7 @@ import pytest
 from vlmdistill.cli.main import main
 from vlmdistill.pipelines.demo import files
 
-SMALL = ["--set", "steps=60", "--set", "batch_tokens=1024", "--max-new-tokens", "160", "--limit", "2"]
+SMALL = ["--set", "steps=30", "--set", "batch_tokens=512", "--max-new-tokens", "96", "--limit", "2"]
 SMALL += ["--workers", "0"]
 
 
@@ -16,7 +16,7 @@ SMALL += ["--workers", "0"]
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of workspaces after one `run` on a few scenes."""
     folder = tmp_path_factory.mktemp("flow")
-    sides: tuple[tuple[Any, int], ...] = (("drafter", 10), ("evaluation", 2))
+    sides: tuple[tuple[Any, int], ...] = (("drafter", 6), ("evaluation", 2))
     where = ["--model", "demo", "--runs", str(folder)]
     for split, images in sides:
         made = files.write(folder / split, images=images, dialogues=4, seed=5, split=split)
