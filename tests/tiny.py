@@ -6,6 +6,8 @@ A vocabulary under 280 gives a character tokenizer, so that whole distributions 
 
 import json
 from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,24 +19,16 @@ from PIL import Image
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
-QWEN_SPECIALS = (
-    "<|endoftext|>",
-    "<|im_end|>",
-    "<|im_start|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-)
+CHAT = PAD, EOS, _ = "<|endoftext|>", "<|im_end|>", "<|im_start|>"
+QWEN_SPECIALS = "<|vision_start|> <|vision_end|> <|image_pad|> <|video_pad|>"
 LLAVA_SPECIALS = ("<unk>", "</s>", "<s>", "<pad>", "<image>")
-ONEVISION_SPECIALS = ("<|endoftext|>", "<|im_end|>", "<|im_start|>", "<image>", "<video>")
 LETTERS = "etaoinsrhldcumfpgwybvkxjqz ETAOINSRHLDCUMFPGWYBVKXJQZ\n:.,0123456789"
 
+IMAGE_TEXT, VIDEO_TEXT = (f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video"))
 QWEN_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    "{% for part in message['content'] %}{% if part['type'] == 'image' %}"
-    "<|vision_start|><|image_pad|><|vision_end|>"
-    "{% elif part['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
+    "{% for part in message['content'] %}{% if part['type'] == 'image' %}IMAGE"
+    "{% elif part['type'] == 'video' %}VIDEO"
     "{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -44,10 +38,6 @@ LLAVA_TEMPLATE = (
     "{% elif part['type'] == 'text' %}{{ part['text'] }} {% endif %}{% endfor %}{% endfor %}"
     "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
-ONEVISION_TEMPLATE = QWEN_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<image>").replace(
-    "<|vision_start|><|video_pad|><|vision_end|>", "<video>"
-)
-
 FAMILIES = ("llava", "llava_next", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 UNFUSED = ("llava_gemma2",)  # in the layout of a family, with layers that only the stock forward pass runs
 OTHER_PARTS = ("llava_siglip", "llava_mistral", "llava_qwen3", "llava_biased")  # in the layout of a family
@@ -57,26 +47,75 @@ TOWER, PATCH = 28, 14  # pixels
 PINPOINTS = [[28, 56], [56, 28], [56, 56]]
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What the checkpoint of a family that chats as Qwen does is made of."""
+
+    model: str  # a class in transformers, without its `ForConditionalGeneration`
+    tokens: str  # special ones, after those of the chat
+    image: str  # what the chat template writes for one
+    ids: dict[str, str]  # settings of the configuration that are ids, by their tokens
+    processed: str = ""  # the processors' classes, without `ImageProcessor` and `Processor`; default: `model`
+    image_processor: dict[str, Any] = field(default_factory=dict)
+    video_processor: dict[str, Any] = field(default_factory=dict)
+    processor: dict[str, Any] | None = field(default_factory=dict)  # None: no file of its own
+    text: dict[str, Any] = field(default_factory=dict)
+    vision: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    named: dict[str, str] = field(default_factory=dict)  # tokens that the tokenizer has as attributes
+    video: str = VIDEO_TEXT  # what the chat template writes for one
+
+
 def checkpoint(
     family: str, folder: Path, *, vocabulary: int = 320, layers: int = 3, seed: int = 0, std: float = 0.15
 ) -> Path:
     """Write a checkpoint of `family`, or one of OTHER_PARTS, with random weights into `folder`; return it."""
-    builders: dict[str, Callable[..., None]] = {
-        "llava": _llava,
-        "llava_siglip": partial(_llava, text="qwen2", siglip=True),  # as those for several images have
-        "llava_mistral": partial(_llava, text="mistral"),
-        "llava_qwen3": partial(_llava, text="qwen3"),
-        "llava_biased": partial(_llava, attention_bias=True, mlp_bias=True),
-        "llava_gemma2": partial(_llava, text="gemma2", sliding_window=24, query_pre_attn_scalar=8),
-        "llava_next": partial(_llava, model="LlavaNext", image_grid_pinpoints=PINPOINTS),
+    made: dict[str, Callable[[], Parts]] = {
         "llava_onevision": _llava_onevision,
         "qwen2_vl": partial(_qwen, "Qwen2VL", {"embed_dim": 32, "mlp_ratio": 2}),
         "qwen2_5_vl": partial(_qwen, "Qwen2_5_VL", QWEN2_5_VISION),
         "qwen3_vl": _qwen3_vl,
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    builders[family](folder, vocabulary, layers, weights(folder, seed, std))
+    llavas: dict[str, dict[str, Any]] = {
+        "llava": {},
+        "llava_siglip": {"text": "qwen2", "siglip": True},  # as those for several images have
+        "llava_mistral": {"text": "mistral"},
+        "llava_qwen3": {"text": "qwen3"},
+        "llava_biased": {"attention_bias": True, "mlp_bias": True},
+        "llava_gemma2": {"text": "gemma2", "sliding_window": 24, "query_pre_attn_scalar": 8},
+        "llava_next": {"model": "LlavaNext", "image_grid_pinpoints": PINPOINTS},
+    }
+    if family in made:
+        write(made[family](), folder, vocabulary, layers, seed, std)
+    else:
+        _llava(folder, vocabulary, layers, seed, std, **llavas[family])
     return folder
+
+
+def write(parts: Parts, folder: Path, vocabulary: int, layers: int, seed: int, std: float) -> None:
+    """Write a checkpoint with random weights into `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = deepcopy(parts)  # transformers may write into it
+    template = QWEN_TEMPLATE.replace("IMAGE", parts.image).replace("VIDEO", parts.video)
+    tokens = (*CHAT, *parts.tokens.split())
+    special: dict[str, Any] = {"extra_special_tokens": parts.named} if parts.named else {}
+    tokenizer(folder, tokens, vocabulary, template, eos_token=EOS, pad_token=PAD, **special)
+    kind = parts.processed or parts.model
+    images = {"image_processor_type": f"{kind}ImageProcessor", **parts.image_processor}
+    write_json(folder, "preprocessor_config.json", **images)
+    if parts.video_processor:  # else what holds for images holds for videos
+        videos = {"video_processor_type": f"{kind}VideoProcessor", **parts.video_processor}
+        write_json(folder, "video_preprocessor_config.json", **videos)
+    if parts.processor is not None:
+        write_json(folder, "processor_config.json", processor_class=f"{kind}Processor", **parts.processor)
+    config = getattr(transformers, f"{parts.model}Config")(
+        text_config=text_sizes(vocabulary, layers, **parts.text),
+        vision_config=parts.vision,
+        tie_word_embeddings=False,
+        **parts.config,
+        **{setting: tokens.index(token) for setting, token in parts.ids.items()},
+    )
+    _save(folder, parts.model, config, [1, 0], seed, std)
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:
@@ -93,20 +132,14 @@ def message(text: str, *shown: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
 
 
-Save = Callable[[Any, Any, list[int]], None]
-
-
-def weights(folder: Path, seed: int, std: float) -> Save:
-    def save(cls: Any, config: Any, eos: list[int]) -> None:
-        torch.manual_seed(seed)
-        model = cls(config)
-        for name, weight in model.named_parameters():
-            if weight.ndim > 1 or "bias" in name:
-                torch.nn.init.normal_(weight, std=std)
-        model.generation_config = transformers.GenerationConfig(eos_token_id=eos, pad_token_id=0)
-        model.save_pretrained(folder)
-
-    return save
+def _save(folder: Path, kind: str, config: Any, eos: list[int], seed: int, std: float) -> None:
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+    for name, weight in model.named_parameters():
+        if weight.ndim > 1 or "bias" in name:
+            torch.nn.init.normal_(weight, std=std)
+    model.generation_config = transformers.GenerationConfig(eos_token_id=eos, pad_token_id=0)
+    model.save_pretrained(folder)
 
 
 def tokenizer(folder: Path, specials: tuple[str, ...], vocabulary: int, template: str, **special: Any) -> Any:
@@ -150,56 +183,38 @@ def mrope(sections: list[int], **more: Any) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections, **more}
 
 
-def _qwen_files(folder: Path, vocabulary: int, patch: int, processor: str) -> None:
-    eos = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
-    tokenizer(folder, QWEN_SPECIALS, vocabulary, QWEN_TEMPLATE, **eos)
-    write_json(
-        folder,
-        "preprocessor_config.json",
-        image_processor_type="Qwen2VLImageProcessor",
-        processor_class=processor,
-        patch_size=patch,
-        temporal_patch_size=2,
-        merge_size=2,
-        size={"shortest_edge": (2 * patch) ** 2, "longest_edge": (2 * patch) ** 2 * 64},
-        image_mean=OPENAI_CLIP_MEAN,  # where these are absent, vLLM does not normalize
-        image_std=OPENAI_CLIP_STD,
-    )
+QWEN_IDS = {
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}
 
 
-def _video_file(folder: Path, name: str, **values: Any) -> None:
-    """As newer checkpoints have; for the others, what images are processed by holds for videos."""
-    write_json(folder, "video_preprocessor_config.json", video_processor_type=name, **values)
+def grid(patch: int) -> dict[str, Any]:
+    """The sizes of Qwen's image and video processors."""
+    size = {"shortest_edge": (2 * patch) ** 2, "longest_edge": (2 * patch) ** 2 * 64}
+    return {"patch_size": patch, "temporal_patch_size": 2, "merge_size": 2, "size": size}
 
 
-def _qwen_ids() -> dict[str, int]:
-    ids = {token: i for i, token in enumerate(QWEN_SPECIALS)}
-    return {
-        "image_token_id": ids["<|image_pad|>"],
-        "video_token_id": ids["<|video_pad|>"],
-        "vision_start_token_id": ids["<|vision_start|>"],
-        "vision_end_token_id": ids["<|vision_end|>"],
+def _qwen(model: str, vision: dict[str, Any], patch: int = PATCH, **text: Any) -> Parts:
+    images = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "processor_class": f"{model}Processor",
+        **grid(patch),
+        "image_mean": OPENAI_CLIP_MEAN,  # where these are absent, vLLM does not normalize
+        "image_std": OPENAI_CLIP_STD,
     }
-
-
-def _qwen(
-    model: str,
-    vision: dict[str, Any],
-    folder: Path,
-    vocabulary: int,
-    layers: int,
-    save: Save,
-    patch: int = PATCH,
-    **text: Any,
-) -> None:
-    _qwen_files(folder, vocabulary, patch, f"{model}Processor")
-    config = getattr(transformers, f"{model}Config")(
-        text_config=text_sizes(vocabulary, layers, **{"rope_parameters": mrope([1, 1, 2]), **text}),
-        vision_config={"depth": 2, "hidden_size": HIDDEN, "num_heads": 2, "patch_size": patch, **vision},
-        tie_word_embeddings=False,
-        **_qwen_ids(),
+    return Parts(
+        model,
+        QWEN_SPECIALS,
+        IMAGE_TEXT,
+        QWEN_IDS,
+        image_processor=images,
+        processor=None,
+        text={"rope_parameters": mrope([1, 1, 2]), **text},
+        vision={"depth": 2, "hidden_size": HIDDEN, "num_heads": 2, "patch_size": patch, **vision},
     )
-    save(getattr(transformers, f"{model}ForConditionalGeneration"), config, [1, 0])
 
 
 QWEN2_5_VISION = {
@@ -210,7 +225,7 @@ QWEN2_5_VISION = {
 }
 
 
-def _qwen3_vl(folder: Path, vocabulary: int, layers: int, save: Save) -> None:
+def _qwen3_vl() -> Parts:
     vision = {
         "depth": 3,
         "out_hidden_size": HIDDEN,
@@ -219,17 +234,9 @@ def _qwen3_vl(folder: Path, vocabulary: int, layers: int, save: Save) -> None:
         "deepstack_visual_indexes": [0, 1],
     }
     rope = mrope([2, 1, 1], mrope_interleaved=True)
-    _qwen("Qwen3VL", vision, folder, vocabulary, layers, save, patch=16, head_dim=8, rope_parameters=rope)
-    _video_file(
-        folder,
-        "Qwen3VLVideoProcessor",
-        patch_size=16,
-        temporal_patch_size=2,
-        merge_size=2,
-        size={"shortest_edge": 1024, "longest_edge": 1024 * 64},
-        image_mean=[0.5, 0.5, 0.5],
-        image_std=[0.5, 0.5, 0.5],
-    )
+    parts = _qwen("Qwen3VL", vision, patch=16, head_dim=8, rope_parameters=rope)
+    half = [0.5, 0.5, 0.5]
+    return replace(parts, video_processor={**grid(16), "image_mean": half, "image_std": half})
 
 
 def _clip(**more: Any) -> dict[str, Any]:
@@ -254,13 +261,15 @@ def _llava(
     folder: Path,
     vocabulary: int,
     layers: int,
-    save: Save,
+    seed: int,
+    std: float,
     text: str = "llama",
     siglip: bool = False,
     model: str = "Llava",
     image_grid_pinpoints: list[list[int]] | None = None,
     **more: Any,
 ) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
     tokenizer(folder, LLAVA_SPECIALS, vocabulary, LLAVA_TEMPLATE, **special)
     tiles = {"image_grid_pinpoints": image_grid_pinpoints} if image_grid_pinpoints else {}
@@ -288,40 +297,25 @@ def _llava(
         tie_word_embeddings=False,
         **tiles,
     )
-    save(getattr(transformers, f"{model}ForConditionalGeneration"), config, [1])
+    _save(folder, model, config, [1], seed, std)
 
 
-def _llava_onevision(folder: Path, vocabulary: int, layers: int, save: Save) -> None:
-    eos = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
-    tokenizer(folder, ONEVISION_SPECIALS, vocabulary, ONEVISION_TEMPLATE, **eos)
-    write_json(
-        folder,
-        "preprocessor_config.json",
-        image_processor_type="LlavaOnevisionImageProcessor",
-        size={"height": TOWER, "width": TOWER},
-        image_grid_pinpoints=PINPOINTS,
+def _llava_onevision() -> Parts:
+    square = {"height": TOWER, "width": TOWER}
+    features = {"vision_feature_select_strategy": "full"}
+    return Parts(
+        "LlavaOnevision",
+        "<image> <video>",
+        "<image>",
+        {"image_token_id": "<image>", "video_token_id": "<video>"},
+        image_processor={"size": square, "image_grid_pinpoints": PINPOINTS},
+        video_processor={"size": square},
+        processor={"image_token": "<image>", "video_token": "<video>", "num_image_tokens": 16, **features},
+        text={"model_type": "qwen2"},
+        vision=_siglip(),
+        config={"image_grid_pinpoints": PINPOINTS, "vision_feature_layer": -1, **features},
+        video="<video>",
     )
-    _video_file(folder, "LlavaOnevisionVideoProcessor", size={"height": TOWER, "width": TOWER})
-    write_json(
-        folder,
-        "processor_config.json",
-        processor_class="LlavaOnevisionProcessor",
-        image_token="<image>",
-        video_token="<video>",
-        num_image_tokens=16,
-        vision_feature_select_strategy="full",
-    )
-    config = transformers.LlavaOnevisionConfig(
-        text_config=text_sizes(vocabulary, layers, model_type="qwen2"),
-        vision_config=_siglip(),
-        image_token_id=3,
-        video_token_id=4,
-        image_grid_pinpoints=PINPOINTS,
-        vision_feature_layer=-1,
-        vision_feature_select_strategy="full",
-        tie_word_embeddings=False,
-    )
-    save(transformers.LlavaOnevisionForConditionalGeneration, config, [1, 0])
 
 
 def clip(frames: int, width: int, height: int, seed: int = 0) -> np.ndarray[Any, Any]:

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from tests.tiny import mrope
-from tests.tiny_families.parts import GRID, PATCHES, SIGLIP, SMALL, SQUARE, VIT, Parts
+from tests.tiny import Parts, grid, mrope
+from tests.tiny_families.parts import PATCHES, SIGLIP, SMALL, SQUARE, VIT
 
 TILES = {
     "image_processor_type": "GotOcr2ImageProcessor",
@@ -91,11 +91,7 @@ GLM4V = Parts(  # M-RoPE over a part of each head
         "video_start_token_id": "<|begin_of_video|>",
         "video_end_token_id": "<|end_of_video|>",
     },
-    image_processor={
-        **GRID,
-        "patch_size": 14,
-        "size": {"shortest_edge": 28 * 28 * 2, "longest_edge": 28 * 28 * 40},
-    },
+    image_processor={**grid(14), "size": {"shortest_edge": 28 * 28 * 2, "longest_edge": 28 * 28 * 40}},
     text={"head_dim": 16, "rope_parameters": mrope([1, 1, 2], partial_rotary_factor=0.5)},
     vision={**PATCHES, "patch_size": 14, "image_size": 56},
 )

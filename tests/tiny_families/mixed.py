@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from tests.tiny import mrope
+from tests.tiny import Parts, mrope
 from tests.tiny_families.dense import GLM4V
-from tests.tiny_families.parts import EXPERTS, PATCHES, QWEN3, SMALL, VIT, Parts
+from tests.tiny_families.parts import EXPERTS, PATCHES, QWEN3, SMALL, VIT
 
 ROUTED = {
     "n_routed_experts": 4,
