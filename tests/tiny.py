@@ -4,6 +4,8 @@
 A vocabulary under 280 gives a character tokenizer, so that whole distributions can be enumerated.
 """
 
+import base64
+import io
 import json
 from collections.abc import Callable
 from copy import deepcopy
@@ -123,6 +125,15 @@ def picture(width: int, height: int, seed: int = 0) -> Image.Image:
     generator = torch.Generator().manual_seed(seed)
     pixels = torch.randint(0, 256, (height, width, 3), generator=generator, dtype=torch.uint8)
     return Image.fromarray(pixels.numpy())
+
+
+def data_url(data: Image.Image | bytes, kind: str = "png") -> str:
+    """An image, or the bytes of its file, as a data URL."""
+    if isinstance(data, Image.Image):
+        file = io.BytesIO()
+        data.save(file, kind)
+        data = file.getvalue()
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
 def message(text: str, *shown: Any) -> list[dict[str, Any]]:

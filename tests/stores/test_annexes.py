@@ -233,11 +233,6 @@ def test_nothing_is_collected_or_written_through_a_link(tmp_path: Path) -> None:
     assert files(tmp_path / "victim") == before
 
 
-def test_an_annex_has_no_feature_of_its_store(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=r"has .*hidden\.text.* already"):
-        make(tmp_path / "store", [range(2)]).annex(FEATURES)
-
-
 def test_what_is_damaged_in_an_annex_is_named_and_the_rest_is_read(tmp_path: Path) -> None:
     store = completed(tmp_path / "store")
     victim = next((tmp_path / "store" / ANNEX).glob("shards/a0-*/layer1.text*/c/*/*"))

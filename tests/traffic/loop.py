@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests import tiny
 from tests.served_app import Served
 from tests.traffic.adapting import SMALL
 from vlmdistill.pipelines.workspace import versions
@@ -44,13 +45,10 @@ def server(workspace: Workspace, log: Path, errors: Path) -> Iterator[Served]:
 
 def embedded(line: dict[str, Any], folder: Path) -> dict[str, Any]:
     """A request of a log with its image as a data URL."""
-    import base64
-
     body: dict[str, Any] = json.loads(json.dumps(line["request"]))
     for part in body["messages"][0]["content"]:
         if part["type"] == "image_url":
-            data = (folder / part["image_url"]["url"]).read_bytes()
-            part["image_url"]["url"] = f"data:image/png;base64,{base64.b64encode(data).decode()}"
+            part["image_url"]["url"] = tiny.data_url((folder / part["image_url"]["url"]).read_bytes())
     return body | {"temperature": 0, "max_tokens": 40}
 
 

@@ -1,6 +1,5 @@
 """A cluster: a machine with a different disk is named; machines that fail, die or join disturb no other."""
 
-import base64
 import dataclasses
 import json
 import os
@@ -171,8 +170,7 @@ def test_images_of_a_workspace_at_a_url_reach_machines_that_do_not_have_them(
     rows = json.loads((world / "mix.json").read_text())
     for row in rows:
         if "image" in row:
-            image = base64.b64encode((world / row["image"]).read_bytes()).decode()
-            row["image"] = f"data:image/png;base64,{image}"
+            row["image"] = tiny.data_url((world / row["image"]).read_bytes())
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     where = ["-m", str(world / "model"), "--runs", "s3://bucket/runs"]
     cluster.on(B="true")

@@ -3,7 +3,6 @@
 import asyncio
 import base64
 import hashlib
-import io
 import json
 import random
 import re
@@ -25,6 +24,7 @@ from pydantic import ValidationError
 
 from tests.drafters import synthetic
 from tests.served_app import Served, serving
+from tests.tiny import data_url
 from vlmdistill.drafters.decoding.clock import Cycle
 from vlmdistill.pipelines.data.responses.generate import generate
 from vlmdistill.pipelines.data.responses.pieces import Piece
@@ -87,15 +87,6 @@ def ask(client: openai.OpenAI, content: Any = QUESTION, **options: Any) -> Any:
 def shown(url: str) -> list[dict[str, Any]]:
     """A message content with an image."""
     return [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": QUESTION}]
-
-
-def data_url(image: Image.Image | bytes, kind: str = "png") -> str:
-    data = image
-    if not isinstance(data, bytes):
-        file = io.BytesIO()
-        image.save(file, kind)  # type: ignore[union-attr]
-        data = file.getvalue()
-    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
 def streamed(chunks: Any) -> str:

@@ -143,12 +143,7 @@ def test_a_damaged_version_leaves_the_one_in_use(fresh: Workspace, decoder: Serv
 def test_a_record_has_the_tokens_and_the_images_by_hash_and_no_key(
     decoder: ServedDecoder, tmp_path: Path
 ) -> None:
-    import base64
-    import io
-
-    image = io.BytesIO()
-    tiny.picture(56, 56).save(image, "png")
-    url = f"data:image/png;base64,{base64.b64encode(image.getvalue()).decode()}"
+    url = tiny.data_url(tiny.picture(56, 56))
     shown = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What?"}]
     asked = {"model": decoder.model, "messages": [{"role": "user", "content": shown}], "user": "ann"}
     headers: dict[str, Any] = {**JSON, "Authorization": "Bearer word", "X_Team": "red"}
@@ -165,7 +160,7 @@ def test_a_record_has_the_tokens_and_the_images_by_hash_and_no_key(
     assert decoder.target.tokenizer.decode(tokens, skip_special_tokens=True).rstrip("\ufffd") == text
     assert line["response"]["usage"]["completion_tokens"] == len(tokens)
     (stored,) = (tmp_path / "log" / "media").iterdir()
-    assert stored.read_bytes() == image.getvalue()
+    assert tiny.data_url(stored.read_bytes()) == url
     assert line["request"]["messages"][0]["content"][0]["image_url"]["url"] == f"media/{stored.name}"
     assert line["request"]["user"] == "ann"
     assert line["headers"]["x-team"] == "red"

@@ -1,7 +1,5 @@
 """Lines of logs as servers write them, for the embedded target."""
 
-import base64
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -22,9 +20,7 @@ def encoder() -> TargetModel:
 
 
 def data_url(seed: int) -> str:
-    image = io.BytesIO()
-    tiny.picture(84, 84, seed).save(image, "png")
-    return f"data:image/png;base64,{base64.b64encode(image.getvalue()).decode()}"
+    return tiny.data_url(tiny.picture(84, 84, seed))
 
 
 def asked(question: str, image: str | None = None, **more: Any) -> dict[str, Any]:

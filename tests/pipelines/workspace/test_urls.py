@@ -19,23 +19,20 @@ from vlmdistill.pipelines.media.images import MediaError
 from vlmdistill.pipelines.media.urls import at_hand
 
 
-def rows(folder: Path, image: str) -> str:
-    tiny.picture(28, 28, 1).save(folder / "1.png")
+def rows(folder: Path, image: str = "") -> str:
+    """A row with an image: a file's name, or else its data."""
+    shown = tiny.picture(28, 28, 1)
+    shown.save(folder / "1.png")
     talk = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A house."}]
-    (folder / "rows.json").write_text(json.dumps([{"image": image, "conversations": talk}]))
+    (folder / "rows.json").write_text(
+        json.dumps([{"image": image or tiny.data_url(shown), "conversations": talk}])
+    )
     return str(folder / "rows.json")
-
-
-def data_url(folder: Path) -> str:
-    import base64
-
-    tiny.picture(28, 28, 1).save(folder / "1.png")
-    return "data:image/png;base64," + base64.b64encode((folder / "1.png").read_bytes()).decode()
 
 
 def test_images_of_a_workspace_are_fetched_when_they_are_read(runs: str, on: On, tmp_path: Path) -> None:
     a = on("a")
-    import_prompts([rows(tmp_path, data_url(tmp_path))], a.prompts)
+    import_prompts([rows(tmp_path)], a.prompts)
     a.close()
     b = on("b")
     (prompt,) = prompt_table.load(b.prompts, "demo")
@@ -45,13 +42,13 @@ def test_images_of_a_workspace_are_fetched_when_they_are_read(runs: str, on: On,
     assert at_hand(file).read_bytes() == (tmp_path / "1.png").read_bytes()
     assert at_hand(file).is_relative_to(b.root)
     assert prompt_table.read(b.prompts)[0] == prompt
-    again = import_prompts([rows(tmp_path, data_url(tmp_path))], b.prompts)
+    again = import_prompts([rows(tmp_path)], b.prompts)
     assert (again.present, again.added) == (1, 0)
 
 
 def test_a_local_workspace_can_be_moved_with_its_images(tmp_path: Path) -> None:
     here = tmp_path / "here"
-    import_prompts([rows(tmp_path, data_url(tmp_path))], here / "prompts.parquet")
+    import_prompts([rows(tmp_path)], here / "prompts.parquet")
     here.rename(tmp_path / "moved")
     (prompt,) = prompt_table.load(tmp_path / "moved/prompts.parquet")
     assert Path(prompt.files[0]).read_bytes() == (tmp_path / "1.png").read_bytes()
@@ -60,7 +57,7 @@ def test_a_local_workspace_can_be_moved_with_its_images(tmp_path: Path) -> None:
 def test_prompts_are_found_behind_a_symbolic_link(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    source, out = rows(tmp_path, data_url(tmp_path)), tmp_path / "link/prompts.parquet"
+    source, out = rows(tmp_path), tmp_path / "link/prompts.parquet"
     import_prompts([source], out)
     assert prompt_table.read(out) == prompt_table.read(tmp_path / "real/prompts.parquet")
     (row,) = pq.read_table(out).to_pylist()
@@ -75,7 +72,7 @@ def test_a_cache_behind_a_symbolic_link_is_the_same_cache(
     (tmp_path / "link").symlink_to(tmp_path / "a")
     linked = on("link")
     assert linked.root == a.root
-    import_prompts([rows(tmp_path, data_url(tmp_path))], linked.prompts)
+    import_prompts([rows(tmp_path)], linked.prompts)
     ((file,),) = (prompt.files for prompt in prompt_table.read(linked.prompts))
     assert file.startswith(f"{runs}/demo/images/")
 

@@ -115,7 +115,7 @@ def test_what_an_assistant_says_first_is_left_out_and_counted(tmp_path: Path, ou
 def test_chat_parts_of_every_spelling(tmp_path: Path, out: Path) -> None:
     image = picture(tmp_path / "1.png")
     tiny.film(tmp_path / "clip.mp4", tiny.clip(6, 32, 32))
-    data = "data:image/png;base64," + base64.b64encode(image.read_bytes()).decode()
+    data = tiny.data_url(image.read_bytes())
     rows = [
         [{"type": "text", "text": "1"}, {"type": "image_url", "image_url": {"url": f"file://{image}"}}],
         [{"type": "text", "text": "2"}, {"type": "image_url", "image_url": {"url": data}}],
