@@ -105,15 +105,21 @@ def untrained(name: str, target: Any, seed: int = 0) -> Proposer:
 
 
 def save(
-    name: str, folder: Path, drafter: Proposer | None = None, *, target: Any = None, **training: Any
+    name: str,
+    folder: Path,
+    drafter: Proposer | None = None,
+    *,
+    target: Any = None,
+    samples: Sequence[str] = (),
+    **training: Any,
 ) -> Path:
     """Save this drafter, or one of random weights, as if it had been trained, for a loaded target or none.
 
-    `training` is what its run recorded.
+    `samples` are the keys of those that it was trained on, `training` is what its run recorded.
     """
     made: Any = drafter or (untrained(name, target) if target else build(name))
     trained_for = target.provenance((), "float32") if target else provenance()
-    origin = checkpoint.Origin(trained_for, catalogue.config(name).training, training)
+    origin = checkpoint.Origin(trained_for, catalogue.config(name).training, training, samples)
     checkpoint.save(made, catalogue.base(name), folder, origin)
     return folder
 

@@ -5,14 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests import tiny
+from tests.drafters import synthetic
 from vlmdistill.cli.main import main
-from vlmdistill.drafters import catalogue
-from vlmdistill.drafters.checkpoints import checkpoint
-from vlmdistill.drafters.checkpoints.checkpoint import Origin
-from vlmdistill.drafters.core.drafter import Drafter
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.store import Store
@@ -48,7 +44,7 @@ def test_the_whole_flow(tmp_path: Path, ray: None, model: Path, capsys: pytest.C
         (media,) = json.loads(str(sample.meta["media"]))
         assert media["seconds"] == [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
         assert sample.visual_tokens == sample.meta["frames"]  # two for each pair
-    _untrained("sparrow", model, workspace.drafter("sparrow"))
+    synthetic.save("sparrow", workspace.drafter("sparrow"), target=load(str(model)))
     facts = json.loads(run(capsys, "eval", "sparrow", "--max-new-tokens", "16", "--json", *where))
     (result,) = facts["sparrow"]["temperatures"]
     assert result["lossless"] == {"identical": 2, "near_tie": 0, "different": 0}
@@ -64,11 +60,3 @@ def test_the_whole_flow(tmp_path: Path, ray: None, model: Path, capsys: pytest.C
 @pytest.fixture
 def model(checkpoint: Callable[..., Path]) -> Path:
     return checkpoint("qwen2_5_vl")
-
-
-def _untrained(name: str, model: Path, folder: Path) -> None:
-    target, kind = load(str(model)), catalogue.load(name)
-    torch.manual_seed(0)
-    drafter = kind(kind.Config(), target.info, target.head)
-    assert isinstance(drafter, Drafter)
-    checkpoint.save(drafter, name, folder, Origin(target.provenance((), "float32"), kind.Training(), {}))

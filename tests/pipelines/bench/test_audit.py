@@ -19,7 +19,6 @@ from tests.pipelines.bench.conftest import held_out
 from tests.pipelines.bench.made_up import evaluation, newest
 from tests.ticks import Ticks
 from vlmdistill.cli.main import main
-from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.core.tree import DraftTree, Tree
 from vlmdistill.drafters.decoding import clock, decoders
 from vlmdistill.drafters.decoding.acceptance import choose
@@ -235,12 +234,8 @@ def test_a_drafter_that_was_trained_on_the_prompts_is_named(
         where = ("--split", "train", "--model", "demo", "--runs", str(workspace.root.parent))
         assert main(["prompts", str(tmp_path / "train.jsonl"), *where]) == 0
         (seen,) = [one.key for one in prompt_table.load(workspace.prompts, "demo", "train")]
-    target = load("demo")
-    drafter = synthetic.untrained("sparrow", target)
-    origin = checkpoint.Origin(
-        target.provenance((), "float32"), type(drafter).Training(), {}, samples=[seen, "another"]
-    )
-    checkpoint.save(drafter, "sparrow", workspace.drafter("sparrow"), origin)  # type: ignore[arg-type]
+    folder = workspace.drafter("sparrow")
+    synthetic.save("sparrow", folder, target=load("demo"), samples=[seen, "another"])
     found = run("sparrow", *FEW)
     leak = found.record.leak
     assert leak is not None

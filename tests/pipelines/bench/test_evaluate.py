@@ -12,13 +12,11 @@ import msgspec
 import pytest
 import torch
 
+from tests.drafters import synthetic
 from tests.pipelines.bench.conftest import held_out
 from tests.pipelines.bench.made_up import newest
 from tests.ticks import Ticks
 from vlmdistill.cli.main import main
-from vlmdistill.drafters import catalogue
-from vlmdistill.drafters.checkpoints.checkpoint import Origin, save
-from vlmdistill.drafters.core.drafter import Drafter
 from vlmdistill.drafters.core.tree import DraftTree, Tree
 from vlmdistill.drafters.decoding import clock, decoders
 from vlmdistill.drafters.decoding.acceptance import Acceptance, verify
@@ -175,13 +173,7 @@ def test_a_verifier_that_accepts_too_little_is_detected(
 @pytest.fixture(scope="module")
 def tuned(workspace: Workspace) -> Path:
     """The folder of a drafter of random weights."""
-    target = load(workspace.model)
-    kind = catalogue.load("eagle2")
-    drafter = kind(kind.Config(), target.info, target.head)
-    assert isinstance(drafter, Drafter)
-    origin = Origin(target.provenance((), "float32"), type(drafter).Training(), {})
-    save(drafter, "eagle2", workspace.drafter("tuned"), origin)
-    return workspace.drafter("tuned")
+    return synthetic.save("eagle2", workspace.drafter("tuned"), target=load(workspace.model))
 
 
 def test_several_trees_are_results_of_their_own(workspace: Workspace, tuned: Path) -> None:
@@ -518,11 +510,8 @@ def test_only_evaluations_with_the_same_settings_are_reused(
 def test_a_drafter_of_another_target_is_refused_in_one_line(
     workspace: Workspace, checkpoint: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other, kind = load(str(checkpoint("qwen2_5_vl", seed=1))), catalogue.load("eagle2")
-    drafter = kind(kind.Config(), other.info, other.head)
-    assert isinstance(drafter, Drafter)
-    origin = Origin(other.provenance((), "float32"), type(drafter).Training(), {})
-    save(drafter, "eagle2", workspace.drafter("stranger"), origin)
+    other = load(str(checkpoint("qwen2_5_vl", seed=1)))
+    synthetic.save("eagle2", workspace.drafter("stranger"), target=other)
     with pytest.raises(TrainingError, match="weights_hash"):
         evaluate(workspace, ["stranger"], SETTINGS)
     where = ("--model", workspace.model, "--runs", str(workspace.root.parent))

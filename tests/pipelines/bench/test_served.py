@@ -5,10 +5,9 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count, groupby
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import msgspec
@@ -17,6 +16,7 @@ import pytest
 from tests import tiny
 from tests.pipelines.bench.conftest import held_out
 from tests.served_app import Served, serving
+from tests.stores import web
 from vlmdistill.cli.main import main
 from vlmdistill.drafters.decoding.clock import Cycle
 from vlmdistill.pipelines.bench import server_client
@@ -276,10 +276,8 @@ class Page(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def site() -> Iterator[str]:
-    with HTTPServer(("127.0.0.1", 0), Page) as http:
-        Thread(target=http.serve_forever, daemon=True).start()
+    with web.serving(ThreadingHTTPServer(("127.0.0.1", 0), Page)) as http:
         yield f"http://127.0.0.1:{http.server_port}"
-        http.shutdown()
 
 
 def test_a_server_that_cannot_be_used_is_one_line(
