@@ -41,7 +41,6 @@ LLAVA_TEMPLATE = (
     "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
 FAMILIES = ("llava", "llava_next", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-UNFUSED = ("llava_gemma2",)  # in the layout of a family, with layers that only the stock forward pass runs
 OTHER_PARTS = ("llava_siglip", "llava_mistral", "llava_qwen3", "llava_biased")  # in the layout of a family
 VIDEO = FAMILIES[2:]  # those that have video
 HIDDEN, HEADS, KV_HEADS, MLP = 32, 4, 2, 48
@@ -84,7 +83,7 @@ def checkpoint(
         "llava_mistral": {"text": "mistral"},
         "llava_qwen3": {"text": "qwen3"},
         "llava_biased": {"attention_bias": True, "mlp_bias": True},
-        "llava_gemma2": {"text": "gemma2", "sliding_window": 24, "query_pre_attn_scalar": 8},
+        "llava_gemma2": {"text": "gemma2", "sliding_window": 24, "query_pre_attn_scalar": 8},  # not fused
         "llava_next": {"model": "LlavaNext", "image_grid_pinpoints": PINPOINTS},
     }
     if family in made:

@@ -29,9 +29,7 @@ SHORT = ["--set", "batch_tokens=60", "--set", "stages.*.learning_rate=0.001"]
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("typed") / "store"
-    synthetic.store(path, 21)
-    return path
+    return Path(synthetic.store(tmp_path_factory.mktemp("typed"), 21).path)
 
 
 def test_a_run_stopped_on_several_ranks_continues_on_one(

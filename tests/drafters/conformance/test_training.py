@@ -55,9 +55,7 @@ SLOW = ("dflash", "medusa", "semiar", "specflash")
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Five samples without images and sixteen with: an epoch of either kind has several steps."""
-    path = tmp_path_factory.mktemp("training") / "store"
-    synthetic.store(path, 21)
-    return path
+    return Path(synthetic.store(tmp_path_factory.mktemp("training"), 21).path)
 
 
 @pytest.mark.parametrize("name", TRAINED)

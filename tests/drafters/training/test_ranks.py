@@ -130,9 +130,7 @@ class Machines:
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("ranks") / "store"
-    synthetic.store(path, 21)
-    return path
+    return Path(synthetic.store(tmp_path_factory.mktemp("ranks"), 21).path)
 
 
 @pytest.fixture(scope="module")

@@ -55,9 +55,7 @@ train(plan(Path(sys.argv[1]), Path(sys.argv[2])), tell)
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("trainer") / "store"
-    synthetic.store(path, 24)
-    return path
+    return Path(synthetic.store(tmp_path_factory.mktemp("trainer"), 24).path)
 
 
 def test_settings_that_came_later_leave_runs_of_earlier_versions_their_signature(

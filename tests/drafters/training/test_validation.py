@@ -38,9 +38,7 @@ SETTINGS = ("steps=14", "validate_every=3", "tree=chain-3")
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("validation") / "store"
-    synthetic.store(path, 30)
-    return path
+    return Path(synthetic.store(tmp_path_factory.mktemp("validation"), 30).path)
 
 
 def training(run: Run) -> dict[str, Any]:

@@ -26,9 +26,7 @@ STILL = ("stages.*.learning_rate=0", "steps=4")  # what is trained stays as it b
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("warm") / "store"
-    synthetic.store(path, 24)
-    return path
+    return Path(synthetic.store(tmp_path_factory.mktemp("warm"), 24).path)
 
 
 @pytest.fixture(scope="module")
