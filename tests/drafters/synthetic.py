@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.checkpoints import checkpoint
-from vlmdistill.drafters.core.batch import Batch, Head
+from vlmdistill.drafters.core.batch import Batch, Head, TokenIndex
 from vlmdistill.drafters.core.drafter import Drafter, Proposer
+from vlmdistill.drafters.core.eagle_drafter import EagleDrafter
+from vlmdistill.drafters.core.kv_cache import PackedKVCache
 from vlmdistill.drafters.core.layers import DecoderLayer, apply_rotary
 from vlmdistill.drafters.core.settings import override
 from vlmdistill.drafters.core.tree_drafter import TreeDrafter
@@ -163,6 +165,21 @@ def batch(layouts: Collection[str], features: Collection[Feature], seed: int = 0
         segment_M=torch.tensor([s for s, *_ in spans], dtype=torch.long),
         features={feature: states[feature] for feature in features},
     )
+
+
+def written(
+    drafter: EagleDrafter, one: Batch, generator: torch.Generator | None = None
+) -> list[tuple[Tensor, Tensor, TokenIndex]]:
+    """What `condition` writes of visual tokens: inputs, rotary positions and places."""
+    seen = []
+
+    def spy(x_XD: Tensor, rotary_X: Tensor, tokens: TokenIndex, cache: object) -> None:
+        seen.append((x_XD, rotary_X, tokens))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drafter.block.layer, "write_kv", spy)
+        drafter.condition(one, PackedKVCache(generator=generator))
+    return seen
 
 
 def in_order(one: Batch, text_TX: torch.Tensor, visual_UX: torch.Tensor) -> torch.Tensor:

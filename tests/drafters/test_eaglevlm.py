@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from tests.drafters.synthetic import INFO, LAYOUTS, batch, build
+from tests.drafters.synthetic import INFO, LAYOUTS, batch, build, written
 from vlmdistill.drafters import catalogue
-from vlmdistill.drafters.core.batch import Batch, TokenIndex
+from vlmdistill.drafters.core.batch import Batch
 from vlmdistill.drafters.core.compressors import GroupCompressor
 from vlmdistill.drafters.core.config import Stage
-from vlmdistill.drafters.core.kv_cache import PackedKVCache
 from vlmdistill.drafters.core.settings import override
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.eaglevlm import EagleVLM
@@ -33,23 +31,6 @@ def drafter(**settings: Any) -> EagleVLM:
 
 def sample(*layouts: str) -> Batch:
     return batch(layouts, EagleVLM.Config().needs(INFO))
-
-
-def written(
-    one: EagleVLM, packed: Batch, generator: torch.Generator | None = None
-) -> tuple[Tensor, TokenIndex]:
-    """What `condition` writes of visual tokens, and where."""
-    seen = list[tuple[Tensor, TokenIndex]]()
-
-    def spy(x_XD: Tensor, rotary_X: Tensor, tokens: TokenIndex, cache: object) -> None:
-        assert rotary_X.tolist() == (tokens.position_N - 1).tolist()
-        seen.append((x_XD, tokens))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(one.block.layer, "write_kv", spy)
-        one.condition(packed, PackedKVCache(generator=generator))
-    ((x_XD, tokens),) = seen
-    return x_XD, tokens
 
 
 def choose(one: EagleVLM, branch: str) -> None:
@@ -99,7 +80,8 @@ def test_the_gate_leaves_the_entries_of_one_compressor(
 ) -> None:
     one, packed = drafter(**settings), sample("tt" + 9 * "v" + "ttt" + "vv" + "trrr")
     choose(one, branch)
-    x_XD, tokens = written(one, packed)
+    ((x_XD, rotary_X, tokens),) = written(one, packed)
+    assert torch.equal(rotary_X, tokens.position_N - 1)
     assert tokens.position_N.tolist() == positions
     if branch != "text alone":
         alone = drafter(compressor=branch, **settings)
@@ -111,12 +93,12 @@ def test_the_gate_leaves_the_entries_of_one_compressor(
                 or name.startswith(f"compressors.{BRANCHES.index(branch)}")
             }
         )
-        torch.testing.assert_close(x_XD, written(alone, packed)[0], rtol=0, atol=0)
+        torch.testing.assert_close(x_XD, written(alone, packed)[0][0], rtol=0, atol=0)
 
 
 def test_the_gate_reads_the_last_token_of_the_question_alone() -> None:
     one, packed = drafter(compressor="weigh"), sample(*LAYOUTS.values())
-    before_XD, tokens = written(one, packed)
+    ((before_XD, _, tokens),) = written(one, packed)
     response_T, segment_T = packed.response_T, packed.segment_T
     asked = [int((response_T & (segment_T == one)).nonzero()[0]) - 1 for one in range(len(LAYOUTS))]
     (feature,) = [name for name in packed.features if name.where == "text"]
@@ -124,7 +106,7 @@ def test_the_gate_reads_the_last_token_of_the_question_alone() -> None:
         states = dict(packed.features)
         states[feature] = states[feature].clone()
         states[feature][row] += 1.0
-        after_XD, _ = written(one, packed.having(states))
+        ((after_XD, _, _),) = written(one, packed.having(states))
         moved = (after_XD != before_XD).any(1)
         expected = tokens.segment_N == packed.segment_T[row] if row in asked else torch.zeros_like(moved)
         assert moved.tolist() == expected.tolist()
@@ -135,13 +117,13 @@ def test_training_draws_a_branch_for_each_sample_and_decoding_takes_the_best() -
     packed = sample(*["tt" + 9 * "v" + "t" + 4 * "v" + "trrr"] * 40)
     # By branch: the entries of both images.
     entries = {"prune": 2 + 1, "pool": 2 + 1, "convolve": 3 + 1, "resample": 2 + 2, "text alone": 0}
-    x_XD, tokens = written(one, packed, torch.Generator().manual_seed(0))
+    ((x_XD, _, tokens),) = written(one, packed, torch.Generator().manual_seed(0))
     counts = torch.bincount(tokens.segment_N, minlength=40).tolist()
     assert set(counts) == set(entries.values())
-    again_XD, _ = written(one, packed, torch.Generator().manual_seed(0))
+    ((again_XD, _, _),) = written(one, packed, torch.Generator().manual_seed(0))
     assert torch.equal(x_XD, again_XD)
     choose(one, "convolve")
-    assert torch.bincount(written(one, packed)[1].segment_N).tolist() == [4] * 40
+    assert torch.bincount(written(one, packed)[0][2].segment_N).tolist() == [4] * 40
 
 
 @pytest.mark.parametrize("compressor", ["select", "weigh"])

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from tests.drafters.synthetic import INFO, LAYOUTS, batch, head
-from vlmdistill.drafters.core.batch import Batch, TokenIndex
-from vlmdistill.drafters.core.kv_cache import PackedKVCache
+from tests.drafters.synthetic import INFO, LAYOUTS, batch, head, written
+from vlmdistill.drafters.core.batch import Batch
 from vlmdistill.drafters.msd import MSD
 from vlmdistill.drafters.training.batches import DataSplit
 from vlmdistill.stores.schema import Feature
@@ -23,22 +22,10 @@ def sample(*layouts: str) -> Batch:
     return batch(layouts, [TEXT, SPAN, VISUAL])
 
 
-def remembered(drafter: MSD, one: Batch) -> list[tuple[Tensor, Tensor, TokenIndex]]:
-    """What `condition` writes: inputs, rotary positions, places."""
-    seen = []
-
-    def spy(x_ND: Tensor, position_N: Tensor, tokens: TokenIndex, cache: object) -> None:
-        seen.append((x_ND, position_N, tokens))
-
-    drafter.block.layer.write_kv = spy  # type: ignore[method-assign, assignment]
-    drafter.condition(one, PackedKVCache())
-    return seen
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_visual_entry_is_the_raw_embedding_at_the_place_before_its_own(layout: str) -> None:
     one = sample(LAYOUTS[layout])
-    ((x_UD, position_U, tokens),) = remembered(build(), one)
+    ((x_UD, position_U, tokens),) = written(build(), one)
     assert torch.equal(x_UD, one.features[VISUAL])
     expected = [place for place, kind in enumerate(LAYOUTS[layout]) if kind == "v"]
     assert tokens.position_N.tolist() == expected
@@ -47,8 +34,8 @@ def test_a_visual_entry_is_the_raw_embedding_at_the_place_before_its_own(layout:
 
 def test_vata_drops_visual_tokens_when_drafting_and_only_then() -> None:
     drafter, one = build(vata=True), sample("tvvvtrrr")
-    assert remembered(drafter, one) == []
-    assert len(remembered(drafter.train(), one)) == 1
+    assert written(drafter, one) == []
+    assert len(written(drafter.train(), one)) == 1
     assert drafter.config.needs(INFO) == {TEXT, SPAN, VISUAL}
     assert drafter.config.needs(INFO, decoding=True) == {TEXT, SPAN}
     assert MSD.Config().needs(INFO, decoding=True) == {TEXT, SPAN, VISUAL}

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.drafters.synthetic import INFO, LAYOUTS, batch, cut, head, plain_layer
+from tests.drafters.synthetic import INFO, LAYOUTS, batch, cut, head, plain_layer, written
 from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.core.batch import Batch, TokenIndex
 from vlmdistill.drafters.core.config import Stage
-from vlmdistill.drafters.core.kv_cache import GrowingKVCache, PackedKVCache
+from vlmdistill.drafters.core.kv_cache import GrowingKVCache
 from vlmdistill.drafters.core.losses import Scores, TargetRows
 from vlmdistill.drafters.core.settings import override
 from vlmdistill.drafters.core.tree import Tree
@@ -35,20 +35,6 @@ def build(**settings: Any) -> SpecFlash:
     return SpecFlash(SpecFlash.Config(**settings), INFO, head()).eval()
 
 
-def remembered(drafter: SpecFlash, one: Batch) -> tuple[Tensor, Tensor, TokenIndex]:
-    """What `condition` writes: inputs, rotary positions, places."""
-    seen = []
-
-    def spy(x_XD: Tensor, position_X: Tensor, tokens: TokenIndex, cache: object) -> None:
-        seen.append((x_XD, position_X, tokens))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drafter.block.layer, "write_kv", spy)
-        drafter.condition(one, PackedKVCache())
-    ((x_XD, position_X, tokens),) = seen
-    return x_XD, position_X, tokens
-
-
 def hops(drafter: SpecFlash | Eagle2, one: Batch, count: int) -> list[Tensor]:
     """The logits of every hop's rows."""
     made: list[Tensor] = []
@@ -66,7 +52,7 @@ def hops(drafter: SpecFlash | Eagle2, one: Batch, count: int) -> list[Tensor]:
 
 @pytest.mark.parametrize(("length", "count"), [(576, 64), (324, 36), (1, 1), (9, 1), (10, 2), (5000, 64)])
 def test_an_image_is_compressed_to_a_ninth_and_64_at_most(length: int, count: int) -> None:
-    _, _, tokens = remembered(build(), batch(["t" + length * "v" + "trr"], STATES))
+    ((_, _, tokens),) = written(build(), batch(["t" + length * "v" + "trr"], STATES))
     order = tokens.position_N.tolist()
     assert len(order) == count
     # Each stands in the middle of its share of the span, which the text around it leaves as it is.
@@ -86,7 +72,7 @@ def test_without_queries_no_image_enters() -> None:
 
 def test_compressed_tokens_stand_spread_over_their_own_image() -> None:
     one = batch(["tvvvvtvvvvvvttrr", "tvttrr"], STATES)
-    x_XD, position_X, tokens = remembered(build(ratio=2), one)
+    ((x_XD, position_X, tokens),) = written(build(ratio=2), one)
     assert tokens.position_N.tolist() == [2, 4, 7, 9, 11, 1]
     assert tokens.segment_N.tolist() == [0, 0, 0, 0, 0, 1]
     assert tokens.span_N.tolist() == [0, 0, 1, 1, 1, 2]
@@ -99,7 +85,7 @@ def test_a_compressed_token_is_a_querys_mean_of_the_states_of_its_image() -> Non
     """Softmax(Q F^T / sqrt(D)) F, image by image."""
     drafter = build(ratio=2)
     one = batch(["tvvvvtvvvvvvttrr", "tvttrr"], STATES)
-    x_XD, _, _ = remembered(drafter, one)
+    ((x_XD, _, _),) = written(drafter, one)
     hidden_UD, expected = one.feature("hidden", "visual"), []
     for first, last in ((0, 4), (4, 10), (10, 11)):
         own_UD = hidden_UD[first:last]
