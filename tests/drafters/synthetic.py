@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -26,6 +26,7 @@ from vlmdistill.stores import schema
 from vlmdistill.stores.schema import Feature, Provenance, Sample, Span, TargetInfo
 from vlmdistill.stores.store import Store
 
+D = TypeVar("D", bound=Drafter)
 SOURCES = ("hidden", "embed", "layer0", "layer1", "layer2", "layer3")
 ALL = (
     "hidden.text",
@@ -98,6 +99,13 @@ def build(name: str, **settings: Any) -> Drafter:
         if key.endswith("_gate"):
             nn.init.ones_(weight)  # what is behind a closed gate could compute anything
     return drafter
+
+
+def built(kind: type[D], **settings: Any) -> D:
+    """A drafter of that class on the same tables, of its paper's settings but for these."""
+    torch.manual_seed(0)
+    made: D = kind(kind.Config(**settings), INFO, head()).eval()
+    return made
 
 
 def untrained(name: str, target: Any, seed: int = 0) -> Proposer:

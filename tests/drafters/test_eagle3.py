@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.drafters import synthetic
-from tests.drafters.synthetic import INFO, LAYOUTS, batch, begun, head, stopped
+from tests.drafters.synthetic import INFO, LAYOUTS, batch, begun, built, head, stopped
 from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.core.batch import Batch, Entries, TokenIndex
@@ -31,8 +31,7 @@ COUNTS = torch.zeros(INFO.vocab_size).index_fill(0, torch.tensor(SPOKEN), 7.0)
 
 
 def build(**settings: object) -> Eagle3:
-    torch.manual_seed(0)
-    drafter = Eagle3(Eagle3.Config(**settings), INFO, head()).eval()  # type: ignore[arg-type]
+    drafter = built(Eagle3, **settings)
     drafter.choose_vocabulary(COUNTS)
     return drafter
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.drafters.synthetic import INFO, LAYOUTS, batch, cut, head
+from tests.drafters.synthetic import INFO, LAYOUTS, batch, built, cut
 from vlmdistill.drafters.core.batch import Batch
 from vlmdistill.drafters.core.config import Stage
 from vlmdistill.drafters.core.losses import Scores, TargetRows
@@ -30,8 +30,7 @@ FIRST, SECOND = HiViS.Training().schedule
 
 def build(**settings: object) -> HiViS:
     """With sequential embeddings as after some training: zeros would hide them."""
-    torch.manual_seed(0)
-    drafter = HiViS(HiViS.Config(**settings), INFO, head()).eval()  # type: ignore[arg-type]
+    drafter = built(HiViS, **settings)
     with torch.no_grad():
         drafter.sequence.weight[1:].normal_()
     return drafter

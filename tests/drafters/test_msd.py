@@ -4,18 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from tests.drafters.synthetic import INFO, LAYOUTS, batch, head, written
+from tests.drafters.synthetic import INFO, LAYOUTS, batch, built, written
 from vlmdistill.drafters.core.batch import Batch
 from vlmdistill.drafters.msd import MSD
 from vlmdistill.drafters.training.batches import DataSplit
 from vlmdistill.stores.schema import Feature
 
 TEXT, SPAN, VISUAL = Feature("hidden", "text"), Feature("hidden", "span"), Feature("embed", "visual")
-
-
-def build(**settings: object) -> MSD:
-    torch.manual_seed(0)
-    return MSD(MSD.Config(**settings), INFO, head()).eval()  # type: ignore[arg-type]
 
 
 def sample(*layouts: str) -> Batch:
@@ -25,7 +20,7 @@ def sample(*layouts: str) -> Batch:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_visual_entry_is_the_raw_embedding_at_the_place_before_its_own(layout: str) -> None:
     one = sample(LAYOUTS[layout])
-    ((x_UD, position_U, tokens),) = written(build(), one)
+    ((x_UD, position_U, tokens),) = written(built(MSD), one)
     assert torch.equal(x_UD, one.features[VISUAL])
     expected = [place for place, kind in enumerate(LAYOUTS[layout]) if kind == "v"]
     assert tokens.position_N.tolist() == expected
@@ -33,7 +28,7 @@ def test_a_visual_entry_is_the_raw_embedding_at_the_place_before_its_own(layout:
 
 
 def test_vata_drops_visual_tokens_when_drafting_and_only_then() -> None:
-    drafter, one = build(vata=True), sample("tvvvtrrr")
+    drafter, one = built(MSD, vata=True), sample("tvvvtrrr")
     assert written(drafter, one) == []
     assert len(written(drafter.train(), one)) == 1
     assert drafter.config.needs(INFO) == {TEXT, SPAN, VISUAL}
@@ -42,8 +37,8 @@ def test_vata_drops_visual_tokens_when_drafting_and_only_then() -> None:
 
 
 def test_the_input_norm_is_an_option() -> None:
-    assert build().block.layer.input_norm is None
-    assert isinstance(build(input_norm=True).block.layer.input_norm, nn.RMSNorm)
+    assert built(MSD).block.layer.input_norm is None
+    assert isinstance(built(MSD, input_norm=True).block.layer.input_norm, nn.RMSNorm)
 
 
 def test_images_come_in_gradually_after_a_text_stage() -> None:

@@ -5,13 +5,12 @@ Shapes: R rows, G places of a group, U visual tokens, X compressed tokens, D hid
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.drafters.synthetic import INFO, LAYOUTS, batch, cut, head, plain_layer, written
+from tests.drafters.synthetic import INFO, LAYOUTS, batch, built, cut, head, plain_layer, written
 from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.core.batch import Batch, TokenIndex
 from vlmdistill.drafters.core.config import Stage
@@ -28,11 +27,6 @@ from vlmdistill.stores.schema import Feature
 
 STATES = [Feature("hidden", "text"), Feature("hidden", "visual")]
 EVERYTHING = [*STATES, Feature("embed", "visual")]
-
-
-def build(**settings: Any) -> SpecFlash:
-    torch.manual_seed(0)
-    return SpecFlash(SpecFlash.Config(**settings), INFO, head()).eval()
 
 
 def hops(drafter: SpecFlash | Eagle2, one: Batch, count: int) -> list[Tensor]:
@@ -52,7 +46,7 @@ def hops(drafter: SpecFlash | Eagle2, one: Batch, count: int) -> list[Tensor]:
 
 @pytest.mark.parametrize(("length", "count"), [(576, 64), (324, 36), (1, 1), (9, 1), (10, 2), (5000, 64)])
 def test_an_image_is_compressed_to_a_ninth_and_64_at_most(length: int, count: int) -> None:
-    ((_, _, tokens),) = written(build(), batch(["t" + length * "v" + "trr"], STATES))
+    ((_, _, tokens),) = written(built(SpecFlash), batch(["t" + length * "v" + "trr"], STATES))
     order = tokens.position_N.tolist()
     assert len(order) == count
     # Each stands in the middle of its share of the span, which the text around it leaves as it is.
@@ -62,7 +56,7 @@ def test_an_image_is_compressed_to_a_ninth_and_64_at_most(length: int, count: in
 
 def test_without_queries_no_image_enters() -> None:
     """The paper's C / N = 0: of an image, the text after it has the last state, as for every drafter."""
-    drafter, text = build(queries=0), "tvvvvtrrrr"
+    drafter, text = built(SpecFlash, queries=0), "tvvvvtrrrr"
     assert drafter.compresses is None
     one, other = batch([text], STATES), batch([text], STATES)
     other.feature("hidden", "visual")[:-1].neg_()
@@ -72,7 +66,7 @@ def test_without_queries_no_image_enters() -> None:
 
 def test_compressed_tokens_stand_spread_over_their_own_image() -> None:
     one = batch(["tvvvvtvvvvvvttrr", "tvttrr"], STATES)
-    ((x_XD, position_X, tokens),) = written(build(ratio=2), one)
+    ((x_XD, position_X, tokens),) = written(built(SpecFlash, ratio=2), one)
     assert tokens.position_N.tolist() == [2, 4, 7, 9, 11, 1]
     assert tokens.segment_N.tolist() == [0, 0, 0, 0, 0, 1]
     assert tokens.span_N.tolist() == [0, 0, 1, 1, 1, 2]
@@ -83,7 +77,7 @@ def test_compressed_tokens_stand_spread_over_their_own_image() -> None:
 
 def test_a_compressed_token_is_a_querys_mean_of_the_states_of_its_image() -> None:
     """Softmax(Q F^T / sqrt(D)) F, image by image."""
-    drafter = build(ratio=2)
+    drafter = built(SpecFlash, ratio=2)
     one = batch(["tvvvvtvvvvvvttrr", "tvttrr"], STATES)
     ((x_XD, _, _),) = written(drafter, one)
     hidden_UD, expected = one.feature("hidden", "visual"), []
@@ -96,7 +90,7 @@ def test_a_compressed_token_is_a_querys_mean_of_the_states_of_its_image() -> Non
 
 @pytest.mark.parametrize("kv_heads", ["all", "target"])
 def test_one_token_a_pass_without_compression_is_eagle(kv_heads: str) -> None:
-    drafter = build(group=1, compress=False, kv_heads=kv_heads)
+    drafter = built(SpecFlash, group=1, compress=False, kv_heads=kv_heads)
     eagle = Eagle2(Eagle2.Config(kv_heads=kv_heads), INFO, head()).eval()  # type: ignore[arg-type]
     shared = {key: value for key, value in drafter.state_dict().items() if key in eagle.state_dict()}
     eagle.load_state_dict(shared)
@@ -109,7 +103,7 @@ def test_one_token_a_pass_without_compression_is_eagle(kv_heads: str) -> None:
 @pytest.mark.parametrize(("group", "passes"), [(4, 1), (2, 2), (3, 2)])
 def test_a_group_is_a_sequence_that_goes_on_with_placeholders(group: int, passes: int) -> None:
     """Against a plain causal layer over [entries ; guesses of the groups before ; placeholders]."""
-    drafter = build(group=group, passes=passes)
+    drafter = built(SpecFlash, group=group, passes=passes)
     one = batch(["ttrrrrrrrrrr"], STATES)
     embed_TD, hidden_TD = drafter.embed_VD[one.ids_T], one.feature("hidden", "text")
     made = hops(drafter, one, group * passes)
@@ -156,7 +150,7 @@ class Counting(GrowingKVCache):
 def test_a_group_is_drafted_in_one_pass(
     settings: dict[str, int], tree: str, levels: int, passes: int
 ) -> None:
-    drafter = build(**settings)
+    drafter = built(SpecFlash, **settings)
     one = batch([LAYOUTS["one image"]], STATES)
     cache, prompt = Counting(), cut(one, 6)
     draft = TreeDrafter(drafter, prompt, cache)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.drafters.sizes import real
-from tests.drafters.synthetic import INFO, LAYOUTS, batch, head, plain_layer
+from tests.drafters.synthetic import INFO, LAYOUTS, batch, built, head, plain_layer
 from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.core.batch import Batch, Head, TokenIndex
 from vlmdistill.drafters.core.compressors import QueryCompressor
@@ -24,8 +24,7 @@ TWO_IMAGES = "tvvtrrvvvtrrr"
 
 
 def build(**settings: object) -> ViSpec:
-    torch.manual_seed(0)
-    drafter = ViSpec(ViSpec.Config(**settings), INFO, head()).eval()  # type: ignore[arg-type]
+    drafter = built(ViSpec, **settings)
     if drafter.img_fc is not None:  # as after some training: an identity would hide g
         nn.init.normal_(drafter.img_fc.weight, std=0.2)
     return drafter

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.drafters.synthetic import INFO, batch, head
+from tests.drafters.synthetic import INFO, batch, built
 from vlmdistill.drafters.core.batch import Batch
 from vlmdistill.drafters.core.config import Stage
 from vlmdistill.drafters.training.unroll import unroll
@@ -14,11 +14,6 @@ from vlmdistill.drafters.wren import Wren
 from vlmdistill.stores.errors import TrainingError
 
 STAGE = Stage(name="test", hops=3, losses={"cross_entropy": 1.0})
-
-
-def build(**settings: bool | int) -> Wren:
-    torch.manual_seed(0)
-    return Wren(Wren.Config(**settings), INFO, head())  # type: ignore[arg-type]
 
 
 def sample(drafter: Wren) -> Batch:
@@ -36,7 +31,7 @@ def states(drafter: Wren, one: Batch) -> list[Tensor]:
 @pytest.mark.parametrize(("threshold", "trained"), [(0, []), (1, [1]), (2, [1, 2]), (5, [1, 2])])
 @pytest.mark.parametrize("depths", [True, False])
 def test_only_guesses_train_a_sequential_embedding(depths: bool, threshold: int, trained: list[int]) -> None:
-    drafter = build(depths=depths, threshold=threshold)
+    drafter = built(Wren, depths=depths, threshold=threshold)
     unroll(drafter, sample(drafter), STAGE).total.backward()  # type: ignore[no-untyped-call]
     gradient_GD = drafter.sequence.weight.grad
     found = [] if gradient_GD is None else gradient_GD.abs().sum(-1).nonzero()[:, 0].tolist()
@@ -44,7 +39,7 @@ def test_only_guesses_train_a_sequential_embedding(depths: bool, threshold: int,
 
 
 def test_the_depths_of_a_token_count_and_no_image_does() -> None:
-    drafter, other = build().eval(), build().eval()
+    drafter, other = built(Wren), built(Wren)
     with torch.no_grad():
         other.depth_fc.weight.zero_()
     one = sample(drafter)
@@ -54,19 +49,22 @@ def test_the_depths_of_a_token_count_and_no_image_does() -> None:
 
 
 def test_a_cell_makes_all_guesses_but_the_first_and_no_engine_has_it() -> None:
-    drafter, one = build(cell=2), sample(build())
-    assert [len(states(each, one)) for each in (build(), drafter)] == [STAGE.hops, 1]  # passes of the layer
+    drafter, one = built(Wren, cell=2), sample(built(Wren))
+    assert [len(states(each, one)) for each in (built(Wren), drafter)] == [
+        STAGE.hops,
+        1,
+    ]  # passes of the layer
     unroll(drafter, one, replace(STAGE, hops=1)).total.backward()  # type: ignore[no-untyped-call]
     assert drafter.cell_in.weight.grad is None
     with pytest.raises(TrainingError, match=r"cell=2, which serving engines do not.*--set cell=0"):
         drafter.published()
-    assert build().published().layers == drafter.taps
+    assert built(Wren).published().layers == drafter.taps
 
 
 def test_the_length_of_a_state_does_not_matter_when_normed() -> None:
     """A guess reads the drafter's own state, which may be longer than the target's."""
-    drafter = build(depths=False).eval()
+    drafter = built(Wren, depths=False)
     one = sample(drafter)
     longer = one.having({feature: 7 * state for feature, state in one.features.items()})
-    for mine, theirs in zip(states(drafter, one), states(build(depths=False).eval(), longer), strict=True):
+    for mine, theirs in zip(states(drafter, one), states(built(Wren, depths=False), longer), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
