@@ -55,7 +55,7 @@ from vlmdistill.stores.schema import content_hash
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.views.filters import filter_store
 
-CLIPS = 3  # videos of each length
+CLIPS = 3  # unless a trial has another number
 LONGEST = 256  # tokens of a response
 T = TypeVar("T")
 TRAINED = tuple(name for name in catalogue.DRAFTERS if catalogue.is_trained(name))
@@ -102,6 +102,7 @@ class Trial:
     steps: int
     limit: int
     jobs: int
+    clips: int = CLIPS  # videos of each length
 
     @property
     def recipe(self) -> tuple[str, ...]:
@@ -163,7 +164,7 @@ class Trial:
                 "another --runs folder with `vlmdistill prompts --split eval`, and copy its prompts.parquet"
             )
         films = files.write_videos(
-            workspace.root / "demo-data", videos=CLIPS, seed=0, tokens=length, split="evaluation"
+            workspace.root / "demo-data", videos=self.clips, seed=0, tokens=length, split="evaluation"
         )
         choices = Choices(images=films.videos, split="eval", fps=None, frames=2 * patches_for(length))
         import_prompts([str(films.llava)], workspace.prompts, choices=choices)
@@ -243,14 +244,14 @@ class Trial:
         return [Run(*one) for one in zip(costs, found, strict=True)] if found else []
 
     def _counted(self, setting: Setting, length: int) -> list[Measured]:
-        name = _record(length, self._keys(length))
+        name = _record(length, self.keys(length))
         files = [self._beside(folder, name) for folder in self.folders(setting)]
         if not all(file.exists() for file in files):
             return []
         return [msgspec.json.decode(file.read_bytes(), type=Measured) for file in files]
 
     def _count(self, setting: Setting, length: int) -> None:
-        keys, store = self._keys(length), self._greedy(length)
+        keys, store = self.keys(length), self.greedy(length)
         head = Head.of(store.head())
         there = sorted(store.keys().intersection(keys))
         machine, day = hardware.of(torch.device("cpu")).name, time.strftime("%Y-%m-%d")
@@ -260,10 +261,11 @@ class Trial:
             found = count(drafter, store, there)
             _write(Measured(found, machine, day), self._beside(folder, _record(length, keys)))
 
-    def _keys(self, length: int) -> tuple[str, ...]:
+    def keys(self, length: int) -> tuple[str, ...]:
+        """The held-out prompts of a length."""
         return _held_out(self.at(length).prompts, self.limit)
 
-    def _greedy(self, length: int) -> Store:
+    def greedy(self, length: int) -> Store:
         """The target's greedy responses to the prompts of a length, with the features of every drafter.
 
         They are float32, as decoding has them: near-ties of a drafter fall otherwise in bfloat16.

@@ -143,16 +143,8 @@ def measure(trial: Trial, cases: Sequence[str], length: int, clips: int) -> Timi
             return found
     target = load(workspace.model)
     drafters = {case: target.drafter(workspace.drafter(trial.folders(setting(case))[0])) for case in cases}
-    of_plain: list[Decoded] = []
-    of_case: dict[str, list[Decoded]] = {case: [] for case in cases}
     prompts = [target.encode(one.messages) for one in evaluate.held_out(workspace.prompts, clips)]
-    warm = target.encode([{"role": "user", "content": [{"type": "text", "text": "Hello."}]}])
-    for drafter in (None, *drafters.values()):  # the first call of each kind allocates
-        decode(target, drafter, warm, 8)
-    for turn, prompt in enumerate(prompts):
-        order = ["", *cases]
-        for name in order[turn % len(order) :] + order[: turn % len(order)]:
-            of_case.get(name, of_plain).append(decode(target, drafters.get(name), prompt, LONGEST))
+    of_plain, of_case = race(target, drafters, prompts)
     made = Timings(
         hardware=hardware.of(target.device).name,
         threads=torch.get_num_threads(),
@@ -169,6 +161,22 @@ def measure(trial: Trial, cases: Sequence[str], length: int, clips: int) -> Timi
         aside.write_bytes(msgspec.json.encode(made))
     say(f"decoded {clips} clips of {made.visual:,} visual tokens")
     return made
+
+
+def race(
+    target: VisionLanguageTarget, drafters: Mapping[str, Proposer], prompts: Sequence[EncodedPrompt]
+) -> tuple[list[Decoded], dict[str, list[Decoded]]]:
+    """Decode every prompt plainly and with each drafter, in turn."""
+    of_plain: list[Decoded] = []
+    of_case: dict[str, list[Decoded]] = {case: [] for case in drafters}
+    warm = target.encode([{"role": "user", "content": [{"type": "text", "text": "Hello."}]}])
+    for drafter in (None, *drafters.values()):  # the first call of each kind allocates
+        decode(target, drafter, warm, 8)
+    for turn, prompt in enumerate(prompts):
+        order = ["", *drafters]
+        for name in order[turn % len(order) :] + order[: turn % len(order)]:
+            of_case.get(name, of_plain).append(decode(target, drafters.get(name), prompt, LONGEST))
+    return of_plain, of_case
 
 
 def decode(

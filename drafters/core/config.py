@@ -44,7 +44,7 @@ class ModelConfig:
     """Rotary positions: index in the expanded sequence, the target's own on text, or text tokens alone."""
     attention_window: int = 0
     """How many positions of the expanded sequence the drafter's layers see of what is committed, the last one
-    included; 0: all."""
+    included; 0: all. Visual ones count even if it reads none. No weight depends on it."""
 
     def needs(self, info: TargetInfo, *, decoding: bool = False) -> frozenset[Feature]:
         """Exactly the features that it reads in training, or of a prompt when `decoding`."""
