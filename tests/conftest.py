@@ -37,9 +37,9 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ray() -> Iterator[None]:
-    """One Ray session for all tests of a process: commands use the session that is there."""
+    """One Ray session for all tests of a module, whose commands use it; its daemons end with them."""
     from vlmdistill.pipelines.cluster.session import session
 
     with session():

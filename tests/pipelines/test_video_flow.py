@@ -23,7 +23,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-def test_the_whole_flow(tmp_path: Path, ray: None, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_whole_flow(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for i in range(5):
         tiny.film(tmp_path / f"{i}.mp4", tiny.clip(12, 56, 28, i))
     rows = [
