@@ -35,6 +35,9 @@ REACHED = {
     "vllm.model_executor.models.interfaces:SupportsMultiModalEmbeddings": (
         *("supports_multimodal_embeddings", "embed_input_ids"),
     ),
+    "vllm.model_executor.models.qwen3_dflash:DFlashQwen3Model": (
+        *("_normalize_context_k", "_k_norm_weights", "_rms_norm_eps"),
+    ),
     "vllm.config:VllmConfig": ("use_v2_model_runner", "speculative_config", "parallel_config"),
     "vllm.config.parallel:ParallelConfig": (
         *("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"),

@@ -32,9 +32,24 @@ from vlmdistill.pipelines.vllm.plugin.limits import OTHER_TARGET
 from vlmdistill.pipelines.workspace.workspace import Workspace
 
 MODEL = "demo-video"
-NAMES = ("eagle2", "eagle3", "msd", "msd_vata", "sparrow", "hivis", "vispec", "specflash", "medusa", "wren")
+NAMES = (
+    "eagle2",
+    "eagle3",
+    "eaglevlm",
+    "msd",
+    "msd_vata",
+    "sparrow",
+    "hivis",
+    "vispec",
+    "specflash",
+    "medusa",
+    "wren",
+)
 SWAPPED = ("eagle3", "msd_vata", "hivis", "vispec", "specflash", "wren")
-MORE = {"eagle3": ["--set", "draft_vocab=300"]}  # of 768 tokens
+MORE = {
+    "eagle3": ["--set", "draft_vocab=300"],  # of 768 tokens
+    "eaglevlm": ["--set", "compressor=concat", "--set", "ratio=9", "--set", "kernel=5"],
+}
 SAMPLES, PROMPTS = 120, 20
 SIZE = ["--set", "steps=60", "--set", "batch_tokens=1500"]
 FEW = 12  # prompts with text, images, several images and videos
@@ -158,7 +173,8 @@ def test_a_running_engine_takes_over_another_version(name: str, served: Served, 
 
 
 @pytest.mark.parametrize(
-    ("name", "tokens"), [("hivis", 16), ("vispec", 16), ("medusa", 16), ("specflash", 80), ("wren", 16)]
+    ("name", "tokens"),
+    [("hivis", 16), ("eaglevlm", 16), ("vispec", 16), ("medusa", 16), ("specflash", 80), ("wren", 16)],
 )
 def test_a_prompt_read_in_several_steps_drafts_the_same(name: str, tokens: int, served: Served) -> None:
     """Steps of 16 tokens: some have only visual tokens or end within an image.

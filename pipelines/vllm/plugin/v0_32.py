@@ -1,4 +1,4 @@
-"""What the plugin replaces in vLLM 0.32: what makes the drafters of each runner, and a repair on a CPU.
+"""What the plugin replaces in vLLM 0.32: what makes the drafters of each runner, and repairs on a CPU.
 
 v1/worker/gpu_model_runner.py takes the proposers from v1/spec_decode when it is imported, and
 v1/worker/gpu/spec_decode `init_speculator` the speculator when it needs one.
@@ -10,16 +10,17 @@ V2_ONLY = False
 def install() -> None:
     """Put our classes in the place of vLLM's."""
     from vllm import ModelRegistry
+    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
     from vllm.platforms import current_platform
     from vllm.v1.sample import rejection_sampler
     from vllm.v1.spec_decode import dflash, eagle, medusa
     from vllm.v1.worker.gpu.spec_decode.eagle import speculator
 
     from vlmdistill.pipelines.vllm.plugin.block_speculator import put_block_speculators
+    from vlmdistill.pipelines.vllm.plugin.cpu import constraints, normed_keys
     from vlmdistill.pipelines.vllm.plugin.medusa import ServedMedusaProposer
     from vlmdistill.pipelines.vllm.plugin.proposer import ChosenBlockProposer, ChosenProposer
     from vlmdistill.pipelines.vllm.plugin.speculator import ChosenSpeculator
-    from vlmdistill.pipelines.vllm.plugin.verification import constraints
 
     heads = "vlmdistill.pipelines.vllm.plugin.medusa:MedusaVlmdistill"
     ModelRegistry.register_model("MedusaVlmdistill", heads)
@@ -31,3 +32,4 @@ def install() -> None:
     if current_platform.is_cpu():
         repaired = constraints(rejection_sampler.apply_top_k_top_p)
         rejection_sampler.apply_sampling_constraints = repaired
+        DFlashQwen3Model._normalize_context_k = normed_keys

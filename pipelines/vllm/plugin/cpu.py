@@ -1,10 +1,15 @@
-"""Runs in vLLM: a repair of how it verifies sampled drafts on a CPU, in 0.31 and 0.32.
+"""Runs in vLLM: repairs of what it does otherwise on a CPU, in 0.31 and 0.32.
 
-Two faults of `apply_sampling_constraints` (v1/sample/rejection_sampler.py) there. `_expand_kernel_impl`
+Two faults of `apply_sampling_constraints` (v1/sample/rejection_sampler.py). `_expand_kernel_impl`
 (utils/cpu_triton_utils.py) writes the temperature, top-k and top-p of drafted tokens into a copy of its
 output, in int64: sampled responses do not follow the target's distribution. And a step without drafts, as the
 first one of every prompt is, has no rows, on which `apply_top_k_only` fails: a request with top-k alone ends
 the engine.
+
+One of block drafters (model_executor/models/qwen3_dflash.py `_normalize_context_k`): the CPU kernel of
+`rms_norm` takes the first layer's weight for the keys of all layers.
+
+Shapes: N drafted tokens, B requests, V vocabulary; L layers, T context tokens, K key heads, d head width.
 """
 
 from collections.abc import Callable
@@ -36,3 +41,10 @@ def constraints(top_k_top_p: Filter) -> Callable[[Tensor, Tensor, Any], Tensor]:
         return top_k_top_p(logits_NV.div_(heat_N[:, None]), each(sampling.top_k), each(sampling.top_p))
 
     return apply
+
+
+def normed_keys(model: Any, key_LTKd: Tensor) -> Tensor:
+    """What takes the place of `_normalize_context_k`: the keys of each layer by its own weight."""
+    weight_Ld: Tensor = model._k_norm_weights
+    normed_LTKd = torch.nn.functional.rms_norm(key_LTKd, key_LTKd.shape[-1:], eps=model._rms_norm_eps)
+    return normed_LTKd * weight_Ld[:, None, None]

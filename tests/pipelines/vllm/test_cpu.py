@@ -1,11 +1,11 @@
-"""Settings of sampling reach every drafted token of their request, on a CPU."""
+"""On a CPU: settings of sampling reach every drafted token of their request, keys the norm of their layer."""
 
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
-from vlmdistill.pipelines.vllm.plugin.verification import constraints
+from vlmdistill.pipelines.vllm.plugin.cpu import constraints, normed_keys
 
 
 def top_k_top_p(logits_NV: Tensor, k_N: Tensor | None, p_N: Tensor | None) -> Tensor:
@@ -32,3 +32,13 @@ def test_a_step_without_drafts_leaves_nothing_to_filter() -> None:
     )
     found = constraints(top_k_top_p)(torch.empty(0, 3), torch.tensor([0, 0]), sampling)
     assert found.shape == (0, 3)
+
+
+def test_the_keys_of_each_layer_have_its_own_norm() -> None:
+    key_LTKd, weight_Ld = torch.randn(2, 5, 3, 8), torch.rand(2, 8) + 0.5
+    model = SimpleNamespace(_k_norm_weights=weight_Ld, _rms_norm_eps=1e-6)
+    found_LTKd = normed_keys(model, key_LTKd)
+    for layer in range(2):
+        norm = torch.nn.RMSNorm(8, eps=1e-6)
+        norm.weight.data = weight_Ld[layer]
+        torch.testing.assert_close(found_LTKd[layer], norm(key_LTKd[layer]))
