@@ -52,7 +52,9 @@ LOWER = "stages.*.learning_rate=1e-3"  # of an adaptation: half of the recipe's
 FAILED = ("stages.*.anchors=failed", "stages.*.mixed=1", LOWER)
 CASES = {
     "all rows": (LOWER,),
+    "all rows, at the full rate": (),
     "32 random rows of a sample": ("stages.*.anchors=32", LOWER),
+    "32 random rows, at the full rate": ("stages.*.anchors=32",),
     "rows that failed": ("stages.*.anchors=failed", LOWER),
     "rows that failed, and as many others": FAILED,
 }

@@ -247,7 +247,7 @@ is measured with what served it, before anything is trained
 on it**, on the {share} of its requests that are held out. Tau is counted at temperature 0 without decoding,
 intervals are 95% over prompts with the counts of all seeds, costs are CPU seconds of training and replay.
 What all strategies but the static one need as well, a capture of the round's states, is not in them.
-`vlmdistill adapt` trains all rows by default, for what the last table shows.
+`vlmdistill adapt` trains all rows by default, at the full rate, for what the last table shows.
 Costs of the same work differ by up to a half between seeds: the machine was shared. Of the two embedded
 targets, those with a section below were measured.
 """
@@ -255,5 +255,6 @@ targets, those with a section below were measured.
 _ROWS = """## Which rows an adaptation trains
 
 {few} steps on `b1` and as many samples of `a0`, measured on `b2` and `a0`. All cases see the same batches:
-those with fewer rows compute less. The interval is that of the ratio of tau to training on all rows.
+those with fewer rows compute less. The learning rate is half of the first training's, or all of it
+(full rate). The interval is that of the ratio of tau to training on all rows.
 """
