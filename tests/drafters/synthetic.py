@@ -120,16 +120,16 @@ def save(
     drafter: Proposer | None = None,
     *,
     target: Any = None,
-    samples: Sequence[str] = (),
+    keys: Sequence[str] = (),
     **training: Any,
 ) -> Path:
     """Save this drafter, or one of random weights, as if it had been trained, for a loaded target or none.
 
-    `samples` are the keys of those that it was trained on, `training` is what its run recorded.
+    `keys` are those of the samples that it was trained on, `training` is what its run recorded.
     """
     made: Any = drafter or (untrained(name, target) if target else build(name))
     trained_for = target.provenance((), "float32") if target else provenance()
-    origin = checkpoint.Origin(trained_for, catalogue.config(name).training, training, samples)
+    origin = checkpoint.Origin(trained_for, catalogue.config(name).training, training, keys)
     checkpoint.save(made, catalogue.base(name), folder, origin)
     return folder
 

@@ -235,7 +235,7 @@ def test_a_drafter_that_was_trained_on_the_prompts_is_named(
         assert main(["prompts", str(tmp_path / "train.jsonl"), *where]) == 0
         (seen,) = [one.key for one in prompt_table.load(workspace.prompts, "demo", "train")]
     folder = workspace.drafter("sparrow")
-    synthetic.save("sparrow", folder, target=load("demo"), samples=[seen, "another"])
+    synthetic.save("sparrow", folder, target=load("demo"), keys=[seen, "another"])
     found = run("sparrow", *FEW)
     leak = found.record.leak
     assert leak is not None
