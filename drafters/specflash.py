@@ -7,8 +7,7 @@ positions (section 3.3).
 Differs from EAGLE by: compressed visual states, and `group` tokens per pass.
 Its ablations are switches: `group=1` is the paper's VisComp, `compress=false` its SemiAR.
 
-Shapes: N entries, R rows, G tokens of a group, Q = R * G, U visual tokens, M spans, C queries, X compressed
-tokens of all spans, D hidden.
+Shapes: N entries, R rows, G tokens of a group, Q = R * G, U visual tokens, M spans, C queries, D hidden.
 """
 
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmdistill.drafters.core import EagleDrafter, Entries, Head, KVCache, Tree, Visual
+from vlmdistill.drafters.core.compressors import attend_spans, spread
 from vlmdistill.drafters.core.config import ModelConfig, Stage, TrainConfig, at_least, features
 from vlmdistill.drafters.core.serving import ServedDrafter, unserved
 from vlmdistill.stores.errors import DataError
@@ -85,21 +85,12 @@ class SpecFlash(EagleDrafter):
 
     def compress(self, read_UD: Tensor, span_U: Tensor, spans: int) -> Tensor:
         """Section 3.2: F_c = softmax(Q F_v^T) F_v of each span."""
-        span_X = torch.arange(spans, device=span_U.device).repeat_interleave(len(self.query_CD))
-        compressed_1XD = nn.functional.scaled_dot_product_attention(
-            self.query_CD.repeat(spans, 1)[None],
-            read_UD[None],
-            read_UD[None],
-            attn_mask=span_X[:, None] == span_U,
-        )
-        return compressed_1XD.view(spans, len(self.query_CD), read_UD.shape[-1])
+        query_C1D, read_U1D = self.query_CD[:, None], read_UD[:, None]
+        return attend_spans(query_C1D, read_U1D, read_U1D, span_U, spans)
 
     def places(self, start_M: Tensor, length_M: Tensor) -> Tensor:
         """Positions spread over each span, of one entry for `ratio` visual tokens."""
-        query_C, length_M1 = torch.arange(len(self.query_CD), device=start_M.device), length_M[:, None]
-        count_M1 = ((length_M1 - 1) // self.config.ratio + 1).clamp(max=len(self.query_CD))
-        place_MC = start_M[:, None] + (2 * query_C + 1) * length_M1 // (2 * count_M1)
-        return torch.where(query_C < count_M1, place_MC, -1)
+        return spread(start_M, length_M, (length_M - 1) // self.config.ratio + 1, len(self.query_CD))
 
     def fuse(
         self, embed_ND: Tensor, state_ND: Tensor, guess_1: Tensor, joined_ND: Tensor | None = None

@@ -74,27 +74,36 @@ class QueryCompressor(Compressor):
         self.o_proj = nn.Linear(width, info.hidden_size, bias=False)
 
     def forward(self, read_UD: Tensor, span_U: Tensor, spans: int) -> Tensor:
-        """The output of each query on each span of visual tokens: [M, Q, D].
-
-        All queries attend to all visual tokens, masked to their own span: no padding is needed.
-        """
-        queries = len(self.query_QHd)
+        """The output of each query on each span of visual tokens: [M, Q, D]."""
         key_UHd, value_UHd = (
             part.unflatten(-1, (self.heads, self.head_dim)) for part in self.kv_proj(read_UD).chunk(2, -1)
         )
-        span_X = torch.arange(spans, device=span_U.device).repeat_interleave(queries)
-        mixed_1HXd = nn.functional.scaled_dot_product_attention(
-            self.query_QHd.repeat(spans, 1, 1).transpose(0, 1)[None],
-            key_UHd.transpose(0, 1)[None],
-            value_UHd.transpose(0, 1)[None],
-            attn_mask=span_X[:, None] == span_U,
-        )
-        out_XD: Tensor = self.o_proj(mixed_1HXd[0].transpose(0, 1).flatten(1))
-        return out_XD.view(spans, queries, read_UD.shape[-1])
+        out_MQD: Tensor = self.o_proj(attend_spans(self.query_QHd, key_UHd, value_UHd, span_U, spans))
+        return out_MQD
 
     def places(self, start_M: Tensor, length_M: Tensor) -> Tensor:
         """Spread evenly over each span, [M, Q]; -1: a span has fewer tokens than queries."""
-        query_Q = torch.arange(len(self.query_QHd), device=start_M.device)
-        count_M1 = length_M[:, None].clamp(max=len(query_Q))
-        place_MQ = start_M[:, None] + (2 * query_Q + 1) * length_M[:, None] // (2 * count_M1)
-        return torch.where(query_Q < count_M1, place_MQ, -1)
+        return spread(start_M, length_M, length_M, len(self.query_QHd))
+
+
+def attend_spans(query_QHd: Tensor, key_UHd: Tensor, value_UHd: Tensor, span_U: Tensor, spans: int) -> Tensor:
+    """Attention of every query over the visual tokens of each span, heads side by side: [M, Q, H * d].
+
+    All queries attend to all visual tokens, masked to their own span: no padding is needed.
+    """
+    queries = len(query_QHd)
+    span_X = torch.arange(spans, device=span_U.device).repeat_interleave(queries)
+    mixed_1HXd = nn.functional.scaled_dot_product_attention(
+        query_QHd.repeat(spans, 1, 1).transpose(0, 1)[None],
+        key_UHd.transpose(0, 1)[None],
+        value_UHd.transpose(0, 1)[None],
+        attn_mask=span_X[:, None] == span_U,
+    )
+    return mixed_1HXd[0].transpose(0, 1).reshape(spans, queries, query_QHd[0].numel())
+
+
+def spread(start_M: Tensor, length_M: Tensor, count_M: Tensor, most: int) -> Tensor:
+    """Positions of `count_M` entries spread evenly over each span, at most `most`: [M, C]; -1: no entry."""
+    entry_C, count_M1 = torch.arange(most, device=start_M.device), count_M[:, None].clamp(max=most)
+    place_MC = start_M[:, None] + (2 * entry_C + 1) * length_M[:, None] // (2 * count_M1)
+    return torch.where(entry_C < count_M1, place_MC, -1)
