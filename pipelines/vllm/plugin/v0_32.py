@@ -10,14 +10,11 @@ V2_ONLY = False
 def install() -> None:
     """Put our classes in the place of vLLM's."""
     from vllm import ModelRegistry
-    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
     from vllm.platforms import current_platform
-    from vllm.v1.sample import rejection_sampler
     from vllm.v1.spec_decode import dflash, eagle, medusa
     from vllm.v1.worker.gpu.spec_decode.eagle import speculator
 
     from vlmdistill.pipelines.vllm.plugin.block_speculator import put_block_speculators
-    from vlmdistill.pipelines.vllm.plugin.cpu import constraints, normed_keys
     from vlmdistill.pipelines.vllm.plugin.medusa import ServedMedusaProposer
     from vlmdistill.pipelines.vllm.plugin.proposer import ChosenBlockProposer, ChosenProposer
     from vlmdistill.pipelines.vllm.plugin.speculator import ChosenSpeculator
@@ -30,6 +27,15 @@ def install() -> None:
     speculator.EagleSpeculator = ChosenSpeculator
     put_block_speculators()
     if current_platform.is_cpu():
-        repaired = constraints(rejection_sampler.apply_top_k_top_p)
-        rejection_sampler.apply_sampling_constraints = repaired
-        DFlashQwen3Model._normalize_context_k = normed_keys
+        _repair()
+
+
+def _repair() -> None:
+    """What vLLM does otherwise on a CPU alone, see `cpu`."""
+    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
+    from vllm.v1.sample import rejection_sampler
+
+    from vlmdistill.pipelines.vllm.plugin.cpu import constraints, normed_keys
+
+    rejection_sampler.apply_sampling_constraints = constraints(rejection_sampler.apply_top_k_top_p)
+    DFlashQwen3Model._normalize_context_k = normed_keys
