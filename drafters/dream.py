@@ -105,11 +105,6 @@ class Dream(Drafter):
         self.last.input_norm = RMSNorm(info.hidden_size, info.rms_norm_eps)
         self.norm = RMSNorm(info.hidden_size, info.rms_norm_eps)
 
-    @property
-    def middle_source(self) -> str:
-        """As set."""
-        return self.config.middle_source(self.info)
-
     def condition(self, batch: Batch, cache: KVCache) -> None:
         """Keep the visual entries, [visual embedding ; state before it], for the pass of hop 0.
 

@@ -68,6 +68,10 @@ class ModelConfig:
         """Whether the drafter has a state that learns from a layer of the target below the last."""
         return False
 
+    def middle_source(self, info: TargetInfo) -> str | None:
+        """The states of that layer; None: it has no such state."""
+        return None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:

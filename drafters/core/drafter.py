@@ -107,7 +107,7 @@ class Drafter(Proposer, ABC):
     @property
     def middle_source(self) -> str | None:
         """The target states that the loss `middle` compares with what follows the first D of an estimate."""
-        return None
+        return self.config.middle_source(self.info)
 
     def lm_logits(self, estimate_ND: Tensor, last_N: Tensor) -> Tensor:
         """Scores of the token after `last_N` for estimates of the target's state there: float32 [N, V]."""
