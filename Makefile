@@ -116,7 +116,7 @@ results: setup  ## all methods on the demo target, docs/measurements/results.md
 video: setup  ## drafters on longer and longer videos: docs/measurements/video.md
 	$(BIN)/python -m research.video
 
-claims: setup  ## the ablations of five papers, five seeds each, resumable: docs/measurements/claims.md
+claims: setup  ## the ablations of six papers, five seeds each, resumable: docs/measurements/claims.md
 	$(BIN)/python -m research.claims --runs $(RUNS) --jobs $(JOBS) $(if $(filter-out demo,$(MODEL)),--model $(MODEL))
 
 bench-store: setup  ## the store against the disk and one file per sample
