@@ -13,7 +13,7 @@ from typing import Any
 
 from vlmdistill.cli import console
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
-from vlmdistill.stores.errors import TargetError, VlmdistillError
+from vlmdistill.stores.errors import FOR_USER, TargetError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         console.note("interrupted: the same command continues from the last saved step")
         return 130
-    except (VlmdistillError, OSError) as error:
+    except FOR_USER as error:
         console.note(f"error: {error}")
         return 1
     console.result({"out": str(given.out), **scores}, given.json)
