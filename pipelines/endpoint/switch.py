@@ -30,33 +30,33 @@ class Switch:
         self._before = current
 
     def look(self) -> None:
-        """Switch to the version that is in use by now."""
-        if self.workspace is None or (wanted := self.trials.wanted(self.workspace)) is None:
+        """Tell the workspace of a withdrawal, and switch to the version that is in use by now."""
+        if self.workspace is None:
+            return
+        self.trials.tell(self.workspace)
+        if (wanted := self.trials.wanted(self.workspace)) is None:
             return
         try:
             proposer = self.current.target.drafter(self.workspace.drafter(wanted))
         except VlmdistillError as error:
             self.trials.refuse(wanted, error)
             return
-        self._before = self.current
+        if not self.trials.running:
+            self._before = self.current
         self.trials.begin(wanted)
-        self.current = replace(self._before, drafter=proposer, drafter_name=wanted)
+        self.current = replace(self.current, drafter=proposer, drafter_name=wanted)
 
     def ended(self, response: ServedResponse) -> None:
         """Count a response; withdraw the current version if it accepts less than the one before."""
         name, counts = response.drafter_name, response.decoding
         if name is None or not counts.calls:
             return
-        gone = self.trials.add(name, (counts.tokens - 1) / counts.calls)
-        if gone is None:
-            return
-        self.current = self._before
-        if self.workspace:
-            threading.Thread(target=self.trials.record, args=(self.workspace, gone)).start()
+        if self.trials.add(name, (counts.tokens - 1) / counts.calls):
+            self.current = self._before
 
     @contextmanager
     def following(self, seconds: float) -> Iterator[None]:
-        """Look for new versions every so many seconds; 0: never."""
+        """Look for new versions every so many seconds; 0: never. What is untold at the end is told then."""
         ended = threading.Event()
         thread = threading.Thread(
             target=follow, args=(self.look, ended.wait, seconds, self.trials.name), daemon=True
@@ -69,6 +69,8 @@ class Switch:
             ended.set()
             if seconds:
                 thread.join()
+            if self.workspace:
+                self.trials.tell(self.workspace)
 
 
 def follow(look: Callable[[], None], wait: Callable[[float], bool], seconds: float, name: str) -> None:

@@ -10,7 +10,7 @@ from vlmdistill.pipelines.workspace import versions
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import FOR_USER, one_line
 
-FEWEST = 8  # samples of each version, before they are compared
+FEWEST = 16  # samples of each version, before they are compared
 SURE = 3.0  # standard errors
 log = logging.getLogger("vlmdistill.pipelines")
 
@@ -37,11 +37,17 @@ class Trials:
     swaps: int = 0
     rollbacks: int = 0
     refused: set[str] = field(default_factory=set)  # versions that cannot be used, or were withdrawn here
-    _before: str | None = None  # while the current one is on trial
+    _before: str | None = None  # the last that was not on trial, while the current one is
+    _untold: Withdrawal | None = None  # what the workspace does not know yet
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self._gained: dict[str, deque[float]] = {}
+
+    @property
+    def running(self) -> bool:
+        """Whether the version in use is on trial."""
+        return self._before is not None
 
     def wanted(self, workspace: Workspace) -> str | None:
         """The version to switch to, None if that in use is the right one; DataError on a damaged record."""
@@ -54,16 +60,19 @@ class Trials:
         log.warning("the published drafter %s cannot be used: %s", version, one_line(why))
 
     def begin(self, version: str) -> None:
-        """A version drafts from now on, and the one before is what it is compared with."""
+        """A version drafts from now on, and the last that was not on trial is what it is compared with."""
         with self._lock:
-            self._before, self.current = self.current, version
-            self._gained[version] = deque(maxlen=self.size)
+            before, self.current = self.current, version
+            passed = self._before or before
+            self._before = None if version == passed else passed
+            if self._before is not None:
+                self._gained[version] = deque(maxlen=self.size)
             self.swaps += 1
-        if self._before is not None:
-            log.info("%s drafts from now on, in place of %s", version, self._before)
+        if before is not None:
+            log.info("%s drafts from now on, in place of %s", version, before)
 
     def add(self, version: str, tokens_per_call: float) -> Withdrawal | None:
-        """Count a sample; a withdrawal if the version is on trial and accepts less than the one before."""
+        """Count a sample; a withdrawal if the version is on trial and accepts less than it is allowed to."""
         with self._lock:
             gained = self._gained.setdefault(version, deque(maxlen=self.size))
             gained.append(tokens_per_call)
@@ -78,17 +87,25 @@ class Trials:
             self.current, self._before = before, None
             self.refused.add(version)
             self.rollbacks += 1
+            self._untold = gone = Withdrawal(version, before, why)
         log.warning("%s is withdrawn, and %s drafts again: %s", version, before, why)
-        return Withdrawal(version, before, why)
+        return gone
 
-    def record(self, workspace: Workspace, gone: Withdrawal) -> None:
-        """Tell the workspace, which other servers and the next round read."""
+    def tell(self, workspace: Workspace) -> None:
+        """Tell the workspace of a withdrawal, which other servers and the next round read.
+
+        If that fails, as while another process writes there, the next call tries again.
+        """
+        if (gone := self._untold) is None:
+            return
         try:
             versions.record(
                 workspace, self.name, gone.before, base=gone.version, published=True, why=gone.why
             )
         except FOR_USER as error:
             log.warning("the workspace is not told that %s is withdrawn: %s", gone.version, one_line(error))
+        else:
+            self._untold = None
 
     def means(self) -> dict[str, float]:
         """Of each version, the mean over its last samples."""

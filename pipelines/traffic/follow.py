@@ -55,8 +55,9 @@ class Follower:
         refuses is not tried again.
         """
         used = self.trials.current
-        if used and (gained := self._gained()) is not None and (gone := self.trials.add(used, gained)):
-            self.trials.record(self.workspace, gone)
+        if used and (gained := self._gained()) is not None:
+            self.trials.add(used, gained)
+        self.trials.tell(self.workspace)
         wanted = self.trials.wanted(self.workspace) or self.trials.current
         if wanted not in (None, self._loaded) and self._load(wanted) and wanted != self.trials.current:
             self.trials.begin(wanted)
