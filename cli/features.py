@@ -65,55 +65,48 @@ def features(
     added to the samples that it has. The exit status is 1 if any prompt fails on all machines.
     """
     from vlmdistill.pipelines.data.features import store_part
+    from vlmdistill.pipelines.data.features.capturer import CaptureJob, CaptureSettings
     from vlmdistill.pipelines.data.prompts import prompt_table
+    from vlmdistill.pipelines.data.responses import dataset
     from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
 
     if responses and max_new_tokens:
         raise typer.BadParameter("it generates none: leave out --max-new-tokens", param_hint="--responses")
+    if import_ and dry_run:
+        raise typer.BadParameter("it imports nothing: leave out --import", param_hint="--dry-run")
     workspace = console.workspace(model, runs)
     checkpoint(model)  # what is cheap to check comes before Ray and torch
-    chosen_for = store_part.drafters(drafters)
-    encodings = store_part.encodings(encoding or ())
-    file = prompts or workspace.prompts
-    part = store_part.StorePart(store or workspace.features)
-    if not import_:
-        chosen = prompt_table.load(file, model, split, limit)
-        if dry_run:
-            from vlmdistill.pipelines import forecast
-
-            there = responses or workspace.responses
-            speeds = forecast.Speeds.of(workspace.root, rate or (), engine)
-            load = forecast.Load(batch_tokens=batch_tokens, dtype=target_dtype)
-            found = forecast.capture(model, chosen, there, part, chosen_for, max_new_tokens, speeds, load)
-            console.capture_forecast(found, as_json, features=True)
-            return
-    elif dry_run:
-        raise typer.BadParameter("it imports nothing: leave out --import", param_hint="--dry-run")
-    from vlmdistill.pipelines import flow
-    from vlmdistill.pipelines.cluster.reporting import check_failed
-    from vlmdistill.pipelines.data.features.capturer import CaptureSettings
-    from vlmdistill.pipelines.prompts import import_sources
-
     settings = CaptureSettings(
-        drafters=chosen_for, dtype=dtype, encoding=encodings, batch_tokens=batch_tokens
+        drafters=store_part.drafters(drafters),
+        dtype=dtype,
+        encoding=store_part.encodings(encoding or ()),
+        batch_tokens=batch_tokens,
     )
+    file, there = prompts or workspace.prompts, responses or workspace.responses
     if import_ and not file.exists():
+        from vlmdistill.pipelines.prompts import import_sources
+
         with console.progress("importing", "rows") as report:
             import_sources(workspace, [import_], file, progress=lambda rows: report(rows, 0))
-    chosen = prompt_table.load(file, model, split, limit)
-    done = flow.capture_features(
-        model,
-        chosen,
-        responses or workspace.responses,
-        part,
-        settings,
-        console.worker_options(workers, wait, attention, target_dtype, engine),
-        generate=responses is None,
-        sampling=flow.sampling(workspace.responses, max_new_tokens) if max_new_tokens else None,
-        bar=console.progress,
-        root=workspace.root,
-        anyway=anyway,
+    job = CaptureJob(
+        workspace=workspace,
+        prompts=prompt_table.load(file, model, split, limit),
+        responses=there,
+        part=store_part.StorePart(store or workspace.features),
+        settings=settings,
+        workers=console.worker_options(workers, wait, attention, target_dtype, engine),
+        sampling=None if responses else dataset.sampling(there, max_new_tokens),
     )
+    if dry_run:
+        from vlmdistill.pipelines import forecast
+
+        found = forecast.capture(job, forecast.Speeds.of(workspace.root, rate or ()))
+        console.capture_forecast(found, as_json, features=True)
+        return
+    from vlmdistill.pipelines import flow
+    from vlmdistill.pipelines.cluster.reporting import check_failed
+
+    done = flow.capture_features(job, bar=console.progress, anyway=anyway)
     failed = done.failed if as_json else len(done.failed)  # a key may fail in either stage
     console.result({**vars(done.features), "failed": failed}, as_json)
-    check_failed(done.failed, len(chosen), allow_failed)
+    check_failed(done.failed, len(job.prompts), allow_failed)

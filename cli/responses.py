@@ -54,50 +54,40 @@ def responses(
     reason, but not used. A prompt that fails, such as one with an unreadable image, is retried on another
     machine; the exit status is 1 if any prompt fails in the end.
     """
+    from vlmdistill.pipelines.data.features.capturer import CaptureJob
+    from vlmdistill.pipelines.data.features.store_part import StorePart
     from vlmdistill.pipelines.data.prompts import prompt_table
-    from vlmdistill.pipelines.data.responses import dataset
+    from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
+    from vlmdistill.pipelines.data.responses.quality import Filters
     from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
 
     workspace = console.workspace(model, runs)
     checkpoint(model)  # what is cheap to check comes before Ray and torch
-    chosen = prompt_table.load(prompts or workspace.prompts, model, split, limit)
-    folder = out or workspace.responses
-    if dry_run or (not anyway and len(dataset.without_response(chosen, folder))):
+    job = CaptureJob(
+        workspace=workspace,
+        prompts=prompt_table.load(prompts or workspace.prompts, model, split, limit),
+        responses=out or workspace.responses,
+        part=StorePart(workspace.features),
+        workers=console.worker_options(workers, wait, attention, target_dtype, engine),
+        sampling=SamplingSettings(
+            temperature=temperature,
+            top_p=top_p,
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            thinking=thinking or "",
+        ),
+        batch=batch_size,
+    )
+    if dry_run:
         from vlmdistill.pipelines import forecast
-        from vlmdistill.pipelines.data.features.store_part import StorePart
 
-        speeds = forecast.Speeds.of(workspace.root, rate or (), engine)
-        load = forecast.Load(batch=batch_size, dtype=target_dtype)
-        part = StorePart(workspace.features)
-        found = forecast.capture(model, chosen, folder, part, None, max_new_tokens, speeds, load)
-        if dry_run:
-            console.capture_forecast(found, as_json, features=False)
-            return
-        found.check_responses(folder)
+        found = forecast.capture(job, forecast.Speeds.of(workspace.root, rate or ()))
+        console.capture_forecast(found, as_json, features=False)
+        return
+    from vlmdistill.pipelines import flow
     from vlmdistill.pipelines.cluster.reporting import check_failed
-    from vlmdistill.pipelines.data.responses import responder
-    from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
-    from vlmdistill.pipelines.data.responses.quality import Filters
-    from vlmdistill.pipelines.workspace import rates
 
-    with console.progress("generating", "responses", str(folder)) as report:
-        summary = responder.respond(
-            chosen,
-            folder,
-            model,
-            SamplingSettings(
-                temperature=temperature,
-                top_p=top_p,
-                max_new_tokens=max_new_tokens,
-                seed=seed,
-                thinking=thinking or "",
-            ),
-            Filters(min_words=min_words, max_repetition=max_repetition, max_length=max_length),
-            console.worker_options(workers, wait, attention, target_dtype, engine),
-            batch=batch_size,
-            report=report,
-        )
-    tokens = summary.tokens_per_second * summary.seconds
-    rates.record(workspace.root, "responses", tokens, summary.seconds, engine)
+    filters = Filters(min_words=min_words, max_repetition=max_repetition, max_length=max_length)
+    summary = flow.generate(job, filters, bar=console.progress, anyway=anyway)
     console.result(summary.to_dict(), as_json)
     check_failed(summary.failed, summary.prompts, allow_failed)

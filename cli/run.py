@@ -58,12 +58,12 @@ def run(
     if recipe and not recipe.endswith(".toml"):
         catalogue.check_recipe(recipe)
     workspace = console.workspace(model, runs)
-    from vlmdistill.pipelines import flow, train
+    from vlmdistill.pipelines import flow
     from vlmdistill.pipelines.forecast import Speeds
 
     plan = flow.Plan(
         drafters=names,
-        recipe=recipe or train.default_recipe(model),
+        recipe=recipe,
         settings=settings or (),
         temperatures=tuple(dict.fromkeys(temperature or (0.0, 1.0))),
         max_new_tokens=max_new_tokens,
@@ -73,7 +73,8 @@ def run(
         allow_failed=allow_failed,
         jobs=jobs,
         seed=seed,
-        watching=train.Watching(held_out=held_out, trackers=tuple(tracker or ())),
+        held_out=held_out,
+        trackers=tuple(tracker or ()),
         anyway=anyway,
     )
     if dry_run:

@@ -114,15 +114,14 @@ def train(
     from vlmdistill.drafters.training import recipes
     from vlmdistill.pipelines import train as pipeline
 
-    config = recipes.resolve(drafter, recipe or pipeline.default_recipe(model), settings or ())
+    plan = pipeline.planned(workspace, drafter, recipe, settings or (), name=name, seed=seed)
     if show_config:
         if as_json:
-            console.result(to_dict(config), as_json)
+            console.result(to_dict(plan.config), as_json)
         else:
-            typer.echo(recipes.as_file(drafter, config), nl=False)
+            typer.echo(recipes.as_file(drafter, plan.config), nl=False)
         return
-    plan = pipeline.planned(workspace, drafter, config, name=name, seed=seed)
-    copies = f"{checkpoints.rstrip('/')}/{workspace.root.name}/{name or drafter}" if checkpoints else None
+    copies = f"{checkpoints.rstrip('/')}/{workspace.root.name}/{plan.out.name}" if checkpoints else None
     plan = dataclasses.replace(
         plan,
         store=store or plan.store,
@@ -162,10 +161,9 @@ def train(
         return
     if not (anyway or follow):
         from vlmdistill.pipelines import forecast
-        from vlmdistill.stores.store import Store
 
-        forecast.check_training(plan, Store.open(plan.store, plan.cache).info, ranks)
-    with console.progress(f"training {name or drafter}", "steps") as report:
+        forecast.check_training(plan, ranks)
+    with console.progress(f"training {plan.out.name}", "steps") as report:
         folder = pipeline.launch(plan, ranks, force, report)
     if os.environ.get("RANK", "0") == "0":
         training = describe(folder)["training"]

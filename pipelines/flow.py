@@ -7,14 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Protocol
 
 from vlmdistill.drafters import catalogue
-from vlmdistill.drafters.core.config import DrafterConfig
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.training import ranks
-from vlmdistill.drafters.training.recipes import resolve
 from vlmdistill.drafters.training.run import Run
 from vlmdistill.pipelines import forecast, train
 from vlmdistill.pipelines.bench import evaluate
@@ -23,12 +20,11 @@ from vlmdistill.pipelines.cluster.pool import WorkerOptions
 from vlmdistill.pipelines.cluster.reporting import check_failed
 from vlmdistill.pipelines.cluster.shared import Shared
 from vlmdistill.pipelines.data.features import capturer, synthesizer
-from vlmdistill.pipelines.data.features.capturer import CaptureSettings, CaptureSummary
+from vlmdistill.pipelines.data.features.capturer import CaptureJob, CaptureSettings, CaptureSummary
 from vlmdistill.pipelines.data.features.store_part import StorePart
 from vlmdistill.pipelines.data.prompts import prompt_table
-from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.data.responses import dataset, responder
-from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
+from vlmdistill.pipelines.data.responses.quality import Filters
 from vlmdistill.pipelines.data.responses.responder import Responder, ResponseSummary
 from vlmdistill.pipelines.prompts import import_sources
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
@@ -37,7 +33,6 @@ from vlmdistill.pipelines.workspace import rates
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores import progress
 from vlmdistill.stores.errors import DataError
-from vlmdistill.stores.store import Store
 
 
 class ProgressBar(Protocol):
@@ -57,7 +52,7 @@ class Plan:
     """The settings of a run. The same plan again continues where the run stopped, or does nothing."""
 
     drafters: Sequence[str]
-    recipe: str = "paper"
+    recipe: str | None = None  # None: as `train.planned`
     settings: Sequence[str] = ()
     temperatures: tuple[float, ...] = (0.0, 1.0)
     max_new_tokens: int | None = None  # of a response to train on; None: as in those that exist, or 1024
@@ -67,7 +62,8 @@ class Plan:
     workers: WorkerOptions = field(default_factory=WorkerOptions)
     allow_failed: float = 0.0  # share of the prompts to train on
     jobs: int | None = None  # drafters trained at once
-    watching: train.Watching = field(default_factory=train.Watching)
+    held_out: float = 0.02  # share of the samples kept apart to validate on
+    trackers: tuple[str, ...] = ()
     seed: int = 0
     anyway: bool = False  # also where disk or memory will not suffice
 
@@ -81,6 +77,37 @@ class Plan:
             seed=self.seed,
         )
 
+    @property
+    def trained(self) -> list[str]:
+        """Those of its drafters that are trained."""
+        return [name for name in self.drafters if catalogue.is_trained(name)]
+
+    def trainings(self, workspace: Workspace) -> dict[str, Run]:
+        """The trainings by the name of the drafter; DataError if there are no drafters."""
+        if not self.drafters:
+            raise DataError("--drafters names no drafter: give names separated by commas, or all")
+        return {
+            name: replace(
+                train.planned(workspace, name, self.recipe, self.settings, seed=self.seed),
+                held_out=self.held_out,
+                trackers=self.trackers,
+            )
+            for name in self.trained
+        }
+
+    def capture(self, workspace: Workspace) -> CaptureJob:
+        """The responses and features to train on; DataError if there are no prompts."""
+        return CaptureJob(
+            workspace=workspace,
+            prompts=prompt_table.load(workspace.prompts, workspace.model, "train"),
+            responses=workspace.responses,
+            part=StorePart(workspace.features),
+            settings=CaptureSettings(drafters=self.trained),
+            workers=self.workers,
+            sampling=dataset.sampling(workspace.responses, self.max_new_tokens, self.seed),
+            batch=self.batch,
+        )
+
 
 def run(
     workspace: Workspace, plan: Plan, log: Callable[[str], None], bar: ProgressBar = silent
@@ -89,11 +116,19 @@ def run(
 
     Raises what the stages raise; finished work is kept.
     """
-    configs, _ = _trained(plan)
+    trainings = plan.trainings(workspace)
     prepare(workspace, plan, log, bar)
-    fit(workspace, configs, plan, log, bar)
-    trees = {config.tree for config in configs.values()}
+    fit(trainings, plan, log, bar)
+    trees = {one.config.tree for one in trainings.values()}
     return measure(workspace, plan, log, bar, trees.pop() if len(trees) == 1 else None)
+
+
+def dry_run(workspace: Workspace, plan: Plan, speeds: forecast.Speeds) -> forecast.RunForecast:
+    """What `run` would do; nothing is written. DataError if there are no prompts."""
+    trainings = plan.trainings(workspace)
+    capture = forecast.capture(plan.capture(workspace), speeds)
+    evaluation = forecast.evaluation(workspace, plan.drafters, plan.evaluation, untrained=True)
+    return forecast.run(workspace.model, capture, trainings, evaluation, speeds)
 
 
 def prepare(workspace: Workspace, plan: Plan, log: Callable[[str], None], bar: ProgressBar = silent) -> None:
@@ -105,38 +140,40 @@ def prepare(workspace: Workspace, plan: Plan, log: Callable[[str], None], bar: P
         with bar("importing", "rows") as report:
             made = import_sources(workspace, ["demo"], progress=lambda rows: report(rows, 0, ""))
         log(f"prompts    {made.train} to train on and {made.eval} held out, in {workspace.prompts}")
-    prompts = prompt_table.load(workspace.prompts, workspace.model, "train")
+    job = plan.capture(workspace)
     prompt_table.load(workspace.prompts, workspace.model, "eval")  # an error now, not after hours of training
-    if trained := [name for name in plan.drafters if catalogue.is_trained(name)]:
-        done = capture_features(
-            workspace.model,
-            prompts,
-            workspace.responses,
-            StorePart(workspace.features),
-            CaptureSettings(drafters=trained),
-            plan.workers,
-            sampling=sampling(workspace.responses, plan.max_new_tokens, plan.seed),
-            batch=plan.batch,
-            bar=bar,
-            root=workspace.root,
-            anyway=plan.anyway,
+    if not plan.trained:
+        return
+    done = capture_features(job, bar=bar, anyway=plan.anyway)
+    if done.responses:
+        dropped = ", ".join(f"{reason} {count}" for reason, count in done.responses.dropped.items())
+        more = f", {done.responses.dropped.total()} dropped ({dropped})" if dropped else ""
+        log(f"responses  {done.responses.kept} kept{more}, in {job.responses}")
+    if done.features.captured:
+        names = ", ".join(done.features.features)
+        log(f"features   {done.features.samples} samples, in {done.features.store}: {names}")
+    check_failed(done.failed, len(job.prompts), plan.allow_failed)
+
+
+def generate(
+    job: CaptureJob, filters: Filters | None = None, *, bar: ProgressBar = silent, anyway: bool = False
+) -> ResponseSummary:
+    """Generate the missing responses alone. DataError as `capture_features`."""
+    if not anyway and len(job.missing()):
+        forecast.capture(job).check_responses(job.responses)
+    with bar("generating", "responses", str(job.responses)) as report:
+        done = responder.respond(
+            job.prompts,
+            job.responses,
+            job.workspace.model,
+            job.sampling,
+            filters,
+            job.workers,
+            batch=job.batch,
+            report=report,
         )
-        if done.responses:
-            dropped = ", ".join(f"{reason} {count}" for reason, count in done.responses.dropped.items())
-            more = f", {done.responses.dropped.total()} dropped ({dropped})" if dropped else ""
-            log(f"responses  {done.responses.kept} kept{more}, in {workspace.responses}")
-        if done.features.captured:
-            names = ", ".join(done.features.features)
-            log(f"features   {done.features.samples} samples, in {done.features.store}: {names}")
-        check_failed(done.failed, len(prompts), plan.allow_failed)
-
-
-def sampling(responses: Path, max_new_tokens: int | None, seed: int = 0) -> SamplingSettings:
-    """How responses are sampled: as those that exist, which may be of another seed than the training."""
-    known = dataset.read_settings(responses)[0]
-    if not (responses / dataset.SETTINGS).is_file():
-        known = replace(known, seed=seed)
-    return replace(known, max_new_tokens=max_new_tokens or known.max_new_tokens)
+    _record(job, "responses", done)
+    return done
 
 
 @dataclass(frozen=True)
@@ -152,63 +189,41 @@ class CaptureRun:
         return {**(self.responses.failed if self.responses else {}), **self.features.failed}
 
 
-def capture_features(
-    model: str,
-    prompts: Sequence[Prompt],
-    responses: Path,
-    part: StorePart,
-    settings: CaptureSettings,
-    workers: WorkerOptions,
-    *,
-    generate: bool = True,
-    sampling: SamplingSettings | None = None,
-    batch: int = 32,
-    bar: ProgressBar = silent,
-    root: Path | None = None,
-    anyway: bool = False,
-) -> CaptureRun:
-    """Generate the missing responses if `generate`, then capture the missing features, in one session.
+def capture_features(job: CaptureJob, *, bar: ProgressBar = silent, anyway: bool = False) -> CaptureRun:
+    """Generate the missing responses, then capture the missing features, in one session.
 
-    An engine does both in one pass. Ray does not start if nothing is missing. `sampling` defaults to that of
-    the responses that exist. The rates are recorded in the workspace at `root`. DataError if disk or memory
-    will not suffice, unless it is to be done `anyway`.
+    An engine does both in one pass. Ray does not start if nothing is missing. The rates are recorded in the
+    workspace. DataError if disk or memory will not suffice, unless it is to be done `anyway`.
     """
     generated = None
-    missing = set[str]()
-    if sampling:  # also if nothing is missing
-        dataset.check_settings(responses, {"sampling": asdict(sampling)})
-    if generate:
-        missing = set(prompt_table.facts_of(dataset.without_response(prompts, responses))["key"])
-    if not anyway and (missing or _waiting(prompts, responses, part, settings)):
-        load = forecast.Load(
-            batch=batch, batch_tokens=settings.batch_tokens, dtype=workers.load.get("dtype", "auto")
-        )
-        limit = sampling.max_new_tokens if sampling else None
-        found = forecast.capture(model, prompts, responses, part, settings.drafters, limit, load=load)
-        found.check(responses, part.path)
-    there = capturer.keys_in(part, settings, workers.engine) if missing else set()
-    at_once = workers.engine != "transformers" and not missing & there
+    part, model, responses, settings = job.part, job.workspace.model, job.responses, job.settings
+    if job.sampling:  # also if nothing is missing
+        dataset.check_settings(responses, {"sampling": asdict(job.sampling)})
+    missing = set(prompt_table.facts_of(job.missing())["key"])
+    if not anyway and (missing or any(len(lacks) for _, lacks in job.waiting(job.generated()))):
+        forecast.capture(job).check(responses, part.path)
+    there = capturer.keys_in(part, settings, job.workers.engine) if missing else set()
+    at_once = job.workers.engine != "transformers" and not missing & there
     whole = len(there | missing)
     how = synthesizer.one_pass(part, settings, whole) if at_once else (Responder, lambda result: None)
     if missing:
         dataset.check_settings(responses, {"checkpoint": str(checkpoint(model))})
         part.check_origin(checkpoint(model))
-    with workers.session() if missing else nullcontext():
+    with job.workers.session() if missing else nullcontext():
         if missing:
-            known, filters = dataset.read_settings(responses)
             with (
                 bar("generating", "responses", str(responses)) as report,
                 part.writing(),
                 part.marked() as mark,
             ):
                 generated = responder.respond(
-                    prompts,
+                    job.prompts,
                     responses,
                     model,
-                    sampling or known,
-                    filters,
-                    workers,
-                    batch=batch,
+                    job.sampling,
+                    dataset.read_settings(responses)[1],
+                    job.workers,
+                    batch=job.batch,
                     report=report,
                     worker=how[0],
                     on_result=how[1],
@@ -216,92 +231,40 @@ def capture_features(
                     on_start=partial(part.announce, whole),
                 )
         with bar("capturing", "samples", part.path) as report:
-            captured = capturer.capture(prompts, responses, part, model, settings, workers, report)
+            captured = capturer.capture(job.prompts, responses, part, model, settings, job.workers, report)
     if generated and at_once:
         rows = (row for row in dataset.read(responses) if row.key in missing)
         tokens = sum(row.prompt_tokens + len(row.ids) for row in rows)
         captured = captured.after(generated.seconds, len(there), tokens)
-    if root:
-        for stage, one in (("responses", generated), ("features", captured)):
-            if one:
-                count = one.tokens_per_second * one.seconds
-                rates.record(root, stage, count, one.seconds, workers.engine)
+    if generated:
+        _record(job, "responses", generated)
+    _record(job, "features", captured)
     return CaptureRun(generated, captured)
 
 
-def _waiting(prompts: Sequence[Prompt], responses: Path, part: StorePart, settings: CaptureSettings) -> bool:
-    """Whether a kept response has features to be captured."""
-    wanted = {*prompt_table.facts_of(prompts)["key"]}
-    kept = {*dataset.facts(responses).filter("keep")["key"]} & wanted
-    return any(kept - {*one.keys()} for one in (part, *part.annexes(settings.drafters)))
-
-
-def planned(workspace: Workspace, configs: Mapping[str, DrafterConfig], plan: Plan) -> dict[str, Run]:
-    """The trainings of a plan, by the name of the drafter."""
-    return {
-        name: train.planned(workspace, name, config, seed=plan.seed, watching=plan.watching)
-        for name, config in configs.items()
-    }
-
-
-def dry_run(workspace: Workspace, plan: Plan, speeds: forecast.Speeds) -> forecast.RunForecast:
-    """What `run` would do; nothing is written. DataError if there are no prompts."""
-    configs, trained = _trained(plan)
-    prompts = prompt_table.load(workspace.prompts, workspace.model, "train")
-    capture = forecast.capture(
-        workspace.model,
-        prompts,
-        workspace.responses,
-        StorePart(workspace.features),
-        trained,
-        sampling(workspace.responses, plan.max_new_tokens, plan.seed).max_new_tokens,
-        speeds,
-        forecast.Load(batch=plan.batch),
-    )
-    evaluation = forecast.evaluation(workspace, plan.drafters, plan.evaluation, untrained=True)
-    return forecast.run(workspace, capture, planned(workspace, configs, plan), evaluation, speeds)
-
-
-def _trained(plan: Plan) -> tuple[dict[str, DrafterConfig], list[str]]:
-    """The configurations of what a plan trains, and their names."""
-    if not plan.drafters:
-        raise DataError("--drafters names no drafter: give names separated by commas, or all")
-    trained = [name for name in plan.drafters if catalogue.is_trained(name)]
-    return {name: resolve(name, plan.recipe, plan.settings) for name in trained}, trained
+def _record(job: CaptureJob, stage: str, done: ResponseSummary | CaptureSummary) -> None:
+    """Keep the rate of a stage for later forecasts."""
+    tokens = done.tokens_per_second * done.seconds
+    rates.record(job.workspace.root, stage, tokens, done.seconds, job.workers.engine)
 
 
 def fit(
-    workspace: Workspace,
-    configs: Mapping[str, DrafterConfig],
-    plan: Plan,
-    log: Callable[[str], None],
-    bar: ProgressBar = silent,
+    trainings: Mapping[str, Run], plan: Plan, log: Callable[[str], None], bar: ProgressBar = silent
 ) -> None:
     """Train the missing drafters, several at once if there is room; check the settings of the others."""
-    missing = [name for name in configs if not (workspace.drafter(name) / "config.json").exists()]
-    runs = planned(workspace, configs, plan)
-    if missing and not plan.anyway:
-        info = Store.open(workspace.features).info
-        for name in missing:
-            forecast.check_training(runs[name], info)
+    missing = {name: one for name, one in trainings.items() if not (one.out / "config.json").exists()}
+    for one in () if plan.anyway else missing.values():
+        forecast.check_training(one)
     at_once = min(len(missing), plan.jobs or train.default_jobs())
     if at_once > 1:
         with bar("training", "steps") as report:
-            train.several(
-                workspace,
-                [train.Job(name, name, plan.seed) for name in missing],
-                at_once,
-                recipe=plan.recipe,
-                settings=plan.settings,
-                watching=plan.watching,
-                report=report,
-            )
+            train.several([*missing.values()], at_once, report=report)
     with ranks.group():
-        for name, one in runs.items():
+        for name, one in trainings.items():
             with bar(f"training {name}", "steps") as report:
                 train.run(one, report=report)
             if name in missing:
-                log(f"trained    {name}, in {workspace.drafter(name)}")
+                log(f"trained    {name}, in {one.out}")
 
 
 def measure(

@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import polars as pl
 import torch
 
 from vlmdistill.drafters import catalogue
@@ -18,8 +19,9 @@ from vlmdistill.drafters.training.run import Run, RunData, finished
 from vlmdistill.drafters.training.saved import Position
 from vlmdistill.drafters.training.schedule import Schedule
 from vlmdistill.pipelines.bench.evaluate import Settings, held_out
+from vlmdistill.pipelines.data.features.capturer import CaptureJob, CaptureSettings
 from vlmdistill.pipelines.data.features.store_part import StorePart
-from vlmdistill.pipelines.data.prompts.prompt_table import Prompt, facts_of
+from vlmdistill.pipelines.data.prompts.prompt_table import facts_of
 from vlmdistill.pipelines.data.responses import dataset
 from vlmdistill.pipelines.report import selection
 from vlmdistill.pipelines.resources import (
@@ -38,6 +40,7 @@ from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.loader.epoch import Epoch
 from vlmdistill.stores.schema import Feature, TargetInfo
+from vlmdistill.stores.store import Store
 
 LARGER = "use a larger machine, or --target-dtype bfloat16"
 STAGES = ("responses", "features", "train")
@@ -49,10 +52,9 @@ class Speeds:
 
     root: Path | None = None  # of the workspace
     stated: Mapping[str, float] = field(default_factory=dict)
-    engine: str = "transformers"
 
     @classmethod
-    def of(cls, root: Path, stated: Sequence[str], engine: str = "transformers") -> "Speeds":
+    def of(cls, root: Path, stated: Sequence[str]) -> "Speeds":
         """Of texts such as `features=3000`; DataError on other texts."""
         found = {}
         for text in stated:
@@ -63,28 +65,18 @@ class Speeds:
                     "features=3000"
                 )
             found[stage] = float(number)
-        return cls(root, found, engine)
+        return cls(root, found)
 
-    def seconds(self, stage: str, tokens: float | None, method: str = "") -> float | None:
+    def seconds(self, stage: str, tokens: float | None, engine: str = "transformers") -> float | None:
         """The time of so many tokens; None where no rate is known."""
         if tokens is None:
             return None
         if not tokens:
             return 0.0
-        if stage in self.stated:
-            return tokens / self.stated[stage]
-        name = f"{stage} {method}".strip()
-        rate = rates.known(self.root, name, self.engine) if self.root else None
+        if stated := self.stated.get(stage.partition(" ")[0]):  # of a training, for all methods
+            return tokens / stated
+        rate = rates.known(self.root, stage, engine) if self.root else None
         return tokens / rate.tokens_per_second if rate else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Load:
-    """How the target runs in `responses` and `features`."""
-
-    batch: int = 32  # prompts of one batch of responses
-    batch_tokens: int = 8192  # of one forward pass
-    dtype: str = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,31 +142,16 @@ def _described(model: str, drafters: Sequence[str] | None = None) -> dict[str, A
     return describe(model, 0, 0, drafters=drafters)
 
 
-def capture(
-    model: str,
-    prompts: Sequence[Prompt],
-    responses: Path,
-    part: StorePart,
-    drafters: Sequence[str] | None,
-    max_new_tokens: int | None,
-    speeds: Speeds | None = None,
-    load: Load | None = None,
-) -> CaptureForecast:
+def capture(job: CaptureJob, speeds: Speeds | None = None) -> CaptureForecast:
     """Forecast responses and features; no weights are loaded and nothing is written."""
-    speeds, load = speeds or Speeds(), load or Load()
-    import polars as pl
+    speeds, drafters = speeds or Speeds(), job.settings.drafters
+    facts = job.generated()
+    missing = len(job.prompts) - len(facts)
+    limit = (job.sampling or dataset.read_settings(job.responses)[0]).max_new_tokens
+    about = _described(job.workspace.model, drafters)
 
-    keys = facts_of(prompts)["key"]
-    facts = dataset.facts(responses).filter(pl.col("key").is_in(keys.implode()))
-    stored = part.keys()
-    there = sum(key in stored for key in keys)
-    missing = len(prompts) - len(facts)
-    limit = max_new_tokens or dataset.read_settings(responses)[0].max_new_tokens
-    about = _described(model, drafters)
-
-    def of(part: StorePart) -> _Gain:
+    def gain(part: StorePart, waiting: pl.DataFrame) -> _Gain:
         """What a part gets from the responses that exist, and from those to come, each of the mean size."""
-        waiting = facts.filter(pl.col("keep") & ~pl.col("key").is_in(list(part.keys())))
         held = part.select(drafters, part.store.info) if part.store else map(Feature.parse, needed)
         gain = _Gain(frozenset(held), len(waiting) + missing)
         if not len(facts) and missing:
@@ -186,38 +163,39 @@ def capture(
         )
         return replace(gain, text=prompt - visual + response, visual=visual)
 
+    stored = job.part.keys()
     needed = about["drafters"]["all"]["features"]
-    gains = [of(one) for one in (part, *part.annexes(drafters))]
+    gains = [gain(*one) for one in job.waiting(facts)]
     info, weights = TargetInfo.from_dict(about["target"]), about["parameters"]["all"]
     largest, width = max(gains, key=lambda gain: gain.samples), info.hidden_size
     captured = sorted({feature.name for one in gains if one.samples for feature in one.features})
     likely = round(missing * int(facts["tokens"].sum()) / len(facts)) if len(facts) else None
     longest = int(facts["prompt_tokens"].max() or 0) + limit  # type: ignore[arg-type]
     at_once = {
-        "kv_cache": kv_cache(info, min(load.batch, missing) * longest),
-        "logits": 2 * min(load.batch, missing) * info.vocab_size,
+        "kv_cache": kv_cache(info, min(job.batch, missing) * longest),
+        "logits": 2 * min(job.batch, missing) * info.vocab_size,
     }
+    in_pass = {"pass": rows(info, job.settings.batch_tokens, captured)}
+    dtype, engine = job.workers.load.get("dtype", "auto"), job.workers.engine
     tokens = None if largest.text is None else largest.text + (largest.visual or 0)
     return CaptureForecast(
-        prompts=len(prompts),
+        prompts=len(job.prompts),
         responses=len(facts),
         to_generate=missing,
         most_tokens=missing * limit,
         likely_tokens=likely if missing else 0,
-        samples=there,
+        samples=sum(key in stored for key in facts_of(job.prompts)["key"]),
         to_capture=largest.samples,
         text_tokens=largest.text,
         visual_tokens=largest.visual,
         features=tuple(captured),
         bytes=None if largest.text is None else sum(one.bytes(width) for one in gains),
-        free_bytes=free_disk(part.path),
+        free_bytes=free_disk(job.part.path),
         weights_bytes=about["weights_bytes"],
-        response_memory=on_target(weights, load.dtype, batch=at_once, spread=True),
-        feature_memory=on_target(
-            weights, load.dtype, batch={"pass": rows(info, load.batch_tokens, captured)}, spread=True
-        ),
-        response_seconds=speeds.seconds("responses", likely if missing else 0),
-        feature_seconds=speeds.seconds("features", tokens),
+        response_memory=on_target(weights, dtype, batch=at_once, spread=True),
+        feature_memory=on_target(weights, dtype, batch=in_pass, spread=True),
+        response_seconds=speeds.seconds("responses", likely if missing else 0, engine),
+        feature_seconds=speeds.seconds("features", tokens, engine),
     )
 
 
@@ -261,12 +239,12 @@ def fits(model: str, gpus: int, gpu_bytes: int) -> dict[str, Memory]:
     """
     about = _described(model)
     info, weights = TargetInfo.from_dict(about["target"]), about["parameters"]["all"]
-    load, dtype = Load(), "bfloat16"
+    batch, dtype = CaptureJob.batch, "bfloat16"
     answers = {
-        "kv_cache": kv_cache(info, load.batch * PLANNED_TOKENS),
-        "logits": 2 * load.batch * info.vocab_size,
+        "kv_cache": kv_cache(info, batch * PLANNED_TOKENS),
+        "logits": 2 * batch * info.vocab_size,
     }
-    captured = {"pass": rows(info, load.batch_tokens, about["drafters"]["all"]["features"])}
+    captured = {"pass": rows(info, CaptureSettings.batch_tokens, about["drafters"]["all"]["features"])}
     stages = {
         "responses": on_target(weights, dtype, batch=answers, spread=True),
         "features": on_target(weights, dtype, batch=captured, spread=True),
@@ -278,9 +256,9 @@ def fits(model: str, gpus: int, gpu_bytes: int) -> dict[str, Memory]:
     return {stage: replace(memory, free=[gpu_bytes] * gpus, device="GPU") for stage, memory in stages.items()}
 
 
-def check_training(run: Run, info: TargetInfo, world: int = 1) -> None:
+def check_training(run: Run, world: int = 1) -> None:
     """DataError if a run cannot be trained here."""
-    _, memory, disk = needs_of_training(run, info, world)
+    _, memory, disk = needs_of_training(run, Store.open(run.store, run.cache).info, world)
     advice = "use smaller --set batch_tokens or a larger machine; for the disk, another --runs"
     check(f"train {run.out.name}", memory, disk, run.out, advice)
 
@@ -315,7 +293,7 @@ def training(run: Run, speeds: Speeds | None = None, world: int = 1) -> TrainFor
         parameters=weights,
         memory=memory,
         disk_bytes=disk,
-        seconds=speeds.seconds("train", left * run.config.training.batch_tokens, run.drafter),
+        seconds=speeds.seconds(f"train {run.drafter}", left * run.config.training.batch_tokens),
         done=done,
         finished=over,
     )
@@ -405,14 +383,14 @@ class RunForecast:
 
 
 def run(
-    workspace: Workspace,
+    model: str,
     capture: CaptureForecast,
     runs: Mapping[str, Run],
     evaluation: EvalForecast,
     speeds: Speeds,
 ) -> RunForecast:
     """Forecast the flow, by what its stages are told; nothing is written."""
-    info = TargetInfo.from_dict(_described(workspace.model, ["wren"])["target"])
+    info = TargetInfo.from_dict(_described(model, ["wren"])["target"])
     trained = {}
     for name, one in runs.items():
         weights, memory, disk = needs_of_training(one, info)
@@ -423,7 +401,7 @@ def run(
             parameters=weights,
             memory=memory,
             disk_bytes=disk,
-            seconds=speeds.seconds("train", tokens, one.drafter),
+            seconds=speeds.seconds(f"train {one.drafter}", tokens),
             finished=over,
         )
     parts = [capture.response_seconds, capture.feature_seconds, evaluation.seconds]

@@ -4,13 +4,11 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from vlmdistill.drafters import catalogue
-from vlmdistill.drafters.core.config import DrafterConfig
 from vlmdistill.drafters.training import ranks
 from vlmdistill.drafters.training.progress import TrainingProgress
 from vlmdistill.drafters.training.recipes import resolve
@@ -24,37 +22,28 @@ from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.progress import Progress, silent
 
 
-def default_recipe(model: str) -> str:
-    """`demo` for the embedded targets, else `paper`."""
-    return "demo" if model in EMBEDDED else "paper"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Watching:
-    """How a run is watched."""
-
-    held_out: float = 0.02  # share of the samples kept apart to validate on
-    trackers: tuple[str, ...] = ()
-
-
 def planned(
     workspace: Workspace,
     drafter: str,
-    config: DrafterConfig,
+    recipe: str | None = None,
+    settings: Sequence[str] = (),
     *,
     name: str | None = None,
     seed: int = 0,
-    watching: Watching | None = None,
 ) -> Run:
-    """A run on the workspace's store into the workspace; `dataclasses.replace` changes more of it."""
+    """A run on the workspace's store into the workspace; `dataclasses.replace` changes more of it.
+
+    The recipe is by default `demo` for the embedded targets, else `paper`. DataError as `recipes.resolve`.
+    """
+    default = "demo" if workspace.model in EMBEDDED else "paper"
+    name = drafter if name is None else name
     return Run(
         drafter=catalogue.base(drafter),
-        config=config,
+        config=resolve(drafter, recipe or default, settings),
         store=workspace.features,
-        out=workspace.drafter(drafter if name is None else name),
-        checkpoints=workspace.checkpoints(drafter if name is None else name),
+        out=workspace.drafter(name),
+        checkpoints=workspace.checkpoints(name),
         seed=seed,
-        **vars(watching or Watching()),
     )
 
 
@@ -110,76 +99,51 @@ def launch(plan: Run, processes: int, force: bool = False, report: Progress = si
     return plan.out
 
 
-@dataclass(frozen=True)
-class Job:
-    """One drafter to train in its own process."""
-
-    drafter: str
-    name: str
-    seed: int = 0
-    settings: tuple[str, ...] = ()  # after those of all jobs
-
-
 def default_jobs() -> int:
     """How many drafters to train at once: one for each GPU, or one for each core up to 4."""
     return torch.cuda.device_count() or min(4, len(os.sched_getaffinity(0)))
 
 
 def several(
-    workspace: Workspace,
-    jobs: Sequence[Job],
+    runs: Sequence[Run],
     at_once: int,
     *,
-    recipe: str,
-    settings: Sequence[str] = (),
-    watching: Watching | None = None,
     report: Progress = silent,
-    on_done: Callable[[Job, FunctionDone], None] = lambda job, cost: None,
+    on_done: Callable[[Run, FunctionDone], None] = lambda run, cost: None,
 ) -> None:
     """Train drafters `at_once` at a time, each in its own process; continue those that were stopped.
 
     Each process gets one GPU, or its share of the cores. TrainingError if one fails; finished drafters are
     kept, and the others save a checkpoint.
     """
-    plans = {
-        job.name: planned(
-            workspace,
-            job.drafter,
-            resolve(job.drafter, recipe, (*settings, *job.settings)),
-            name=job.name,
-            seed=job.seed,
-            watching=watching,
-        )
-        for job in jobs
-    }
-    waiting, free = list(reversed(jobs)), list(range(at_once))
-    running: dict[str, tuple[Job, int]] = {}
-    steps: dict[str, tuple[int, int]] = {}  # done and total, of each job that has started
+    waiting, free = list(reversed(runs)), list(range(at_once))
+    running: dict[str, tuple[Run, int]] = {}
+    steps: dict[str, tuple[int, int]] = {}  # done and total, of each run that has started
 
     with Processes() as children:
 
         def fill() -> None:
             while waiting and free and not children.stopping:
-                job, slot = waiting.pop(), free.pop()
-                running[job.name] = job, slot
+                plan, slot = waiting.pop(), free.pop()
+                running[plan.out.name] = plan, slot
                 gpus = _gpus()
                 share = {"CUDA_VISIBLE_DEVICES": gpus[slot % len(gpus)]} if gpus else _threads(at_once)
-                children.start(job.name, run, (plans[job.name], False), share)
+                children.start(plan.out.name, run, (plan, False), share)
 
         fill()
         for name, message in children.messages():
             if isinstance(message, FunctionProgress):
                 steps[name] = message.done, message.total
             else:
-                job, slot = running.pop(name)
+                plan, slot = running.pop(name)
                 steps[name] = (steps.get(name, (0, 0))[1],) * 2
                 free.append(slot)
-                on_done(job, message)
+                on_done(plan, message)
                 fill()
             done, total = (sum(one) for one in zip(*steps.values(), strict=True))
             remark = ", ".join(f"{one} {steps[one][0]}" for one in running if one in steps)
-            # Jobs that have not started count as long as the others.
-            report(done, round(total / len(steps) * len(jobs)), remark)
+            # Runs that have not started count as long as the others.
+            report(done, round(total / len(steps) * len(runs)), remark)
 
 
 def _gpus() -> list[str]:

@@ -22,7 +22,7 @@ from vlmdistill.pipelines.bench import evaluate
 from vlmdistill.pipelines.bench.statistics import figures
 from vlmdistill.pipelines.report import charts
 from vlmdistill.pipelines.report.comparison import DrafterResult, rank
-from vlmdistill.pipelines.train import Job
+from vlmdistill.pipelines.train import planned
 from vlmdistill.pipelines.workspace.workspace import Workspace
 
 BLOCK = ("layers=2", "stages.*.anchors=32")
@@ -51,12 +51,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     workspace = Workspace.of("demo", options.runs)
     methods = list(dict.fromkeys(CASES[case][0] for case in chosen))
     flow.prepare(workspace, flow.Plan(drafters=methods, recipe="demo"), say, flow.silent)
-    jobs = [
-        Job(CASES[case][0], f"{case}-s{seed}", seed, CASES[case][1])
+    runs = [
+        planned(workspace, CASES[case][0], "demo", CASES[case][1], name=f"{case}-s{seed}", seed=seed)
         for case in chosen
         for seed in range(options.seeds)
     ]
-    names = train_missing(workspace, options.jobs, jobs)
+    names = train_missing(workspace, options.jobs, runs)
     settings = evaluate.Settings(limit=options.limit, threads=1, trees=tuple(map(Tree.parse, TREES)))
     made = evaluate.evaluate(workspace, names, settings, title="blocks")
     results = {one.name: one for ranking in rank(made) for one in ranking.results}

@@ -28,11 +28,10 @@ from research.trial import count
 from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.core.batch import Head
 from vlmdistill.drafters.core.drafter import Drafter
-from vlmdistill.drafters.training.recipes import resolve
 from vlmdistill.pipelines import flow, train
 from vlmdistill.pipelines.bench.records import Measurement
 from vlmdistill.pipelines.cluster.pool import WorkerOptions
-from vlmdistill.pipelines.data.features.capturer import CaptureSettings
+from vlmdistill.pipelines.data.features.capturer import CaptureJob, CaptureSettings
 from vlmdistill.pipelines.data.features.store_part import StorePart
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.demo import chats, scenes, wording
@@ -142,15 +141,15 @@ def prepare(workspace: Workspace, drafter: str, rounds: Sequence[str]) -> tuple[
     stores = []
     for split, folder, dtype in (("train", "features", None), ("eval", "held-out", "float32")):
         part = StorePart(workspace.root / folder)
-        flow.capture_features(
-            workspace.model,
-            prompt_table.load(workspace.prompts, workspace.model, split),
-            workspace.responses,
-            part,
-            CaptureSettings(drafters=[drafter], dtype=dtype),  # type: ignore[arg-type]
-            WorkerOptions(workers=1),
-            generate=False,
+        job = CaptureJob(
+            workspace=workspace,
+            prompts=prompt_table.load(workspace.prompts, workspace.model, split),
+            responses=workspace.responses,
+            part=part,
+            settings=CaptureSettings(drafters=[drafter], dtype=dtype),  # type: ignore[arg-type]
+            workers=WorkerOptions(workers=1),
         )
+        flow.capture_features(job)
         stores.append(part.made)
     return stores[0], stores[1]
 
@@ -187,8 +186,8 @@ class Lab:
         init = self.workspace.drafter(one.init).absolute() if one.init else None
         if init and "stages.*.anchors=failed" in one.settings:
             replay(init, self.store, one.name)
-        config = resolve(self.drafter, "demo", [f"steps={one.steps}", *one.settings])
-        plan = train.planned(self.workspace, self.drafter, config, name=one.name, seed=one.seed)
+        settings = [f"steps={one.steps}", *one.settings]
+        plan = train.planned(self.workspace, self.drafter, "demo", settings, name=one.name, seed=one.seed)
         train.run(replace(plan, view=one.name, init=init, save_every=10**6), force=True)
         cost = time.process_time() - start
         file.write_text(json.dumps(cost))

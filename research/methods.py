@@ -25,6 +25,7 @@ from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.core.drafter import Proposer
 from vlmdistill.drafters.decoding.decoders import speculate
 from vlmdistill.drafters.training.recipes import resolve
+from vlmdistill.drafters.training.run import Run
 from vlmdistill.pipelines import flow, train
 from vlmdistill.pipelines.bench import evaluate
 from vlmdistill.pipelines.bench.records import Evaluation
@@ -55,17 +56,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     pairs = [(name, seed) for seed in range(options.seeds) for name in trained]
     made = partial(train_missing, workspace, options.jobs)
-    folders = made([train.Job(name, _folder(name, seed), seed) for name, seed in pairs])
+    planned = partial(train.planned, workspace)
+    folders = made([planned(name, "demo", name=_folder(name, seed), seed=seed) for name, seed in pairs])
     paced = []
-    for name, seed in pairs:
+    for name, seed in ((name, seed) for name, seed in pairs if name != EQUAL):
         other, own = (
             cpu_seconds(workspace, [_folder(one, at) for at in range(options.seeds)]) for one in (EQUAL, name)
         )
         share = statistics.mean(other) / statistics.mean(own)
         steps = f"steps={round(resolve(name, 'demo', ()).training.steps * share)}"
-        paced.append(train.Job(name, _folder(name, seed, "-equal"), seed, (steps,)))
-    folders += made([job for job in paced if job.drafter != EQUAL])
-    folders += made([train.Job(name, _folder(name, 0, "-paper"), 0) for name in trained], "demo-paper")
+        paced.append(planned(name, "demo", [steps], name=_folder(name, seed, "-equal"), seed=seed))
+    folders += made(paced)
+    folders += made([planned(name, "demo-paper", name=_folder(name, 0, "-paper")) for name in trained])
     folders += [name for name in names if name not in trained]
     tree = resolve(EQUAL, "demo", ()).tree
     settings = evaluate.Settings(temperatures=(0.0, 1.0), limit=options.limit, trees=(tree,))
@@ -100,18 +102,15 @@ def _folder(name: str, seed: int, kind: str = "") -> str:
     return f"{name}{kind}" if seed == 0 else f"{name}{kind}-seed{seed}"
 
 
-def train_missing(
-    workspace: Workspace, parallel: int, jobs: Sequence[train.Job], recipe: str = "demo"
-) -> list[str]:
+def train_missing(workspace: Workspace, parallel: int, runs: Sequence[Run]) -> list[str]:
     """Train the drafters that are not there, and keep what each took; the names of all."""
 
-    def keep(job: train.Job, cost: FunctionDone) -> None:
-        _cost(workspace, job.name).write_text(json.dumps(asdict(cost)))
-        say(f"trained {job.name}, {cost.cpu_seconds:.0f} CPU-seconds")
+    def keep(run: Run, cost: FunctionDone) -> None:
+        _cost(workspace, run.out.name).write_text(json.dumps(asdict(cost)))
+        say(f"trained {run.out.name}, {cost.cpu_seconds:.0f} CPU-seconds")
 
-    missing = [job for job in jobs if not workspace.drafter(job.name).exists()]
-    train.several(workspace, missing, parallel, recipe=recipe, on_done=keep)
-    return [job.name for job in jobs]
+    train.several([run for run in runs if not run.out.exists()], parallel, on_done=keep)
+    return [run.out.name for run in runs]
 
 
 def cpu_seconds(workspace: Workspace, names: Iterable[str]) -> list[float]:

@@ -31,14 +31,14 @@ from vlmdistill.drafters.decoding import hardware
 from vlmdistill.drafters.training.batches import as_batch
 from vlmdistill.drafters.training.recipes import resolve
 from vlmdistill.drafters.training.replay import Walk, right_guesses, walk
+from vlmdistill.drafters.training.run import Run as TrainingRun
 from vlmdistill.drafters.training.unroll import supervised
 from vlmdistill.pipelines import flow, train
 from vlmdistill.pipelines.bench import evaluate
 from vlmdistill.pipelines.bench.records import Decoding, Measurement, PromptKind, PromptResult
-from vlmdistill.pipelines.cluster.pool import WorkerOptions
 from vlmdistill.pipelines.cluster.processes import FunctionDone
 from vlmdistill.pipelines.cluster.reporting import check_failed
-from vlmdistill.pipelines.data.features.capturer import CaptureSettings
+from vlmdistill.pipelines.data.features.capturer import CaptureJob, CaptureSettings
 from vlmdistill.pipelines.data.features.store_part import StorePart
 from vlmdistill.pipelines.data.prompts.importing import Choices, import_prompts
 from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
@@ -172,25 +172,35 @@ class Trial:
     def train(self, settings: Sequence[Setting]) -> None:
         """Train what is missing, several at a time."""
         workspace = self.at(0)
-        jobs = {
-            folder: train.Job(setting.drafter, folder, seed, self.settings(setting))
+        missing = {
+            folder: (setting, seed)
             for setting in settings
             for seed, folder in enumerate(self.folders(setting))
             if not workspace.drafter(folder).exists()
         }
+        runs = [
+            train.planned(
+                workspace,
+                setting.drafter,
+                "paper",
+                (*self.recipe, *self.settings(setting)),
+                name=folder,
+                seed=seed,
+            )
+            for folder, (setting, seed) in missing.items()
+        ]
+        resumed = {folder for folder in missing if self._beside(folder, "checkpoint").exists()}
 
-        resumed = {folder for folder in jobs if self._beside(folder, "checkpoint").exists()}
-
-        def keep(job: train.Job, done: FunctionDone) -> None:
-            for old in self._beside(job.name, "").parent.glob("counted-*.json"):
+        def keep(run: TrainingRun, done: FunctionDone) -> None:
+            name = run.out.name
+            for old in self._beside(name, "").parent.glob("counted-*.json"):
                 old.unlink()
-            seconds = None if job.name in resumed else done.cpu_seconds
-            _write(Cost(seconds, software.commit() or "unknown"), self._beside(job.name, "cost"))
-            say(f"trained {job.name} {' '.join(job.settings)}, {done.cpu_seconds:.0f} CPU-seconds")
+            seconds = None if name in resumed else done.cpu_seconds
+            _write(Cost(seconds, software.commit() or "unknown"), self._beside(name, "cost"))
+            shown = " ".join(self.settings(missing[name][0]))
+            say(f"trained {name} {shown}, {done.cpu_seconds:.0f} CPU-seconds")
 
-        train.several(
-            workspace, list(jobs.values()), self.jobs, recipe="paper", settings=self.recipe, on_done=keep
-        )
+        train.several(runs, self.jobs, on_done=keep)
 
     @property
     def counts(self) -> bool:
@@ -273,15 +283,15 @@ class Trial:
         workspace = self.at(length)
         root = workspace.root / "greedy"
         prompts = evaluate.held_out(workspace.prompts, self.limit, self.base.model)
-        done = flow.capture_features(
-            self.base.model,
-            prompts,
-            root / "responses",
-            StorePart(root / "features"),
-            CaptureSettings(drafters=TRAINED, dtype="float32"),
-            WorkerOptions(),
+        job = CaptureJob(
+            workspace=workspace,
+            prompts=prompts,
+            responses=root / "responses",
+            part=StorePart(root / "features"),
+            settings=CaptureSettings(drafters=TRAINED, dtype="float32"),
             sampling=SamplingSettings(max_new_tokens=LONGEST, temperature=0.0),
         )
+        done = flow.capture_features(job)
         check_failed(done.failed, len(prompts), allowed=0.0)
         return Store.open(str(root / "features"))
 

@@ -32,7 +32,7 @@ from vlmdistill.pipelines.bench.records import Evaluation
 from vlmdistill.pipelines.bench.side_by_side import kind_of
 from vlmdistill.pipelines.bench.statistics import FEWEST, FEWEST_OF_KIND, Interval, advantage, figures
 from vlmdistill.pipelines.cluster.pool import WorkerOptions
-from vlmdistill.pipelines.data.features.capturer import CaptureSettings
+from vlmdistill.pipelines.data.features.capturer import CaptureJob, CaptureSettings
 from vlmdistill.pipelines.data.features.store_part import StorePart
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
@@ -213,17 +213,15 @@ class _Round:
         prompts = prompt_table.load(file, self.workspace.model, "train")
         others = pl.Series([key for key in prompts.facts["key"] if key not in keys], dtype=pl.String)
         engine = part.store.provenance.engine.partition(" ")[0] if part.store else "transformers"
-        options = WorkerOptions(workers=self.how.workers, engine=engine)  # type: ignore[arg-type]
-        flow.capture_features(
-            self.workspace.model,
-            prompts.without(others),
-            self.workspace.responses,
-            part,
-            CaptureSettings(drafters=[self.method]),
-            options,
-            generate=False,
-            bar=self.bar,
+        job = CaptureJob(
+            workspace=self.workspace,
+            prompts=prompts.without(others),
+            responses=self.workspace.responses,
+            part=part,
+            settings=CaptureSettings(drafters=[self.method]),
+            workers=WorkerOptions(workers=self.how.workers, engine=engine),  # type: ignore[arg-type]
         )
+        flow.capture_features(job, bar=self.bar)
 
     def _choose(self, view: str) -> Store | None:
         """Fix the samples of the round: those that are new to the base, and a share of all others."""
@@ -255,10 +253,8 @@ class _Round:
 
         def planned(steps: int) -> Run:
             changed = override(config, ["steps=" + str(steps), *self.how.settings])
-            run = train.planned(
-                self.workspace, self.method, changed, name=self.plan.drafter, seed=self.how.seed
-            )
-            return replace(run, view=view, init=self.base.absolute())
+            run = train.planned(self.workspace, self.method, name=self.plan.drafter, seed=self.how.seed)
+            return replace(run, config=changed, view=view, init=self.base.absolute())
 
         if not self.plan.steps:
             self.plan.steps = self.how.steps or _affordable(planned(TIMED), 60 * (self.how.minutes or 0))

@@ -12,20 +12,19 @@ from vlmdistill.drafters.checkpoints import export as exports
 from vlmdistill.drafters.checkpoints.description import describe
 from vlmdistill.drafters.checkpoints.export import Exported
 from vlmdistill.drafters.core.tree import Tree
-from vlmdistill.drafters.training.recipes import as_texts, resolve
+from vlmdistill.drafters.training.recipes import as_texts
 from vlmdistill.pipelines import flow
 from vlmdistill.pipelines import status as overview
 from vlmdistill.pipelines import train as training
 from vlmdistill.pipelines.bench import evaluate as bench
 from vlmdistill.pipelines.cluster.pool import WorkerOptions
 from vlmdistill.pipelines.cluster.reporting import check_failed
-from vlmdistill.pipelines.data.features.capturer import CaptureSettings, CaptureSummary
+from vlmdistill.pipelines.data.features.capturer import CaptureJob, CaptureSettings, CaptureSummary
 from vlmdistill.pipelines.data.features.store_part import StorePart
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.prompts.importing import Choices, ImportSummary
-from vlmdistill.pipelines.data.responses import responder
+from vlmdistill.pipelines.data.responses import dataset
 from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
-from vlmdistill.pipelines.data.responses.quality import Filters
 from vlmdistill.pipelines.data.responses.responder import ResponseSummary
 from vlmdistill.pipelines.prompts import import_sources
 from vlmdistill.pipelines.report import page
@@ -134,18 +133,11 @@ def responses(
         >>> vlmdistill.responses(max_new_tokens=256)
     """
     with Workspace.of(model, runs) as workspace:
-        chosen = prompt_table.load(workspace.prompts, model, "train", limit)
-        summary = responder.respond(
-            chosen,
-            workspace.responses,
-            model,
-            SamplingSettings(
-                temperature=temperature, max_new_tokens=max_new_tokens, seed=seed, thinking=thinking
-            ),
-            Filters(),
-            WorkerOptions(workers=workers),
-            report=_of(progress, "responses"),
+        sampling = SamplingSettings(
+            temperature=temperature, max_new_tokens=max_new_tokens, seed=seed, thinking=thinking
         )
+        job = _job(workspace, limit, workers, CaptureSettings(), sampling)
+        summary = flow.generate(job, bar=partial(_bar, progress), anyway=True)
         check_failed(summary.failed, summary.prompts, allow_failed)
         return summary
 
@@ -187,19 +179,30 @@ def features(
     for name in drafters or ():
         catalogue.trained(name)
     with Workspace.of(model, runs) as workspace:
-        chosen = prompt_table.load(workspace.prompts, model, "train", limit)
-        done = flow.capture_features(
-            model,
-            chosen,
-            workspace.responses,
-            StorePart(workspace.features),
-            CaptureSettings(drafters=tuple(drafters) if drafters else None),
-            WorkerOptions(workers=workers),
-            sampling=flow.sampling(workspace.responses, max_new_tokens) if max_new_tokens else None,
-            bar=partial(_bar, progress),
-        )
-        check_failed(done.failed, len(chosen), allow_failed)
+        settings = CaptureSettings(drafters=tuple(drafters) if drafters else None)
+        sampling = dataset.sampling(workspace.responses, max_new_tokens)
+        job = _job(workspace, limit, workers, settings, sampling)
+        done = flow.capture_features(job, bar=partial(_bar, progress))
+        check_failed(done.failed, len(job.prompts), allow_failed)
         return done.features
+
+
+def _job(
+    workspace: Workspace,
+    limit: int | None,
+    workers: int | None,
+    settings: CaptureSettings,
+    sampling: SamplingSettings,
+) -> CaptureJob:
+    return CaptureJob(
+        workspace=workspace,
+        prompts=prompt_table.load(workspace.prompts, workspace.model, "train", limit),
+        responses=workspace.responses,
+        part=StorePart(workspace.features),
+        settings=settings,
+        workers=WorkerOptions(workers=workers),
+        sampling=sampling,
+    )
 
 
 @contextmanager
@@ -262,10 +265,9 @@ def train(
     """
     catalogue.check(drafter)
     with Workspace.of(model, runs) as workspace:
-        config = resolve(drafter, recipe or training.default_recipe(model), as_texts(settings or {}))
-        watching = training.Watching(held_out=held_out)
-        plan = training.planned(workspace, drafter, config, name=name, seed=seed, watching=watching)
-        plan = replace(plan, init=workspace.trained(init).absolute() if init else None)
+        plan = training.planned(workspace, drafter, recipe, as_texts(settings or {}), name=name, seed=seed)
+        begin = workspace.trained(init).absolute() if init else None
+        plan = replace(plan, held_out=held_out, init=begin)
         folder = training.launch(plan, 1, force, _of(progress, "train"))
         facts = describe(folder)["training"]
     saved = facts.get("saved_step", facts["steps"])

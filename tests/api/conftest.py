@@ -6,7 +6,6 @@ import pytest
 
 import vlmdistill
 from vlmdistill.drafters import catalogue
-from vlmdistill.drafters.training.recipes import resolve
 from vlmdistill.pipelines.demo import files
 from vlmdistill.pipelines.train import planned, run
 from vlmdistill.pipelines.workspace.workspace import Workspace
@@ -44,5 +43,5 @@ def demo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with store.writer("scenes") as writer:
         for sample in samples:
             writer.add(sample)
-    run(planned(workspace, "sparrow", resolve("sparrow", "demo", STEPS)))
+    run(planned(workspace, "sparrow", settings=STEPS))
     return folder

@@ -19,7 +19,7 @@ import pytest
 
 from vlmdistill.pipelines import flow
 from vlmdistill.pipelines.cluster.pool import WorkerOptions
-from vlmdistill.pipelines.data.features.capturer import CaptureSettings
+from vlmdistill.pipelines.data.features.capturer import CaptureJob, CaptureSettings
 from vlmdistill.pipelines.data.features.store_part import StorePart
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.responses import dataset
@@ -47,11 +47,17 @@ def capture(folder: Path) -> None:
     """The run: all prompts, in many small tasks."""
     workspace = workspace_in(folder)
     prompts = prompt_table.load(workspace.prompts, "demo", "train", PROMPTS)
-    settings = CaptureSettings(drafters=["sparrow"], dtype="float32", shard_bytes=SHARD_BYTES)
-    options = WorkerOptions(workers=1, engine="vllm")
-    flow.capture_features(
-        "demo", prompts, workspace.responses, StorePart(workspace.features), settings, options, batch=BATCH
+    job = CaptureJob(
+        workspace=workspace,
+        prompts=prompts,
+        responses=workspace.responses,
+        part=StorePart(workspace.features),
+        settings=CaptureSettings(drafters=["sparrow"], dtype="float32", shard_bytes=SHARD_BYTES),
+        workers=WorkerOptions(workers=1, engine="vllm"),
+        sampling=dataset.sampling(workspace.responses),
+        batch=BATCH,
     )
+    flow.capture_features(job)
 
 
 def processes(root: int) -> Iterator[tuple[int, str]]:

@@ -33,10 +33,11 @@ from vlmdistill.pipelines.data.features.shard_plan import (
 from vlmdistill.pipelines.data.features.store_part import StorePart, check_captured
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt, facts_of
 from vlmdistill.pipelines.data.responses import dataset
+from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
 from vlmdistill.pipelines.data.responses.quality import LENIENT
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
-from vlmdistill.pipelines.workspace.workspace import absolute_model
+from vlmdistill.pipelines.workspace.workspace import Workspace, absolute_model
 from vlmdistill.stores.errors import DataError, PromptError, StoreError, TargetError, one_line
 from vlmdistill.stores.loader.tensors import as_numpy
 from vlmdistill.stores.progress import Progress, silent
@@ -54,6 +55,35 @@ class CaptureSettings:
     encoding: Mapping[str, str] = field(default_factory=dict)  # feature -> raw (default) or int8
     batch_tokens: int = 8192  # of one forward pass, padding included
     shard_bytes: int = 512 * MIB
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureJob:
+    """The responses to some prompts and their features: what is there, what is to be made, and how."""
+
+    workspace: Workspace  # of the target
+    prompts: Sequence[Prompt]
+    responses: Path
+    part: StorePart
+    settings: CaptureSettings = field(default_factory=CaptureSettings)
+    workers: WorkerOptions = field(default_factory=WorkerOptions)
+    sampling: SamplingSettings | None = None  # of missing responses; None: none is generated
+    batch: int = 32  # prompts of one batch of responses
+
+    def missing(self) -> Sequence[Prompt]:
+        """The prompts whose responses are to be generated."""
+        return dataset.without_response(self.prompts, self.responses) if self.sampling else ()
+
+    def generated(self) -> pl.DataFrame:
+        """The facts of the responses that exist; see `dataset.facts`."""
+        keys = facts_of(self.prompts)["key"]
+        return dataset.facts(self.responses).filter(pl.col("key").is_in(keys.implode()))
+
+    def waiting(self, generated: pl.DataFrame) -> list[tuple[StorePart, pl.DataFrame]]:
+        """The store and its annexes, each with the kept ones of some responses that it lacks."""
+        kept = generated.filter("keep")
+        parts = (self.part, *self.part.annexes(self.settings.drafters))
+        return [(part, kept.filter(~_named(kept, part.keys()))) for part in parts]
 
 
 @dataclass

@@ -125,6 +125,14 @@ def read_settings(out: Path) -> tuple[SamplingSettings, Filters]:
     return SamplingSettings(**settings["sampling"]), Filters(**settings["filters"])
 
 
+def sampling(out: Path, max_new_tokens: int | None = None, seed: int = 0) -> SamplingSettings:
+    """How more responses in `out` are sampled: as those that exist, else with `seed`."""
+    known = read_settings(out)[0]
+    if not (out / SETTINGS).is_file():
+        known = dataclasses.replace(known, seed=seed)
+    return dataclasses.replace(known, max_new_tokens=max_new_tokens or known.max_new_tokens)
+
+
 def _shown(value: Any) -> str:
     return "of the template" if value == "" else str(value)
 

@@ -25,7 +25,13 @@ from vlmdistill.cli.main import main
 from vlmdistill.pipelines.cluster.environment import VARIABLE
 from vlmdistill.pipelines.cluster.pool import WorkerOptions
 from vlmdistill.pipelines.data.features import store_part
-from vlmdistill.pipelines.data.features.capturer import Capturer, CaptureSettings, CaptureSummary, capture
+from vlmdistill.pipelines.data.features.capturer import (
+    CaptureJob,
+    Capturer,
+    CaptureSettings,
+    CaptureSummary,
+    capture,
+)
 from vlmdistill.pipelines.data.features.shard_plan import CaptureItem, CaptureTask
 from vlmdistill.pipelines.data.features.store_part import StorePart
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt, read
@@ -37,6 +43,7 @@ from vlmdistill.pipelines.flow import capture_features
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint as checkpoint_of
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
 from vlmdistill.pipelines.targets.loading import load
+from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import DataError, StoreError
 from vlmdistill.stores.integrity.verify import verify
 from vlmdistill.stores.progress import Progress, silent
@@ -65,6 +72,17 @@ class Given:
     @property
     def kept(self) -> set[str]:
         return {row.key for row in dataset.read(self.responses)}
+
+    def job(self, store: Path, settings: CaptureSettings, tokens: int) -> CaptureJob:
+        return CaptureJob(
+            workspace=Workspace(self.model, store.parent),
+            prompts=self.prompts,
+            responses=self.responses,
+            part=StorePart(store),
+            settings=settings,
+            workers=HERE,
+            sampling=SamplingSettings(max_new_tokens=tokens),
+        )
 
 
 @pytest.fixture(scope="module")
@@ -177,12 +195,9 @@ def test_a_capture_is_announced_before_its_workers_start(given: Given, tmp_path:
 
     settings = CaptureSettings(drafters=["eagle2"])
     capture(given.prompts, given.responses, StorePart(store), given.model, settings, HERE, look)
-    some = responses_of(given, tmp_path / "some")
-    generated = SamplingSettings(max_new_tokens=10)
-    capture_features(
-        given.model, given.prompts, some, StorePart(store), settings, HERE, sampling=generated,
-        bar=lambda *_: nullcontext(look),
-    )  # fmt: skip
+    job = given.job(store, settings, 10)
+    some = replace(job, responses=responses_of(given, tmp_path / "some"))
+    capture_features(some, bar=lambda *_: nullcontext(look))
     began = [one for remark, one in seen if remark == "starting"]
     assert [(one.ended, one.samples >= len(given.kept)) for one in began] == [(False, True)] * 2
     assert Store.open(store).capture.ended  # type: ignore[union-attr]
@@ -430,11 +445,8 @@ def test_settings_that_are_stated_are_checked_though_nothing_is_missing(given: G
     with pytest.raises(StoreError, match="float32, not bfloat16"):
         run(given, stored, ["sparrow"], dtype="bfloat16")
     assert run(given, stored, ["sparrow"]).captured == 0
-    other, need = SamplingSettings(max_new_tokens=11), CaptureSettings(drafters=["sparrow"])
     with pytest.raises(DataError, match="max_new_tokens 10, not 11"):
-        capture_features(
-            given.model, given.prompts, given.responses, StorePart(stored), need, HERE, sampling=other
-        )
+        capture_features(given.job(stored, CaptureSettings(drafters=["sparrow"]), 11))
 
 
 @pytest.mark.parametrize(("names", "value"), [("sparrow,foo", "'foo'"), (" , ", "--for ' , '")])
