@@ -9,8 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import fields, is_dataclass, replace
-from math import inf
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -24,7 +23,6 @@ from vlmdistill.stores.progress import Progress, silent
 if TYPE_CHECKING:
     from vlmdistill.pipelines.cluster.environment import EngineName
     from vlmdistill.pipelines.cluster.pool import WorkerOptions
-    from vlmdistill.pipelines.forecast import CaptureForecast
     from vlmdistill.pipelines.targets.checkpoints.registry import Options
     from vlmdistill.pipelines.workspace.workspace import Workspace
 
@@ -248,68 +246,6 @@ def echo(text: str) -> None:
 def note(text: str) -> None:
     """Print a line on stderr, as `echo`."""
     typer.echo(plain(text), err=True)
-
-
-def capture_forecast(forecast: "CaptureForecast", as_json: bool, *, features: bool) -> None:
-    """Print what `responses`, or also `features`, would do."""
-    result(forecast_facts(forecast) if as_json else capture_lines(forecast, features), as_json)
-    if features and (forecast.bytes or 0) > (forecast.free_bytes or inf):
-        note("warning: the features do not fit on the disk: name another --store, or fewer methods in --for")
-
-
-def capture_lines(forecast: "CaptureForecast", features: bool = True) -> dict[str, Any]:
-    """What `responses`, or also `features`, would do, line by line."""
-    from vlmdistill.pipelines.resources import shown
-
-    about = "some " if forecast.to_generate else ""
-
-    def some(tokens: int | None) -> str:
-        return "unknown until some responses exist: try --limit" if tokens is None else f"{about}{tokens}"
-
-    disk = "" if forecast.free_bytes is None else f"; {size(forecast.free_bytes)} are free"
-    lines = {
-        "prompts": forecast.prompts,
-        "responses": f"{forecast.responses} exist, {forecast.to_generate} to generate",
-        "tokens_to_generate": f"{some(forecast.likely_tokens)}; at most {forecast.most_tokens}",
-        "target": "its weights are not here"
-        if forecast.weights_bytes is None
-        else f"weights of {size(forecast.weights_bytes)}",
-        "time_of_responses": hours(forecast.response_seconds, "responses"),
-        "memory_of_responses": shown(forecast.response_memory),
-    }
-    if features:
-        lines |= {
-            "samples": f"{forecast.samples} exist, {forecast.to_capture} to capture",
-            "text_tokens": some(forecast.text_tokens),
-            "visual_tokens": some(forecast.visual_tokens),
-            "features": forecast.features,
-            "bytes": (some(None) if forecast.bytes is None else about + size(forecast.bytes)) + disk,
-            "time_of_features": hours(forecast.feature_seconds, "features"),
-            "memory_of_features": shown(forecast.feature_memory),
-        }
-    return lines
-
-
-def hours(seconds: float | None, stage: str) -> str:
-    """The time that a stage would take."""
-    if seconds is None:
-        return f"unknown: no run here has measured it; --rate {stage}=TOKENS_PER_SECOND states it"
-    return f"{seconds / 3600:.1f} hours" if seconds >= 3600 else f"{seconds:.0f} s"
-
-
-def forecast_facts(forecast: Any) -> dict[str, Any]:
-    """A forecast as JSON."""
-    from vlmdistill.pipelines.resources import Memory, facts
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, Memory):
-            return facts(value)
-        if is_dataclass(value):
-            return {one.name: plain(getattr(value, one.name)) for one in fields(value)}
-        return {name: plain(one) for name, one in value.items()} if isinstance(value, dict) else value
-
-    found: dict[str, Any] = plain(forecast)
-    return found
 
 
 def remark(text: str) -> None:

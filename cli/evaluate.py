@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vlmdistill.cli import console
+from vlmdistill.cli import console, forecasts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -130,16 +130,13 @@ def evaluate(
         if prompts is not None:
             raise typer.BadParameter("--bench has its own", param_hint="--prompts")
         with console.progress("importing", "rows") as read:
-            prompts, limit = import_evaluation_sets(
-                workspace, bench, bench_data, limit, lambda rows: read(rows, 0)
-            )
+            prompts, limit = import_evaluation_sets(workspace, bench, bench_data, limit, read)
     elif bench_data is not None:
         raise typer.BadParameter("it needs --bench", param_hint="--bench-data")
     if kind == HERE:
         prompt_table.load(prompts or workspace.prompts, model, "eval", 1)  # before the slow imports
     for drafter in drafters or []:
         describe(workspace.drafter(drafter))
-    from vlmdistill.drafters.core.tree import Tree
     from vlmdistill.pipelines.bench import evaluate as pipeline
 
     how = console.loading(attention, target_dtype, compiled=compiled)
@@ -147,7 +144,7 @@ def evaluate(
         temperatures=tuple(dict.fromkeys(temperature or (0.0,))),
         max_new_tokens=max_new_tokens,
         limit=100 if limit is None else limit,
-        trees=tuple("auto" if one == "auto" else Tree.parse(one) for one in dict.fromkeys(tree or ())),
+        trees=pipeline.trees_of(tree or ()),
         seed=seed,
         threads=threads,
         how={**how, "thinking": thinking} if thinking else how,
@@ -155,16 +152,10 @@ def evaluate(
     )
     if kind == HERE and (dry_run or not anyway):
         from vlmdistill.pipelines import forecast
-        from vlmdistill.pipelines.resources import shown
 
         planned = forecast.evaluation(workspace, drafters or [], settings, prompts, timed=dry_run)
         if dry_run:
-            facts = console.forecast_facts(planned)
-            if not as_json:
-                facts["memory"] = shown(planned.memory)
-                if planned.seconds is None:
-                    facts["seconds"] = "unknown: a drafter was not measured on this machine"
-            console.result(facts, as_json)
+            forecasts.show_evaluation(planned, as_json)
             return
         planned.check(workspace.reports)
     if kind != HERE:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from vlmdistill.cli import console
+from vlmdistill.cli import console, forecasts
 
 
 def features(
@@ -87,7 +87,7 @@ def features(
         from vlmdistill.pipelines.prompts import import_sources
 
         with console.progress("importing", "rows") as report:
-            import_sources(workspace, [import_], file, progress=lambda rows: report(rows, 0))
+            import_sources(workspace, [import_], file, progress=report)
     job = CaptureJob(
         workspace=workspace,
         prompts=prompt_table.load(file, model, split, limit),
@@ -98,10 +98,7 @@ def features(
         sampling=None if responses else dataset.sampling(there, max_new_tokens),
     )
     if dry_run:
-        from vlmdistill.pipelines import forecast
-
-        found = forecast.capture(job, forecast.Speeds.of(workspace.root, rate or ()))
-        console.capture_forecast(found, as_json, features=True)
+        forecasts.show_capture(job, rate, as_json, features=True)
         return
     from vlmdistill.pipelines import flow
     from vlmdistill.pipelines.cluster.reporting import check_failed

@@ -73,6 +73,6 @@ def harvest(
             rules,
             round_name=round_name,
             eval_share=eval_share,
-            progress=lambda rows: report(rows, 0),
+            progress=report,
         )
     console.result(asdict(made), as_json)

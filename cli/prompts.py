@@ -141,7 +141,7 @@ def prompts(
     )
     with console.progress("importing", "rows") as report:
         workspace = console.workspace(model, runs)
-        summary = import_sources(workspace, sources, out, kind, choices, lambda rows: report(rows, 0))
+        summary = import_sources(workspace, sources, out, kind, choices, report)
     facts = summary.to_dict()
     console.result(facts if as_json else _without_empty(facts), as_json)
     if split is None and eval_share and summary.eval < FEW:

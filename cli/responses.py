@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from vlmdistill.cli import console
+from vlmdistill.cli import console, forecasts
 
 
 def responses(
@@ -79,10 +79,7 @@ def responses(
         batch=batch_size,
     )
     if dry_run:
-        from vlmdistill.pipelines import forecast
-
-        found = forecast.capture(job, forecast.Speeds.of(workspace.root, rate or ()))
-        console.capture_forecast(found, as_json, features=False)
+        forecasts.show_capture(job, rate, as_json, features=False)
         return
     from vlmdistill.pipelines import flow
     from vlmdistill.pipelines.cluster.reporting import check_failed

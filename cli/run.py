@@ -1,15 +1,12 @@
 """`vlmdistill run`: the whole flow."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from vlmdistill.cli import console
+from vlmdistill.cli import console, forecasts
 from vlmdistill.cli.evaluate import check_lossless
 from vlmdistill.cli.report import report
-
-if TYPE_CHECKING:
-    from vlmdistill.pipelines.forecast import RunForecast
 
 
 def run(
@@ -78,47 +75,9 @@ def run(
         anyway=anyway,
     )
     if dry_run:
-        show_forecast(flow.dry_run(workspace, plan, Speeds.of(workspace.root, rate or ())), as_json)
+        found = flow.dry_run(workspace, plan, Speeds.of(workspace.root, rate or ()))
+        forecasts.show_run(found, as_json)
         return
     evaluations = flow.run(workspace, plan, console.remark, console.progress)
     report(model=model, runs=runs, as_json=as_json)
     check_lossless(evaluations)
-
-
-def show_forecast(found: "RunForecast", as_json: bool) -> None:
-    """Print what each stage would do, and the time of all."""
-    from vlmdistill.pipelines.resources import shown
-
-    if as_json:
-        console.result(console.forecast_facts(found), as_json)
-        return
-    console.result(console.capture_lines(found.capture), as_json=False)
-    header = ("training", "steps", "parameters", "time", "memory", "disk")
-    lines = [
-        (
-            name,
-            "by epochs" if one.steps is None else one.steps,
-            one.parameters,
-            "done" if one.finished else _time(one.seconds),
-            console.size(one.memory.total),
-            console.size(one.disk_bytes),
-        )
-        for name, one in found.training.items()
-    ]
-    if lines:
-        console.echo("")
-        console.rows(header, lines)
-        console.echo("")
-    facts = {
-        "decodings": f"{found.evaluation.decodings} of each of {found.evaluation.prompts} held-out prompts",
-        "time_of_decoding": _time(found.evaluation.seconds),
-        "memory_of_decoding": shown(found.evaluation.memory),
-        "time": _time(found.seconds),
-    }
-    console.result(facts, as_json=False)
-    if found.seconds is None:
-        console.note("times are unknown where nothing was measured here: state rates with --rate train=N")
-
-
-def _time(seconds: float | None) -> str:
-    return "unknown" if seconds is None else console.hours(seconds, "")

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from vlmdistill.cli import console
+from vlmdistill.cli import console, forecasts
 
 if TYPE_CHECKING:
     from vlmdistill.drafters.training.run import Run
@@ -139,17 +139,9 @@ def train(
     )
     if dry_run:
         from vlmdistill.pipelines import forecast
-        from vlmdistill.pipelines.resources import shown
 
-        made = forecast.training(plan, forecast.Speeds.of(workspace.root, rate or ()), ranks)
-        found = console.forecast_facts(made)
-        if not as_json:
-            found |= {
-                "memory": shown(made.memory),
-                "disk_bytes": console.size(made.disk_bytes),
-                "seconds": console.hours(made.seconds, "train"),
-            }
-        console.result(found, as_json)
+        found = forecast.training(plan, forecast.Speeds.of(workspace.root, rate or ()), ranks)
+        forecasts.show_training(found, as_json)
         return
     if find_lr:
         if ranks > 1 or "RANK" in os.environ:

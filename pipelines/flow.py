@@ -138,7 +138,7 @@ def prepare(workspace: Workspace, plan: Plan, log: Callable[[str], None], bar: P
     """
     if workspace.model in EMBEDDED and not workspace.prompts.exists():
         with bar("importing", "rows") as report:
-            made = import_sources(workspace, ["demo"], progress=lambda rows: report(rows, 0, ""))
+            made = import_sources(workspace, ["demo"], progress=report)
         log(f"prompts    {made.train} to train on and {made.eval} held out, in {workspace.prompts}")
     job = plan.capture(workspace)
     prompt_table.load(workspace.prompts, workspace.model, "eval")  # an error now, not after hours of training

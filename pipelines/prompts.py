@@ -3,7 +3,7 @@
 Light to import, so that a wrong source fails before torch loads.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from vlmdistill.pipelines.demo.prompts import AMOUNTS, evaluation_rows, import_d
 from vlmdistill.pipelines.targets.checkpoints.folder import known_family
 from vlmdistill.pipelines.workspace.workspace import Workspace, only_writer
 from vlmdistill.stores.errors import DataError
+from vlmdistill.stores.progress import Progress, silent
 from vlmdistill.stores.schema import content_hash
 
 
@@ -24,7 +25,7 @@ def import_sources(
     out: Path | None = None,
     kind: Format = "auto",
     choices: Choices | None = None,
-    progress: Callable[[int], None] = lambda rows: None,
+    progress: Progress = silent,
 ) -> ImportSummary:
     """Import `sources` into `out`, by default the workspace's prompts; see `import_prompts`.
 
@@ -52,7 +53,7 @@ def import_evaluation_sets(
     names: Sequence[str],
     data: Path | None = None,
     limit: int | None = None,
-    progress: Callable[[int], None] = lambda rows: None,
+    progress: Progress = silent,
 ) -> tuple[Path, int]:
     """Import evaluation sets, `NAME` or `NAME@PAPER`, into one file of the workspace; it, and its prompts.
 

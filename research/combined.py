@@ -14,11 +14,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from research.claimed import Setting
 from research.trial import Trial, cost
-from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.pipelines.bench import evaluate
 from vlmdistill.pipelines.bench.records import Measurement
 from vlmdistill.pipelines.bench.statistics import FEWEST_SEEDS, difference, figures
@@ -85,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not options.speed:
         return
     names = trial.all_folders([*chosen.values()])
-    asked: tuple[Tree | Literal["auto"], ...] = tuple(map(Tree.parse, options.tree or ())) or ("auto",)
+    asked = evaluate.trees_of(options.tree or ["auto"])
     made = evaluate.evaluate(trial.at(0, "combined"), names, replace(trial.evaluation(), trees=asked))
     print("\n| setting | trees | tau | speedup | wren's is higher by | times | identical |")
     print("|---|---|---|---|---|---|---|")

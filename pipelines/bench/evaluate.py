@@ -5,7 +5,7 @@ speed drifts affects all alike (`side_by_side.py`).
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -105,6 +105,11 @@ class Settings:
             raise DataError(f"--temperature {odd[0]}: give 0 for greedy decoding, or a number above it")
         if self.threads < 0:
             raise DataError(f"--threads {self.threads}: give a number above 0, or 0 to choose by measuring")
+
+
+def trees_of(shapes: Iterable[str]) -> tuple[Tree | Literal["auto"], ...]:
+    """Draft trees by their shapes, such as `chain-5` or `auto`, each once."""
+    return tuple("auto" if one == "auto" else Tree.parse(one) for one in dict.fromkeys(shapes))
 
 
 def evaluate(
@@ -218,7 +223,7 @@ def _decode(
     settings: Settings,
     decoded: dict[tuple[float, int], Decoded],
     unfinished: Unfinished,
-    on_prompt: Callable[[int, int, str], None],
+    on_prompt: Progress,
 ) -> None:
     """Decode the prompts that `decoded` lacks with all decoders, and keep each at once."""
     from vlmdistill.pipelines.bench.side_by_side import SideBySide

@@ -3,7 +3,7 @@
 import dataclasses
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from vlmdistill.pipelines.demo import narration, wording
 from vlmdistill.pipelines.demo.chats import chat
 from vlmdistill.pipelines.demo.clips import patches_for, random_clip
 from vlmdistill.pipelines.demo.scenes import draw, random_scene
+from vlmdistill.stores.progress import Progress, silent
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def import_demo(
     choices: Choices | None = None,
     *,
     seed: int = 0,
-    progress: Callable[[int], None] = lambda rows: None,
+    progress: Progress = silent,
 ) -> ImportSummary:
     """Write scenes, dialogues and videos below `folder` and import them into `out`. Videos need PyAV.
 

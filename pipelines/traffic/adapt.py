@@ -199,7 +199,7 @@ class _Round:
                 self.how.policy,
                 round_name=self.plan.round,
                 eval_share=self.how.eval_share,
-                progress=lambda rows: report(rows, 0, ""),
+                progress=report,
             )
         before = self.plan.harvested or {"kept": 0}
         self.plan.harvested = {**asdict(made), "kept": made.kept + before["kept"]}

@@ -12,7 +12,7 @@ finds the rest. Of what is dropped, nothing is kept.
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -34,6 +34,7 @@ from vlmdistill.pipelines.traffic.tokens import ResponseTokens, require_same_pro
 from vlmdistill.pipelines.workspace.workspace import NAME, Workspace, only_writer
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError, one_line
+from vlmdistill.stores.progress import Progress, silent
 from vlmdistill.stores.schema import content_hash, utc
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def harvest(
     *,
     round_name: str | None = None,
     eval_share: float = EVAL_SHARE,
-    progress: Callable[[int], None] = lambda rows: None,
+    progress: Progress = silent,
 ) -> Harvest:
     """Take what the policy allows from logs into the workspace; `round_name` defaults to today's date (UTC).
 
@@ -163,7 +164,7 @@ class _Harvest(ImportGate):
     dataset: str
     now: float
     logs: Log
-    progress: Callable[[int], None]
+    progress: Progress
     media: dict[str, int]  # hash -> bytes
     exchanges: int = 0
     redacted: int = 0
@@ -188,7 +189,7 @@ class _Harvest(ImportGate):
         for found in self.logs.read(file):
             self.exchanges += 1
             if self.exchanges % 100 == 0:
-                self.progress(self.exchanges)
+                self.progress(self.exchanges, 0)
             try:
                 if isinstance(found, tuple):
                     raise found[1]

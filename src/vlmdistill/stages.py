@@ -11,7 +11,6 @@ from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.checkpoints import export as exports
 from vlmdistill.drafters.checkpoints.description import describe
 from vlmdistill.drafters.checkpoints.export import Exported
-from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.training.recipes import as_texts
 from vlmdistill.pipelines import flow
 from vlmdistill.pipelines import status as overview
@@ -91,7 +90,7 @@ def prompts(
             workspace,
             [str(source) for source in sources],
             choices=choices,
-            progress=lambda rows: _of(progress, "prompts")(rows, 0),
+            progress=_of(progress, "prompts"),
         )
 
 
@@ -328,7 +327,7 @@ def evaluate(
         temperatures=tuple(dict.fromkeys(temperatures)),
         limit=limit,
         max_new_tokens=max_new_tokens,
-        trees=tuple("auto" if one == "auto" else Tree.parse(one) for one in trees),
+        trees=bench.trees_of(trees),
         seed=seed,
         threads=threads,
     )

@@ -11,7 +11,7 @@ image are on one side, whatever imported them, and so are those that share one w
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +27,7 @@ from vlmdistill.pipelines.media.resolver import BadRowError, MediaResolver
 from vlmdistill.pipelines.workspace.workspace import only_writer
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError
+from vlmdistill.stores.progress import Progress, silent
 from vlmdistill.stores.schema import content_hash
 
 CHUNK, CHUNK_BYTES = 256, 2**28  # rows whose images are checked together, and those in the rows themselves
@@ -103,7 +104,7 @@ def import_prompts(
     out: Path,
     kind: Format = "auto",
     choices: Choices | None = None,
-    progress: Callable[[int], None] = lambda rows: None,
+    progress: Progress = silent,
 ) -> ImportSummary:
     """Import `sources` into the prompts file `out`, adding to what it holds.
 
@@ -122,7 +123,7 @@ def import_rows(
     named: Sequence[tuple[str, Iterator[Row], Format]],
     out: Path,
     choices: Choices,
-    progress: Callable[[int], None] = lambda rows: None,
+    progress: Progress = silent,
     gate: "ImportGate | None" = None,
 ) -> ImportSummary:
     """The same with rows that were read before, by the name of their source.
@@ -162,7 +163,7 @@ def _import_rows(
     named: Sequence[tuple[str, Iterator[Row], Format]],
     out: Path,
     choices: Choices,
-    progress: Callable[[int], None],
+    progress: Progress,
     gate: ImportGate | None,
 ) -> ImportSummary:
     prompts = {prompt.key: prompt for prompt in read(out)} if out.exists() else {}
@@ -300,7 +301,7 @@ class _Import:
 
     choices: Choices
     resolver: MediaResolver
-    progress: Callable[[int], None]
+    progress: Progress
     present: Mapping[str, Prompt]
     gate: ImportGate
     made: dict[str, tuple[Prompt, str]] = field(default_factory=dict)  # and an image of it, for the split
@@ -330,7 +331,7 @@ class _Import:
                 if talk and self.left:
                     self._take(row, talk)
             self.rows += len(chunk)
-            self.progress(self.rows)
+            self.progress(self.rows, 0)
             if not self.left:
                 return
 

@@ -5,7 +5,7 @@ Of a Parquet file only the row groups with chosen rows are read: the images of a
 
 import glob
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from vlmdistill.pipelines.data.prompts.importing import Choices, import_rows
 from vlmdistill.pipelines.data.prompts.sources import Row
 from vlmdistill.pipelines.media.resolver import BadRowError
 from vlmdistill.stores.errors import DataError, one_line
+from vlmdistill.stores.progress import Progress, silent
 
 AGAIN = ": download it again"
 
@@ -32,7 +33,7 @@ def import_set(
     label: str,
     data: Path | None = None,
     limit: int | None = None,
-    progress: Callable[[int], None] = lambda rows: None,
+    progress: Progress = silent,
 ) -> int:
     """Add the samples that a paper takes of a set to the prompts of `out`; the number of them.
 

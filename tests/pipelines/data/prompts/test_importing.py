@@ -393,7 +393,7 @@ def test_a_later_import_keeps_the_side_of_each_image(tmp_path: Path, out: Path) 
 def test_two_imports_at_once_are_refused(tmp_path: Path, out: Path) -> None:
     one, two = (write(tmp_path / f"{name}.json", [said(name, "x")]) for name in ("one", "two"))
 
-    def meanwhile(rows: int) -> None:
+    def meanwhile(done: int, total: int, remark: str = "") -> None:
         with pytest.raises(DataError, match="another run"):
             import_prompts([two], out)
 
