@@ -212,10 +212,7 @@ def configuration(config: Path) -> Any:
     """Read a `config.json`; TargetError if it is invalid or its text model is not supported."""
     family = family_of(config).load()
     written = read_json(config.parent, config.name)
-    for part in (
-        "text_config",
-        "vision_config",
-    ):  # null would mean the class's default: billions of parameters
+    for part in ("text_config", "vision_config"):  # null would mean the class's: billions of parameters
         if not isinstance(written.get(part, {}), dict):
             raise TargetError(f"{config}: its {part} is not an object: download the checkpoint again")
     with _in_one_line(f"{config} is not a valid configuration"):
@@ -325,7 +322,7 @@ def _check_together(folder: Path, family: Family, model: Any, processor: Any) ->
             f"{rows} embeddings"
         )
     try:
-        facts = family.agreement(model.config, processor)
+        facts = family.facts(model.config, processor)
     except TargetError as error:
         raise TargetError(f"{folder}: {error}") from None
     if fact := disagreement(facts):

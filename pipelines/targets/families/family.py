@@ -79,10 +79,6 @@ class Family(abc.ABC):
             processor.skip_tensor_conversion = [*processor.skip_tensor_conversion, "pixel_values_videos"]
         return processor
 
-    def agreement(self, config: Any, processor: Any) -> list[Fact]:
-        """`facts`, and the id of the image placeholder."""
-        return [*placeholders(config, processor, ["image"]), *self.facts(config, processor)]
-
     def image_lengths(
         self, config: Any, processor: Any, inputs: Mapping[str, Any], images: int
     ) -> list[int] | None:

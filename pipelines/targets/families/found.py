@@ -42,10 +42,6 @@ class Found(Family):
         base = modeling_auto.MODEL_MAPPING_NAMES.get(self.model_type)
         return hasattr(getattr(transformers, str(base), None), "get_rope_index")
 
-    def facts(self, config: Any, processor: Any) -> list[Fact]:
-        """Nothing, see `agreement`."""
-        return []
-
     def encode_images(self, model: Any, inputs: Inputs) -> Visual:
         """All images, by the model's own interface."""
         known = signature(model.model.get_image_features).parameters
@@ -54,7 +50,7 @@ class Found(Family):
         rows = torch.cat(tuple(embed)) if isinstance(embed, list | tuple) else embed
         return Visual(rows.flatten(0, -2))
 
-    def agreement(self, config: Any, processor: Any) -> list[Fact]:
+    def facts(self, config: Any, processor: Any) -> list[Fact]:
         """Nothing: a processor's image token may stand for others, and the check runs both."""
         return []
 

@@ -95,6 +95,7 @@ class LlavaOnevision(TiledFamily):
         vision, video = config.vision_config, processor.video_processor
         tokens = (vision.image_size // vision.patch_size) ** 2
         return [
+            *placeholders(config, processor, ["image", "video"]),
             ("num_image_tokens", processor.num_image_tokens, tokens),
             *_size_facts(config, processor.image_processor.size),
             ("vision_aspect_ratio", processor.vision_aspect_ratio, config.vision_aspect_ratio),
@@ -102,7 +103,6 @@ class LlavaOnevision(TiledFamily):
             _strategy(config, processor),
             ("the height of frames", video.height, vision.image_size),
             ("the width of frames", video.width, vision.image_size),
-            *placeholders(config, processor, ["video"]),
         ]
 
     def video_runs(self, processor: Any, inputs: Inputs) -> list[int]:
@@ -143,6 +143,7 @@ class LlavaOnevision(TiledFamily):
 def _crop_facts(config: Any, processor: Any, shape: Mapping[str, Any]) -> list[Fact]:
     """LLaVA-1.5 and LLaVA-NeXT: the number of placeholders follows from patches and crop size."""
     return [
+        *placeholders(config, processor, ["image"]),
         ("patch_size", processor.patch_size, config.vision_config.patch_size),
         *_size_facts(config, shape),
         _strategy(config, processor),

@@ -28,14 +28,14 @@ class QwenVLFamily(Family):
         vision, size = config.vision_config, dict(processor.image_processor.size or {})
         if not {"shortest_edge", "longest_edge"} <= {*size}:
             raise TargetError(f"the size of images is {size} and needs shortest_edge and longest_edge")
-        facts: list[Fact] = []
+        facts = placeholders(config, processor, ["image", "video"])
         for part, kind in ((processor.image_processor, ""), (processor.video_processor, " of videos")):
             facts += [
                 (f"patch_size{kind}", part.patch_size, vision.patch_size),
                 (f"temporal_patch_size{kind}", part.temporal_patch_size, vision.temporal_patch_size),
                 (f"merge_size{kind}", part.merge_size, vision.spatial_merge_size),
             ]
-        return [*facts, *placeholders(config, processor, ["video"])]
+        return facts
 
     def video_runs(self, processor: Any, inputs: Inputs) -> list[int]:
         """A video is one run."""
