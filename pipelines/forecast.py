@@ -142,6 +142,11 @@ def _described(model: str, drafters: Sequence[str] | None = None) -> dict[str, A
     return describe(model, 0, 0, drafters=drafters)
 
 
+def _generating(info: TargetInfo, batch: int, tokens: int) -> dict[str, int]:
+    """The numbers of a batch of responses, each of so many tokens with its prompt."""
+    return {"kv_cache": kv_cache(info, batch * tokens), "logits": 2 * batch * info.vocab_size}
+
+
 def capture(job: CaptureJob, speeds: Speeds | None = None) -> CaptureForecast:
     """Forecast responses and features; no weights are loaded and nothing is written."""
     speeds, drafters = speeds or Speeds(), job.settings.drafters
@@ -171,10 +176,7 @@ def capture(job: CaptureJob, speeds: Speeds | None = None) -> CaptureForecast:
     captured = sorted({feature.name for one in gains if one.samples for feature in one.features})
     likely = round(missing * int(facts["tokens"].sum()) / len(facts)) if len(facts) else None
     longest = int(facts["prompt_tokens"].max() or 0) + limit  # type: ignore[arg-type]
-    at_once = {
-        "kv_cache": kv_cache(info, min(job.batch, missing) * longest),
-        "logits": 2 * min(job.batch, missing) * info.vocab_size,
-    }
+    at_once = _generating(info, min(job.batch, missing), longest)
     in_pass = {"pass": rows(info, job.settings.batch_tokens, captured)}
     dtype, engine = job.workers.load.get("dtype", "auto"), job.workers.engine
     tokens = None if largest.text is None else largest.text + (largest.visual or 0)
@@ -239,11 +241,7 @@ def fits(model: str, gpus: int, gpu_bytes: int) -> dict[str, Memory]:
     """
     about = _described(model)
     info, weights = TargetInfo.from_dict(about["target"]), about["parameters"]["all"]
-    batch, dtype = CaptureJob.batch, "bfloat16"
-    answers = {
-        "kv_cache": kv_cache(info, batch * PLANNED_TOKENS),
-        "logits": 2 * batch * info.vocab_size,
-    }
+    dtype, answers = "bfloat16", _generating(info, CaptureJob.batch, PLANNED_TOKENS)
     captured = {"pass": rows(info, CaptureSettings.batch_tokens, about["drafters"]["all"]["features"])}
     stages = {
         "responses": on_target(weights, dtype, batch=answers, spread=True),

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = options.cases.split(",")
     workspace = Workspace.of("demo", options.runs)
     methods = list(dict.fromkeys(CASES[case][0] for case in chosen))
-    flow.prepare(workspace, flow.Plan(drafters=methods, recipe="demo"), say, flow.silent)
+    flow.prepare(workspace, flow.Plan(drafters=methods), say)
     runs = [
         planned(workspace, CASES[case][0], "demo", CASES[case][1], name=f"{case}-s{seed}", seed=seed)
         for case in chosen

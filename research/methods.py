@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     names = catalogue.NAMES if options.drafters == "all" else tuple(options.drafters.split(","))
     workspace = Workspace.of("demo", options.runs)
     trained = [name for name in names if catalogue.is_trained(name)]
-    flow.prepare(workspace, flow.Plan(drafters=names, recipe="demo"), say, flow.silent)
+    flow.prepare(workspace, flow.Plan(drafters=names), say)
 
     pairs = [(name, seed) for seed in range(options.seeds) for name in trained]
     made = partial(train_missing, workspace, options.jobs)

@@ -144,7 +144,7 @@ class Trial:
 
     def prepare(self, settings: Sequence[Setting]) -> None:
         """Make the missing prompts, responses, views, and the features of every drafter."""
-        flow.prepare(self.base, flow.Plan(drafters=TRAINED), say, flow.silent)
+        flow.prepare(self.base, flow.Plan(drafters=TRAINED), say)
         store = Store.open(str(self.base.features))
         for where in {one.where for one in settings if one.where}:
             if _view(where) not in record_names(store.backend, VIEWS):

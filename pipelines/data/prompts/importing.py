@@ -131,7 +131,51 @@ def import_rows(
     With a `gate`, that no prompt passes is no error.
     """
     with only_writer(out), large_images():
-        return _import_rows(named, out, choices, progress, gate)
+        prompts = {prompt.key: prompt for prompt in read(out)} if out.exists() else {}
+        resolver = MediaResolver(choices.images, out.parent / choices.media)
+        job = _Import(choices, resolver, progress, prompts, gate or ImportGate())
+        for _, rows, its_kind in named:
+            if job.left:
+                job.read(rows, its_kind)
+        skipped_file = out.with_suffix(".skipped.jsonl")
+        _write_skipped(skipped_file, job.skipped, job.sources)
+        reasons = Counter(entry["reason"] for entry in job.skipped)
+        if not (job.made or gate):
+            counts = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common()) or "no rows"
+            cure = "; ".join(text for reason, text in _cures(choices).items() if reason in reasons)
+            more = (f"; row by row in {skipped_file}" if job.skipped else "") + (cure and f"; {cure}")
+            raise DataError(f"nothing to import from {', '.join(name for name, *_ in named)}: {counts}{more}")
+        present = len(prompts.keys() & job.made.keys())
+        now = {part["path"]: part["digest"] for made, _ in job.made.values() for part in made.media}
+        outdated = {
+            key
+            for key in prompts.keys() - job.made.keys()
+            for part in prompts[key].media
+            if part["path"] in now
+            and part.get("digest") not in (None, now[part["path"]])  # None in older files
+        }
+        prompts = {key: prompt for key, prompt in prompts.items() if key not in outdated}
+        for key, (prompt, tie) in job.made.items():
+            # The split stays; the paths may have changed.
+            split = prompts[key].split if key in prompts else job.sides.of(tie, choices.eval_share)
+            prompts[key] = dataclasses.replace(prompt, split=split)
+        job.gate.close()
+        write(out, prompts.values())
+    splits = Counter(prompt.split for prompt in prompts.values())
+    return ImportSummary(
+        out=out,
+        skipped_file=skipped_file,
+        added=len(job.made) - present,
+        outdated=len(outdated),
+        present=present,
+        trimmed=job.trimmed,
+        skipped=reasons,
+        unread_columns=job.unread,
+        total=len(prompts),
+        train=splits["train"],
+        eval=splits["eval"],
+        datasets=Counter(prompt.dataset for prompt in prompts.values()),
+    )
 
 
 class ImportGate:
@@ -157,59 +201,6 @@ def _cures(choices: Choices) -> dict[str, str]:
     if choices.ask is None:
         cures["no conversation"] = "images without a question need one: --ask 'Describe the image.'"
     return cures
-
-
-def _import_rows(
-    named: Sequence[tuple[str, Iterator[Row], Format]],
-    out: Path,
-    choices: Choices,
-    progress: Progress,
-    gate: ImportGate | None,
-) -> ImportSummary:
-    prompts = {prompt.key: prompt for prompt in read(out)} if out.exists() else {}
-    resolver = MediaResolver(choices.images, out.parent / choices.media)
-    job = _Import(choices, resolver, progress, prompts, gate or ImportGate())
-    for _, rows, its_kind in named:
-        if job.left:
-            job.read(rows, its_kind)
-    skipped_file = out.with_suffix(".skipped.jsonl")
-    _write_skipped(skipped_file, job.skipped, job.sources)
-    reasons = Counter(entry["reason"] for entry in job.skipped)
-    if not (job.made or gate):
-        counts = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common()) or "no rows"
-        cure = "; ".join(text for reason, text in _cures(choices).items() if reason in reasons)
-        more = (f"; row by row in {skipped_file}" if job.skipped else "") + (cure and f"; {cure}")
-        raise DataError(f"nothing to import from {', '.join(name for name, *_ in named)}: {counts}{more}")
-    present = len(prompts.keys() & job.made.keys())
-    now = {part["path"]: part["digest"] for made, _ in job.made.values() for part in made.media}
-    outdated = {
-        key
-        for key in prompts.keys() - job.made.keys()
-        for part in prompts[key].media
-        if part["path"] in now and part.get("digest") not in (None, now[part["path"]])  # None in older files
-    }
-    prompts = {key: prompt for key, prompt in prompts.items() if key not in outdated}
-    for key, (prompt, tie) in job.made.items():
-        # The split stays; the paths may have changed.
-        split = prompts[key].split if key in prompts else job.sides.of(tie, choices.eval_share)
-        prompts[key] = dataclasses.replace(prompt, split=split)
-    job.gate.close()
-    write(out, prompts.values())
-    splits = Counter(prompt.split for prompt in prompts.values())
-    return ImportSummary(
-        out=out,
-        skipped_file=skipped_file,
-        added=len(job.made) - present,
-        outdated=len(outdated),
-        present=present,
-        trimmed=job.trimmed,
-        skipped=reasons,
-        unread_columns=job.unread,
-        total=len(prompts),
-        train=splits["train"],
-        eval=splits["eval"],
-        datasets=Counter(prompt.dataset for prompt in prompts.values()),
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,9 +39,7 @@ class Family(abc.ABC):
     model_type: str  # of config.json
     text_types: ClassVar[tuple[str, ...]] = ()  # the model_type of text models that the decoder can fuse
     processor_class: str  # in transformers
-    image_processors: ClassVar[
-        tuple[str, ...]
-    ] = ()  # class names, without the suffix of a backend; none: any
+    image_processors: ClassVar[tuple[str, ...]] = ()  # classes without the suffix of a backend; none: any
     frame_processor: ClassVar[type[FrameProcessor] | None] = None  # of videos; None: images only
     mrope: bool = False  # visual tokens have (time, height, width) positions
 
