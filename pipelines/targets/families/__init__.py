@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FamilyEntry:
-    """A family: its name, where its class is, and whether it reads videos."""
+    """A family: the `model_type` of config.json, its name, where its class is, whether it reads videos."""
 
+    model_type: str
     name: str
     module: str
     kind: str
@@ -24,21 +25,24 @@ class FamilyEntry:
     def load(self) -> "Family":
         """The family; TargetError if transformers has no model of that type."""
         made = getattr(importlib.import_module(f"{__name__}.{self.module}"), self.kind)
-        family: Family = made(self.name) if self.module == "found" else made()
+        family: Family = made(self.model_type, self.name)
         return family
 
 
 FAMILIES = MappingProxyType(
     {
-        "llava": FamilyEntry("llava-1.5", "llava", "Llava", videos=False),
-        "llava_next": FamilyEntry("llava-next", "llava", "LlavaNext", videos=False),
-        "llava_onevision": FamilyEntry("llava-onevision", "llava", "LlavaOnevision"),
-        "qwen2_vl": FamilyEntry("qwen2-vl", "qwen_vl", "Qwen2VL"),
-        "qwen2_5_vl": FamilyEntry("qwen2.5-vl", "qwen_vl", "Qwen25VL"),
-        "qwen3_vl": FamilyEntry("qwen3-vl", "qwen_vl", "Qwen3VL"),
+        one.model_type: one
+        for one in (
+            FamilyEntry("llava", "llava-1.5", "llava", "Llava", videos=False),
+            FamilyEntry("llava_next", "llava-next", "llava", "LlavaNext", videos=False),
+            FamilyEntry("llava_onevision", "llava-onevision", "llava", "LlavaOnevision"),
+            FamilyEntry("qwen2_vl", "qwen2-vl", "qwen_vl", "Qwen2VL"),
+            FamilyEntry("qwen2_5_vl", "qwen2.5-vl", "qwen_vl", "Qwen25VL"),
+            FamilyEntry("qwen3_vl", "qwen3-vl", "qwen_vl", "Qwen3VL"),
+        )
     }
 )
-"""Those with a description, by the `model_type` of config.json."""
+"""Those with a description, by their `model_type`."""
 
 SHOWN = (
     "aya_vision",
@@ -64,4 +68,4 @@ SHOWN = (
 
 def entry(model_type: str) -> FamilyEntry:
     """The family of a `model_type`: described here, or else to be found from the model."""
-    return FAMILIES.get(model_type) or FamilyEntry(model_type, "found", "Found", videos=False)
+    return FAMILIES.get(model_type) or FamilyEntry(model_type, model_type, "found", "Found", videos=False)

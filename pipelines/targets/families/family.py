@@ -35,13 +35,14 @@ class Visual:
 class Family(abc.ABC):
     """One family: its processor, its visual tokens and their positions, its vision tower."""
 
-    name: str
-    model_type: str  # of config.json
     text_types: ClassVar[tuple[str, ...]] = ()  # the model_type of text models that the decoder can fuse
     processor_class: str  # in transformers
     image_processors: ClassVar[tuple[str, ...]] = ()  # classes without the suffix of a backend; none: any
     frame_processor: ClassVar[type[FrameProcessor] | None] = None  # of videos; None: images only
     mrope: bool = False  # visual tokens have (time, height, width) positions
+
+    def __init__(self, model_type: str, name: str) -> None:
+        self.model_type, self.name = model_type, name
 
     @abc.abstractmethod
     def facts(self, config: Any, processor: Any) -> list[Fact]:

@@ -27,13 +27,13 @@ MODELS = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 class Found(Family):
     """Any model that transformers loads as image and text to text. Images only."""
 
-    def __init__(self, model_type: str):
+    def __init__(self, model_type: str, name: str) -> None:
         if model_type not in MODELS:
             raise TargetError(
                 f"model_type '{model_type}' is not supported: transformers {transformers.__version__} has no "
                 f"vision-language model of that name, as it has {', '.join(FAMILIES)} and others"
             )
-        self.name = self.model_type = model_type
+        super().__init__(model_type, name)
         self.processor_class = str(processing_auto.PROCESSOR_MAPPING_NAMES.get(model_type) or "AutoProcessor")
 
     @cached_property

@@ -32,8 +32,6 @@ class LlavaFamily(Family):
 class Llava(LlavaFamily):
     """LLaVA-1.5: one square crop per image, a fixed number of visual tokens."""
 
-    name = "llava-1.5"
-    model_type = "llava"
     processor_class = "LlavaProcessor"
     image_processors = ("CLIPImageProcessor", "LlavaImageProcessor", "SiglipImageProcessor")
 
@@ -64,8 +62,6 @@ class TiledFamily(LlavaFamily):
 class LlavaNext(TiledFamily):
     """LLaVA-NeXT (1.6): an overview and a grid of tiles per image, padding cut off."""
 
-    name = "llava-next"
-    model_type = "llava_next"
     processor_class = "LlavaNextProcessor"
     image_processors = ("LlavaNextImageProcessor",)
     image_inputs = ("pixel_values", "image_sizes")
@@ -83,8 +79,6 @@ class LlavaNext(TiledFamily):
 class LlavaOnevision(TiledFamily):
     """LLaVA-OneVision: tiles for a single image, one overview each for several, pooled frames."""
 
-    name = "llava-onevision"
-    model_type = "llava_onevision"
     processor_class = "LlavaOnevisionProcessor"
     image_processors = ("LlavaOnevisionImageProcessor",)
     frame_processor = SquareFrames

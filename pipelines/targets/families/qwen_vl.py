@@ -53,8 +53,6 @@ class QwenVLFamily(Family):
 class Qwen2VL(QwenVLFamily):
     """Qwen2-VL."""
 
-    name = "qwen2-vl"
-    model_type = "qwen2_vl"
     text_types = ("qwen2_vl_text",)
     processor_class = "Qwen2VLProcessor"
 
@@ -62,8 +60,6 @@ class Qwen2VL(QwenVLFamily):
 class Qwen25VL(QwenVLFamily):
     """Qwen2.5-VL: windowed attention in the vision tower."""
 
-    name = "qwen2.5-vl"
-    model_type = "qwen2_5_vl"
     text_types = ("qwen2_5_vl_text",)
     processor_class = "Qwen2_5_VLProcessor"
 
@@ -75,8 +71,6 @@ class Qwen3VL(QwenVLFamily):
     of layer k is not the output of layer k-1.
     """
 
-    name = "qwen3-vl"
-    model_type = "qwen3_vl"
     text_types = ("qwen3_vl_text",)
     processor_class = "Qwen3VLProcessor"
     frame_processor = TimedGridFrames
