@@ -441,13 +441,13 @@ def _for_user(cause: BaseException) -> BaseException:
 
 
 def weight_bytes(model: str, load: Options) -> int:
-    """Bytes of a checkpoint's weights in the dtype in which they are loaded."""
+    """Bytes of a checkpoint's weights in the dtype in which they are loaded; quantised ones as numbers."""
     from vlmdistill.pipelines.targets.checkpoints.folder import parameters_in, resolve, weight_files
 
-    dtype = load.get("dtype", "auto")
+    dtype, folder = load.get("dtype", "auto"), resolve(model)
     if dtype == "auto":
-        return sum(path.stat().st_size for path in weight_files(resolve(model)))
-    return parameters_in(resolve(model)) * (4 if dtype == "float32" else 2)
+        return max(sum(path.stat().st_size for path in weight_files(folder)), 2 * parameters_in(folder))
+    return parameters_in(folder) * (4 if dtype == "float32" else 2)
 
 
 def _kill(member: Member) -> None:

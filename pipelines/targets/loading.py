@@ -13,6 +13,7 @@ from safetensors import safe_open
 
 from vlmdistill.drafters.core.batch import Head
 from vlmdistill.pipelines.targets.capture import DTYPES
+from vlmdistill.pipelines.targets.checkpoints import awq
 from vlmdistill.pipelines.targets.checkpoints.folder import (
     family_of,
     first_line,
@@ -288,12 +289,18 @@ def _model(
     if layers and not transformers.utils.is_accelerate_available():
         raise TargetError("a target on several devices needs the package accelerate: pip install accelerate")
     read = configuration(folder / "config.json")
-    if quantised := getattr(read, "quantization_config", None):
-        read.quantization_config = {**quantised, "dequantize": True}  # our layers multiply by floats
+    source: dict[str, Any] = {"pretrained_model_name_or_path": folder, "config": read}
+    loader: Any = transformers.AutoModelForImageTextToText
+    # Our layers multiply by floats.
+    if (quantised := getattr(read, "quantization_config", {})).get("quant_method") == awq.METHOD:
+        del read.quantization_config
+        loader = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(read)]
+        source |= {"pretrained_model_name_or_path": None, "state_dict": awq.weights(folder, quantised, dtype)}
+    elif quantised:
+        read.quantization_config = {**quantised, "dequantize": True}
     with _in_one_line(f"{folder}: the weights do not load"):
-        model, report = transformers.AutoModelForImageTextToText.from_pretrained(
-            folder,
-            config=read,
+        model, report = loader.from_pretrained(
+            **source,
             dtype=dtype,
             attn_implementation=attention,
             local_files_only=True,
@@ -309,7 +316,7 @@ def _model(
     if quantised and not all(weight.is_floating_point() for weight in model.parameters()):
         raise TargetError(
             f"{folder}: weights quantised by {quantised['quant_method']} cannot be read as numbers: use a "
-            "checkpoint in bfloat16, compressed-tensors or fp8"
+            "checkpoint in bfloat16, AWQ, compressed-tensors or fp8"
         )
     return model
 

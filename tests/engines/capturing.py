@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from tests import tiny
 from tests.engines.draws import HIDDEN, Draws
+from tests.quantised import quantised
 from vlmdistill.drafters import catalogue
 from vlmdistill.pipelines.targets.encode import EncodedPrompt, EncodedResponse
 from vlmdistill.pipelines.targets.loading import load
@@ -196,6 +197,20 @@ def test_states_of_every_family_equal_those_of_transformers(
     with closing(EngineTarget(target, needs, 512)) as engine:
         ours = engine.capture(encoded, responses, "float32", keys)
     assert_equal(ours, target.capture(encoded, responses, needs, "float32", keys), needs)
+
+
+def test_states_of_a_target_of_four_bits_are_those_of_the_numbers_that_it_stands_for(
+    target: VisionLanguageTarget, prompts: dict[str, EncodedPrompt], tmp_path: Path
+) -> None:
+    quantised(target.folder, tmp_path / "awq", "awq")
+    four = load(str(tmp_path / "awq"), device="cpu", dtype="bfloat16")
+    encoded, said, keys = [prompts["image"], prompts["long text"]], [[11, 12, 13], [14, 15]], ["a", "b"]
+    with closing(EngineTarget(four, {HIDDEN}, 512)) as engine:
+        samples = engine.capture(encoded, said, "bfloat16", keys)
+        engine.check(encoded, said, samples, "bfloat16")
+        unlike = target.capture(encoded, said, {HIDDEN}, "bfloat16", keys)
+        with pytest.raises(TargetError, match=r"sample a: .* differs"):
+            engine.check(encoded, said, unlike, "bfloat16")
 
 
 def test_what_differs_from_transformers_is_refused(

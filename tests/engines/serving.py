@@ -3,7 +3,6 @@
 Not collected by name: it needs the environment that `make engine` creates, and minutes.
 """
 
-import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from tests.engines import parity
 from tests.engines.draws import HIDDEN, Draws
 from tests.engines.job import EngineJob
 from tests.engines.parity import Parity
+from tests.quantised import quantised
 from vlmdistill.cli.main import main
 from vlmdistill.drafters.checkpoints.export import Exported, export
 from vlmdistill.pipelines.bench.evaluate import held_out
@@ -213,35 +213,6 @@ def test_the_v2_runner_takes_over_another_version(served: Served, tmp_path: Path
     assert found.engine.drafts == found.ours.drafts
 
 
-def eight_bits(target: Path, out: Path) -> Path:
-    """The target with the matrices of its text layers in int8, in the format of compressed-tensors."""
-    shutil.copytree(target, out)
-    weights = load_file(target / "model.safetensors")
-    for name, weight in list(weights.items()):
-        if "visual" not in name and name.endswith("_proj.weight"):
-            scale = weight.abs().amax(1, keepdim=True) / 127
-            weights[name] = (weight / scale).round().to(torch.int8)
-            weights[f"{name}_scale"] = scale
-    save_file(weights, out / "model.safetensors", {"format": "pt"})
-    config = json.loads((out / "config.json").read_text())
-    eight = {"num_bits": 8, "type": "int", "symmetric": True}
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized",
-        "quantization_status": "compressed",
-        "ignore": ["lm_head", "re:.*visual.*"],
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": {**eight, "strategy": "channel", "dynamic": False},
-                "input_activations": {**eight, "strategy": "token", "dynamic": True},
-            }
-        },
-    }
-    (out / "config.json").write_text(json.dumps(config))
-    return out
-
-
 def test_a_drafter_of_another_target_is_refused_in_the_last_line_of_the_log(
     served: Served, tmp_path: Path
 ) -> None:
@@ -254,13 +225,15 @@ def test_a_drafter_of_another_target_is_refused_in_the_last_line_of_the_log(
     assert "sparrow was trained for another target (demo-video)" in failed.value.log.splitlines()[-1]
 
 
+@pytest.mark.parametrize(("kind", "dtype"), [("int8", "float32"), ("awq", "bfloat16")])
 def test_a_quantised_target_is_served_as_it_is(
-    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, dtype: str, served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its configuration and weights are others, so it has to be asked for."""
     monkeypatch.setenv(OTHER_TARGET, "1")
-    folder = str(eight_bits(Path(served.job.target), tmp_path / "eight"))
-    job = changed(served.job, target=folder, questions=served.job.questions[:8], max_new_tokens=64)
+    quantised(Path(served.job.target), tmp_path / kind, kind)
+    some = changed(served.job, questions=served.job.questions[:8], max_new_tokens=64, dtype=dtype)
+    job = changed(some, target=str(tmp_path / kind))
     drafter, plain = served.exported("sparrow"), engine.run(job)
     assert plain.responses != [ids[:64] for ids in served.plain.responses[:8]]
     found = engine.run(changed(job, drafter=drafter.out, draft_tokens=drafter.draft_tokens))

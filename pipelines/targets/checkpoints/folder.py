@@ -178,9 +178,13 @@ def _tensors(header: bytes) -> list[dict[str, Any]]:
 
 
 def parameters_in(folder: Path) -> int:
-    """The number of parameters of a checkpoint, from the headers of its files."""
+    """The number of parameters of a checkpoint, from the headers of its files.
+
+    An int32 holds eight weights of 4 bits.
+    """
     headers = map(safetensors_header, weight_files(folder))
-    return sum(math.prod(tensor["shape"]) for header in headers for tensor in _tensors(header))
+    tensors = (one for header in headers for one in _tensors(header))
+    return sum(math.prod(one["shape"]) * (8 if one["dtype"] == "I32" else 1) for one in tensors)
 
 
 def _check_safetensors(path: Path) -> None:
