@@ -157,6 +157,7 @@ class _Teacher:
     hidden_UD: Tensor
     middle_UD: Tensor | None
     logits: Logits  # float32, U rows; over the draft vocabulary where there is one
+    share_U: Tensor  # of the target's probability, what that has
     best_U: Tensor  # column of the best token, -1: none
 
     @classmethod
@@ -168,13 +169,14 @@ class _Teacher:
         token_U, index_HC = torch.unique(token_HC, return_inverse=True)
         hidden_UD = rows.hidden_TD[token_U]
         logits_UV = F.linear(hidden_UD, lm_head_VD).float()
-        best_U = logits_UV.argmax(-1)
+        best_U, share_U = logits_UV.argmax(-1), logits_UV.new_ones(len(logits_UV))
         if vocabulary_K is not None:  # ascending
+            share_U = (logits_UV[:, vocabulary_K].logsumexp(-1) - logits_UV.logsumexp(-1)).exp()
             column_U = torch.searchsorted(vocabulary_K, best_U).clamp(max=len(vocabulary_K) - 1)
             best_U = torch.where(vocabulary_K[column_U] == best_U, column_U, -1)
             logits_UV = logits_UV[:, vocabulary_K]
         middle_UD = None if rows.middle_TD is None else rows.middle_TD[token_U]
-        return cls(index_HC, hidden_UD, middle_UD, Logits(logits_UV), best_U)
+        return cls(index_HC, hidden_UD, middle_UD, Logits(logits_UV), share_U, best_U)
 
     def losses(
         self,
@@ -195,7 +197,8 @@ class _Teacher:
                 found.append(regression(estimate_ND[:, width:], self.middle_UD[token_N]))
             elif name == "confidence":  # DSpark: the chance that a sampled guess is accepted
                 assert confidence_N is not None, "this drafter has no confidence head"
-                chance_N = 1 - l1(draft, self.logits, token_N).detach() / 2
+                target_NV = self.logits.softmax_CV[token_N] * self.share_U[token_N, None]
+                chance_N = draft.softmax_CV.detach().minimum(target_NV).sum(-1)
                 found.append(
                     F.binary_cross_entropy_with_logits(confidence_N.float(), chance_N, reduction="none")
                 )
@@ -249,11 +252,13 @@ def score(
     `keep_top`, a row whose target token is not among the drafter's `keep_top` best counts at no later
     hop, and at this one only with `keep_failing` (HiViS section 3.2). With `vocabulary_K`, the target's
     ids of the columns of those logits, the target's distribution is renormalized over them, and a row
-    whose target token has no column has no loss and never agrees. KeyError for an unknown term.
+    whose target token has no column never agrees and has no loss but `confidence`, which knows what the
+    columns lack. KeyError for an unknown term.
     """
     if unknown := set(weights) - {*NAMES}:
         raise KeyError(f"unknown loss {sorted(unknown)}; there are {', '.join(NAMES)}")
     names = [name for name, weight in weights.items() if weight]
+    always_L = rows.valid_HR.new_tensor([name == "confidence" for name in names])
     inputs = [*estimates, *parameters]
     track = torch.is_grad_enabled() and any(one.requires_grad for one in inputs)
     gradients = [torch.zeros_like(one) for one in inputs] if track else []
@@ -284,15 +289,15 @@ def score(
             draft_NV = draft_NV.detach()
             kept_N = _kept(draft_NV, best_N, keep_top)
             counted_N = kept_N | keep_failing
-            has_loss_N1 = (counted_N & (best_N >= 0))[:, None]
+            has_loss_NL = counted_N[:, None] & ((best_N >= 0)[:, None] | always_L)
             if track:
-                outer_NL = (slot_HR[hop, index_N, None] * weight_L * has_loss_N1).to(loss_NL.dtype)
+                outer_NL = (slot_HR[hop, index_N, None] * weight_L * has_loss_NL).to(loss_NL.dtype)
                 found = torch.autograd.grad(loss_NL, [estimate_ND, *parameters], outer_NL, allow_unused=True)
                 gradients[hop][index_N] = found[0]
                 for total, part in zip(gradients[hops:], found[1:], strict=True):
                     if part is not None:
                         total += part
-            loss_HRL[hop, index_N] = (loss_NL.detach() * has_loss_N1).to(loss_HRL.dtype)
+            loss_HRL[hop, index_N] = (loss_NL.detach() * has_loss_NL).to(loss_HRL.dtype)
             count_HR[hop, index_N] = counted_N
             agree_HR[hop, index_N] = draft_NV.argmax(-1) == best_N
             alive_R = torch.zeros_like(alive_R).index_copy(0, index_N, kept_N)

@@ -8,11 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.drafters import synthetic
-from tests.drafters.synthetic import INFO, LAYOUTS, batch, begun
+from tests.drafters.synthetic import INFO, LAYOUTS, batch, begun, head
 from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.core.batch import Batch
 from vlmdistill.drafters.core.config import Stage
 from vlmdistill.drafters.core.layers import DecoderLayer, apply_rotary
+from vlmdistill.drafters.core.losses import TargetRows, score
 from vlmdistill.drafters.core.settings import override
 from vlmdistill.drafters.core.tree import DraftTree, Tree
 from vlmdistill.drafters.dflash import DFlash
@@ -138,6 +139,28 @@ def test_the_confidence_head_learns_the_chance_of_acceptance_and_ends_a_chain() 
             drafter.tell.bias.fill_(bias)
             one = batch([LAYOUTS["no image"]], drafter.config.needs(INFO))
             assert len(drafted(drafter, one, "chain-6-0.5")[1].ids_N) == 1 + length
+
+
+def test_the_chance_of_acceptance_counts_tokens_that_the_draft_vocabulary_lacks() -> None:
+    """A guess is accepted with the chance min(p, q), summed over the columns; the best may have none."""
+    torch.manual_seed(0)
+    hidden_TD, estimate_RD, last = torch.randn(8, 16), torch.randn(6, 16), head().lm_head_VD
+    columns_K, told_R = torch.tensor([4, 5, 9, 20]), torch.linspace(-2, 2, 6)
+    rows = TargetRows(hidden_TD, torch.arange(8), torch.arange(6), torch.ones(1, 6, dtype=torch.bool))
+    scores = score(
+        [estimate_RD],
+        rows,
+        lambda estimate_ND, last_N: estimate_ND @ last[columns_K].T,
+        last,
+        {"confidence": 1.0},
+        confidence=lambda estimate_ND, last_N: told_R,
+        vocabulary_K=columns_K,
+    )
+    target_RK = (hidden_TD[:6] @ last.T).softmax(-1)[:, columns_K]
+    chance_R = torch.minimum((estimate_RD @ last[columns_K].T).softmax(-1), target_RK).sum(-1)
+    expected_R = F.binary_cross_entropy_with_logits(told_R, chance_R, reduction="none")
+    torch.testing.assert_close(scores.hops[0].loss_R, expected_R)
+    assert scores.hops[0].count_R.all()
 
 
 def test_a_loss_that_needs_a_head_is_refused_without_it() -> None:
