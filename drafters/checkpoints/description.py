@@ -15,7 +15,7 @@ from vlmdistill.stores.records import read_bytes
 from vlmdistill.stores.suggestions import did_you_mean
 
 FORMAT = 2
-SAMPLES = "samples.txt"  # the keys of the samples of a drafter's training, one a line
+SAMPLES = "samples.txt"  # the keys of the samples of a drafter's training and of those before it, one a line
 
 
 class _DrafterFile(msgspec.Struct, frozen=True):
@@ -55,7 +55,10 @@ def describe(folder: Path) -> dict[str, Any]:
 
 
 def trained_on(folder: Path) -> frozenset[str] | None:
-    """The keys of the samples that the drafter in a folder was trained on; None if it does not list them."""
+    """The keys of the samples that the drafter in a folder, or one that it began with, was trained on.
+
+    None if it does not list them.
+    """
     try:
         return frozenset(read_bytes(folder / SAMPLES).decode().splitlines())
     except (OSError, ValueError):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.checkpoints import published
-from vlmdistill.drafters.checkpoints.description import describe
+from vlmdistill.drafters.checkpoints.description import describe, trained_on
 from vlmdistill.drafters.core.batch import Head
 from vlmdistill.drafters.core.config import DrafterConfig, ModelConfig
 from vlmdistill.drafters.core.drafter import Drafter
@@ -82,6 +82,8 @@ class Initial:
     """Facts of its layer that no weight shows: rotary base and epsilon of the norms."""
     theirs: published.Published | None = None
     """The published checkpoint that it was read from."""
+    samples: frozenset[str] = frozenset()
+    """The keys of what it was trained on, as far as it names them."""
 
     @classmethod
     def read(cls, folder: Path, drafter: str) -> "Initial":
@@ -102,7 +104,8 @@ class Initial:
         facts = {"rope_theta": info.rope_theta, "rms_norm_eps": info.rms_norm_eps}
         digest.update(json.dumps(facts).encode())
         settings = {"drafter": description["drafter"], **vars(config.model)}
-        return cls(str(folder), digest.hexdigest()[:16], weights, settings, facts)
+        samples = trained_on(folder) or frozenset()
+        return cls(str(folder), digest.hexdigest()[:16], weights, settings, facts, samples=samples)
 
     def info(self, target: TargetInfo) -> TargetInfo:
         """The target's facts with those of this drafter's layer, with which its weights were trained."""

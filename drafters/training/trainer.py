@@ -482,7 +482,9 @@ class _Trainer:
             training["init"] = self.data.initial.record(self.taken)
         if self.capture:
             training["shards"] = {unit: round(passes, 3) for unit, passes in self.position.shards.items()}
-        origin = checkpoint.Origin(self.store.provenance, self.config, training, self.keys)
+        before = self.data.initial.samples if self.data.initial else ()
+        samples = sorted({*self.keys, *before})
+        origin = checkpoint.Origin(self.store.provenance, self.config, training, samples)
         checkpoint.save(self.engine.module.drafter, self.run.drafter, self.run.out, origin)
         if table := self.measures.table():
             try:

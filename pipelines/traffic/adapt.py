@@ -23,7 +23,7 @@ import polars as pl
 from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.checkpoints.description import describe, trained_on
 from vlmdistill.drafters.core.settings import from_dict, override
-from vlmdistill.drafters.training.run import Run
+from vlmdistill.drafters.training.run import Run, splits
 from vlmdistill.drafters.training.schedule import Sweep
 from vlmdistill.drafters.training.trainer import find_rate
 from vlmdistill.pipelines import flow, train
@@ -224,19 +224,24 @@ class _Round:
         flow.capture_features(job, bar=self.bar)
 
     def _choose(self, view: str) -> Store | None:
-        """Fix the samples of the round: those that are new to the base, and a share of all others."""
+        """Fix the samples of the round: those that are new to the base, and a share of all others.
+
+        Those that no training takes are measured in each round, and are no reason for one.
+        """
         store = Store.find(self.workspace.features)
         if store is None or TIME not in store.index.columns:
             return None
         seen = trained_on(self.base) or frozenset()
         rows = store.index.select("key", TIME)
         fresh = {key for key, asked in rows.iter_rows() if asked is not None and key not in seen}
-        wanted = round(len(fresh) * self.how.old / (1 - self.how.old))
+        able = {key for one in splits(self._run(1), store) for key in (*one.visual, *one.text)}
+        self.plan.fresh = len(fresh & able)
+        wanted = round(self.plan.fresh * self.how.old / (1 - self.how.old))
         others = sorted(set(rows["key"]) - fresh, key=lambda key: content_hash([view, key]))[:wanted]
         chosen = [*fresh, *others]
-        self.plan.fresh, self.plan.known = len(fresh), len(others)
+        self.plan.known = len(others)
         self._note()  # before the view, with which the round goes on past this stage
-        if len(fresh) >= self.how.fewest:
+        if self.plan.fresh >= self.how.fewest:
             of_round = Filter("not of this round", lambda frame: frame["key"].is_in(chosen))
             filter_store(store, view, filters=[of_round])
         return store
@@ -247,31 +252,32 @@ class _Round:
                 found = replay(self.base, store, view, report)
             self.say(f"replayed   {found.samples} responses: tau {found.tau:.2f}")
 
+    def _run(self, steps: int, view: str | None = None) -> Run:
+        """The training of the round."""
+        config = from_dict(catalogue.config(self.method), describe(self.base)["config"])
+        changed = override(config, ["steps=" + str(steps), *self.how.settings])
+        run = train.planned(self.workspace, self.method, name=self.plan.drafter, seed=self.how.seed)
+        return replace(run, config=changed, view=view, init=self.base.absolute())
+
     def _train(self, view: str) -> None:
-        description = describe(self.base)
-        config = from_dict(catalogue.config(self.method), description["config"])
-
-        def planned(steps: int) -> Run:
-            changed = override(config, ["steps=" + str(steps), *self.how.settings])
-            run = train.planned(self.workspace, self.method, name=self.plan.drafter, seed=self.how.seed)
-            return replace(run, config=changed, view=view, init=self.base.absolute())
-
         if not self.plan.steps:
-            self.plan.steps = self.how.steps or _affordable(planned(TIMED), 60 * (self.how.minutes or 0))
+            minutes = self.how.minutes or 0
+            self.plan.steps = self.how.steps or _affordable(self._run(TIMED, view), 60 * minutes)
             self._note()
         with self.bar(f"training {self.plan.drafter}", "steps") as report:
-            train.run(planned(self.plan.steps), report=report)
+            train.run(self._run(self.plan.steps, view), report=report)
 
     def _judge(self) -> tuple[bool, str, dict[str, Any]]:
         """Measure base and candidate on held-out prompts; whether the candidate is published, and why."""
         new, old = self._held_out()
         facts: dict[str, Any] = {"steps": self.plan.steps}
         verdicts = []
-        for side, prompts in (("new", new), ("old", old)):
-            if side == "old" and not prompts:
+        for side, held_out in (("new", new), ("old", old)):
+            if side == "old" and not held_out:
                 continue
-            if len(prompts) < FEWEST:
-                return False, f"{len(prompts)} held-out prompts of the {side} traffic are too few", facts
+            if len(prompts := _comparable(held_out)) < FEWEST:
+                few = f"{len(prompts)} of {len(held_out)} held-out prompts of the {side} traffic"
+                return False, f"{few} can be compared, and an interval needs {FEWEST}", facts
             one, other = self._evaluate(side, prompts)
             if wrong := [text for made in (one, other) for text in audit.failures(made)]:
                 return False, f"the evaluation contradicts itself: {wrong[0]}", facts
@@ -294,7 +300,7 @@ class _Round:
         prompts = [one for one in prompt_table.read(self.workspace.prompts) if one.split == "eval"]
         prompts.sort(key=lambda one: (-(one.time or 0), one.key))
         new, old = ([one for one in prompts if (one.time is None) == known] for known in (False, True))
-        return _comparable(new[: self.how.limit]), _comparable(old[: self.how.limit])
+        return new[: self.how.limit], old[: self.how.limit]
 
     def _evaluate(self, side: str, prompts: Sequence[Prompt]) -> tuple[Evaluation, Evaluation]:
         """Candidate and base on the same prompts, in one process."""

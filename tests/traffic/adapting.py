@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from tests.traffic.conftest import fresh
 from vlmdistill.cli.main import main
 from vlmdistill.drafters.checkpoints.description import describe, trained_on
 from vlmdistill.pipelines import flow, train
 from vlmdistill.pipelines.bench import evaluate
 from vlmdistill.pipelines.data.prompts import prompt_table
+from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 from vlmdistill.pipelines.traffic import adapt as traffic
 from vlmdistill.pipelines.traffic.adapt import Adaptation, adapt
 from vlmdistill.pipelines.workspace import versions
@@ -39,20 +41,19 @@ def test_a_better_drafter_is_published_with_what_it_was_trained_on(
     assert made.facts["new"]["tau"] > made.facts["new"]["base_tau"]
     store = Store.open(workspace.features)
     prompts = prompt_table.read(workspace.prompts)
-    fresh = {one.key for one in prompts if one.time is not None and one.split == "train"}
-    assert store.keys() == fresh
+    new = {one.key for one in prompts if one.time is not None and one.split == "train"}
+    assert store.keys() == new
     trained = trained_on(workspace.drafter("hawk.r1"))
     assert trained is not None
-    assert trained <= fresh
-    assert len(trained) > len(fresh) / 2  # without those that the training holds out
+    assert trained <= new
+    assert len(trained) > len(new) / 2  # without those that the training holds out
     assert describe(workspace.drafter("hawk.r1"))["training"]["init"]["from"].endswith("hawk")
     assert "hawk.replay.rejected" in store.index.columns
     metrics = workspace.drafter("hawk.adapt") / "metrics.jsonl"
     assert json.loads(metrics.read_text())["published"] is True
     where = ["--model", "demo", "--runs", str(workspace.root.parent)]
     assert main(["adapt", "hawk", "--from", str(log), "--steps", "5", *where]) == 3
-    held_out = len(fresh - trained)
-    assert f"{held_out} samples of traffic are new to hawk.r1: a round needs 32" in capsys.readouterr().out
+    assert "0 samples of traffic are new to hawk.r1: a round needs 32" in capsys.readouterr().out
     assert versions.current(workspace, "hawk") == "hawk.r1"
     assert main(["serve", "--drafter", "hawk", "--record-for", "3d", *where]) == 2
 
@@ -64,6 +65,16 @@ def test_a_drafter_that_is_not_surely_better_stays_unpublished(workspace: Worksp
     assert versions.current(workspace, "hawk") == "hawk"
     with pytest.raises(DataError, match="--minutes"):
         adapt(workspace, "hawk", how(log, minutes=1))
+
+
+def test_old_prompts_that_are_too_few_to_compare_are_no_reason_to_publish(
+    tmp_path: Path, target: VisionLanguageTarget, log: Path
+) -> None:
+    here = fresh(tmp_path, target, old=3)
+    made = adapt(here, "hawk", how(log))
+    assert not made.published
+    assert "0 of 3 held-out prompts of the old traffic can be compared" in made.why
+    assert made.facts["new"]["ratio"][0] > 1
 
 
 def test_killed_after_any_stage_a_round_goes_on_and_ends_as_if_it_was_not(

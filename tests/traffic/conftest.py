@@ -59,10 +59,10 @@ def workspace(tmp_path: Path, target: VisionLanguageTarget) -> Workspace:
     return fresh(tmp_path, target)
 
 
-def fresh(tmp_path: Path, target: VisionLanguageTarget) -> Workspace:
+def fresh(tmp_path: Path, target: VisionLanguageTarget, old: int = 8) -> Workspace:
     here = Workspace.of("demo", tmp_path / "runs")
     rows = [
-        {"messages": asked("Which shapes do you see?", data_url(number))["messages"]} for number in range(8)
+        {"messages": asked("Which shapes do you see?", data_url(number))["messages"]} for number in range(old)
     ]
     import_prompts([str(write(tmp_path / "old.jsonl", rows))], here.prompts, choices=Choices(split="eval"))
     synthetic.save("eagle2", here.drafter("hawk"), target=target)

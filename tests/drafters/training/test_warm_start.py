@@ -14,7 +14,7 @@ from tests.drafters import synthetic
 from tests.drafters.synthetic import plan, stopped
 from vlmdistill.cli.main import main
 from vlmdistill.drafters.checkpoints import checkpoint
-from vlmdistill.drafters.checkpoints.description import describe
+from vlmdistill.drafters.checkpoints.description import describe, trained_on
 from vlmdistill.drafters.training.schedule import RangeTest, Sweep, rate_test
 from vlmdistill.drafters.training.trainer import find_rate, train
 from vlmdistill.stores.errors import StoppedError, TrainingError
@@ -55,6 +55,15 @@ def test_weights_that_fit_are_taken_and_the_record_says_which(
         source = before if name in record["taken"] else weights(cold)
         torch.testing.assert_close(value, source[name], rtol=0, atol=0)
     assert sorted(record["fresh"]) == sorted({*weights(out)} - {*before})
+
+
+def test_a_drafter_names_the_samples_of_those_before_it(store: Path, tmp_path: Path) -> None:
+    """The audit of what it has seen, and the next round of `adapt`, go by these."""
+    other = Path(synthetic.store(tmp_path / "other", 30, first=24).path)
+    first = train(plan(other, tmp_path / "first", drafter="eagle2", settings=STILL))
+    later = train(plan(store, tmp_path / "later", drafter="eagle2", settings=STILL, init=first))
+    assert trained_on(first) == frozenset(f"sample{number}" for number in range(24, 30))
+    assert trained_on(later) == frozenset(f"sample{number}" for number in range(30))
 
 
 def test_what_does_not_fit_is_named_and_if_nothing_fits_the_run_is_refused(
