@@ -261,7 +261,7 @@ def test_an_interrupted_run_can_be_continued(workplace: Path, checkpoint: Callab
     model = str(checkpoint("qwen2_5_vl", layers=1))
     assert main(["prompts", "many.json", "-m", model, "--eval-share", "0"]) == 0
     out = workplace / "responses"
-    command = [*COMMAND, "responses", "-m", model, "--out", str(out), "--workers", "1"]
+    command = [*COMMAND, "responses", "-m", model, "--out", str(out), "--workers", "0"]
     command += ["--max-new-tokens", "40"]
     run = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.slow
 
 KILLS = count(30, 200)
 FLIPS = count(100, 1000)
-EVERY = count(2, 1)  # of the system calls at which a writer can be killed
+EVERY = count(5, 1)  # of the system calls at which a writer can be killed
 LEFT = "0123456789abcdef"  # as writers name their folders
 ROOT = Path(__file__).parents[2]
 
