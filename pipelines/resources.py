@@ -127,7 +127,7 @@ def check(what: str, memory: Memory | None, disk: int | None, path: str | Path, 
     if disk is not None and free is not None and disk > free:
         short = f"{size(disk)} of disk are needed, and {path} has {size(free)} free"
     if short:
-        raise DataError(f"{what}: {short}: {advice}; --anyway starts all the same")
+        raise DataError(f"{what}: {short}: {advice}; --anyway (in Python anyway=True) starts all the same")
 
 
 def shown(memory: Memory) -> str:

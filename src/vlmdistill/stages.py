@@ -12,7 +12,7 @@ from vlmdistill.drafters.checkpoints import export as exports
 from vlmdistill.drafters.checkpoints.description import describe
 from vlmdistill.drafters.checkpoints.export import Exported
 from vlmdistill.drafters.training.recipes import as_texts
-from vlmdistill.pipelines import flow
+from vlmdistill.pipelines import flow, forecast
 from vlmdistill.pipelines import status as overview
 from vlmdistill.pipelines import train as training
 from vlmdistill.pipelines.bench import evaluate as bench
@@ -105,6 +105,7 @@ def responses(
     thinking: Thinking = "",
     workers: int | None = None,
     allow_failed: float = 0.0,
+    anyway: bool = False,
     progress: StageProgress | None = None,
 ) -> ResponseSummary:
     """Generate the missing responses of the target to the prompts to train on; as `vlmdistill responses`.
@@ -120,13 +121,15 @@ def responses(
             prompts; default: as its chat template has it.
         workers: Ray workers; default: as many as the GPUs, or cores, can hold; 0: this process, without Ray.
         allow_failed: Share of the prompts that may fail.
+        anyway: Start also where free disk or memory will not suffice.
         progress: Is called as responses come.
 
     Returns:
         What was generated, kept and dropped.
 
     Raises:
-        DataError: There are no prompts, or more failed than `allow_failed`; the others are kept.
+        DataError: There are no prompts, disk or memory will not suffice, or more failed than `allow_failed`;
+            the others are kept.
 
     Example:
         >>> vlmdistill.responses(max_new_tokens=256)
@@ -136,7 +139,7 @@ def responses(
             temperature=temperature, max_new_tokens=max_new_tokens, seed=seed, thinking=thinking
         )
         job = _job(workspace, limit, workers, CaptureSettings(), sampling)
-        summary = flow.generate(job, bar=partial(_bar, progress), anyway=True)
+        summary = flow.generate(job, bar=partial(_bar, progress), anyway=anyway)
         check_failed(summary.failed, summary.prompts, allow_failed)
         return summary
 
@@ -150,6 +153,7 @@ def features(
     max_new_tokens: int | None = None,
     workers: int | None = None,
     allow_failed: float = 0.0,
+    anyway: bool = False,
     progress: StageProgress | None = None,
 ) -> CaptureSummary:
     """Capture the features that drafters need, after missing responses; as `vlmdistill features`.
@@ -162,13 +166,15 @@ def features(
         max_new_tokens: Maximum length of new responses; default: that of those that exist, or 1024.
         workers: Ray workers; default: as many as the GPUs, or cores, can hold; 0: this process, without Ray.
         allow_failed: Share of the prompts that may fail.
+        anyway: Start also where free disk or memory will not suffice.
         progress: Is called as responses and samples come.
 
     Returns:
         What was captured, and the store.
 
     Raises:
-        DataError: There are no prompts, or more failed than `allow_failed`; the others are kept.
+        DataError: There are no prompts, disk or memory will not suffice, or more failed than `allow_failed`;
+            the others are kept.
 
     Example:
         >>> vlmdistill.features(["wren", "sparrow"])
@@ -181,7 +187,7 @@ def features(
         settings = CaptureSettings(drafters=tuple(drafters) if drafters else None)
         sampling = dataset.sampling(workspace.responses, max_new_tokens)
         job = _job(workspace, limit, workers, settings, sampling)
-        done = flow.capture_features(job, bar=partial(_bar, progress))
+        done = flow.capture_features(job, bar=partial(_bar, progress), anyway=anyway)
         check_failed(done.failed, len(job.prompts), allow_failed)
         return done.features
 
@@ -235,6 +241,7 @@ def train(
     seed: int = 0,
     held_out: float = 0.02,
     force: bool = False,
+    anyway: bool = False,
     progress: StageProgress | None = None,
 ) -> TrainedDrafter:
     """Train a drafter on the workspace's features, in this process; as `vlmdistill train`.
@@ -250,13 +257,15 @@ def train(
         seed: Of weights, order and noise.
         held_out: Share of the samples kept apart to validate on.
         force: Start over and replace an earlier run of this name.
+        anyway: Start also where free disk or memory will not suffice.
         progress: Is called after each step.
 
     Returns:
         The drafter. A run that was stopped continues; one that is done is returned as it is.
 
     Raises:
-        DataError: A name or a setting is unknown, or the store lacks a feature.
+        DataError: A name or a setting is unknown, the store lacks a feature, or disk or memory will not
+            suffice.
         TrainingError: The training cannot run, or the folder holds another run.
 
     Example:
@@ -267,6 +276,8 @@ def train(
         plan = training.planned(workspace, drafter, recipe, as_texts(settings or {}), name=name, seed=seed)
         begin = workspace.trained(init).absolute() if init else None
         plan = replace(plan, held_out=held_out, init=begin)
+        if not anyway:
+            forecast.check_training(plan)
         folder = training.launch(plan, 1, force, _of(progress, "train"))
         facts = describe(folder)["training"]
     saved = facts.get("saved_step", facts["steps"])
@@ -292,6 +303,7 @@ def evaluate(
     trees: Sequence[str] = (),
     seed: int = 0,
     threads: int = 0,
+    anyway: bool = False,
     progress: StageProgress | None = None,
 ) -> list[DrafterResult]:
     """Decode held-out prompts with and without drafters, and add the evaluation; as `vlmdistill eval`.
@@ -307,6 +319,7 @@ def evaluate(
         trees: Draft trees, such as `chain-5` or `auto`; none: each drafter's own.
         seed: Of sampling.
         threads: CPU threads; 0: one or all, whichever decodes faster.
+        anyway: Start also where free disk or memory will not suffice.
         progress: Is called after each prompt.
 
     Returns:
@@ -315,7 +328,7 @@ def evaluate(
         is False if a response at temperature 0 is not the target's.
 
     Raises:
-        DataError: There are no prompts.
+        DataError: There are no prompts, or memory will not suffice.
         TrainingError: A drafter is missing, or was trained for another target.
 
     Example:
@@ -332,6 +345,8 @@ def evaluate(
         threads=threads,
     )
     with Workspace.of(model, runs) as workspace:
+        if not anyway:
+            forecast.evaluation(workspace, drafters, settings, timed=False).check(workspace.reports)
         made = bench.evaluate(workspace, drafters, settings, title=name, on_prompt=_of(progress, "evaluate"))
     return [one for ranking in rank(made) for one in ranking.results]
 

@@ -3,16 +3,19 @@
 import json
 import shutil
 from collections import namedtuple
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+import vlmdistill
 from tests.cli.conftest import dialogues
 from tests.cli.test_overview import printed, responded
 from tests.drafters import synthetic
 from vlmdistill.cli.main import main
 from vlmdistill.pipelines import resources
 from vlmdistill.pipelines.workspace import rates
+from vlmdistill.stores.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("workplace")
 Output = pytest.CaptureFixture[str]
@@ -104,8 +107,14 @@ def test_a_stage_that_cannot_end_is_not_started(capsys: Output, monkeypatch: pyt
         (line,) = capsys.readouterr().err.splitlines()[-1:]
         assert "of memory are needed in float32, and this machine has 1 kB free" in line
         assert "--anyway" in line
+    synthetic.store(Path("runs/demo/features"), 9)
+    stages = vlmdistill.responses, vlmdistill.features, partial(vlmdistill.train, "wren")
+    for stage in (*stages, partial(vlmdistill.evaluate, "mine")):
+        with pytest.raises(DataError, match=r"of memory are needed .*anyway=True"):
+            stage()
     assert not Path("runs/demo/drafters/wren.training").exists()
     assert main([*train, "--anyway"]) == 0
+    assert vlmdistill.train("wren", settings={"steps": 1}, anyway=True, force=True).steps == 1
 
 
 def test_what_fits_on_gpus_is_told_for_one_or_for_all() -> None:
