@@ -220,9 +220,7 @@ class TargetModel:
         """The tokens of the response to each prompt, with the EOS that ends it, by the stock `generate`."""
         inputs = self._stock_inputs(prompts)
         if inputs is None:
-            for at, prompt in enumerate(prompts):
-                if self.family.stock_inputs(prompt.inputs) is None:
-                    raise PromptError(UNREADABLE, at)
+            self._check_readable(prompts)
             half = len(prompts) // 2
             return [
                 ids
@@ -243,6 +241,12 @@ class TargetModel:
             torch.manual_seed(sampler.seed)
             out_BL = self.model.generate(**inputs, generation_config=config)
         return [self._until_eos(ids) for ids in out_BL[:, inputs["input_ids"].shape[1] :].tolist()]
+
+    def _check_readable(self, prompts: Sequence[EncodedPrompt]) -> None:
+        """PromptError for one that the stock model cannot read, not even alone."""
+        for at, prompt in enumerate(prompts):
+            if self.family.stock_inputs(prompt.inputs) is None:
+                raise PromptError(UNREADABLE, at)
 
     def _until_eos(self, ids: list[int]) -> list[int]:
         stop = next((i for i, token in enumerate(ids) if token in self.info.eos_ids), len(ids))

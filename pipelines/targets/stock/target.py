@@ -38,6 +38,7 @@ class StockTarget(VisionLanguageTarget):
     ) -> dict[str, Tensor]:
         inputs = self._stock_inputs(prompts, sequences)
         if inputs is None:  # images of different sizes
+            self._check_readable(prompts)
             parts = [self._states([p], [s], sources) for p, s in zip(prompts, sequences, strict=True)]
             return {name: pad([part[name][0].T for part in parts], 0).transpose(1, 2) for name in parts[0]}
         with self._hidden_placeholders(inputs, sequences), watched(self._text.layers, sources) as states:

@@ -23,7 +23,7 @@ from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.targets.stock.check import lines
 from vlmdistill.pipelines.targets.stock.target import StockTarget
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
-from vlmdistill.stores.errors import TargetError
+from vlmdistill.stores.errors import PromptError, TargetError
 from vlmdistill.stores.schema import Feature
 
 Checkpoint = Callable[..., Path]
@@ -200,6 +200,24 @@ def test_a_placeholder_in_a_response_is_an_ordinary_token(found: Callable[[str],
     states = target.extend(torch.tensor(response), torch.arange(1, 4))["hidden"]
     captured = torch.from_numpy(sample.features[Feature("hidden", "text")])
     torch.testing.assert_close(captured[-3:], states, rtol=1e-3, atol=1e-4)
+
+
+def test_a_prompt_that_the_stock_model_cannot_read_is_refused_in_one_line(tmp_path: Path) -> None:
+    parts = replace(tiny._llava_onevision(), text={"model_type": "olmo2"})  # not fused
+    tiny.write(parts, tmp_path / "olmo", vocabulary=320, layers=2, seed=0, std=0.15)
+    target = load(str(tmp_path / "olmo"))
+    assert isinstance(target, StockTarget)
+    alike, odd = (
+        target.encode(tiny.message("what", tiny.clip(4, 56, 56), tiny.clip(length, 56, 56)))
+        for length in (4, 6)
+    )
+    target.prefill(alike, ())
+    for read in (
+        lambda: target.prefill(odd, ()),
+        lambda: target.capture([alike, odd], [[], []], ["hidden.text"]),
+    ):
+        with pytest.raises(PromptError, match="videos differ in length"):
+            read()
 
 
 @pytest.mark.parametrize("change", ["text model", "window"])
