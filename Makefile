@@ -72,9 +72,10 @@ test-families: setup build/torchvision  ## every model family through the whole 
 	PYTHONPATH=$(CURDIR)/build/torchvision $(BIN)/python -m pytest -q -s tests/families/matrix.py
 
 test-engine:  ## vLLM against our decoder and our capture; sets both environments up at once
-	$(MAKE) --jobs 2 setup engine
+	$(MAKE) --jobs 2 setup engine build/torchvision
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/engines/serving.py tests/engines/blocks.py tests/engines/capturing.py \
-		tests/engines/killing.py tests/engines/evaluating.py tests/engines/families.py
+		tests/engines/killing.py tests/engines/evaluating.py
+	PYTHONPATH=$(CURDIR)/build/torchvision $(BIN)/python -m pytest -n 2 tests/engines/families.py
 
 test-engine-names: setup  ## what our code uses of vLLM against its WHEELS, as source; WHEELS=vllm: the newest
 	for wheel in $(WHEELS); do $(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps \

@@ -53,7 +53,7 @@ class Parts:
     """What the checkpoint of a family that chats as Qwen does is made of."""
 
     model: str  # a class in transformers, without its `ForConditionalGeneration`
-    tokens: str  # special ones, after those of the chat
+    tokens: str  # special ones, after those of the chat; a space between them
     image: str  # what the chat template writes for one
     ids: dict[str, str]  # settings of the configuration that are ids, by their tokens
     processed: str = ""  # the processors' classes, without `ImageProcessor` and `Processor`; default: `model`
@@ -98,7 +98,7 @@ def write(parts: Parts, folder: Path, vocabulary: int, layers: int, seed: int, s
     folder.mkdir(parents=True, exist_ok=True)
     parts = deepcopy(parts)  # transformers may write into it
     template = QWEN_TEMPLATE.replace("IMAGE", parts.image).replace("VIDEO", parts.video)
-    tokens = (*CHAT, *parts.tokens.split())
+    tokens = (*CHAT, *parts.tokens.split(" "))
     special: dict[str, Any] = {"extra_special_tokens": parts.named} if parts.named else {}
     tokenizer(folder, tokens, vocabulary, template, eos_token=EOS, pad_token=PAD, **special)
     kind = parts.processed or parts.model
@@ -112,8 +112,7 @@ def write(parts: Parts, folder: Path, vocabulary: int, layers: int, seed: int, s
     config = getattr(transformers, f"{parts.model}Config")(
         text_config=text_sizes(vocabulary, layers, **parts.text),
         vision_config=parts.vision,
-        tie_word_embeddings=False,
-        **parts.config,
+        **{"tie_word_embeddings": False, **parts.config},
         **{setting: tokens.index(token) for setting, token in parts.ids.items()},
     )
     _save(folder, parts.model, config, [1, 0], seed, std)
@@ -201,6 +200,10 @@ QWEN_IDS = {
 }
 
 
+# Where these are absent, vLLM does not normalize.
+NORMED = {"image_mean": OPENAI_CLIP_MEAN, "image_std": OPENAI_CLIP_STD}
+
+
 def grid(patch: int) -> dict[str, Any]:
     """The sizes of Qwen's image and video processors."""
     size = {"shortest_edge": (2 * patch) ** 2, "longest_edge": (2 * patch) ** 2 * 64}
@@ -212,8 +215,7 @@ def _qwen(model: str, vision: dict[str, Any], patch: int = PATCH, **text: Any) -
         "image_processor_type": "Qwen2VLImageProcessor",
         "processor_class": f"{model}Processor",
         **grid(patch),
-        "image_mean": OPENAI_CLIP_MEAN,  # where these are absent, vLLM does not normalize
-        "image_std": OPENAI_CLIP_STD,
+        **NORMED,
     }
     return Parts(
         model,

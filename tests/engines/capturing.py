@@ -4,6 +4,7 @@ Not collected by name: it needs the environment that `make engine` creates, and 
 """
 
 import dataclasses
+import json
 import signal
 from collections.abc import Collection, Iterator
 from contextlib import closing
@@ -15,7 +16,7 @@ import pytest
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from tests import tiny
+from tests import tiny, tiny_families
 from tests.engines.draws import HIDDEN, Draws
 from tests.quantised import quantised
 from vlmdistill.drafters import catalogue
@@ -163,14 +164,40 @@ def heads_of_32(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tiny, name, size)
     monkeypatch.setattr(tiny, "mrope", lambda parts, **more: mrope([4 * part for part in parts], **more))
     monkeypatch.setattr(tiny, "text_sizes", lambda *sizes, **more: text(*sizes, **{**more, "head_dim": 32}))
+    made = {name: _wider(parts) for name, parts in tiny_families.FAMILIES.items()}
+    monkeypatch.setattr(tiny_families, "FAMILIES", made)
+
+
+def _wider(parts: tiny.Parts) -> tiny.Parts:
+    """The same with the sizes that follow from those of a head and of a state."""
+    wider = 32 // parts.text.get("head_dim", 32)
+    text, vision = dict(parts.text), dict(parts.vision)
+    if "rope_parameters" in text:
+        section = [wider * part for part in text["rope_parameters"]["mrope_section"]]
+        text["rope_parameters"] = {**text["rope_parameters"], "mrope_section": section}
+    if "global_head_dim" in text:
+        text["global_head_dim"] *= wider
+    if "out_hidden_size" in vision:
+        vision["out_hidden_size"] = 64
+    return dataclasses.replace(parts, text=text, vision=vision)
 
 
 def as_published(file: Path) -> None:
-    """Name the parameters of a vision tower as hubs do; transformers 5 saves them without `vision_model`."""
-    old, new = "vision_tower.", "vision_tower.vision_model."
-    weights = load_file(file)
-    if any(old in name for name in weights) and not any(new in name for name in weights):
-        save_file({name.replace(old, new): value for name, value in weights.items()}, file, {"format": "pt"})
+    """Name and lay out weights as hubs do, where transformers 5 loads that and saves something else.
+
+    CLIP's and SigLIP's towers have `vision_model` in their names; experts of Qwen3-VL-MoE are transposed.
+    """
+    weights, old, new = load_file(file), "vision_tower.", "vision_tower.vision_model."
+    config = json.loads(file.with_name("config.json").read_text())
+    if config["vision_config"]["model_type"].startswith(("clip", "siglip")):
+        if not any(new in name for name in weights):
+            weights = {name.replace(old, new): value for name, value in weights.items()}
+    elif config["model_type"] == "qwen3_vl_moe":
+        weights = {
+            name: value.mT.contiguous() if ".mlp.experts." in name else value
+            for name, value in weights.items()
+        }
+    save_file(weights, file, {"format": "pt"})
 
 
 @pytest.mark.parametrize("family", [family for family in tiny.FAMILIES if family != "qwen2_5_vl"])

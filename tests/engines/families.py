@@ -1,6 +1,7 @@
 """Targets of other families than the embedded ones: vLLM accepts there what our own decoder accepts."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,9 @@ from vlmdistill.pipelines.workspace.workspace import Workspace
 
 SIZES = ((60, 40), (40, 90), (84, 84), (120, 60), (56, 56), (70, 50), (64, 64), (33, 80))
 SHOWN = ((0,), (1,), (2, 3), (), (4,), (5,), (6, 7), ())
+SOME = ("--max-new-tokens", "32", "--temperature", "0", "--min-words", "0", "--max-repetition", "1")
+# On a CPU, vLLM lets an image's tokens see what comes before them alone.
+TEXT_ALONE = ("gemma3",)
 STEPS = ("--set", "steps=400", "--set", "batch_tokens=512", "--set", "stages.*.learning_rate=3e-3")
 
 pytestmark = pytest.mark.timeout(1200)
@@ -38,39 +42,54 @@ def asked(folder: Path, side: str, rounds: range) -> list[str]:
     return ["prompts", str(folder / f"{side}.jsonl"), "--images", str(folder), "--split", side]
 
 
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # GLM's processor
 @pytest.mark.parametrize(
     ("family", "name"),
-    [("llava", "wren"), ("qwen2_vl", "hivis"), ("qwen3_vl", "wren"), ("internvl", "hivis")],
+    [
+        ("llava", "wren"),
+        ("qwen2_vl", "hivis"),
+        ("qwen3_vl", "wren"),
+        ("internvl", "hivis"),
+        ("qwen3_vl_moe", "wren"),
+        ("gemma3", "hivis"),
+        ("mistral3", "wren"),
+        ("llava_next", "hivis"),
+        ("llava_onevision", "hivis"),
+        ("smolvlm", "hivis"),
+    ],
 )
 def test_the_engine_accepts_what_our_decoder_accepts(
     family: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if family in tiny_families.FAMILIES and not tiny_families.runs_here(family):
+        pytest.skip("its processor needs torchvision or num2words")
     heads_of_32(monkeypatch)
-    if family in tiny.FAMILIES:
-        model = tiny.checkpoint(family, tmp_path / family)
-        as_published(model / "model.safetensors")
-    else:
-        model = tiny_families.checkpoint(family, tmp_path / family)
+    make: Callable[..., Path] = (tiny if family in tiny.FAMILIES else tiny_families).checkpoint
+    model = make(family, tmp_path / family)
+    as_published(model / "model.safetensors")
     where = ["--model", str(model), "--runs", str(tmp_path / "runs")]
-    some = ["--max-new-tokens", "32", "--temperature", "0", "--min-words", "0", "--max-repetition", "1"]
-    for words in (
-        asked(tmp_path, "train", range(3)),
-        asked(tmp_path, "eval", range(3, 4)),
-        ["responses", *some, "--workers", "0"],
-        ["features", "--for", name, "--workers", "0"],
-        ["train", name, *STEPS],
-    ):
+
+    def run(*words: str) -> None:
         assert main([*words, *where]) == 0
+
+    run(*asked(tmp_path, "train", range(3)))
+    run(*asked(tmp_path, "eval", range(3, 7 if family in TEXT_ALONE else 4)))
     workspace = Workspace.of(str(model), tmp_path / "runs")
-    target, folder = load(str(model), dtype="float32"), workspace.drafter(name)
+    target = load(str(model), dtype="float32")
     prompts = held_out(workspace.prompts, 100, str(model))
+    if family in TEXT_ALONE:
+        prompts = [one for one in prompts if not target.encode(one.messages).spans]
     questions = parity.questions(target, prompts)
     job = EngineJob(target=str(target.folder), questions=questions, max_new_tokens=32)
     plain = engine.run(job)
     encoded = [target.encode(one.messages) for one in prompts]
     ours = [[*map(int, one.ids)] for one in target.generate(encoded, max_new_tokens=32, temperature=0.0)]
     same = [at for at, response in enumerate(ours) if response == plain.responses[at]]
-    assert len(same) >= len(SHOWN) - 2  # random weights come to near-ties
+    assert len(same) >= len(prompts) - 2  # random weights come to near-ties
+    run("responses", *SOME, "--workers", "0")
+    run("features", "--for", name, "--workers", "0")
+    run("train", name, *STEPS)
+    folder = workspace.drafter(name)
     found = parity.check(
         target,
         folder,

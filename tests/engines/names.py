@@ -35,6 +35,7 @@ REACHED = {
     "vllm.model_executor.models.interfaces:SupportsMultiModalEmbeddings": (
         *("supports_multimodal_embeddings", "embed_input_ids"),
     ),
+    "vllm.model_executor.models.interfaces:SupportsMultiModal": ("get_language_model", "embed_input_ids"),
     "vllm.model_executor.models.qwen3_dflash:DFlashQwen3Model": (
         *("_normalize_context_k", "_k_norm_weights", "_rms_norm_eps"),
     ),

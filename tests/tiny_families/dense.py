@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tests.tiny import Parts, grid, mrope
+from tests.tiny import NORMED, Parts, grid, mrope
 from tests.tiny_families.parts import PATCHES, SIGLIP, SMALL, SQUARE, VIT
 
 TILES = {
@@ -33,14 +33,14 @@ MISTRAL3 = Parts(  # images of any size in rows, a token at the end of each row
     "[IMG]",
     {"image_token_index": "[IMG]"},
     processed="Pixtral",
-    image_processor={"patch_size": {"height": 14, "width": 14}, "size": {"longest_edge": 84}},
+    image_processor={**NORMED, "patch_size": {"height": 14, "width": 14}, "size": {"longest_edge": 84}},
     processor={"patch_size": 14, "spatial_merge_size": 2},
     text={"model_type": "mistral", "head_dim": 8, "sliding_window": None},
     vision={"model_type": "pixtral", **SMALL, "image_size": 84, "patch_size": 14},
 )
 GEMMA3 = Parts(  # sliding windows, image tokens that see each other, scaled embeddings
     "Gemma3",
-    "<start_of_image> <end_of_image> <image_soft_token>",
+    "<start_of_image> <end_of_image> <image_soft_token> \n \n\n \n\n\n \n\n\n\n",
     "<start_of_image>",
     {
         "image_token_index": "<image_soft_token>",
@@ -91,7 +91,11 @@ GLM4V = Parts(  # M-RoPE over a part of each head
         "video_start_token_id": "<|begin_of_video|>",
         "video_end_token_id": "<|end_of_video|>",
     },
-    image_processor={**grid(14), "size": {"shortest_edge": 28 * 28 * 2, "longest_edge": 28 * 28 * 40}},
+    image_processor={
+        **grid(14),
+        **NORMED,
+        "size": {"shortest_edge": 28 * 28 * 2, "longest_edge": 28 * 28 * 40},
+    },
     text={"head_dim": 16, "rope_parameters": mrope([1, 1, 2], partial_rotary_factor=0.5)},
     vision={**PATCHES, "patch_size": 14, "image_size": 56},
 )
@@ -109,14 +113,16 @@ AYA_VISION = Parts(  # Cohere's text model: parallel blocks, no positions in som
     image_processor=TILES,
     processor={"patch_size": 7, "img_size": 28, "downsample_factor": 2},
     text={
+        "architectures": ["Cohere2ForCausalLM"],
         "model_type": "cohere2",
+        "tie_word_embeddings": True,  # as published; vLLM has no other head
         "head_dim": 8,
         "sliding_window": 16,
         "sliding_window_pattern": 2,
         "logit_scale": 0.25,
     },
     vision=SIGLIP,
-    config={"downsample_factor": 2},
+    config={"downsample_factor": 2, "tie_word_embeddings": True},
 )
 COHERE2_VISION = replace(  # the same text model; tiles with a token after each
     AYA_VISION,
@@ -129,7 +135,7 @@ COHERE2_VISION = replace(  # the same text model; tiles with a token after each
         "patch_size": 2,  # the root of the number of tokens of a tile
     },
     processor={},
-    config={"downsample_factor": 2, "alignment_intermediate_size": 64},
+    config={**AYA_VISION.config, "alignment_intermediate_size": 64},
     named={
         "image_token": "<|IMG_PATCH|>",
         "boi_token": "<|START_OF_IMG|>",
@@ -171,6 +177,7 @@ GEMMA4 = Parts(  # windows; heads of another size without them; an embedding for
         "patch_size": 8,
         "pooling_kernel_size": 4,
         "position_embedding_size": 512,
+        "default_output_length": 70,  # as published; vLLM has no default
     },
     config={"audio_config": None},
     named={

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tests.tiny import Parts, mrope
+from tests.tiny import NORMED, Parts, mrope
 from tests.tiny_families.dense import GLM4V
 from tests.tiny_families.parts import EXPERTS, PATCHES, QWEN3, SMALL, VIT
 
@@ -15,11 +15,21 @@ ROUTED = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }  # experts after the first layer
-GLM4V_MOE = replace(GLM4V, model="Glm4vMoe", processed="Glm4v", text={**GLM4V.text, **ROUTED})
+GLM4V_MOE = replace(
+    GLM4V,
+    model="Glm4vMoe",
+    processed="Glm4v",
+    text={**GLM4V.text, **ROUTED, "use_qk_norm": False},  # as published; vLLM has no default
+)
 QWEN3_VL_MOE = Parts(  # experts in each layer, deepstack, interleaved M-RoPE
     "Qwen3VLMoe",
     **QWEN3,
-    text={"head_dim": 8, "rope_parameters": mrope([2, 1, 1], mrope_interleaved=True), **EXPERTS},
+    text={
+        "head_dim": 8,
+        "rope_parameters": mrope([2, 1, 1], mrope_interleaved=True),
+        "norm_topk_prob": True,  # as published; vLLM has no default
+        **EXPERTS,
+    },
     vision={**PATCHES, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
 )
 QWEN3_5 = Parts(  # linear attention in most layers
@@ -56,6 +66,7 @@ LFM2_VL = Parts(  # short convolutions in most layers
         "max_tiles": 4,
     },
     text={
+        "architectures": ["Lfm2ForCausalLM"],
         "model_type": "lfm2",
         "block_multiple_of": 16,
         "layer_types": ["conv", "full_attention", "conv"],
@@ -100,6 +111,7 @@ KIMI_K25 = Parts(  # DeepSeek V3's text model: latent attention, keys and values
         "vision_end_token_id": "<|media_end|>",
     },
     image_processor={
+        **NORMED,
         "patch_size": 14,
         "merge_size": 2,
         "max_patches": 64,

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.tiny import HIDDEN, IMAGE_TEXT, QWEN_IDS, QWEN_SPECIALS, grid
+from tests.tiny import HIDDEN, IMAGE_TEXT, NORMED, QWEN_IDS, QWEN_SPECIALS, grid
 
 SQUARE = {"height": 28, "width": 28}
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -18,7 +18,7 @@ PATCHES = {
 }
 QWEN3: dict[str, Any] = {
     "processed": "Qwen3VL",
-    "image_processor": {**grid(16), "image_processor_type": "Qwen2VLImageProcessor"},
+    "image_processor": {**grid(16), **NORMED, "image_processor_type": "Qwen2VLImageProcessor"},
     "tokens": QWEN_SPECIALS,
     "image": IMAGE_TEXT,
     "named": {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},

@@ -18,6 +18,7 @@ from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
 from vlmdistill.pipelines.vllm.plugin.entry_map import TextStates
 from vlmdistill.pipelines.vllm.plugin.feeder import Feeder
 from vlmdistill.pipelines.vllm.plugin.limits import feeding_of
+from vlmdistill.pipelines.vllm.plugin.served_model import BesideAnyTarget
 from vlmdistill.pipelines.vllm.plugin.speculator import reading, without_dropped
 
 
@@ -78,7 +79,7 @@ class _TextContext(DFlashSpeculator):
         return drafted
 
 
-class ChosenDFlashSpeculator(DFlashSpeculator):
+class ChosenDFlashSpeculator(BesideAnyTarget, DFlashSpeculator):
     """vLLM's speculator for its own DFlash drafters, and `TextDFlashSpeculator` for those of text alone."""
 
     def __new__(cls, vllm_config: VllmConfig, *_: object) -> "ChosenDFlashSpeculator":
@@ -90,7 +91,7 @@ class TextDFlashSpeculator(_TextContext, ChosenDFlashSpeculator):
     """DFlash whose context is text alone."""
 
 
-class ChosenDSparkSpeculator(DSparkSpeculator):
+class ChosenDSparkSpeculator(BesideAnyTarget, DSparkSpeculator):
     """The same for DSpark."""
 
     def __new__(cls, vllm_config: VllmConfig, *_: object) -> "ChosenDSparkSpeculator":

@@ -17,26 +17,15 @@ from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 from vlmdistill.pipelines.vllm.plugin.entry_map import TextStates
 from vlmdistill.pipelines.vllm.plugin.feeder import Feed, Feeder, Reading
 from vlmdistill.pipelines.vllm.plugin.limits import feeding_of
-from vlmdistill.pipelines.vllm.plugin.served_model import with_last_state
+from vlmdistill.pipelines.vllm.plugin.served_model import BesideAnyTarget, with_last_state
 
 
-class ChosenProposer(EagleProposer):
+class ChosenProposer(BesideAnyTarget, EagleProposer):
     """vLLM's proposer for its own drafters, and `ServedProposer` for exported ones."""
 
     def __new__(cls, vllm_config: VllmConfig, *_: object, **__: object) -> "ChosenProposer":
         """Choose by the drafter's folder."""
         return object.__new__(cls if feeding_of(vllm_config) is None else ServedProposer)
-
-    def load_model(self, target_model: Any) -> None:
-        """Load the drafter, also beside a target that names its placeholder as transformers does.
-
-        vLLM reads `image_token_index` of all targets but those in a list (llm_base_proposer.py `load_model`),
-        and ends where a config has an `image_token_id`.
-        """
-        config = target_model.config
-        if not hasattr(config, "image_token_index") and hasattr(config, "image_token_id"):
-            config.image_token_index = config.image_token_id
-        super().load_model(target_model)
 
 
 class ServedProposer(ChosenProposer):
@@ -157,7 +146,7 @@ class ServedProposer(ChosenProposer):
         return count, feed.row_N[sampled_B.long()].to(sampled_B.dtype), made
 
 
-class ChosenBlockProposer(DFlashProposer):
+class ChosenBlockProposer(BesideAnyTarget, DFlashProposer):
     """vLLM's proposer of block drafters: with true positions for ours, and with the states of text alone.
 
     See `ServedProposer` on positions: slots of the context follow from them.

@@ -1,10 +1,13 @@
 """Drafters as models of vLLM: EAGLE's block; vLLM's EAGLE-3 with image embeddings, its DSpark with a mask.
 
+And what loads them beside any target: vLLM looks for the parts of some, and takes others' tables bare.
+
 Shapes: N rows of a step, U visual tokens among them, X that carry compressed images, D hidden, S the last
 state and the depths side by side, V vocabulary.
 """
 
 from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,6 +22,9 @@ from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, m
 
 from vlmdistill.drafters.core.serving import KEY
 from vlmdistill.pipelines.vllm.plugin.limits import drafter_of, feeding_of
+
+PLACEHOLDERS = ("image_token_index", "media_placeholder_token_id")
+"""What vLLM reads of a target that is not in its list (llm_base_proposer.py `load_model`)."""
 
 
 class ServedEagleBlock(nn.Module):
@@ -151,7 +157,15 @@ class Eagle3BlockVlmdistill(EagleVlmdistill, Eagle3LlamaForCausalLM):
 def with_last_state(
     target: nn.Module, given: Any, output: tuple[Tensor, list[Tensor]]
 ) -> tuple[Tensor, list[Tensor]]:
-    """A forward hook of a target that returns its last state and those of some layers: the last is first."""
+    """A forward hook of a target that returns its last state and those of some layers: the last is first.
+
+    ValueError if it returns the last state alone, as vLLM's class around a model of transformers may.
+    """
+    if not isinstance(output, tuple):
+        raise ValueError(
+            f"{type(target).__name__} of vLLM keeps no states of this target's layers: serve a drafter that "
+            "reads the last state alone, such as hivis"
+        )
     last_ND, more = output
     return last_ND, [last_ND, *more]
 
@@ -203,3 +217,63 @@ def with_images(embed_ND: Tensor, visual_UD: Sequence[Tensor] | None, is_visual_
         narrow_UD = torch.cat([one[:, : embed_ND.shape[-1]] for one in visual_UD])
         embed_ND[is_visual_N.to(embed_ND.device)] = narrow_UD.to(embed_ND)
     return embed_ND
+
+
+class BesideAnyTarget:
+    """What loads a drafter of vLLM: it comes before vLLM's class."""
+
+    model: Any
+    vllm_config: Any
+
+    def load_model(self, target_model: Any) -> None:
+        """Load the drafter; an exported one reads embeddings as layer 0 of the target does."""
+        name_parts(target_model)
+        super().load_model(target_model)  # type: ignore[misc]
+        if feeding_of(self.vllm_config) is not None:
+            scale_embeddings(self.model, target_model)
+
+
+def name_parts(target: Any) -> None:
+    """Name the parts of a multimodal target as vLLM looks for them.
+
+    A config may have transformers' `image_token_id` alone; Idefics3's text model has no `model` within, and
+    the LM head beside it; Cohere's has its table as LM head.
+    """
+    if not hasattr(target, "get_language_model"):
+        return
+    if (image := getattr(target.config, "image_token_id", None)) is not None:
+        for name in PLACEHOLDERS:
+            if not hasattr(target.config, name):
+                setattr(target.config, name, image)
+    text = target.get_language_model()
+    if not hasattr(text, "model"):
+        named = SimpleNamespace(model=text, lm_head=target.lm_head, embed_input_ids=text.embed_input_ids)
+        target.get_language_model = lambda: named
+    elif not hasattr(text, "lm_head"):
+        text.lm_head = text.model.embed_tokens
+
+
+class ScaledTable(nn.Module):
+    """A table of embeddings that are multiplied."""
+
+    def __init__(self, table: nn.Module, scale: float) -> None:
+        super().__init__()
+        self.table, self.scale = table, scale
+
+    def forward(self, ids_N: Tensor) -> Tensor:
+        """Token embeddings, [N, D]."""
+        embed_ND: Tensor = self.table(ids_N) * self.scale
+        return embed_ND
+
+
+def scale_embeddings(drafter: Any, target: Any) -> None:
+    """Multiply the embeddings of a drafter as the target does, whose bare table vLLM shares (Gemma)."""
+    text = target.get_language_model() if hasattr(target, "get_language_model") else target
+    if getattr(drafter.model, "embed_tokens", drafter) is not getattr(text.model, "embed_tokens", text):
+        return
+    table = text.model.embed_tokens
+    ones = table.register_forward_hook(lambda *called: torch.ones_like(called[-1]))  # exact in any dtype
+    read_1D = text.embed_input_ids(torch.zeros(1, dtype=torch.long, device=table.weight.device))
+    ones.remove()
+    if (scale := float(read_1D[0, 0])) != 1:
+        drafter.model.embed_tokens = ScaledTable(table, scale)

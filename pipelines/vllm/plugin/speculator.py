@@ -20,7 +20,7 @@ from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
 from vlmdistill.pipelines.vllm.plugin.feeder import Feed, Feeder, Reading
 from vlmdistill.pipelines.vllm.plugin.limits import feeding_of
-from vlmdistill.pipelines.vllm.plugin.served_model import with_last_state
+from vlmdistill.pipelines.vllm.plugin.served_model import BesideAnyTarget, with_last_state
 
 
 def reading(batch: InputBatch, shown: Mapping[str, Any]) -> dict[str, Reading]:
@@ -54,7 +54,7 @@ def without_dropped(batch: InputBatch, feed: Feed) -> InputBatch:
     )
 
 
-class ChosenSpeculator(EagleSpeculator):
+class ChosenSpeculator(BesideAnyTarget, EagleSpeculator):
     """vLLM's speculator for its own drafters, and `ServedSpeculator` for exported ones."""
 
     def __new__(cls, vllm_config: VllmConfig, *_: object) -> "ChosenSpeculator":
