@@ -9,6 +9,7 @@ token after the response so far.
 Shapes: H hops, R supervised rows, T text tokens.
 """
 
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,15 +47,20 @@ class Walk:
         return (self.calls + self.accepted) / max(1, self.calls)
 
 
-def walk(right: Sequence[int], able: Sequence[int]) -> Walk:
-    """The walk over a response by the right guesses after each token, of those that it is able to check."""
+def walk(right: Sequence[int], able: Sequence[int], token: Sequence[int] = ()) -> Walk:
+    """The walk over a response by the right guesses after each token, of those that it is able to check.
+
+    `token` is where each of these is in the sample; of several responses, each begins with a cycle.
+    """
+    token = token or range(len(right))
     at, calls, accepted = 0, 0, 0
     rejected, depths = list[int](), list[int]()
     while at < len(right):
         if right[at] < able[at]:
             rejected.append(at)
             depths.append(right[at])
-        calls, accepted, at = calls + 1, accepted + right[at], at + right[at] + 1
+        calls, accepted = calls + 1, accepted + right[at]
+        at = bisect_left(token, token[at] + right[at] + 1)
     return Walk(calls, accepted, tuple(rejected), tuple(depths))
 
 
@@ -86,7 +92,7 @@ def replay(
         for number, key in enumerate(samples.keys):
             mine_R = segment_R == number
             token = (token_R[mine_R] - first).tolist()
-            found = walk(right_R[mine_R].tolist(), able_R[mine_R].tolist())
+            found = walk(right_R[mine_R].tolist(), able_R[mine_R].tolist(), token)
             yield (
                 key,
                 Walk(found.calls, found.accepted, tuple(token[row] for row in found.rejected), found.depths),

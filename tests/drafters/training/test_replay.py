@@ -27,6 +27,12 @@ def test_a_walk_begins_anew_after_each_rejection_and_knows_its_depth() -> None:
     assert walk([], []).tau == 0.0
 
 
+def test_a_walk_begins_each_response_of_a_sample_with_a_cycle() -> None:
+    """The first response ends with guesses that are all right: the target's own token is beyond it."""
+    found = walk([2, 1, 0, 1, 1], [2, 1, 3, 2, 1], token=[4, 5, 9, 10, 11])
+    assert (found.calls, found.accepted, found.rejected, found.depths) == (3, 3, (2, 3), (0, 1))
+
+
 @pytest.mark.parametrize("name", TRAINED)
 def test_every_method_replays_and_its_rejections_are_wrong_guesses(name: str, tmp_path: Path) -> None:
     store, drafter = synthetic.store(tmp_path / "store", 6), build(name).eval()
