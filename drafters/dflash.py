@@ -277,7 +277,7 @@ class DFlash(FrequentTokens, Drafter):
             query_QHd, key_QKd, value_QKd = layer.qkv(self.input_norms[number](x_QD), rotary_Q)
             mixed_QHd = cache.layer(number).attend_block(query_QHd, key_QKd, value_QKd, tokens)
             x_QD = layer.finish(x_QD, mixed_QHd)
-        x_RJD: Tensor = self.norm(x_QD).view(len(ids_R), slots, -1)
+        x_RJD: Tensor = self.norm(x_QD).view(len(ids_R), slots, self.info.hidden_size)
         return x_RJD[:, slots - self.config.max_hops :].flatten(1)
 
     def _read(self, states_NS: Tensor, rotary_N: Tensor, tokens: TokenIndex, cache: KVCache) -> None:

@@ -86,6 +86,18 @@ def test_a_batch_of_text_alone_is_trained_on(name: str) -> None:
     assert any(gradient is not None and gradient.abs().sum() > 0 for gradient in gradients)
 
 
+@pytest.mark.parametrize(("name", "settings"), CASES)
+def test_a_batch_without_a_position_to_train_has_no_loss(name: str, settings: dict[str, Any]) -> None:
+    """As of samples whose responses have one token each."""
+    drafter = build(name, **settings)
+    sample = batch(["tvvttr", "tttrttr", "ttt"], drafter.config.needs(INFO))
+    stage = Stage(name="test", hops=drafter.config.max_hops or 3, losses={"cross_entropy": 1.0})
+    out = unroll(drafter, sample, stage)
+    out.total.backward()  # type: ignore[no-untyped-call]
+    assert (float(out.total), len(out.segment_R)) == (0.0, 0)
+    assert all(one.grad is None or not one.grad.any() for one in drafter.parameters())
+
+
 # Checkpoints
 
 
