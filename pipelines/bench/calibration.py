@@ -46,8 +46,10 @@ def calibrate(target: "VisionLanguageTarget", prompt: Any) -> Calibration:
 
     start, cpu_start = time.perf_counter(), time.thread_time()
     found = Calibration(
-        plain_step=_plain_step(target, prompt),
-        bare_step=_bare_step(target, prompt),
+        plain_step=_step(
+            lambda: [one.seconds for one in [*plain(target, prompt, max_new_tokens=1 + STEPS)][1:]]
+        ),
+        bare_step=_step(lambda: _bare_steps(target, prompt)),
         small_product=median(lambda: small_RS @ large_SS),
         large_product=median(lambda: large_SS @ large_SS),
         bandwidth=2 * copied / max(1e-9, median(lambda: sink.copy_(source))),
@@ -56,35 +58,31 @@ def calibrate(target: "VisionLanguageTarget", prompt: Any) -> Calibration:
     return found if on_gpu else replace(found, cpu_share=min(1.0, cpu / elapsed))
 
 
-def _plain_step(target: "VisionLanguageTarget", prompt: Any) -> float | None:
-    """The median seconds of a step of plain decoding in a run of them; None if the response has no second."""
+def _step(run: Callable[[], list[float]]) -> float | None:
+    """The median seconds of the steps of a few runs; None if a response has no second token."""
     steps: list[float] = []
     start = time.perf_counter()
     for _ in range(RUNS):
-        steps += [cycle.seconds for cycle in list(plain(target, prompt, max_new_tokens=1 + STEPS))[1:]]
+        steps += run()
         if time.perf_counter() - start > SECONDS:
             break
     return statistics.median(steps) if steps else None
 
 
 @torch.inference_mode()
-def _bare_step(target: "VisionLanguageTarget", prompt: Any) -> float | None:
-    """The same by calls of the target alone: what plain decoding may take, whatever became of its code."""
+def _bare_steps(target: "VisionLanguageTarget", prompt: Any) -> list[float]:
+    """Those of steps by calls of the target alone: what plain decoding may take, whatever became of it."""
     ends, steps = set(target.info.eos_ids), list[float]()
-    start = time.perf_counter()
-    for _ in range(RUNS):
-        hidden_1D = target.prefill(prompt, ()).feature("hidden", "text")[-1:]
-        token_1 = target.logits(hidden_1D).argmax(-1)
-        one = torch.ones_like(token_1)
-        for _ in range(STEPS):
-            if int(token_1) in ends:
-                break
-            laps = Laps(target.device)
-            hidden_1D = target.extend(token_1, one, None, ("hidden",))["hidden"]
-            token_1 = target.logits(hidden_1D).argmax(-1)
-            target.commit(one - 1)
-            token_1.tolist()
-            steps.append(laps.stop())
-        if time.perf_counter() - start > SECONDS:
+    hidden_1D = target.prefill(prompt, ()).feature("hidden", "text")[-1:]
+    token_1 = target.logits(hidden_1D).argmax(-1)
+    one = torch.ones_like(token_1)
+    for _ in range(STEPS):
+        if int(token_1) in ends:
             break
-    return statistics.median(steps) if steps else None
+        laps = Laps(target.device)
+        hidden_1D = target.extend(token_1, one, None, ("hidden",))["hidden"]
+        token_1 = target.logits(hidden_1D).argmax(-1)
+        target.commit(one - 1)
+        token_1.tolist()
+        steps.append(laps.stop())
+    return steps

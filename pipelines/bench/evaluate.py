@@ -25,15 +25,8 @@ from vlmdistill.pipelines.bench import records
 from vlmdistill.pipelines.bench.again import decode_again
 from vlmdistill.pipelines.bench.audit import too_good
 from vlmdistill.pipelines.bench.calibration import calibrate
-from vlmdistill.pipelines.bench.records import (
-    Evaluation,
-    Leak,
-    Measurement,
-    TargetId,
-    TrainedSettings,
-    Training,
-)
-from vlmdistill.pipelines.bench.unfinished import Decoded, Unfinished
+from vlmdistill.pipelines.bench.records import Evaluation, Leak, TargetId, TrainedSettings, Training
+from vlmdistill.pipelines.bench.unfinished import Decoded, Unfinished, measurements
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt, Prompts
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
@@ -169,8 +162,7 @@ def evaluate(
     _decode(target, decoders, chosen, settings, decoded, unfinished, on_prompt)
     before = [one.calibration for one in decoded.values() if one.calibration is not None]
     calibrations = (*before, calibrate(target, target.encode(chosen[0].messages)))
-    now = time.strftime("%Y-%m-%d %H:%M:%S")
-
+    measured, now = measurements(decoded), time.strftime("%Y-%m-%d %H:%M:%S")
     made = [
         Evaluation(
             format=records.FORMAT,
@@ -187,10 +179,7 @@ def evaluate(
             max_new_tokens=settings.max_new_tokens,
             seed=settings.seed,
             measured=now,
-            temperatures=tuple(
-                _measurement(label, temperature, [decoded[temperature, at] for at in range(len(chosen))])
-                for temperature in settings.temperatures
-            ),
+            temperatures=tuple(measured[label, temperature] for temperature in settings.temperatures),
             software=software,
             attention=settings.attention,
             compiled=settings.compiled,
@@ -246,15 +235,6 @@ def _decode(
                 began = None
                 unfinished.add(decoded[temperature, number])
             on_prompt(len(decoded), total, f"T={temperature:g}")
-
-
-def _measurement(label: str, temperature: float, rows: Sequence[Decoded]) -> Measurement:
-    """What one decoder did at one temperature."""
-    return Measurement(
-        temperature=temperature,
-        prompts=tuple(row.results[label] for row in rows),
-        shown=tuple(row.shown[label] for row in rows if row.shown),
-    )
 
 
 def kept(workspace: Workspace, names: Sequence[str], settings: Settings) -> list[Evaluation]:

@@ -68,7 +68,21 @@ class Told:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decoding:
+class Chains:
+    """How many drafts got how far, by position of the most likely chain."""
+
+    chain_tried: tuple[Count, ...] = ()  # cycles that verified it after accepting all before it
+    chain_accepted: tuple[Count, ...] = ()  # of these, cycles that accepted it
+
+    def __post_init__(self) -> None:
+        if len(self.chain_tried) != len(self.chain_accepted):
+            raise ValueError("chain_tried and chain_accepted differ in length")
+        if len(self.chain_tried) > MAX_CHAIN:
+            raise ValueError(f"chain_tried has {len(self.chain_tried)} positions: at most {MAX_CHAIN}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoding(Chains):
     """The counts and times of decoding one prompt once."""
 
     tokens: Count
@@ -77,11 +91,7 @@ class Decoding:
     seconds: Amount  # elapsed, by a clock outside the decoder
     prefill_seconds: Amount  # of the first cycle, by the decoder's clock
     decode_seconds: Amount  # of all later cycles, by the decoder's clock
-    chain_tried: tuple[Count, ...] = ()  # by position: cycles that verified it after accepting all before it
-    chain_accepted: tuple[Count, ...] = ()  # by position: of these, cycles that accepted it
-    parts: tuple[
-        ResponsePart, ...
-    ] = ()  # of the drafter's response; none: measured before they were recorded
+    parts: tuple[ResponsePart, ...] = ()  # of the drafter's; none: measured before they were recorded
     told: tuple[Told, ...] = ()  # by position and tenth of the chance; empty: no chances were told
     missed: Count = 0  # drafted tokens of the most likely chains that the response has and no cycle accepted
     check: Check | None = None  # against the stock model's generate; None: not compared
@@ -90,12 +100,6 @@ class Decoding:
     passes: Count | None = None  # after the prefill, as the target counts them; None: not recorded
     surprise: float | None = None  # above temperature 0: sum of -log p(token) less its mean, in nats
     surprise_variance: Amount | None = None  # of that sum
-
-    def __post_init__(self) -> None:
-        if len(self.chain_tried) != len(self.chain_accepted):
-            raise ValueError("chain_tried and chain_accepted differ in length")
-        if len(self.chain_tried) > MAX_CHAIN:
-            raise ValueError(f"chain_tried has {len(self.chain_tried)} positions: at most {MAX_CHAIN}")
 
 
 def chain_counts(chains: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -208,8 +212,13 @@ class TargetId:
 
     @property
     def short_name(self) -> str:
-        """The name without its folder or its owner on the hub."""
-        return self.name.rstrip("/").rpartition("/")[2]
+        """See `short_name`."""
+        return short_name(self.name)
+
+
+def short_name(model: str) -> str:
+    """The name of a model without its folder or its owner on the hub."""
+    return model.rstrip("/").rpartition("/")[2]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from vlmdistill.drafters.checkpoints.export import Exported, export
 from vlmdistill.pipelines.bench import records, served_records
 from vlmdistill.pipelines.bench.evaluate import Settings, check_title, held_out
+from vlmdistill.pipelines.bench.records import short_name
 from vlmdistill.pipelines.bench.served_records import (
     FailedRequest,
     ServedEvaluation,
@@ -81,13 +82,7 @@ def evaluate_server(
             for server in servers:
                 await server.send(0, 0.0)  # to warm up; what fails here fails again when it is counted
             total = len(settings.temperatures) * len(settings.concurrencies) * len(servers) * len(asked)
-            done = 0
-
-            def count(remark: str) -> None:
-                nonlocal done
-                done += 1
-                on_prompt(done, total, remark)
-
+            done = count(1)
             made = ServedEvaluation(
                 format=served_records.FORMAT,
                 name=name or clients[0].address,
@@ -104,14 +99,16 @@ def evaluate_server(
             )
             file = records.new_file(workspace.reports / "served", made.name)
             for temperature, concurrency in product(settings.temperatures, settings.concurrencies):
-                one = await _load(servers, temperature, concurrency, count)
+                one = await _load(
+                    servers, temperature, concurrency, lambda remark: on_prompt(next(done), total, remark)
+                )
                 made = replace(made, loads=(*made.loads, one))
-                if any(one.server.requests for one in made.loads):
+                if made.answered:
                     records.write(made, file)
         finally:
             for client in clients:
                 await client.close()
-        if not any(one.server.requests for one in made.loads):
+        if not made.answered:
             failed = [lost for one in made.loads for lost in one.server.failed]
             raise ServerError(f"{made.url}: all {len(failed)} requests failed: {failed[0].reason}")
         return made
@@ -170,7 +167,7 @@ def evaluate_drafters(
         log, one = folder / f"{drafter or 'baseline'}.log", written.get(drafter)
         return vllm_server(target, workspace.model, dtype, log, one, whole_images=images)
 
-    def count(done: int, total: int, remark: str = "") -> None:
+    def counted(done: int, total: int, remark: str = "") -> None:
         on_prompt(done, total, f"{name} {remark}")
 
     found, plain, served_images = ServedDrafters(), "", None
@@ -191,7 +188,7 @@ def evaluate_drafters(
                             name=name,
                             served_model=workspace.model,
                             asked=asked,
-                            on_prompt=count,
+                            on_prompt=counted,
                         )
                     )
             except (EngineError, ServerError) as error:
@@ -226,19 +223,15 @@ async def _model(client: ServerClient, workspace: Workspace, wanted: str | None)
     served = await client.models()
     target = workspace.model
     names = [wanted] if wanted else [target, HUB.get(target, target), str(EMBEDDED.get(target, target))]
-    for same in (lambda one: one, _short) if wanted is None else (lambda one: one,):
-        for model in served:
-            if same(model.id) in map(same, names):
-                return model
+    short = {short_name(one).lower() for one in names} if wanted is None else ()
+    found = [model for model in served if model.id in names]
+    found += [model for model in served if short_name(model.id).lower() in short]
+    if found:
+        return found[0]
     listed = ", ".join(f"'{model.id}'" for model in served) or "nothing"
     raise ServerError(
         f"{client.url} does not serve '{wanted or target}': name one with --served-model: {listed}"
     )
-
-
-def _short(model: str) -> str:
-    """The name of a model without its folder or its owner on the hub."""
-    return model.rstrip("/").rpartition("/")[2].lower()
 
 
 async def _load(

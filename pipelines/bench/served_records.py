@@ -18,8 +18,8 @@ from typing import Annotated, Final, Literal
 import numpy as np
 from msgspec import Meta
 
-from vlmdistill.pipelines.bench.records import AGAIN, Count, Decoding, Measurement, PromptResult
-from vlmdistill.pipelines.bench.statistics import Interval, Rate, figures
+from vlmdistill.pipelines.bench.records import AGAIN, Chains, Count, Decoding, Measurement, PromptResult
+from vlmdistill.pipelines.bench.statistics import Interval, Rate, alpha, figures
 from vlmdistill.pipelines.data.responses.pieces import Amount
 from vlmdistill.pipelines.targets.software import Software
 from vlmdistill.stores import records
@@ -29,12 +29,12 @@ TABLE: Final = (
     *("server", "T", "concurrency", "tokens/s", "first token ms", "ms/token"),
     *("tau", "accepted", "speedup", "identical", "failed"),
 )
-SPEEDS: Final = ("speedup", "decode_speedup")
+SPEEDS: Final[tuple[Rate, ...]] = ("speedup", "decode_speedup")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerCounts:
-    """What a server counted during a run."""
+class ServerCounts(Chains):
+    """What a server counted during a run; a cycle of its chains is a draft."""
 
     generated: Count | None = None
     prompt_tokens: Count | None = None  # looked up in the prefix cache
@@ -43,8 +43,6 @@ class ServerCounts:
     cached_images: Count | None = None  # found there
     drafts: Count | None = None
     accepted: Count | None = None
-    chain_tried: tuple[Count, ...] = ()  # by position: drafts verified there after accepting all before it
-    chain_accepted: tuple[Count, ...] = ()  # by position: of these, drafts accepted there
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +106,11 @@ class ServedEvaluation:
     def runs(self) -> list[ServerRun]:
         """The runs of the server and of its baseline."""
         return [run for load in self.loads for run in (load.server, load.baseline) if run]
+
+    @property
+    def answered(self) -> bool:
+        """Whether the server responded to any request."""
+        return any(load.server.requests for load in self.loads)
 
     @property
     def failed(self) -> list[FailedRequest]:
@@ -209,13 +212,12 @@ def run_figures(run: ServerRun) -> RunFigures:
         gained = tokens - len(done)
         undrafted = 0 if counts.accepted is None else gained - counts.accepted - counts.drafts
         tau = gained / (counts.drafts + max(0, undrafted))
-    chain = zip(counts.chain_accepted, counts.chain_tried, strict=True)
     return RunFigures(
         requests=len(done),
         failed=len(run.failed),
         seconds=run.seconds,
         tokens=tokens,
-        tokens_per_second=tokens / run.seconds if tokens is not None else None,
+        tokens_per_second=_share(tokens, run.seconds),
         first_seconds=_quartiles([one.first_seconds for one in done]),
         seconds_per_token=_quartiles(paces),
         cached_prompts=_share(counts.cached_tokens, counts.prompt_tokens),
@@ -224,12 +226,13 @@ def run_figures(run: ServerRun) -> RunFigures:
         accepted_tokens=counts.accepted,
         tau=tau,
         accepted=_share(counts.accepted, counts.drafts),
-        alpha=tuple(taken / tried if tried else 0.0 for taken, tried in chain) or None,
+        alpha=alpha([counts]) or None,
     )
 
 
 def load_figures(load: ServedLoad) -> LoadFigures:
     """The metrics of a server, compared with the baseline on the prompts that both responded to."""
+    server, baseline = run_figures(load.server), run_figures(load.baseline) if load.baseline else None
     theirs = {one.key: one for one in load.baseline.requests} if load.baseline else {}
     pairs = [(theirs[one.key], one) for one in load.server.requests if one.key in theirs]
     greedy = bool(pairs) and load.temperature == 0
@@ -239,44 +242,42 @@ def load_figures(load: ServedLoad) -> LoadFigures:
         if (plain := _decoding(base)) and (drafted := _decoding(one))
     ]
     rates = figures(Measurement(temperature=load.temperature, prompts=tuple(timed))) if timed else None
-    intervals: dict[Rate, Interval] = {}
-    if rates:
-        intervals = {name: found for name, found in rates.intervals.items() if name in SPEEDS}
+    intervals = {name: found for name, found in rates.intervals.items() if name in SPEEDS} if rates else {}
     return LoadFigures(
         temperature=load.temperature,
         concurrency=load.concurrency,
-        server=run_figures(load.server),
-        baseline=run_figures(load.baseline) if load.baseline else None,
+        server=server,
+        baseline=baseline,
         identical=sum(base.response == one.response for base, one in pairs) if greedy else None,
         compared=len(pairs) if greedy else None,
         speedup=rates.speedup if rates else None,
         decode_speedup=(rates.decode_speedup or None) if rates else None,  # 0: nothing came after the first
         intervals=intervals or None,
-        warnings=tuple(_warnings(load)),
+        warnings=tuple(
+            text
+            for whose, run, found in (("server", load.server, server), ("baseline", load.baseline, baseline))
+            if run and found
+            for text in _warnings(f"the {whose} at concurrency {load.concurrency}", run, found)
+        ),
     )
 
 
-def _warnings(load: ServedLoad) -> Iterator[str]:
-    """What makes the numbers less than they seem."""
-    for whose, run in (("the server", load.server), ("the baseline", load.baseline)):
-        if run is None:
-            continue
-        at = f"{whose} at concurrency {load.concurrency}"
-        if run.failed and not run.requests:
-            yield f"{at} failed all {len(run.failed)} requests: {run.failed[0].reason}"
-        found = run_figures(run)
-        for share, what in ((found.cached_prompts, "prompt tokens"), (found.cached_images, "images")):
-            if share:
-                yield (
-                    f"{at} had {share:.0%} of the {what} in a cache: start it without caches to measure the "
-                    "first token (vLLM: --no-enable-prefix-caching --mm-processor-cache-gb 0)"
-                )
-        made = run.counts.generated
-        if not run.failed and None not in (made, found.tokens) and made != found.tokens:
+def _warnings(at: str, run: ServerRun, found: RunFigures) -> Iterator[str]:
+    """What makes the numbers less than they seem; `at` says whose they are."""
+    if run.failed and not run.requests:
+        yield f"{at} failed all {len(run.failed)} requests: {run.failed[0].reason}"
+    for share, what in ((found.cached_prompts, "prompt tokens"), (found.cached_images, "images")):
+        if share:
             yield (
-                f"{at} counted {made} generated tokens, and the responses have {found.tokens}: the draft "
-                "counters include other clients' requests"
+                f"{at} had {share:.0%} of the {what} in a cache: start it without caches to measure the "
+                "first token (vLLM: --no-enable-prefix-caching --mm-processor-cache-gb 0)"
             )
+    made = run.counts.generated
+    if not run.failed and None not in (made, found.tokens) and made != found.tokens:
+        yield (
+            f"{at} counted {made} generated tokens, and the responses have {found.tokens}: the draft "
+            "counters include other clients' requests"
+        )
 
 
 def _decoding(one: TimedRequest) -> Decoding | None:
@@ -294,7 +295,7 @@ def _decoding(one: TimedRequest) -> Decoding | None:
     )
 
 
-def _share(count: int | None, total: int | None) -> float | None:
+def _share(count: int | None, total: float | None) -> float | None:
     return count / total if count is not None and total else None
 
 

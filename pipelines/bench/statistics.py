@@ -29,7 +29,7 @@ Shapes: P prompts, R weightings of them.
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import zip_longest
 from typing import Literal
@@ -40,6 +40,7 @@ import numpy.typing as npt
 from vlmdistill.pipelines.bench.records import (
     BINS,
     Calibration,
+    Chains,
     Decoding,
     Measurement,
     Phases,
@@ -132,30 +133,27 @@ class Figures:
     lossless: Checks
     plain_lossless: Checks
     parts: tuple[PartRates, ...]  # by context, and by thinking and answer, where there are several
-    warnings: tuple[str, ...]  # problems of these metrics
+    warnings: tuple[str, ...] = ()  # problems of these metrics
 
 
 def figures(measurement: Measurement) -> Figures:
     """Compute the metrics of a measurement."""
     prompts = measurement.prompts
     plain, own = [one.plain for one in prompts], [one.drafted for one in prompts]
-    rates = _rates(prompts, np.ones((1, len(prompts))))
+    whole, left = rates(measurement), _left_out(prompts)
     seconds, plain_seconds = (sum(one.seconds for one in side) for side in (own, plain))
     tokens, plain_tokens = (sum(one.tokens for one in side) for side in (own, plain))
-    accounted, plain_accounted = _accounted(own), _accounted(plain)
-    count = len(prompts)
-    left = _left_out(prompts)
-    return Figures(
-        prompts=count,
-        tau=float(rates["tau"][0]),
-        accepted=float(rates["accepted"][0]),
-        alpha=_alpha(own),
+    found = Figures(
+        prompts=len(prompts),
+        tau=whole["tau"],
+        accepted=whole["accepted"],
+        alpha=alpha(own),
         calibration=_calibration(own),
-        speedup=float(rates["speedup"][0]),
-        decode_speedup=float(rates["decode_speedup"][0]),
-        cycle_cost=float(rates["cycle_cost"][0]),
-        cpu_speedup=float(rates["cpu_speedup"][0]) if "cpu_speedup" in rates else None,
-        intervals=left.intervals(rates, _rates(prompts, left.weight_PP)) if left else {},
+        speedup=whole["speedup"],
+        decode_speedup=whole["decode_speedup"],
+        cycle_cost=whole["cycle_cost"],
+        cpu_speedup=whole.get("cpu_speedup"),
+        intervals=left.intervals(whole, _rates(prompts, left.weight_PP)) if left else {},
         prefill_share=_ratio(sum(one.prefill_seconds for one in own), seconds),
         tokens=tokens,
         plain_tokens=plain_tokens,
@@ -164,23 +162,16 @@ def figures(measurement: Measurement) -> Figures:
         plain_seconds=plain_seconds,
         tokens_per_second=_ratio(tokens, seconds),
         plain_tokens_per_second=_ratio(plain_tokens, plain_seconds),
-        budget=_budget(prompts, float(rates["tau"][0])),
-        missed=(missed := sum(one.missed for one in own)),
-        cpu_share=(cpu_share := _cpu_share([*own, *plain])),
-        accounted=accounted,
-        plain_accounted=plain_accounted,
-        lossless=(lossless := _checks(own)),
-        plain_lossless=(plain_lossless := _checks(plain)),
+        budget=_budget(prompts, whole["tau"]),
+        missed=sum(one.missed for one in own),
+        cpu_share=_cpu_share([*own, *plain]),
+        accounted=_accounted(own),
+        plain_accounted=_accounted(plain),
+        lossless=_checks(own),
+        plain_lossless=_checks(plain),
         parts=tuple(_parts(prompts)),
-        warnings=(
-            *_different("", lossless),
-            *_different(" of plain decoding", plain_lossless),
-            *_unaccounted("the", accounted),
-            *_unaccounted("plain decoding's", plain_accounted),
-            *_rejected(missed),
-            *_disturbed(cpu_share),
-        ),
     )
+    return replace(found, warnings=tuple(_warnings(found)))
 
 
 def rates(measurement: Measurement) -> dict[Rate, float]:
@@ -201,7 +192,7 @@ def advantage(one: Measurement, other: Measurement, rate: Rate = "speedup") -> I
         _over(*(_rates(at.prompts, weight)[rate] for at in (one, other)))
         for weight in (whole_1P, left.weight_PP)
     )
-    return left.intervals({rate: ratio_1}, {rate: ratio_P}).get(rate)
+    return left.intervals({rate: float(ratio_1[0])}, {rate: ratio_P}).get(rate)
 
 
 @dataclass(frozen=True)
@@ -291,12 +282,12 @@ class _LeftOut:
             variance, free = variance + part, free + part**2 / max(1.0, size - 1)
         return _student(variance**2 / free) * variance**0.5 if free else 0.0
 
-    def intervals(self, whole: Mapping[Rate, Floats], left: Mapping[Rate, Floats]) -> dict[Rate, Interval]:
+    def intervals(self, whole: Mapping[Rate, float], left: Mapping[Rate, Floats]) -> dict[Rate, Interval]:
         """Of the rates that are never 0, by the values of all prompts and with each left out."""
         found = {}
         for rate, value_P in left.items():
             if (value_P > 0).all():
-                center, half = float(whole[rate][0]), self.half(np.log(value_P))
+                center, half = whole[rate], self.half(np.log(value_P))
                 found[rate] = Interval(center * math.exp(-half), center * math.exp(half))
         return found
 
@@ -330,7 +321,8 @@ def _student(free: float) -> float:
     return high
 
 
-def _alpha(decoded: Sequence[Decoding]) -> tuple[float, ...]:
+def alpha(decoded: Sequence[Chains]) -> tuple[float, ...]:
+    """The acceptance rate by position, pooled."""
     tried = [sum(column) for column in zip_longest(*(one.chain_tried for one in decoded), fillvalue=0)]
     kept = [sum(column) for column in zip_longest(*(one.chain_accepted for one in decoded), fillvalue=0)]
     return tuple(_ratio(above, below) for above, below in zip(kept, tried, strict=True))
@@ -376,34 +368,10 @@ def _checks(decoded: Sequence[Decoding]) -> Checks:
     return Checks(counts["identical"], counts["near_tie"], counts["different"])
 
 
-def _different(whose: str, checks: Checks) -> list[str]:
-    if not checks.different:
-        return []
-    return [
-        f"{checks.different} of {checks.total} responses{whose} differ from the target's by more than a "
-        "near-tie: do not rely on these numbers"
-    ]
-
-
 def _accounted(decoded: Sequence[Decoding]) -> float:
     inside = sum(one.prefill_seconds + one.decode_seconds for one in decoded)
     outside = sum(one.seconds for one in decoded)
     return inside / outside if outside else 1.0
-
-
-def _unaccounted(whose: str, share: float) -> list[str]:
-    if abs(1 - share) <= TOLERANCE:
-        return []
-    return [
-        f"{whose} cycles account for {share:.1%} of the elapsed seconds: speedup includes all seconds, "
-        "decode_speedup and prefill_share only those of the cycles"
-    ]
-
-
-def _rejected(missed: int) -> list[str]:
-    if not missed:
-        return []
-    return [f"{missed} drafted tokens agree with the responses and were not accepted: acceptance is broken"]
 
 
 def _cpu_share(decoded: Sequence[Decoding]) -> float | None:
@@ -411,10 +379,30 @@ def _cpu_share(decoded: Sequence[Decoding]) -> float | None:
     return _ratio(sum(known), sum(one.seconds for one in decoded)) if len(known) == len(decoded) else None
 
 
-def _disturbed(share: float | None) -> list[str]:
-    if share is None or share >= BUSY:
-        return []
-    return [f"the CPU was this program's for {share:.0%} of the time: other programs may have slowed it down"]
+def _warnings(found: Figures) -> Iterator[str]:
+    """What makes the numbers less than they seem."""
+    for whose, checks in (("", found.lossless), (" of plain decoding", found.plain_lossless)):
+        if checks.different:
+            yield (
+                f"{checks.different} of {checks.total} responses{whose} differ from the target's by more "
+                "than a near-tie: do not rely on these numbers"
+            )
+    for whose, share in (("the", found.accounted), ("plain decoding's", found.plain_accounted)):
+        if abs(1 - share) > TOLERANCE:
+            yield (
+                f"{whose} cycles account for {share:.1%} of the elapsed seconds: speedup includes all "
+                "seconds, decode_speedup and prefill_share only those of the cycles"
+            )
+    if found.missed:
+        yield (
+            f"{found.missed} drafted tokens agree with the responses and were not accepted: acceptance is "
+            "broken"
+        )
+    if found.cpu_share is not None and found.cpu_share < BUSY:
+        yield (
+            f"the CPU was this program's for {found.cpu_share:.0%} of the time: other programs may have "
+            "slowed it down"
+        )
 
 
 def drift(calibrations: Sequence[Calibration]) -> list[str]:

@@ -42,17 +42,21 @@ class Interim:
         """The prompts that will be decoded, at all temperatures; 0 if that was not recorded."""
         return max(one.of for one in self.decoded.values())
 
-    @property
-    def measurements(self) -> dict[tuple[str, float], Measurement]:
-        """The prompts so far, by decoder and temperature."""
-        at: dict[tuple[str, float], list[PromptResult]] = {}
-        for (temperature, _), one in sorted(self.decoded.items(), key=lambda item: item[0]):
-            for name, result in one.results.items():
-                at.setdefault((name, temperature), []).append(result)
-        return {
-            (name, temperature): Measurement(temperature=temperature, prompts=tuple(prompts))
-            for (name, temperature), prompts in at.items()
-        }
+
+def measurements(decoded: Mapping[tuple[float, int], Decoded]) -> dict[tuple[str, float], Measurement]:
+    """The prompts so far, by decoder and temperature."""
+    rows: dict[tuple[str, float], list[Decoded]] = {}
+    for (temperature, _), one in sorted(decoded.items(), key=lambda item: item[0]):
+        for name in one.results:
+            rows.setdefault((name, temperature), []).append(one)
+    return {
+        (name, temperature): Measurement(
+            temperature=temperature,
+            prompts=tuple(row.results[name] for row in some),
+            shown=tuple(row.shown[name] for row in some if name in row.shown),
+        )
+        for (name, temperature), some in rows.items()
+    }
 
 
 class Unfinished:

@@ -18,7 +18,7 @@ from vlmdistill.pipelines.bench import served_records
 from vlmdistill.pipelines.bench.records import LABELS, Evaluation, Training
 from vlmdistill.pipelines.bench.served_records import ServedEvaluation
 from vlmdistill.pipelines.bench.statistics import FEWEST, FEWEST_OF_KIND, PartRates, figures
-from vlmdistill.pipelines.bench.unfinished import Interim, interim
+from vlmdistill.pipelines.bench.unfinished import Interim, interim, measurements
 from vlmdistill.pipelines.report import charts, selection, trainings
 from vlmdistill.pipelines.report.answer import answers
 from vlmdistill.pipelines.report.charts import Chart
@@ -188,7 +188,8 @@ class ReportPage:
             trouble=self.trouble,
             live=self.live,
             interim=[
-                (one, [(*at, figures(some)) for at, some in one.measurements.items()]) for one in self.interim
+                (one, [(*at, figures(some)) for at, some in measurements(one.decoded).items()])
+                for one in self.interim
             ],
             under_way=under_way,
             trained=[one for one in self.trained if not one.unfinished],

@@ -551,6 +551,13 @@ def test_evaluations_of_servers_are_a_section_of_their_own(workspace: Workspace,
     for form, number in formats:
         (line,) = [line for line in form(both).splitlines() if "in-vllm" in line and line[0] != "%"]
         assert number in line
-    (workspace.reports / "served" / "odd.json").write_text("{}")
-    with pytest.raises(DataError, match=r"odd\.json is not an evaluation of a server"):
-        make(workspace)
+    timeless = dataclasses.replace(load, server=dataclasses.replace(load.server, seconds=0.0))
+    file = workspace.reports / "served" / "odd.json"
+    write(dataclasses.replace(made_up, name="timeless", loads=(timeless,)), file)
+    assert "timeless" in Page(make(workspace).page).text
+    unequal = json.loads(file.read_text())
+    unequal["loads"][0]["server"]["counts"]["chain_tried"] = [24, 18]
+    for content in ("{}", json.dumps(unequal)):
+        file.write_text(content)
+        with pytest.raises(DataError, match=r"odd\.json is not an evaluation of a server"):
+            make(workspace)
