@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
     from vlmdistill.pipelines.bench.records import Evaluation
     from vlmdistill.pipelines.bench.served import ServedDrafters
-    from vlmdistill.pipelines.report.comparison import Ranking
     from vlmdistill.pipelines.workspace.workspace import Workspace
 
 SERVER = "openai:"
@@ -238,22 +237,23 @@ def show_served(found: "ServedDrafters", as_json: bool, *, by_name: bool = False
     """Print a line for each temperature, concurrency and server; Exit 1 if something failed."""
     import msgspec
 
-    from vlmdistill.pipelines.bench.served_records import TABLE, load_figures, table
+    from vlmdistill.pipelines.report.results import ServerResult
+    from vlmdistill.pipelines.report.tables import SERVED, served
 
-    loads = {made.name: [load_figures(load) for load in made.loads] for made in found.made}
+    results = [ServerResult(made, load) for made in found.made for load in made.loads]
     if as_json:
         facts = {
-            made.name: known(
-                {**msgspec.to_builtins(made), "loads": [asdict(one) for one in loads[made.name]]}
-            )
+            made.name: {
+                **msgspec.to_builtins(made),
+                "loads": [asdict(one.figures) for one in results if one.evaluation is made],
+            }
             for made in found.made
         }
-        console.result(facts if by_name else facts.popitem()[1], as_json=True)
-    elif found.made:
-        console.rows(TABLE, table(found.made))
-    for one in (one for some in loads.values() for one in some):
-        for warning in one.warnings:
-            console.note(f"warning: {warning}")
+        console.result(known(facts if by_name else facts.popitem()[1]), as_json=True)
+    elif results:
+        console.rows(SERVED, served(results))
+    for warning in (warning for one in results for warning in one.figures.warnings):
+        console.note(f"warning: {warning}")
     for made in found.made:
         if made.failed:
             sent = sum(len(run.requests) + len(run.failed) for run in made.runs)
@@ -277,7 +277,7 @@ def known(facts: Any) -> Any:
 def show(evaluations: "list[Evaluation]") -> None:
     """Print one line per drafter and temperature; warnings on stderr."""
     from vlmdistill.pipelines.report.comparison import drifts, rank
-    from vlmdistill.pipelines.report.tables import COLUMNS, PARTS, calibrations, divided, responses
+    from vlmdistill.pipelines.report.tables import COLUMNS, PARTS, budgets, calibrations, divided, responses
 
     names = ("drafter", "T", "tau", "speedup", "CPU speedup", "decode speedup", "cycle cost", "tokens/s")
     header = [*names, "identical"]
@@ -291,7 +291,10 @@ def show(evaluations: "list[Evaluation]") -> None:
     if parts := divided(results):
         console.echo("")
         console.rows(PARTS, parts)
-    show_budgets(rankings)
+    if table := budgets(results):
+        console.echo("")
+        console.rows(table[0], table[1:])
+        console.echo("")
     if table := calibrations(results):
         console.rows(table[0], table[1:])
         console.echo("")
@@ -312,31 +315,6 @@ def check_lossless(evaluations: "Sequence[Evaluation]") -> None:
         console.note(f"not lossless: responses at temperature 0 differ from the target's: {', '.join(odd)}")
     if odd or contradictions:
         raise typer.Exit(1)
-
-
-def show_budgets(rankings: "Sequence[Ranking]") -> None:
-    """Print the milliseconds of a cycle by phase, beside a step of plain decoding."""
-    from vlmdistill.pipelines.report import charts
-
-    header = [
-        "milliseconds per cycle of",
-        "T",
-        "draft",
-        "verify",
-        "accept",
-        "plain step",
-        "ideal decode speedup",
-    ]
-    lines = []
-    for one in (one for ranking in rankings for one in ranking.results):
-        if (spent := one.figures.budget) is not None and one.figures.calls:
-            *cycle, _ = charts.milliseconds(one, charts.CYCLE).values()
-            shown = [f"{value:.2f}" for value in (*cycle, 1e3 * spent.plain_step, spent.ideal)]
-            lines.append([one.name, f"{one.temperature:g}", *shown])
-    if lines:
-        typer.echo()
-        console.rows(header, lines)
-        typer.echo()
 
 
 def _facts(evaluation: "Evaluation") -> dict[str, Any]:

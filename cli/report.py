@@ -13,8 +13,8 @@ from vlmdistill.cli.serve import LOCAL_NAMES, until_stopped
 
 if TYPE_CHECKING:
     from vlmdistill.pipelines.report.changes import Change
-    from vlmdistill.pipelines.report.comparison import DrafterResult
     from vlmdistill.pipelines.report.page import ReportPage
+    from vlmdistill.pipelines.report.results import DrafterResult
     from vlmdistill.pipelines.workspace.workspace import Workspace
 
 HIGHER, LOWER = "++", "--"
@@ -143,18 +143,17 @@ def _serve(workspace: "Workspace", where: list[str], port: int) -> None:
 
 def _text(found: "ReportPage", form: str) -> str:
     """The report in a form that is no page."""
-    from vlmdistill.pipelines.report import tables
+    from vlmdistill.pipelines.report import documents
     from vlmdistill.pipelines.report.latex import latex
 
-    forms = {"md": tables.markdown, "latex": latex, "csv": tables.csv}
+    forms = {"md": documents.markdown, "latex": latex, "csv": documents.csv}
     return forms[form](found) if form in forms else json.dumps(_all_facts(found)) + "\n"
 
 
 def _show(found: "ReportPage") -> None:
     """Print a table for each group."""
-    from vlmdistill.pipelines.bench.served_records import TABLE, table
     from vlmdistill.pipelines.report.comparison import differing
-    from vlmdistill.pipelines.report.tables import COLUMNS, PARTS, divided
+    from vlmdistill.pipelines.report.tables import COLUMNS, PARTS, SERVED, divided, served
 
     if apart := differing(found.groups):
         console.echo(f"{len(found.groups)} groups that do not compare; they differ in {', '.join(apart)}")
@@ -170,14 +169,13 @@ def _show(found: "ReportPage") -> None:
             console.note(f"warning: {warning}")
     if found.served:
         console.echo("\nserving engines, by eval --engine")
-        console.rows(TABLE, table(found.served))
+        console.rows(SERVED, served(found.served))
     if apart:
         typer.echo()
 
 
 def _all_facts(found: "ReportPage") -> dict[str, Any]:
     """The report as JSON."""
-    from vlmdistill.pipelines.bench.served_records import load_figures
     from vlmdistill.pipelines.report.comparison import differing
 
     rows = [
@@ -186,15 +184,8 @@ def _all_facts(found: "ReportPage") -> dict[str, Any]:
         for one in group.results
     ]
     served = [
-        known(
-            {
-                **asdict(load_figures(load)),
-                "name": one.name,
-                "software": one.software and asdict(one.software),
-            }
-        )
-        for one in found.served
-        for load in one.loads
+        known({**asdict(load), "name": one.name, "software": one.software and asdict(one.software)})
+        for one, load in ((result.evaluation, result.figures) for result in found.served)
     ]
     return {"differing": differing(found.groups), "rows": rows, "served": served}
 

@@ -47,7 +47,7 @@ def compare(words: list[str]) -> int:
     if status := next((status for step in steps if (status := main(step))), 0):
         return status
     workspace = Workspace.of(given.model, given.runs)
-    measured = {one.evaluation.name: one.at for one in reversed(selection.read(workspace.reports).own)}
+    measured = {one.name: one.measurement for one in reversed(selection.read(workspace.reports).own)}
     one, other = ([measured[name] for name in of_seed] for of_seed in names.values())
     for rate in RATES:
         found = difference(one, other, rate)

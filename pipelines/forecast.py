@@ -347,7 +347,7 @@ def _seconds(workspace: Workspace, drafters: Sequence[str], responses: int, tree
     """The time of so many responses, plain and of each drafter, by the latest measurements here."""
     machine = hardware.of(torch.device("cuda" if torch.cuda.is_available() else "cpu")).name
     latest = {
-        one.facts["drafter"]: one.at.prompts
+        one.drafter: one.measurement.prompts
         for one in reversed(selection.read(workspace.reports).own)
         if one.evaluation.hardware == machine
     }

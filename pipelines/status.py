@@ -12,6 +12,7 @@ from vlmdistill.drafters.checkpoints.description import describe
 from vlmdistill.pipelines.bench import records
 from vlmdistill.pipelines.data.responses import dataset
 from vlmdistill.pipelines.report import selection
+from vlmdistill.pipelines.report.results import DrafterResult
 from vlmdistill.pipelines.targets.checkpoints.folder import locate
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.pipelines.workspace.workspace import Workspace
@@ -112,11 +113,11 @@ def _target(model: str) -> str:
 
 
 def _drafter(
-    workspace: Workspace, name: str, store: Store | None, latest: Sequence[selection.Measured]
+    workspace: Workspace, name: str, store: Store | None, latest: Sequence[DrafterResult]
 ) -> DrafterStatus:
-    """`latest` are the measurements of its last evaluation."""
+    """`latest` are the results of its last evaluation."""
     folder = workspace.drafter(name)
-    shown = min(latest, key=lambda one: one.at.temperature).facts if latest else {}
+    shown = min(latest, key=lambda one: one.temperature).facts if latest else {}
     method, training, remarks = name, dict[str, Any](), list[str]()
     try:
         description = describe(folder)

@@ -21,7 +21,8 @@ from vlmdistill.pipelines import flow
 from vlmdistill.pipelines.bench import evaluate
 from vlmdistill.pipelines.bench.statistics import figures
 from vlmdistill.pipelines.report import charts
-from vlmdistill.pipelines.report.comparison import DrafterResult, rank
+from vlmdistill.pipelines.report.comparison import rank
+from vlmdistill.pipelines.report.results import DrafterResult
 from vlmdistill.pipelines.train import planned
 from vlmdistill.pipelines.workspace.workspace import Workspace
 

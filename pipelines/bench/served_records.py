@@ -25,10 +25,6 @@ from vlmdistill.pipelines.targets.software import Software
 from vlmdistill.stores import records
 
 FORMAT: Final = 1
-TABLE: Final = (
-    *("server", "T", "concurrency", "tokens/s", "first token ms", "ms/token"),
-    *("tau", "accepted", "speedup", "identical", "failed"),
-)
 SPEEDS: Final[tuple[Rate, ...]] = ("speedup", "decode_speedup")
 
 
@@ -166,35 +162,6 @@ class LoadFigures:
 def read(file: Path) -> ServedEvaluation:
     """Read an evaluation of a server; DataError on an invalid file."""
     return records.read(file, ServedEvaluation, "an evaluation of a server", AGAIN)
-
-
-def table(evaluations: Sequence[ServedEvaluation]) -> list[list[str]]:
-    """The lines of `TABLE`: each server at each temperature and concurrency, then its baseline."""
-    lines = []
-    for made in evaluations:
-        for one in map(load_figures, made.loads):
-            paired = [cell(one.speedup, (one.intervals or {}).get("speedup"))]
-            paired += [f"{one.identical}/{one.compared}" if one.compared else "-"]
-            lines.append([made.name, *_run_cells(one, one.server), *paired, str(one.server.failed)])
-            if one.baseline:
-                lines.append(["baseline", *_run_cells(one, one.baseline), "-", "-", str(one.baseline.failed)])
-    return lines
-
-
-def _run_cells(load: LoadFigures, run: RunFigures) -> list[str]:
-    pace = f"{run.tokens_per_second:.0f}" if run.tokens_per_second is not None else "-"
-    times = [_milliseconds(run.first_seconds), _milliseconds(run.seconds_per_token)]
-    return [f"{load.temperature:g}", str(load.concurrency), pace, *times, cell(run.tau), cell(run.accepted)]
-
-
-def _milliseconds(found: Quartiles | None) -> str:
-    return f"{1e3 * found.median:.1f} ({1e3 * found.low:.1f}-{1e3 * found.high:.1f})" if found else "-"
-
-
-def cell(value: float | None, within: Interval | None = None) -> str:
-    """A rate, with its interval if it has one."""
-    shown = "-" if value is None else f"{value:.2f}"
-    return f"{shown} ({within.low:.2f}-{within.high:.2f})" if within else shown
 
 
 def run_figures(run: ServerRun) -> RunFigures:

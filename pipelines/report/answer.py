@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from vlmdistill.pipelines.bench.records import LABELS
-from vlmdistill.pipelines.report.comparison import DrafterResult, Group, Ranking
+from vlmdistill.pipelines.report.comparison import Group, Ranking, ranked
+from vlmdistill.pipelines.report.results import DrafterResult
 
 KINDS = {"text": "text", "image": "images", "images": "several images", "video": "video"}
 MOST = 3  # drafters that are named
@@ -91,15 +92,12 @@ class Answer:
 
 def answers(group: Group) -> list[Answer]:
     """An answer for each temperature, the lowest first."""
-    parts = {KINDS.get(kind, kind): some for kind, some in group.by(LABELS["kind"]).items()}
+    parts = [(KINDS.get(kind, kind), ranked(some)) for kind, some in group.by(LABELS["kind"]).items()]
     warned, broken = bool(group.warnings), group.verdict.level == "broken"
     found = []
     for ranking in group.rankings:
-        alike = {
-            kind: [one for one in some if one.temperature == ranking.temperature]
-            for kind, some in parts.items()
-        }
-        kinds = {kind: Ranking(_fastest_first(some)) for kind, some in alike.items() if _compare(some)}
+        alike = [(kind, at) for kind, some in parts for at in some if at.temperature == ranking.temperature]
+        kinds = {kind: at for kind, at in alike if _compare(at.results)}
         found.append(Answer(ranking, kinds if len(kinds) > 1 else {}, warned, broken))
     return found
 
@@ -107,10 +105,6 @@ def answers(group: Group) -> list[Answer]:
 def _compare(some: Sequence[DrafterResult]) -> bool:
     """Whether all are on the same prompts: records may differ in what kind a prompt is of."""
     return len({tuple(prompt.key for prompt in one.measurement.prompts) for one in some}) == 1
-
-
-def _fastest_first(some: Sequence[DrafterResult]) -> tuple[DrafterResult, ...]:
-    return tuple(sorted(some, key=lambda one: -one.figures.speedup))
 
 
 def _named(leaders: Sequence[DrafterResult]) -> str:

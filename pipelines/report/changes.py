@@ -13,8 +13,8 @@ from typing import Any, Final, Literal
 from vlmdistill.pipelines.bench import records
 from vlmdistill.pipelines.bench.records import Evaluation, Measurement
 from vlmdistill.pipelines.bench.statistics import Interval, Rate, advantage, figures
-from vlmdistill.pipelines.report import selection
-from vlmdistill.pipelines.report.selection import CONDITIONS, Measured, distinguished
+from vlmdistill.pipelines.report.results import CONDITIONS, DrafterResult, of_drafters
+from vlmdistill.pipelines.report.selection import Kept, distinguished
 from vlmdistill.pipelines.targets.software import PACKAGES
 from vlmdistill.stores.errors import DataError
 
@@ -117,7 +117,7 @@ def compare(before: Path, after: Path, where: Sequence[str] = ()) -> Changes:
     """
     sides = [*distinguished([_read(before, where), _read(after, where)])]
     if before.is_file() and after.is_file():
-        names = dict.fromkeys(one.evaluation.name for side in sides for one in side)
+        names = dict.fromkeys(one.name for side in sides for one in side)
         sides = [
             [replace(one, evaluation=replace(one.evaluation, name=" -> ".join(names))) for one in side]
             for side in sides
@@ -140,10 +140,13 @@ def compare(before: Path, after: Path, where: Sequence[str] = ()) -> Changes:
 
 
 def _compare(
-    found: Changes, facts: dict[tuple[str, str, str], dict[str, None]], before: Measured, after: Measured
+    found: Changes,
+    facts: dict[tuple[str, str, str], dict[str, None]],
+    before: DrafterResult,
+    after: DrafterResult,
 ) -> None:
     """Add how one drafter has changed at one temperature, and which facts differ."""
-    old, new, name = before.evaluation, after.evaluation, before.evaluation.name
+    old, new, name = before.evaluation, after.evaluation, before.name
     values = {fact: (value(old), value(new)) for fact, value in FACTS.items()}
     if old.software and new.software:
         was, now = asdict(old.software), asdict(new.software)
@@ -157,7 +160,7 @@ def _compare(
     if untimed := [fact for fact in NEEDED_FOR_TIMES if fact in differing]:
         found.untimed[name] = untimed
     rates = COUNTED if untimed else (*COUNTED, *TIMED)
-    found.drafters.append(_changes(name, _by_key(before.at), _by_key(after.at), rates))
+    found.drafters.append(_changes(name, _by_key(before.measurement), _by_key(after.measurement), rates))
 
 
 def _changes(name: str, old: Measurement, new: Measurement, rates: Sequence[Rate]) -> ChangedDrafter:
@@ -174,7 +177,7 @@ def _by_key(measurement: Measurement) -> Measurement:
     return replace(measurement, prompts=tuple(sorted(measurement.prompts, key=lambda one: one.key)))
 
 
-def _read(where: Path, conditions: Sequence[str]) -> list[Measured]:
+def _read(where: Path, conditions: Sequence[str]) -> list[DrafterResult]:
     """The selected evaluations of a workspace, a folder of them or a file."""
     if not where.exists():
         raise DataError(
@@ -186,14 +189,14 @@ def _read(where: Path, conditions: Sequence[str]) -> list[Measured]:
         raise DataError(
             f"no evaluations in {folder}: give a workspace, its reports folder, or an evaluation's file"
         )
-    return selection.of(map(records.read, files)).where(conditions).latest.own
+    return Kept(of_drafters(map(records.read, files))).where(conditions).latest.own
 
 
-def _by_name(measured: Sequence[Measured]) -> dict[str, dict[float, Measured]]:
+def _by_name(measured: Sequence[DrafterResult]) -> dict[str, dict[float, DrafterResult]]:
     """By name and temperature."""
-    found: dict[str, dict[float, Measured]] = {}
-    for one in sorted(measured, key=lambda one: (one.evaluation.name, one.at.temperature)):
-        found.setdefault(one.evaluation.name, {})[one.at.temperature] = one
+    found: dict[str, dict[float, DrafterResult]] = {}
+    for one in sorted(measured, key=lambda one: (one.name, one.temperature)):
+        found.setdefault(one.name, {})[one.temperature] = one
     return found
 
 

@@ -9,7 +9,8 @@ from types import MappingProxyType
 from typing import Literal
 
 from vlmdistill.pipelines.bench.statistics import Rate
-from vlmdistill.pipelines.report.comparison import DrafterResult, Ranking
+from vlmdistill.pipelines.report.comparison import Ranking
+from vlmdistill.pipelines.report.results import DrafterResult
 
 WIDTH, HEIGHT, SQUARE = 400.0, 220.0, 300.0  # of a chart, and the height of one with equal axes
 LEFT, RIGHT, TOP, BELOW = 44.0, 386.0, 10.0, 40.0  # the margins of its plot area
@@ -159,7 +160,7 @@ def speed(ranking: Ranking, styles: Mapping[str, int], everything: Sequence[Draf
 
 def trees(results: Sequence[DrafterResult], styles: Mapping[str, int]) -> Chart:
     """Decode speedup (bar) and tau (mark) of one drafter by its trees."""
-    name = results[0].name.partition("@")[0]
+    name = results[0].drafter
     title = f"Decode speedup and tau of {name} by tree at temperature {results[0].temperature:g}"
     return _bars(title, results, styles, "decode_speedup", "tau", results)
 
@@ -276,7 +277,8 @@ def _bars(
     everything: Sequence[DrafterResult],
 ) -> Chart:
     """A bar with its interval and a mark for each result, on one scale for `everything`."""
-    x = _scale(0, 1.05 * max(1.0, *(_most(one, (bar, mark)) for one in everything)), 2, WIDTH - 14)
+    most = 1.05 * max(1.0, *(_most(one, (bar, mark)) for one in everything))
+    x = _scale(0, most, 2, WIDTH - 14)
     series = []
     for number, one in enumerate(results):
         values = [getattr(one.figures, bar), getattr(one.figures, mark)]
@@ -285,8 +287,7 @@ def _bars(
         note = f"{values[0]:.2f} ({values[1]:.2f})"
         points = [(x(value), top) for value in values]
         series.append(Series(one.name, styles[one.name], values, points, spans, note))
-    most = max(_most(one, (bar, mark)) for one in everything)
-    ticks = [(tick, x(tick)) for tick in sorted({1.0, *_ticks(0, 1.05 * max(1.0, most))})]
+    ticks = [(tick, x(tick)) for tick in sorted({1.0, *_ticks(0, most)})]
     key = f"bar: {bar}, 95% interval; diamond, and in parentheses: {mark}".replace("_", " ")
     return Chart("bars", title, series, ticks, [], BAR * len(series) + 30, key=key)
 

@@ -11,19 +11,18 @@ from itertools import groupby
 from typing import Literal
 
 from vlmdistill.pipelines.bench import audit
-from vlmdistill.pipelines.bench.records import Evaluation, Measurement, PromptResult
+from vlmdistill.pipelines.bench.records import Evaluation, PromptResult
 from vlmdistill.pipelines.bench.statistics import (
     FEWEST,
     FEWEST_OF_KIND,
     Checks,
-    Figures,
     Interval,
     Rate,
     advantage,
     drift,
-    figures,
 )
-from vlmdistill.pipelines.report.selection import CONDITIONS, Measured, distinguished
+from vlmdistill.pipelines.report.results import CONDITIONS, DrafterResult, of_drafters
+from vlmdistill.pipelines.report.selection import distinguished
 
 MOSTLY = 0.5  # of the CPU: below, speeds are those of other programs
 
@@ -34,45 +33,6 @@ class Verdict:
 
     level: Literal["lossless", "near-ties", "broken", "unchecked"]
     text: str
-
-
-@dataclass(frozen=True)
-class DrafterResult:
-    """One drafter at one temperature."""
-
-    evaluation: Evaluation
-    measurement: Measurement
-    figures: Figures
-
-    @property
-    def name(self) -> str:
-        """The drafter's name."""
-        return self.evaluation.name
-
-    @property
-    def temperature(self) -> float:
-        """The sampling temperature."""
-        return self.measurement.temperature
-
-    @property
-    def against_plain(self) -> Literal["faster", "slower", "equal", "unknown"]:
-        """Whether it is significantly faster or slower than plain decoding."""
-        found = self.figures.intervals.get("speedup")
-        if found is None:
-            return "unknown"
-        if found.low > 1:
-            return "faster"
-        return "slower" if found.high < 1 else "equal"
-
-    @property
-    def warnings(self) -> list[str]:
-        """Problems of its figures."""
-        return [f"{self.name} at temperature {self.temperature:g}: {one}" for one in self.figures.warnings]
-
-    @cached_property
-    def failures(self) -> list[str]:
-        """What cannot be true of its evaluation; see `audit.py`."""
-        return audit.failures(self.evaluation)
 
 
 @dataclass(frozen=True)
@@ -183,17 +143,17 @@ class Group:
 
     number: int
     conditions: dict[str, str]
-    measured: list[Measured]
+    measured: list[DrafterResult]
 
     @cached_property
     def evaluations(self) -> list[Evaluation]:
-        """Those that the measurements are from, the latest first."""
+        """Those that the results are from, the latest first."""
         return [*{id(one.evaluation): one.evaluation for one in self.measured}.values()]
 
     @cached_property
     def rankings(self) -> list[Ranking]:
         """One for each temperature, the lowest first."""
-        return _ranked(self.measured)
+        return ranked(self.measured)
 
     @property
     def results(self) -> list[DrafterResult]:
@@ -202,11 +162,9 @@ class Group:
 
     def by(self, label: Callable[[PromptResult], str]) -> dict[str, list[DrafterResult]]:
         """The results on the prompts of each label, such as their dataset; in the order of `results`."""
-        divided = [(one.evaluation, one.measurement.by(label)) for one in self.results]
-        return {
-            name: [DrafterResult(one, at[name], figures(at[name])) for one, at in divided if name in at]
-            for name in sorted({name for _, at in divided for name in at})
-        }
+        divided = [one.by(label) for one in self.results]
+        names = sorted({name for parts in divided for name in parts})
+        return {name: [parts[name] for parts in divided if name in parts] for name in names}
 
     @property
     def facts(self) -> dict[str, str]:
@@ -304,13 +262,13 @@ def drifts(evaluations: Sequence[Evaluation]) -> list[str]:
 
 def rank(alike: Sequence[Evaluation]) -> list[Ranking]:
     """Rank evaluations of one group at each temperature by speedup."""
-    return _ranked([Measured(one, at) for one in alike for at in one.temperatures])
+    return ranked(of_drafters(alike))
 
 
-def _ranked(alike: Iterable[Measured]) -> list[Ranking]:
-    found = [DrafterResult(one.evaluation, one.at, figures(one.at)) for one in alike]
-    found.sort(key=lambda one: (one.temperature, -one.figures.speedup, one.name))
-    return [Ranking(tuple(same)) for _, same in groupby(found, key=lambda one: one.temperature)]
+def ranked(alike: Iterable[DrafterResult]) -> list[Ranking]:
+    """Rank results that compare, at each temperature by speedup."""
+    ordered = sorted(alike, key=lambda one: (one.temperature, -one.figures.speedup, one.name))
+    return [Ranking(tuple(same)) for _, same in groupby(ordered, key=lambda one: one.temperature)]
 
 
 def differing(groups: Sequence[Group]) -> list[str]:
@@ -318,9 +276,9 @@ def differing(groups: Sequence[Group]) -> list[str]:
     return [name for name in CONDITIONS if len({group.conditions[name] for group in groups}) > 1]
 
 
-def group(measured: Sequence[Measured]) -> list[Group]:
-    """Group the measurements that can be compared, the latest first."""
-    alike: dict[tuple[str, ...], list[Measured]] = {}
+def group(measured: Sequence[DrafterResult]) -> list[Group]:
+    """Group the results that can be compared, the latest first."""
+    alike: dict[tuple[str, ...], list[DrafterResult]] = {}
     for one in measured:
         alike.setdefault(tuple(value(one.evaluation) for value in CONDITIONS.values()), []).append(one)
     return [

@@ -7,11 +7,13 @@ from statistics import mean
 from typing import TYPE_CHECKING
 
 from vlmdistill.pipelines.bench.records import LABELS
-from vlmdistill.pipelines.report.tables import Section, line, rate, sections
+from vlmdistill.pipelines.report.documents import Section, line, sections
+from vlmdistill.pipelines.report.tables import rate
 
 if TYPE_CHECKING:
-    from vlmdistill.pipelines.report.comparison import DrafterResult, Group
+    from vlmdistill.pipelines.report.comparison import Group
     from vlmdistill.pipelines.report.page import ReportPage
+    from vlmdistill.pipelines.report.results import DrafterResult
 
 WIDE = 8  # columns, above which a table is as wide as the page
 ESCAPED = {

@@ -3,13 +3,12 @@
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from vlmdistill.pipelines.bench.served_records import ServedEvaluation
-from vlmdistill.pipelines.bench.unfinished import interim
 from vlmdistill.pipelines.report import selection, trainings
-from vlmdistill.pipelines.report.page import GroupView, ReportPage, evaluated
+from vlmdistill.pipelines.report.page import GroupView, evaluated, of
+from vlmdistill.pipelines.report.results import ServerResult
 from vlmdistill.pipelines.report.templates import script_hash
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import DataError, StoreError
@@ -39,8 +38,7 @@ class LiveReport:
         self._lock = threading.Lock()
         self._looked = time.monotonic()
         self._seen: tuple[object, object] = (None, None)  # what the evaluations, and all else, were made of
-        self._views: list[GroupView] = []
-        self._served: list[ServedEvaluation] = []
+        self._evaluated: tuple[list[GroupView], list[ServerResult]] = ([], [])
         self._trouble = ""
         self._version: PageVersion | None = None
         if where:
@@ -56,29 +54,18 @@ class LiveReport:
             if self._version is None or self._seen != (ended, running):
                 if self._version is None or self._seen[0] != ended:
                     self._evaluate()
-                self._version = self._made(content_hash([ended, running]))
+                page = replace(of(self._workspace, *self._evaluated), live=True, trouble=self._trouble)
+                tag = content_hash([ended, running])
+                self._version = PageVersion(page.html, script_hash(page.script), tag)
                 self._seen = ended, running
             return self._version
 
     def _evaluate(self) -> None:
         try:
-            self._views, self._served = evaluated(self._workspace, self._where)
+            self._evaluated = evaluated(self._workspace, self._where)
             self._trouble = ""
         except (DataError, StoreError) as error:  # what was shown stays
             self._trouble = str(error)
-
-    def _made(self, tag: str) -> PageVersion:
-        page = ReportPage(
-            self._workspace.reports / "index.html",
-            self._workspace.root.name,
-            self._views,
-            self._served,
-            trainings.read(self._workspace),
-            interim(self._workspace.reports),
-            live=True,
-            trouble=self._trouble,
-        )
-        return PageVersion(page.html, script_hash(page.script), tag)
 
     def _refresh(self) -> None:
         """Let a workspace at a URL bring its parts up to date when they are asked for next."""

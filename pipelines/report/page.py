@@ -9,20 +9,19 @@ import io
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from vlmdistill.pipelines.bench import served_records
 from vlmdistill.pipelines.bench.records import LABELS, Evaluation, Training
-from vlmdistill.pipelines.bench.served_records import ServedEvaluation
 from vlmdistill.pipelines.bench.statistics import FEWEST, FEWEST_OF_KIND, PartRates, figures
 from vlmdistill.pipelines.bench.unfinished import Interim, interim, measurements
-from vlmdistill.pipelines.report import charts, selection, trainings
+from vlmdistill.pipelines.report import charts, selection, tables, trainings
 from vlmdistill.pipelines.report.answer import answers
 from vlmdistill.pipelines.report.charts import Chart
-from vlmdistill.pipelines.report.comparison import DrafterResult, Group, Ranking, differing, group
+from vlmdistill.pipelines.report.comparison import Group, Ranking, differing, group
+from vlmdistill.pipelines.report.results import DrafterResult, ServerResult
 from vlmdistill.pipelines.report.samples import OwnFiles, ShownPrompt, samples
 from vlmdistill.pipelines.report.templates import script_hash, source, templates
 from vlmdistill.pipelines.report.trainings import TrainingRun
@@ -89,7 +88,7 @@ class GroupView:
         """Decode speedup and tau by tree, a chart for each temperature and drafter with several trees."""
         found: dict[tuple[float, str], list[DrafterResult]] = {}
         for one in sorted(self.group.results, key=lambda one: one.figures.tau):
-            found.setdefault((one.temperature, one.name.partition("@")[0]), []).append(one)
+            found.setdefault((one.temperature, one.drafter), []).append(one)
         several = [found[key] for key in sorted(found) if len(found[key]) > 1]
         return [charts.trees(some, self.styles) for some in several]
 
@@ -146,7 +145,7 @@ class ReportPage:
     page: Path
     title: str
     views: list[GroupView]
-    served: list[ServedEvaluation]  # of servers, by name
+    served: list[ServerResult]  # by name
     runs: list[TrainingRun]
     interim: list[Interim]  # evaluations that are not finished
     live: bool = False  # it follows the workspace
@@ -193,8 +192,8 @@ class ReportPage:
             ],
             under_way=under_way,
             trained=[one for one in self.trained if not one.unfinished],
-            served=[(one.measured, line) for one in self.served for line in served_records.table([one])],
-            columns=served_records.TABLE,
+            served=[(one.evaluation.measured, row) for one in self.served for row in tables.served([one])],
+            of_servers=tables.SERVED,
             script=script,
             script_hash=script_hash(script),
         )
@@ -206,20 +205,24 @@ def read(workspace: Workspace, out: Path | None = None, where: Sequence[str] = (
     DataError if there are none, or if a JSON file in their folder is not an evaluation; StoreError on a
     mistake in `where`.
     """
-    views, served = evaluated(workspace, where)
-    page, title = out or workspace.reports / "index.html", workspace.root.name
-    return ReportPage(page, title, views, served, trainings.read(workspace), interim(workspace.reports))
+    found = of(workspace, *evaluated(workspace, where))
+    return replace(found, page=out or found.page)
 
 
-def evaluated(
-    workspace: Workspace, where: Sequence[str] = ()
-) -> tuple[list[GroupView], list[ServedEvaluation]]:
-    """The groups of the latest selected evaluations, and those of servers; errors as of `read`."""
+def of(workspace: Workspace, views: list[GroupView], served: list[ServerResult]) -> ReportPage:
+    """The page of these evaluations, and of what is under way."""
+    file, runs = workspace.reports / "index.html", trainings.read(workspace)
+    return ReportPage(file, workspace.root.name, views, served, runs, interim(workspace.reports))
+
+
+def evaluated(workspace: Workspace, where: Sequence[str] = ()) -> tuple[list[GroupView], list[ServerResult]]:
+    """The groups of the latest selected evaluations, and the results of servers; errors as of `read`."""
     found = selection.latest(workspace.reports, workspace.model, where)
     groups, own = group(found.own), OwnFiles(workspace)
     names = sorted({one.name for some in groups for one in some.evaluations})
     styles = {name: number for number, name in enumerate(names)}
-    return [GroupView(some, own, styles, differing(groups), len(groups)) for some in groups], found.servers
+    views = [GroupView(some, own, styles, differing(groups), len(groups)) for some in groups]
+    return views, sorted(found.served, key=lambda one: one.evaluation.name)
 
 
 def write(content: str | bytes, file: Path) -> None:

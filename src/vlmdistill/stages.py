@@ -27,7 +27,8 @@ from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
 from vlmdistill.pipelines.data.responses.responder import ResponseSummary
 from vlmdistill.pipelines.prompts import import_sources
 from vlmdistill.pipelines.report import page
-from vlmdistill.pipelines.report.comparison import DrafterResult, rank
+from vlmdistill.pipelines.report.comparison import rank
+from vlmdistill.pipelines.report.results import DrafterResult
 from vlmdistill.pipelines.status import WorkspaceStatus
 from vlmdistill.pipelines.targets.checkpoints.template import Thinking
 from vlmdistill.pipelines.workspace.workspace import Workspace

@@ -264,7 +264,7 @@ def test_an_interrupted_evaluation_continues_after_its_last_prompt(
     first = msgspec.json.decode(lines[0], type=Decoded).results["lookahead"]
     assert made.temperatures[0].prompts[0] == first
     assert len(made.calibrations) == 3  # of two processes at their start, and of one at its end
-    kept_there = [one.evaluation for one in selection.read(elsewhere.reports).own if one.at.temperature]
+    kept_there = [one.evaluation for one in selection.read(elsewhere.reports).own if one.temperature]
     assert kept_there == [made, eager, fifth]
     assert not list(elsewhere.reports.glob(".*"))
 

@@ -43,9 +43,9 @@ from vlmdistill.pipelines.bench.statistics import FEWEST
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.data.responses.pieces import Piece
+from vlmdistill.pipelines.report.documents import csv, markdown
 from vlmdistill.pipelines.report.latex import latex
 from vlmdistill.pipelines.report.page import read
-from vlmdistill.pipelines.report.tables import csv, markdown
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import DataError
 
@@ -541,7 +541,7 @@ def test_evaluations_of_servers_are_a_section_of_their_own(workspace: Workspace,
     )
     write(made_up, workspace.reports / "served" / "in-vllm.json")
     alone = make(workspace)
-    assert (alone.groups, alone.served) == ([], [made_up])
+    assert (alone.groups, [(one.evaluation, one.load) for one in alone.served]) == ([], [(made_up, load)])
     save("sparrow")
     both = make(workspace)
     text = " ".join(text for _, text in Page(both.page).texts)
