@@ -247,7 +247,7 @@ class _Round:
         return store
 
     def _replay(self, store: Store, view: str) -> None:
-        if any("anchors=failed" in one for one in self.how.settings):
+        if any(stage.anchors == "failed" for stage in self._run(1).config.schedule):
             with self.bar("drafting", "responses") as report:
                 found = replay(self.base, store, view, report)
             self.say(f"replayed   {found.samples} responses: tau {found.tau:.2f}")
@@ -255,7 +255,8 @@ class _Round:
     def _run(self, steps: int, view: str | None = None) -> Run:
         """The training of the round."""
         config = from_dict(catalogue.config(self.method), describe(self.base)["config"])
-        changed = override(config, ["steps=" + str(steps), *self.how.settings])
+        of_round = ["steps=" + str(steps), "stages.*.view="]  # not the views that the base was trained on
+        changed = override(config, [*of_round, *self.how.settings])
         run = train.planned(self.workspace, self.method, name=self.plan.drafter, seed=self.how.seed)
         return replace(run, config=changed, view=view, init=self.base.absolute())
 

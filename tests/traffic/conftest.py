@@ -1,5 +1,6 @@
 """A log of requests to the embedded target, and a workspace with a drafter that knows nothing yet."""
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -65,5 +66,9 @@ def fresh(tmp_path: Path, target: VisionLanguageTarget, old: int = 8) -> Workspa
         {"messages": asked("Which shapes do you see?", data_url(number))["messages"]} for number in range(old)
     ]
     import_prompts([str(write(tmp_path / "old.jsonl", rows))], here.prompts, choices=Choices(split="eval"))
-    synthetic.save("eagle2", here.drafter("hawk"), target=target)
+    file = synthetic.save("eagle2", here.drafter("hawk"), target=target) / "config.json"
+    found = json.loads(file.read_text())
+    for stage in found["config"]["stages"]:  # as of a training on a view that this workspace does not have
+        stage["view"] = "filtered"
+    file.write_text(json.dumps(found))
     return here
