@@ -44,6 +44,7 @@ MEDIA, TRAFFIC = "harvested", "traffic"
 AUDIT, READ = "audit.jsonl", "sources.json"
 EVAL_SHARE = 0.1
 WRITTEN = 256  # responses of a file
+ELSEWHERE = ("no request", "several requests", "missing media", "media budget")  # not the file's own fault
 
 
 def dataset_of(round_name: str) -> str:
@@ -138,7 +139,8 @@ def harvest(
             media_bytes=sum(media.values()),
             seconds=round(time.monotonic() - start, 3),
         )
-        _note(folder, made, {**read, **{file.name: file.state for file in files}}, policy)
+        done = {file.name: file.state for file in files if file.name not in job.again}
+        _note(folder, made, {**read, **done}, policy)
     return made
 
 
@@ -171,6 +173,7 @@ class _Harvest(ImportGate):
     dropped: Counter[str] = field(default_factory=Counter)
     origins: Counter[str] = field(default_factory=Counter)
     kept: set[str] = field(default_factory=set)
+    again: set[str] = field(default_factory=set)  # files of which more may be kept another time
     _pending: dict[tuple[str, int], _Pending] = field(default_factory=dict)
     _rows: list[ResponseRow] = field(default_factory=list)
 
@@ -198,6 +201,8 @@ class _Harvest(ImportGate):
                 yield self._row(file, found)
             except BadRowError as error:
                 self.dropped[error.reason] += 1
+                if error.reason in ELSEWHERE:
+                    self.again.add(file.name)
 
     def _row(self, file: LogFile, exchange: Exchange) -> Row:
         said = response_text(exchange)
@@ -245,7 +250,7 @@ class _Harvest(ImportGate):
         earlier = self._present.get(prompt.key)
         if earlier and prompt.key in self._answered:
             raise BadRowError(KNOWN)
-        prompt = earlier or replace(prompt, time=int(self.now if asked is None else asked))
+        prompt = earlier or replace(prompt, time=int(self.now if asked is None else min(asked, self.now)))
         if prompt.key not in self._answered:  # else of a harvest that was killed
             near = _near(prompt)
             if near in self._near and not earlier:

@@ -29,6 +29,7 @@ RESPONSE = ("response", "response_body", "completion")
 TIME = ("time", "timestamp", "request_time", "created_at", "created")
 FILES = (".jsonl", ".json", ".ndjson", ".gz", ".bz2", ".xz", ".parquet", ".log")
 MILLISECONDS = 1e11  # a time above this is not in seconds
+EARLIEST = 1e9  # in seconds: 2001
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Exchange:
     def facts(self) -> Mapping[str, str]:
         """What lists of a policy may name: the headers, the `user` and the `model`."""
         named = {name: self.request.get(name) for name in ("user", "model")}
-        return {**self.headers, **{name: one for name, one in named.items() if isinstance(one, str)}}
+        return {**self.headers, **{name: str(one) for name, one in named.items() if one is not None}}
 
 
 @dataclass(frozen=True)
@@ -118,10 +119,17 @@ class Log:
         return cls([file for name in names for file in _files(name)])
 
     @cached_property
-    def _asked(self) -> Mapping[str, Mapping[str, Any]]:
-        """The requests of batches by custom id: what answers them may stand in any other file."""
-        rows = (row.value for file in self.files for row in file.rows())
-        return {str(one["custom_id"]): one["body"] for one in rows if isinstance(one, Mapping) and _asks(one)}
+    def _asked(self) -> Mapping[str, Mapping[str, Any] | None]:
+        """The requests of batches by custom id: what answers them may stand in any other file.
+
+        None for an id of several requests, as batches that count from 1 have them.
+        """
+        found: dict[str, Mapping[str, Any] | None] = {}
+        for one in (row.value for file in self.files for row in file.rows()):
+            if isinstance(one, Mapping) and _asks(one):
+                number, body = str(one["custom_id"]), one["body"]
+                found[number] = body if found.get(number, body) == body else None
+        return found
 
     def read(self, file: LogFile) -> Iterator[Exchange | tuple[Row, BadRowError]]:
         """The exchanges of a file, and the rows that are none with what is wrong."""
@@ -141,18 +149,22 @@ class Log:
             raise BadRowError("not an object")
         if value.get("error"):
             raise BadRowError("failed request")
-        response, _, status = _body(value, RESPONSE)
+        response, status, _ = _body(value, RESPONSE)
         if status not in (None, 200):
             raise BadRowError("failed request", f"status {status}")
         if response is None:
             raise BadRowError("no response")
-        request, headers, _ = _body(value, REQUEST)
+        request, _, headers = _body(value, REQUEST)
         if request is None and "custom_id" in value:
-            request = self._asked.get(str(value["custom_id"]))
+            number = str(value["custom_id"])
+            request = self._asked.get(number)
+            if request is None and number in self._asked:
+                raise BadRowError("several requests", f"batches share the id {number}: harvest one at a time")
             if request is None:
                 raise BadRowError("no request", "name the batch's input file, too")
-        given = next((value[name] for name in TIME if value.get(name) is not None), response.get("created"))
-        return Exchange(row, value if request is None else request, response, headers, _seconds(given))
+        given = (*(value.get(name) for name in TIME), response.get("created"), response.get("created_at"))
+        time = next((found for one in given if (found := _seconds(one)) is not None), None)
+        return Exchange(row, value if request is None else request, response, _flat(headers), time)
 
 
 def _files(name: str) -> list[LogFile]:
@@ -222,38 +234,84 @@ def _asks(value: Mapping[str, Any]) -> bool:
     return asks and "custom_id" in value and "response" not in value
 
 
-def _body(
-    value: Mapping[str, Any], names: Sequence[str]
-) -> tuple[Mapping[str, Any] | None, dict[str, str], Any]:
-    """The body under the first of these names, and the headers and the status of HTTP around it."""
+def _body(value: Mapping[str, Any], names: Sequence[str]) -> tuple[Mapping[str, Any] | None, Any, list[Any]]:
+    """The body under the first of these names, the status of HTTP around it, and what has headers."""
     found = next((value[name] for name in names if value.get(name) is not None), None)
-    headers, status = _object(value.get("headers")), value.get("status_code")
+    headers, status = [value.get("headers")], value.get("status_code")
     found = _object(found)
     if found and "body" in found:
-        headers = {**(headers or {}), **(_object(found.get("headers")) or {})}
+        headers.append(found.get("headers"))
         status, found = found.get("status_code", status), _object(found["body"])
-    flat = {str(name).lower(): str(one) for name, one in (headers or {}).items()}
-    return found, flat, status
+    return found, status, headers
+
+
+def _flat(given: Sequence[Any]) -> dict[str, str]:
+    """Headers as one object with names in lower case; several values of a name are one, joined by commas.
+
+    Each is an object, of values or of lists of values, or a list of pairs or of objects with a name and a
+    value. BadRowError if it is not: whoever asked not to be kept could not be told.
+    """
+    flat: dict[str, str] = {}
+    for headers in given:
+        pairs = _pairs(_parsed(headers))
+        names = [name.lower() for name, _ in pairs]
+        flat = {name: one for name, one in flat.items() if name not in names}
+        for name, value in zip(names, (value for _, value in pairs), strict=True):
+            values = value if isinstance(value, list) else [value]
+            before = [flat[name]] if name in flat else []
+            flat[name] = ", ".join([*before, *(str(one).strip() for one in values)])
+    return flat
+
+
+def _pairs(headers: Any) -> list[tuple[str, Any]]:
+    if not headers:
+        return []
+    if isinstance(headers, Mapping):
+        return [(str(name), value) for name, value in headers.items()]
+    pairs = []
+    for one in headers if isinstance(headers, list) else [None]:
+        pair = [one.get("name", one.get("key")), one.get("value")] if isinstance(one, Mapping) else one
+        if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise BadRowError("unreadable headers")
+        pairs.append((pair[0], pair[1]))
+    return pairs
+
+
+def _parsed(value: Any) -> Any:
+    """What JSON written as text says; else the value."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
 
 
 def _object(value: Any) -> dict[str, Any] | None:
     """A JSON object, which may be written as text."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            return None
+    value = _parsed(value)
     return dict(value) if isinstance(value, Mapping) else None
 
 
 def _seconds(value: Any) -> float | None:
-    """A time in seconds since 1970, of a number or a text of ISO 8601; UTC where no zone is given."""
+    """A time in seconds since 1970, of a number or a text of ISO 8601; UTC where no zone is given.
+
+    Numbers may count thousandths, millionths and so on. One that would be before 2001 is a duration.
+    """
     if isinstance(value, str):
         try:
-            moment = datetime.fromisoformat(value)
+            number = float(value)
         except ValueError:
-            return None
-        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e15:
+            number = 0.0
+        if not number >= EARLIEST:
+            try:
+                moment = datetime.fromisoformat(value)
+                return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+            except (ValueError, OverflowError):
+                return None
+        value = number
+    if isinstance(value, bool) or not isinstance(value, int | float) or not EARLIEST <= value < 1e20:
         return None
-    return value / 1000 if value > MILLISECONDS else float(value)
+    while value > MILLISECONDS:
+        value /= 1000
+    return float(value)

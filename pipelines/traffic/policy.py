@@ -130,7 +130,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             made = self.function({**given, "headers": dict(exchange.headers), "time": exchange.time})
         except Exception as error:  # noqa: BLE001
             raise BadRowError("redaction failed", type(error).__name__) from None
-        if made is None:
+        if made is None or (isinstance(made, Mapping) and made.get("response") == ""):
             raise BadRowError("redacted whole")
         if not (
             isinstance(made, Mapping)

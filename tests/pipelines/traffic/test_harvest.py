@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests import tiny
 from tests.pipelines.traffic.conftest import ANSWER, NOW, asked, data_url, exchange, said, write
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.prompts.importing import import_prompts
@@ -223,6 +224,87 @@ def test_batches_folders_and_odd_lines(workspace: Workspace, tmp_path: Path) -> 
         harvest(workspace, [str(tmp_path / "nothing")])
     with pytest.raises(DataError, match="s3://"):
         harvest(workspace, ["https://example.org/log.jsonl"])
+
+
+def batch(name: int) -> tuple[list[Any], list[Any]]:
+    """The input and the output of a batch that counts from 1, as the others do."""
+    requests = [{"custom_id": f"r{at}", "body": asked(f"Q {at} of {name}?")} for at in range(2)]
+    bodies = [said(ANSWER.format(f"{at} of {name}")) for at in range(2)]
+    answers = [{"custom_id": f"r{at}", "response": {"body": body}} for at, body in enumerate(bodies)]
+    return requests, answers
+
+
+def test_a_batch_whose_requests_come_later_is_kept_then(workspace: Workspace, tmp_path: Path) -> None:
+    requests, answers = batch(1)
+    output = str(write(tmp_path / "output.jsonl", answers))
+    assert harvest(workspace, [output]).dropped == {"no request": 2}
+    made = harvest(workspace, [output, str(write(tmp_path / "input.jsonl", requests))])
+    assert (made.kept, made.unchanged) == (2, 0)
+
+
+def test_an_answer_is_never_that_to_another_batchs_request_of_the_same_id(
+    workspace: Workspace, tmp_path: Path
+) -> None:
+    for name in (1, 2):
+        requests, answers = batch(name)
+        write(tmp_path / str(name) / "input.jsonl", requests)
+        write(tmp_path / str(name) / "output.jsonl", answers)
+    assert harvest(workspace, [str(tmp_path / "1"), str(tmp_path / "2")]).dropped == {"several requests": 4}
+    assert [harvest(workspace, [str(tmp_path / name)]).kept for name in "12"] == [2, 2]
+    texts = {row.key: row.text for row in dataset.read(workspace.responses)}
+    for one in prompt_table.read(workspace.prompts):
+        question = one.messages[0]["content"][0]["text"]
+        assert question.removeprefix("Q ").removesuffix("?") in texts[one.key]
+
+
+def test_a_line_whose_image_comes_later_is_kept_then(workspace: Workspace, tmp_path: Path) -> None:
+    log = str(write(tmp_path / "log.jsonl", [exchange(1, request=asked("Which?", "1.png"))]))
+    assert harvest(workspace, [log]).dropped == {"missing media": 1}
+    tiny.picture(84, 84, 1).save(tmp_path / "1.png")
+    assert harvest(workspace, [log]).kept == 1
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"X-Plan": "free"},
+        {"X-Plan": ["free"]},
+        {"X-Plan": " free "},
+        [["X-Plan", "free"]],
+        [{"name": "X-Plan", "value": "free"}],
+        json.dumps({"X-Plan": ["free"]}),
+        "X-Plan: free",  # which cannot be read: it may say anything
+    ],
+)
+def test_a_list_meets_headers_in_every_form_that_gateways_write(workspace: Workspace, headers: Any) -> None:
+    lines = [exchange(0, headers=headers), exchange(1, headers={"x-plan": "paid"})]
+    lines.append(exchange(2, request=asked("A question of 7?", user=7)))
+    made = taken(workspace, lines, deny={"X-Plan": "free", "user": "7"})
+    assert (made.kept, sum(made.dropped.values())) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "time"),
+    [
+        ({"time": NOW * 10**9}, NOW),
+        ({"time": NOW * 10**6}, NOW),
+        ({"time": str(NOW)}, NOW),
+        ({"time": "1764120100000"}, 1764120100),  # which is 1764-12-01 in ISO 8601, too
+        ({"time": 0.35, "created_at": NOW}, NOW),  # that it took
+        ({"time": "20251009T085320"}, NOW),
+    ],
+)
+def test_times_of_every_unit_are_read_and_durations_are_none(
+    workspace: Workspace, given: dict[str, Any], time: float
+) -> None:
+    line = {name: one for name, one in exchange(0).items() if name != "time"}
+    assert taken(workspace, [{**line, **given}]).kept == 1
+    assert prompt_table.read(workspace.prompts)[0].time == time
+
+
+def test_what_a_wrong_clock_puts_into_the_future_was_asked_at_the_harvest(workspace: Workspace) -> None:
+    taken(workspace, [exchange(0, time=4e9)])
+    assert (prompt_table.read(workspace.prompts)[0].time or 0) < 4e9
 
 
 def test_a_harvest_that_was_killed_is_completed_by_the_next_one(
