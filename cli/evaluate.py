@@ -252,7 +252,7 @@ def show_served(found: "ServedDrafters", as_json: bool, *, by_name: bool = False
         console.result(known(facts if by_name else facts.popitem()[1]), as_json=True)
     elif results:
         console.rows(SERVED, served(results))
-    for warning in (warning for one in results for warning in one.figures.warnings):
+    for warning in (warning for one in results for warning in one.warnings):
         console.note(f"warning: {warning}")
     for made in found.made:
         if made.failed:

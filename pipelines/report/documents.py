@@ -46,7 +46,8 @@ def sections(report: "ReportPage") -> Iterator[Section]:
         )
     if report.served:
         said = "In parentheses: quartiles of times, and the 95% interval of the speedup over the baseline."
-        yield Section("serving engines", {}, [said], [*SERVED], served(report.served))
+        said_of = [*(f"Warning: {one}." for one in report.served_warnings), said]
+        yield Section("serving engines", {}, said_of, [*SERVED], served(report.served))
 
 
 def markdown(report: "ReportPage") -> str:

@@ -170,6 +170,11 @@ class ReportPage:
         return sorted([*found.values(), *rest], key=lambda one: one.name)
 
     @property
+    def served_warnings(self) -> list[str]:
+        """Problems of the figures of servers, with the drafters' names."""
+        return [warning for one in self.served for warning in one.warnings]
+
+    @property
     def script(self) -> str:
         """The script of the page."""
         names = ("replay.js", "report.js", *(["live.js"] if self.live else []))
@@ -194,6 +199,7 @@ class ReportPage:
             trained=[one for one in self.trained if not one.unfinished],
             served=[(one.evaluation.measured, row) for one in self.served for row in tables.served([one])],
             of_servers=tables.SERVED,
+            served_warnings=self.served_warnings,
             script=script,
             script_hash=script_hash(script),
         )

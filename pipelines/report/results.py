@@ -154,6 +154,13 @@ class ServerResult:
             "decode_speedup": found.decode_speedup,
         }
 
+    @property
+    def warnings(self) -> list[str]:
+        """As of `DrafterResult`."""
+        one, at = self.evaluation, self.figures
+        whose = f"{one.drafter or one.name} at temperature {at.temperature:g}"
+        return [f"{whose}: {text}" for text in at.warnings]
+
 
 def of_drafters(evaluations: Iterable[Evaluation]) -> list[DrafterResult]:
     """The results of evaluations that are in the order of their files; the latest first."""

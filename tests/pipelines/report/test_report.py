@@ -551,6 +551,13 @@ def test_evaluations_of_servers_are_a_section_of_their_own(workspace: Workspace,
     for form, number in formats:
         (line,) = [line for line in form(both).splitlines() if "in-vllm" in line and line[0] != "%"]
         assert number in line
+    other = dataclasses.replace(counts, generated=99)
+    mixed = dataclasses.replace(load, concurrency=8, server=run(1.0, counts=other))
+    write(dataclasses.replace(made_up, loads=(load, mixed)), workspace.reports / "served" / "in-vllm.json")
+    warned = "in-vllm at temperature 0: the server at concurrency 8 counted 99 generated tokens"
+    found = make(workspace)
+    for text in (Page(found.page).text, markdown(found), latex(found)):
+        assert text.count(warned) == 1
     timeless = dataclasses.replace(load, server=dataclasses.replace(load.server, seconds=0.0))
     file = workspace.reports / "served" / "odd.json"
     write(dataclasses.replace(made_up, name="timeless", loads=(timeless,)), file)
