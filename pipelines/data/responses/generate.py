@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,19 @@ logger = logging.getLogger(__name__)
 def recorded(
     cycles: Iterable[Cycle], done: list[Cycle], ended: Callable[[], bool] = lambda: False
 ) -> Iterator[Cycle]:
-    """The cycles, which are added to `done`, until `ended`."""
+    """The cycles, one token of each at a time, until `ended`.
+
+    `done` gets what was asked for: its last cycle ends with the last token, as if that were the limit.
+    """
     for cycle in cycles:
         done.append(cycle)
-        yield cycle
-        if ended():
-            return
+        seconds = cycle.seconds
+        for end, token in enumerate(cycle.ids, start=1):
+            done[-1] = replace(cycle, ids=cycle.ids[:end], accepted=min(cycle.accepted, end))
+            yield replace(cycle, ids=[token], accepted=int(end <= cycle.accepted), seconds=seconds)
+            if ended():
+                return
+            seconds = 0.0
 
 
 class StreamedResponse:

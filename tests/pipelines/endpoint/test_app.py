@@ -217,6 +217,32 @@ def test_models_and_health(server: Served) -> None:
     assert "POST /v1/chat/completions" in json.loads(body)["error"]["message"]
 
 
+def test_a_stop_string_ends_the_count_of_tokens_with_and_without_a_drafter_alike(
+    decoder: ServedDecoder, media: Path
+) -> None:
+    drafter = synthetic.untrained("lookahead", decoder.target)
+    eager, plain = replace(decoder, drafter=drafter, drafter_name="lookahead"), replace(decoder, drafter=None)
+    body = {"model": "demo", "messages": [{"role": "user", "content": shown(f"file://{media}/scene.png")}]}
+
+    def respond(served: ServedDecoder, **more: Any) -> ServedResponse:
+        response = ServedResponse(served, ChatRequest.model_validate({**body, **more}), media)
+        for _ in response.pieces():
+            pass
+        return response
+
+    whole = respond(eager)
+    first = next(one for one in whole.cycles if one.accepted > 2)
+    before = [token for one in whole.cycles[: whole.cycles.index(first)] for token in one.ids]
+    decode = decoder.target.tokenizer.decode
+    stop = decode([*before, *first.ids[:2]])[len(decode(before)) - 12 :]  # ends within an accepted draft
+    stopped, expected = respond(eager, stop=stop), respond(plain, stop=stop)
+    assert (stopped.text, stopped.finish) == (expected.text, "stop")
+    ids = [[token for one in response.cycles for token in one.ids] for response in (stopped, expected)]
+    assert ids[0] == ids[1]
+    assert stopped.decoding.tokens == expected.decoding.tokens == len(ids[0]) < whole.decoding.tokens
+    assert stopped.cycles[-1].accepted == 2
+
+
 def test_the_page_loads_nothing_from_elsewhere(server: Served) -> None:
     status, body, headers = server.exchange("GET", "/")
     page, policy = body.decode(), headers["content-security-policy"]
