@@ -33,9 +33,9 @@ def exchange(response: ServedResponse, headers: Mapping[str, str], keep: Keep) -
 
 
 def _request(response: ServedResponse, keep: Keep) -> dict[str, Any]:
-    """The request with its images as files of the log."""
+    """The request with its images as files of the log, and its temperature: other servers' default is 1."""
     request = response.request
-    found = request.model_dump(exclude_defaults=True)
+    found = {"temperature": request.temperature, **request.model_dump(exclude_unset=True)}
     for turn, message in zip(found["messages"], request.messages, strict=True):
         for part, given in zip(turn["content"], message.content, strict=True):
             if given.image_url is not None:

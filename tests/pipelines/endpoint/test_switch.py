@@ -176,7 +176,7 @@ def test_a_record_has_the_tokens_and_the_images_by_hash_and_no_key(
     decoder: ServedDecoder, tmp_path: Path
 ) -> None:
     url = tiny.data_url(tiny.picture(56, 56))
-    shown = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What?"}]
+    shown = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": ""}]
     asked = {"model": decoder.model, "messages": [{"role": "user", "content": shown}], "user": "ann"}
     headers: dict[str, Any] = {**JSON, "Authorization": "Bearer word", "X_Team": "red"}
     recorder = Recorder(tmp_path / "log")
@@ -195,6 +195,8 @@ def test_a_record_has_the_tokens_and_the_images_by_hash_and_no_key(
     assert tiny.data_url(stored.read_bytes()) == url
     assert line["request"]["messages"][0]["content"][0]["image_url"]["url"] == f"media/{stored.name}"
     assert line["request"]["user"] == "ann"
+    assert line["request"]["temperature"] == 0  # the default here, and 1 elsewhere
+    assert line["request"]["messages"][0]["content"][1] == {"type": "text", "text": ""}
     assert line["headers"]["x-team"] == "red"
     assert "word" not in file.read_text()
 
