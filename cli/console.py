@@ -259,6 +259,10 @@ def plain(text: str) -> str:
     return "\n".join(map(printable, text.split("\n")))
 
 
+class CommandTerminated(SystemExit):
+    """SIGTERM has ended the command; once all is closed it ends the process, as it does without a handler."""
+
+
 class CommandStopped(SystemExit):
     """The command was interrupted or terminated; `message` says which work is kept."""
 

@@ -6,6 +6,7 @@ The file of a command imports heavy packages inside its function, so that `vlmdi
 import functools
 import os
 import re
+import signal
 import sys
 import tempfile
 import traceback
@@ -150,6 +151,8 @@ def _status(run: Callable[[], object], given: Sequence[str], debug: bool) -> int
     try:
         run()
     except SystemExit as stop:
+        if isinstance(stop, console.CommandTerminated):
+            signal.raise_signal(signal.SIGTERM)
         if isinstance(stop, console.CommandStopped):
             console.note(stop.message)
         elif stop.code in (console.SIGINT_STATUS, console.SIGTERM_STATUS):

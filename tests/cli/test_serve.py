@@ -1,10 +1,13 @@
 """`vlmdistill serve`: what it refuses to start with, and how it ends."""
 
 import http.client
+import json
+import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -104,3 +107,29 @@ def test_a_signal_ends_the_server(
             run.kill()
     assert (run.returncode, out) == (status, "")
     assert err == ("stopped\n" if number == signal.SIGINT else "")
+
+
+def test_sigterm_ends_the_server_once_its_log_is_written(tmp_path: Path) -> None:
+    now = time.time()
+    days = [time.strftime("%Y-%m-%d", time.gmtime(at)) for at in (now, now + 86400)]
+    for day in days:
+        os.mkfifo(tmp_path / f"{day}.jsonl")  # what is written waits for a reader
+    command = [sys.executable, "-m", "vlmdistill", "serve", "--record", str(tmp_path), "--port", "0"]
+    body = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
+        try:
+            assert run.stdout is not None
+            port = int(run.stdout.readline().partition(";")[0].rpartition(":")[2])
+            with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=400)) as connection:
+                kind = {"Content-Type": "application/json"}
+                connection.request("POST", "/v1/chat/completions", json.dumps(body), kind)
+                assert connection.getresponse().status == 200
+            run.terminate()
+            with pytest.raises(subprocess.TimeoutExpired):
+                run.wait(5)
+            readers = [os.open(tmp_path / f"{day}.jsonl", os.O_RDONLY | os.O_NONBLOCK) for day in days]
+            assert run.wait(400) == -signal.SIGTERM
+            lines = b"".join(os.read(reader, 1 << 16) for reader in readers)
+        finally:
+            run.kill()
+    assert json.loads(lines)["response"]["usage"]["completion_tokens"] == 2
