@@ -48,7 +48,9 @@ def expire(store: Store, before: float, *, keys: Iterable[str] = (), dry_run: bo
     Views and statistics forget them first. StoreError, after everything else, when a live writer holds a
     shard, or one cannot be read.
     """
-    old = [*_old(store, before, frozenset(keys))]
+    parts = (*store.annexes, store)  # what the store no longer has, an annex could not be asked for
+    aged = frozenset(keys).union(*(_aged(part, before) for part in parts))
+    old = [*_old(store, aged)]
     gone = frozenset(key for _, rows, _ in old for key in rows["key"])
     times = store.index[TIME] if TIME in store.index.columns else pl.Series([None] * len(store))
     untimed = int(times.is_null().sum())
@@ -56,13 +58,13 @@ def expire(store: Store, before: float, *, keys: Iterable[str] = (), dry_run: bo
         shards = [store.commit(unit).named for unit, _, _ in old]
         return Expired(gone, untimed, {name: _bytes(store.backend, name) for name in shards})
     removed, held = dict[str, int](), list[str]()
-    if gone:
+    if aged:
         for folder in (VIEWS, STATS):
             for name in record_names(store.backend, folder):
-                removed |= _forget(store.backend, folder, name, gone)
-    for part in (*store.annexes, store):  # what the store no longer has, an annex could not be asked for
+                removed |= _forget(store.backend, folder, name, aged)
+    for part in parts:
         inside = part.path.removeprefix(store.path).lstrip("/")
-        for unit, _, rest in old if part is store else [*_old(part, before, gone)]:
+        for unit, _, rest in old if part is store else [*_old(part, aged)]:
             dropped = _drop(part, unit, rest, held)
             removed |= {f"{inside}/{name}".lstrip("/"): size for name, size in dropped}
     if held:
@@ -73,16 +75,23 @@ def expire(store: Store, before: float, *, keys: Iterable[str] = (), dry_run: bo
     return Expired(gone, untimed, removed)
 
 
-def _old(
-    store: Store, before: float, keys: frozenset[str]
-) -> Iterator[tuple[str, pl.DataFrame, pl.DataFrame]]:
-    """Each unit with samples to delete: these, and the others; of keys in several units, each."""
+def _aged(store: Store, before: float) -> set[str]:
+    """The keys of samples that were asked before a time; of a key in several units, as one of them says."""
+    keys = set[str]()
     for unit in store.units():
         rows = _lines(store, unit)
-        asked = pl.col(TIME) < before if TIME in rows.columns else pl.lit(False)
-        old = rows.with_columns((asked.fill_null(False) | pl.col("key").is_in(list(keys))).alias("!old"))
-        if old["!old"].any():
-            yield (unit, old.filter(pl.col("!old")).drop("!old"), old.filter(~pl.col("!old")).drop("!old"))
+        if TIME in rows.columns:
+            keys.update(rows.filter(pl.col(TIME) < before)["key"])
+    return keys
+
+
+def _old(store: Store, keys: frozenset[str]) -> Iterator[tuple[str, pl.DataFrame, pl.DataFrame]]:
+    """Each unit with samples of these keys: these, and the others."""
+    named = pl.col("key").is_in(list(keys))
+    for unit in store.units():
+        rows = _lines(store, unit)
+        if len(old := rows.filter(named)):
+            yield unit, old, rows.filter(~named)
 
 
 def _lines(store: Store, unit: str) -> pl.DataFrame:

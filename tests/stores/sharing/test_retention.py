@@ -69,6 +69,19 @@ def test_a_dry_run_removes_nothing_and_an_annex_forgets_with_its_store(store: St
     assert same(Store.open(store.path).read("k0005", MORE), replace(more(5), meta=aged(5).meta))
 
 
+def test_of_a_sample_that_two_units_have_no_copy_stays(store: Store) -> None:
+    folder = Path(store.path)
+    write(store, "later", [sample(1, time=50), sample(50, time=50)])
+    annex = store.annex(MORE)
+    write(annex, "x", (replace(more(number), meta=aged(number).meta) for number in (1, 5)))
+    expire(store, 4)
+    left = Store.open(folder)
+    assert not on_disk(folder, aged(1).features[HIDDEN].tobytes()[:64])
+    assert left.keys() == {f"k{number:04}" for number in (4, 5, 8, 9, 50, 100, 101)}
+    assert left.annexes[0].keys() == {"k0005"}
+    assert not verify(folder).damage
+
+
 def test_killed_after_the_rest_was_written_it_is_done_by_the_next_run(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
