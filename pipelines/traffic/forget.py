@@ -1,7 +1,8 @@
 """Deletion: traffic that was asked too long ago leaves the workspace, and its bytes leave the disk.
 
 Samples go first, then responses, what reports show of the prompts, images and videos, and the prompts last:
-they say what is too old, so that a deletion that was stopped is done again.
+they say what is too old, so that a deletion that was stopped is done again. Of a harvest that was killed, the
+responses go that no prompt has: nothing says how old they are, and it is done again.
 """
 
 import json
@@ -13,7 +14,7 @@ from pathlib import Path
 from vlmdistill.pipelines.bench import records
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.responses import dataset
-from vlmdistill.pipelines.traffic.harvest import audited, unnamed
+from vlmdistill.pipelines.traffic.harvest import UNLISTED, audited, unlisted, unnamed
 from vlmdistill.pipelines.workspace.parts import UNFINISHED
 from vlmdistill.pipelines.workspace.workspace import Workspace, only_writer
 from vlmdistill.stores.schema import utc
@@ -45,6 +46,7 @@ def forget(workspace: Workspace, older_than: float, *, dry_run: bool = False) ->
     with only_writer(folder), only_writer(responses), only_writer(file), only_writer(workspace.reports):
         prompts = prompt_table.read(file) if file.is_file() else []
         old = {one.key for one in prompts if one.time is not None and one.time < before}
+        old |= unlisted(workspace).difference(one.key for one in prompts)
         left = [one for one in prompts if one.key not in old]
         samples, size = 0, 0
         if store := Store.find(workspace.features):
@@ -53,6 +55,8 @@ def forget(workspace: Workspace, older_than: float, *, dry_run: bool = False) ->
             samples, size = len(expired.keys), sum(expired.removed.values())
             old |= expired.keys
         gone = dataset.remove(responses, old, dry_run=dry_run)
+        if not dry_run:
+            (folder / UNLISTED).unlink(missing_ok=True)
         shown = _unshow(workspace.reports, old, dry_run)
         media = unnamed(workspace, left, dry_run)
         if old and not dry_run and len(left) < len(prompts):
@@ -64,7 +68,7 @@ def forget(workspace: Workspace, older_than: float, *, dry_run: bool = False) ->
             prompts=len(prompts) - len(left),
             media=len(media),
             reports=shown,
-            bytes=size + sum(bytes_ for _, bytes_ in media),
+            bytes=size + sum(media.values()),
             dry_run=dry_run,
         )
         if not dry_run and any((samples, gone, made.prompts, media, shown)):
@@ -75,22 +79,22 @@ def forget(workspace: Workspace, older_than: float, *, dry_run: bool = False) ->
 
 def _unshow(reports: Path, keys: Collection[str], dry_run: bool) -> int:
     """Take the texts of prompts out of evaluations and of the page; the numbers stay. How many there were."""
-    count = 0
-    for file in records.files_in(reports):
-        one = records.read(file)
-        showing = any(shown.key in keys for at in one.temperatures for shown in at.shown)
-        count += showing
-        if showing and not dry_run:
+    showing = [
+        file
+        for file in records.files_in(reports)
+        if any(shown.key in keys for at in records.read(file).temperatures for shown in at.shown)
+    ]
+    if showing and not dry_run:
+        (reports / "index.html").unlink(missing_ok=True)  # first: the records say that it must go
+        for file in showing:
+            one = records.read(file)
             temperatures = tuple(
                 replace(at, shown=tuple(shown for shown in at.shown if shown.key not in keys))
                 for at in one.temperatures
             )
             records.write(replace(one, temperatures=temperatures), file)
-    if count and not dry_run:
-        for page in reports.glob("index.html"):
-            page.unlink()
     for file in reports.glob(f".*{UNFINISHED}") if not dry_run and keys else ():
         text = file.read_text(encoding="utf-8", errors="replace")
         if any(json.dumps(key) in text for key in keys):
             file.unlink()
-    return count
+    return len(showing)

@@ -4,6 +4,7 @@
                 harvested/                    images and videos of the logs, named by their hash
                 traffic/audit.jsonl           a line for each harvest: what was kept, and dropped why
                         sources.json          log files that are read
+                        unlisted.txt          keys of responses whose prompts are not written yet
 
 Responses come first, and a prompt without one is never written: a harvest that was killed is done again, and
 finds the rest. Of what is dropped, nothing is kept.
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from vlmdistill.pipelines.targets.target_model import TargetModel
 
 MEDIA, TRAFFIC = "harvested", "traffic"
-AUDIT, READ = "audit.jsonl", "sources.json"
+AUDIT, READ, UNLISTED = "audit.jsonl", "sources.json", "unlisted.txt"
 EVAL_SHARE = 0.1
 WRITTEN = 256  # responses of a file
 ELSEWHERE = ("no request", "several requests", "missing media", "media budget")  # not the file's own fault
@@ -108,10 +109,11 @@ def harvest(
         target = load_encoder(workspace.model)
         out = workspace.responses
         dataset.check_settings(out, {"checkpoint": str(checkpoint(workspace.model))})
-        before = _media(workspace)
+        before = _sweep(workspace)  # of a harvest that was killed, or deleted by another machine
         job = _Harvest(
             workspace, target, policy, dataset_of(round_name), now.timestamp(), logs, progress, dict(before)
         )
+        folder.mkdir(parents=True, exist_ok=True)
         if files:
             _start(out, target)
         rows = (row for file in files for row in job.rows(file))
@@ -176,6 +178,7 @@ class _Harvest(ImportGate):
     again: set[str] = field(default_factory=set)  # files of which more may be kept another time
     _pending: dict[tuple[str, int], _Pending] = field(default_factory=dict)
     _rows: list[ResponseRow] = field(default_factory=list)
+    _made: set[str] = field(default_factory=set)  # media of the kept prompts
 
     def __post_init__(self) -> None:
         self._tokens = ResponseTokens(self.target)
@@ -258,8 +261,9 @@ class _Harvest(ImportGate):
             response = self._response(prompt, found)
             self._near.add(near)
             self._rows.append(response)
+            self._made.update(f"{MEDIA}/{Path(part['path']).name}" for part in prompt.media)
             if len(self._rows) >= WRITTEN:
-                self.close()
+                self._write()
         self.kept.add(prompt.key)
         return prompt
 
@@ -295,8 +299,16 @@ class _Harvest(ImportGate):
         )
 
     def close(self) -> None:
+        """Write the responses that are left, and let media go with the prompts to the URL."""
+        self._write()
+        if self.workspace.parts:
+            self.workspace.parts.send_later(self._made)
+
+    def _write(self) -> None:
         """Write the responses that are kept so far."""
         rows, self._rows = self._rows, []
+        with (self.workspace.traffic / UNLISTED).open("a") as file:
+            file.writelines(f"{row.key}\n" for row in rows)
         name = content_hash(sorted(row.key for row in rows))
         dataset.write_part(self.workspace.responses, name, rows)
 
@@ -337,9 +349,14 @@ def _start(out: Path, target: "TargetModel") -> None:
 
 def _media(workspace: Workspace) -> dict[str, int]:
     """The harvested images and videos: the hash of each, and its bytes."""
+    return {Path(name).stem: size for name, size in _files(workspace).items() if not name.startswith(".")}
+
+
+def _files(workspace: Workspace) -> dict[str, int]:
+    """The files of harvested media on this machine and, of a workspace at a URL, there: names and bytes."""
     folder = workspace.root / MEDIA
-    files = folder.iterdir() if folder.is_dir() else ()
-    return {file.stem: file.stat().st_size for file in files if not file.name.startswith(".")}
+    here = {one.name: one.stat().st_size for one in (folder.iterdir() if folder.is_dir() else ())}
+    return {**(workspace.parts.there.list_files(MEDIA) if workspace.parts else {}), **here}
 
 
 def _sweep(workspace: Workspace) -> dict[str, int]:
@@ -349,20 +366,21 @@ def _sweep(workspace: Workspace) -> dict[str, int]:
     return _media(workspace)
 
 
-def unnamed(workspace: Workspace, prompts: Sequence[Prompt], dry_run: bool = False) -> list[tuple[str, int]]:
+def unnamed(workspace: Workspace, prompts: Sequence[Prompt], dry_run: bool = False) -> dict[str, int]:
     """Remove the harvested media that these prompts, all there are, do not name; the files, their bytes."""
-    folder = workspace.root / MEDIA
     named = {Path(part["path"]).name for prompt in prompts for part in media_parts(prompt.messages)}
-    gone = [
-        (file, file.stat().st_size)
-        for file in (folder.iterdir() if folder.is_dir() else ())
-        if file.name not in named
-    ]
-    for file, _ in () if dry_run else gone:
-        file.unlink(missing_ok=True)
+    gone = {name: size for name, size in _files(workspace).items() if name not in named}
+    for name in () if dry_run else gone:
+        (workspace.root / MEDIA / name).unlink(missing_ok=True)
         if workspace.parts:
-            workspace.parts.there.remove(f"{MEDIA}/{file.name}")
-    return [(f"{MEDIA}/{file.name}", size) for file, size in gone]
+            workspace.parts.there.remove(f"{MEDIA}/{name}")
+    return gone
+
+
+def unlisted(workspace: Workspace) -> set[str]:
+    """The keys of responses that a harvest wrote which was killed before their prompts were."""
+    file = workspace.traffic / UNLISTED
+    return set(file.read_text().split()) if file.is_file() else set()
 
 
 def _read_before(file: Path, policy: Policy) -> dict[str, Any]:
@@ -373,8 +391,8 @@ def _read_before(file: Path, policy: Policy) -> dict[str, Any]:
 
 def _note(folder: Path, made: Harvest, read: Mapping[str, Any], policy: Policy) -> None:
     """Add a line to the audit, then note what was read."""
-    folder.mkdir(parents=True, exist_ok=True)
     audited(folder, asdict(made))
+    (folder / UNLISTED).unlink(missing_ok=True)
     with atomic_write(folder / READ) as new:
         new.write_text(json.dumps({"policy": policy.hash, "files": read}) + "\n")
 

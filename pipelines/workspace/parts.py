@@ -1,7 +1,8 @@
 """A workspace at a URL, and the folder of this machine that has copies of its parts.
 
     <url>/prompts, responses, drafters/<name>, reports, traffic   parts, see `stores.sharing.part`
-          images, demo-data, harvested, benchmarks       media of prompts; created, never replaced
+          images, demo-data, harvested, benchmarks       media of prompts; created, never replaced. Of `harvested`,
+                                                         which machines delete, each sends its own alone
           features                                       the feature store, used where it is
     <cache>/s3/bucket/runs/<model>/                      the folder, under the path of its URL
                            .parts/                       what each part was equal to
@@ -10,16 +11,18 @@ A command updates a part when it first asks for it, and publishes what it has ch
 all others at its end. The run of a training publishes its own checkpoints (`drafters.training.saved`).
 """
 
+import json
 import logging
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from vlmdistill.pipelines.media.urls import VARIABLE, address, cache, copy_of
 from vlmdistill.stores.backends.backend import STREAMS
+from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.backends.remote import Remote
 from vlmdistill.stores.errors import DataError, LostError, one_line
 from vlmdistill.stores.lease import leased
@@ -27,9 +30,10 @@ from vlmdistill.stores.sharing.part import Copy, stat_of
 
 RECORDS = ".parts"
 PROMPTS = ("prompts.parquet", "prompts.skipped.jsonl")
+UNSENT = "unsent.json"  # files of this machine that go with the next version of the prompts
 UNFINISHED = ".unfinished"  # evaluations
 PART = re.compile(r"responses|reports|traffic|drafters/[^/]+")  # with a folder of its own
-MEDIA = {"prompts": ("images", "demo-data", "harvested"), "reports": ("benchmarks/images", "benchmarks/demo")}
+MEDIA = {"prompts": ("images", "demo-data"), "reports": ("benchmarks/images", "benchmarks/demo")}
 EVERY = 60.0  # seconds between two versions of a part that is being written
 log = logging.getLogger("vlmdistill.pipelines")
 
@@ -105,18 +109,42 @@ class Parts:
         with self._reaching("written to"):
             for folder in MEDIA.get(part, ()):
                 self._send_media(folder)
+            if part == "prompts":
+                self._send_noted()
             try:
                 self._copies[part].publish()
             except LostError:  # which another attempt would not change
                 del self._copies[part]
                 raise
 
-    def _send_media(self, folder: str) -> None:
-        """Create the files of a folder that are not there; DataError if another one has the same name."""
+    def send_later(self, names: Iterable[str]) -> None:
+        """Note media that other machines may delete: the next version of the prompts sends them, once.
+
+        All else in their folder is a copy, which may be of what is deleted there.
+        """
+        with atomic_write(self.folder / RECORDS / UNSENT) as file:
+            file.write_text(json.dumps(sorted({*self._unsent(), *names})))
+
+    def _unsent(self) -> list[str]:
+        file = self.folder / RECORDS / UNSENT
+        return list(json.loads(file.read_text())) if file.is_file() else []
+
+    def _send_noted(self) -> None:
+        if noted := self._unsent():
+            for folder in {name.partition("/")[0] for name in noted}:
+                self._send_media(folder, noted)
+            (self.folder / RECORDS / UNSENT).unlink()
+
+    def _send_media(self, folder: str, names: Collection[str] | None = None) -> None:
+        """Create the files of a folder, or of these names, that are not there.
+
+        DataError if another one has the same name.
+        """
         here = {
-            path.relative_to(self.folder).as_posix(): stat
+            name: stat
             for path in (self.folder / folder).rglob("*")
             if not path.name.startswith(".") and (stat := stat_of(path))
+            if (name := path.relative_to(self.folder).as_posix()) in (names or [name])
         }
         there = (
             {f"{folder}/{name}": size for name, size in self.there.list_files(folder).items()} if here else {}

@@ -184,7 +184,7 @@ def pack(out: Path) -> None:
 
 
 def remove(out: Path, keys: Collection[str], *, dry_run: bool = False) -> int:
-    """Remove the responses to some prompts; how many there were.
+    """Remove the responses to some prompts, and that others failed; how many responses there were.
 
     Only one run writes to a folder at a time; see `only_writer`.
     """
@@ -201,8 +201,9 @@ def remove(out: Path, keys: Collection[str], *, dry_run: bool = False) -> int:
             path.unlink()
         else:
             _write(path, rows.filter(pa.array([not one for one in mine])))
-    if count and not dry_run:
-        (out / FAILED).unlink(missing_ok=True)
+    failed = _failed(out)
+    if not dry_run and not failed.keys().isdisjoint(keys):
+        write_failed(out, {key: why for key, why in failed.items() if key not in keys})
     return count
 
 
@@ -357,6 +358,12 @@ class Responses:
     def row(self, at: int) -> ResponseRow:
         """One of them."""
         return ResponseRow(**self._spool.row(at))
+
+
+def _failed(out: Path) -> dict[str, str]:
+    """The failed prompts that are listed, with the reason."""
+    lines = (out / FAILED).read_text().splitlines() if (out / FAILED).is_file() else []
+    return {one["key"]: one["reason"] for one in map(json.loads, lines)}
 
 
 def write_failed(out: Path, failed: Mapping[str, str]) -> None:

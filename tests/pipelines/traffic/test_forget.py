@@ -18,6 +18,7 @@ from vlmdistill.pipelines.data.prompts.importing import import_prompts
 from vlmdistill.pipelines.data.responses import dataset
 from vlmdistill.pipelines.traffic.forget import forget
 from vlmdistill.pipelines.traffic.harvest import MEDIA, harvest
+from vlmdistill.pipelines.workspace import parts
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.integrity.verify import verify
 from vlmdistill.stores.schema import Feature
@@ -77,6 +78,7 @@ def test_what_is_too_old_is_in_no_file_and_all_else_is(workspace: Workspace) -> 
     file = records.new_file(workspace.reports, "hawk")
     records.write(showing, file)
     (workspace.reports / "index.html").write_text("Zebedee")
+    dataset.write_failed(workspace.responses, {old: "Zebedee cannot be read", "another": "too long"})
     state = sample(0).features[Feature("hidden", "text")].tobytes()[:64]
     images = [one.read_bytes() for one in (workspace.root / MEDIA).iterdir()]
     assert holding(workspace.root, state)
@@ -91,6 +93,7 @@ def test_what_is_too_old_is_in_no_file_and_all_else_is(workspace: Workspace) -> 
     assert not holding(workspace.root, state)
     assert sum(bool(holding(workspace.root, image)) for image in images) == 2
     assert raw(workspace, "Florence")
+    assert raw(workspace, "too long")
     assert {one.time is None for one in prompt_table.read(workspace.prompts)} == {True, False}
     assert len(prompt_table.read(workspace.prompts)) == 4
     assert Store.open(workspace.features).keys() == {"k0002"}
@@ -113,6 +116,76 @@ def test_stopped_before_the_prompts_are_written_it_is_done_by_the_next_run(
             forget(workspace, 30 * DAY)
     assert forget(workspace, 30 * DAY).prompts == 3
     assert not raw(workspace, "Zebedee")
+
+
+def test_a_page_is_gone_before_what_tells_that_it_must(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = next(one.key for one in prompt_table.read(workspace.prompts) if one.time and one.time < NEW - DAY)
+    showing = evaluation("hawk", measured(shown=(shown(old, prompt="Is Zebedee there?"),)))
+    for _ in range(2):
+        records.write(showing, records.new_file(workspace.reports, "hawk"))
+    (workspace.reports / "index.html").write_text("Zebedee")
+    writing, times = records.write, list[int]()
+
+    def killed(*given: Any) -> None:
+        writing(*given)
+        times.append(1)
+        if len(times) == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(records, "write", killed)
+        with pytest.raises(KeyboardInterrupt):
+            forget(workspace, 30 * DAY)
+    forget(workspace, 30 * DAY)
+    assert not raw(workspace, "Zebedee")
+
+
+def test_what_a_killed_harvest_left_without_a_prompt_is_deleted(
+    workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    log = write(tmp_path / "log" / "3.jsonl", lines("Dougal", OLD, 20))
+    with monkeypatch.context() as patch:
+        patch.setattr("vlmdistill.pipelines.data.prompts.importing.write", killed)
+        with pytest.raises(KeyboardInterrupt):
+            harvest(workspace, [str(log)])
+    log.unlink()
+    assert raw(workspace, "Dougal")
+    assert forget(workspace, 30 * DAY).responses == 6
+    assert not raw(workspace, "Dougal")
+    assert raw(workspace, "Florence")
+
+
+def test_at_a_url_images_leave_that_other_machines_have_harvested_and_do_not_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def on(machine: str) -> Workspace:
+        monkeypatch.setenv("VLMDISTILL_CACHE", str(tmp_path / machine))
+        parts._opened.clear()
+        return Workspace.of("demo", f"memory://{tmp_path.name}/runs")
+
+    def images(workspace: Workspace) -> int:
+        assert workspace.parts
+        return len(workspace.parts.there.list_files(MEDIA))
+
+    own = write(tmp_path / "own.jsonl", [{"messages": [{"role": "user", "content": "Mine?"}]}])
+    for word, when, seed in (("Zebedee", OLD, 0), ("Florence", NEW, 10)):
+        with on("a") as a:
+            harvest(a, [str(write(tmp_path / f"{word}.jsonl", lines(word, when, seed)))])
+    assert images(a) == 4
+    with on("b") as b:
+        assert forget(b, 30 * DAY).media == 2
+    for machine in "ab":
+        with on(machine) as here:
+            import_prompts([str(own)], here.prompts)
+        assert images(here) == 2
+    with on("a") as a:  # asked again
+        assert harvest(a, [str(write(tmp_path / "again.jsonl", lines("Zebedee", NEW, 0)))]).media == 2
+    assert images(a) == 4
 
 
 def test_the_command_says_what_it_deleted(
