@@ -375,11 +375,21 @@ class _Line(logging.Formatter):
         return plain(super().formatMessage(record))
 
 
+class _ToStderr(logging.Handler):
+    """Lines to what is the standard error when they come, also after it was replaced."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            sys.stderr.write(f"{self.format(record)}\n")
+        except (OSError, ValueError):  # it was closed
+            self.handleError(record)
+
+
 def log_to_stderr(debug: bool) -> None:
     """Send the project's log lines to stderr."""
     logger = logging.getLogger("vlmdistill")
     if not logger.handlers:
-        handler = logging.StreamHandler()
+        handler = _ToStderr()
         handler.setFormatter(_Line("%(message)s"))
         logger.addHandler(handler)
     logger.setLevel(logging.DEBUG if debug else logging.WARNING if quiet.get() else logging.INFO)
