@@ -1,8 +1,8 @@
 """A workspace at a URL, and the folder of this machine that has copies of its parts.
 
     <url>/prompts, responses, drafters/<name>, reports, traffic   parts, see `stores.sharing.part`
-          images, demo-data, harvested, benchmarks       media of prompts; created, never replaced. Of `harvested`,
-                                                         which machines delete, each sends its own alone
+          images, demo-data, benchmarks                  media of prompts; created, never replaced
+          harvested                                      the same, and deleted: a machine sends its own alone
           features                                       the feature store, used where it is
     <cache>/s3/bucket/runs/<model>/                      the folder, under the path of its URL
                            .parts/                       what each part was equal to
