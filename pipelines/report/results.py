@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, TypeVar
 
-from vlmdistill.pipelines.bench import audit
 from vlmdistill.pipelines.bench.records import Evaluation, Measurement, PromptResult
 from vlmdistill.pipelines.bench.served_records import LoadFigures, ServedEvaluation, ServedLoad, load_figures
 from vlmdistill.pipelines.bench.statistics import Figures, figures, rates
@@ -105,6 +104,8 @@ class DrafterResult:
     @cached_property
     def failures(self) -> list[str]:
         """What cannot be true of its evaluation; see `audit.py`."""
+        from vlmdistill.pipelines.bench import audit  # which imports torch
+
         return audit.failures(self.evaluation)
 
     def by(self, label: Callable[[PromptResult], str]) -> "dict[str, DrafterResult]":
