@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 Origin = Literal["ids", "logprobs", "text"]
 CUT = "\ufffd"  # ends a text whose last character was cut
+STOPS = ("stop", "stop_token_ids")  # of a request (the second of vLLM): what ends its response beside an EOS
 BY_ID = "token_id:"  # vLLM writes tokens so with return_tokens_as_token_ids
 
 
@@ -40,14 +41,15 @@ class ResponseTokens:
         `text` is the response, which the redaction has `altered`: then only the text is left to go by.
         """
         choice = exchange.choice
-        ended = choice.get("finish_reason") == "stop" and not exchange.request.get("stop")
+        stops = any(exchange.request.get(name) for name in STOPS)
+        ended = choice.get("finish_reason") == "stop" and not stops
         ids = None if altered else self._logged(choice)
         if ids is not None:
             origin: Origin = "ids" if choice.get("token_ids") else "logprobs"
             if not all(0 <= one < self._info.vocab_size for one in ids):
                 raise BadRowError("tokens of another target")
             whole, text = (one.rstrip(CUT) for one in (self._text(ids), text))
-            if whole != text and not (exchange.request.get("stop") and whole.startswith(text)):
+            if whole != text and not (stops and whole.startswith(text)):
                 raise BadRowError("tokens differ from the text")
             return self._ended(ids) if ended else ids, origin
         if not altered and _reasoning(choice):

@@ -85,7 +85,8 @@ def exchange(asked: bytes, said: bytes, headers: Mapping[str, str], keep: Keep) 
     request = json.loads(asked)
     response = joined(said) if said.lstrip().startswith((b"data:", b":")) else json.loads(said)
     for turn in request["messages"]:
-        for part in turn["content"] if isinstance(turn["content"], list) else ():
+        content = turn.get("content")  # a turn of tool calls has none
+        for part in content if isinstance(content, list) else ():
             url = (part.get("image_url") or {}).get("url", "") if part.get("type") == "image_url" else ""
             head, _, data = url.partition(",")
             if head.startswith("data:") and head.endswith(";base64"):

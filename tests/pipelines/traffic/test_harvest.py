@@ -98,6 +98,17 @@ def test_tokens_are_those_of_the_server_or_checked_against_its_text_and_counts(
     assert {one[:-1] for one in eos} == {tuple(ids)}
 
 
+def test_a_response_that_a_stop_token_of_its_request_ended_gets_no_eos(
+    workspace: Workspace, encoder: TargetModel
+) -> None:
+    ids = encoder.tokenizer.encode(ANSWER.format("no"), add_special_tokens=False)
+    text = encoder.tokenizer.decode(ids[:-1])  # vLLM leaves the stop token out of the text
+    request = asked("What do you see?", stop_token_ids=[ids[-1]])
+    taken(workspace, [exchange(0, request=request, response=said(text, token_ids=ids))])
+    (row,) = dataset.read(workspace.responses)
+    assert [int(one) for one in row.ids] == ids
+
+
 def test_the_policy_drops_by_age_lists_and_share_and_the_same_ones_each_time(workspace: Workspace) -> None:
     import time
 

@@ -87,14 +87,16 @@ def test_what_passes_the_middleware_is_harvested_with_the_tokens_of_the_server(
         asked("What is here?", data_url(1)),
         asked("And what is there?", stream=True),
         asked("No.", user="refused"),
+        {"model": "demo", "messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
     ]
     back = [ask(app, json.dumps(body).encode()) for body in bodies]
     app.recorder.close()
+    assert (app.recorder.recorded, app.recorder.lost) == (3, 0)
     assert json.loads(back[0])["choices"][0]["message"]["content"] == ANSWER.format(1)
     assert back[1].endswith(b"data: [DONE]\n\n")
     assert [{**body, "return_token_ids": True} for body in bodies] == server.seen
     made = harvest(workspace, [str(tmp_path / "log")])
-    assert (made.exchanges, made.kept, made.tokens, made.media) == (2, 2, {"ids": 2}, 1)
+    assert (made.exchanges, made.kept, made.tokens, made.media) == (3, 2, {"ids": 2}, 1)
     assert {row.text for row in dataset.read(workspace.responses)} == {ANSWER.format(1), ANSWER.format(2)}
     text = "".join(file.read_text() for file in (tmp_path / "log").glob("*.jsonl"))
     assert "red" in text
