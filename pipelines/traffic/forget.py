@@ -55,8 +55,8 @@ def forget(workspace: Workspace, older_than: float, *, dry_run: bool = False) ->
             samples, size = len(expired.keys), sum(expired.removed.values())
             old |= expired.keys
         gone = dataset.remove(responses, old, dry_run=dry_run)
-        if not dry_run:
-            (folder / UNLISTED).unlink(missing_ok=True)
+        for left_over in () if dry_run else (folder / UNLISTED, *_left_over(workspace)):
+            left_over.unlink(missing_ok=True)
         shown = _unshow(workspace.reports, old, dry_run)
         media = unnamed(workspace, left, dry_run)
         if old and not dry_run and len(left) < len(prompts):
@@ -75,6 +75,12 @@ def forget(workspace: Workspace, older_than: float, *, dry_run: bool = False) ->
             folder.mkdir(parents=True, exist_ok=True)
             audited(folder, {"when": utc(time.time()), "forgot": asdict(made)})
     return made
+
+
+def _left_over(workspace: Workspace) -> list[Path]:
+    """What killed runs have left of the files that are locked now: it may hold any prompt or response."""
+    prompts = workspace.prompts.parent.glob(f".{workspace.prompts.stem}.*.tmp")
+    return [*prompts, *workspace.responses.glob(".*.tmp"), *workspace.traffic.glob(".*.tmp")]
 
 
 def _unshow(reports: Path, keys: Collection[str], dry_run: bool) -> int:

@@ -79,6 +79,8 @@ def test_what_is_too_old_is_in_no_file_and_all_else_is(workspace: Workspace) -> 
     records.write(showing, file)
     (workspace.reports / "index.html").write_text("Zebedee")
     dataset.write_failed(workspace.responses, {old: "Zebedee cannot be read", "another": "too long"})
+    for name in (".prompts.parquet.0123abcd.tmp", "responses/.part-0.parquet.0123abcd.tmp"):
+        (workspace.root / name).write_text("Zebedee")  # of a run that was killed
     state = sample(0).features[Feature("hidden", "text")].tobytes()[:64]
     images = [one.read_bytes() for one in (workspace.root / MEDIA).iterdir()]
     assert holding(workspace.root, state)
