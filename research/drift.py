@@ -1,14 +1,13 @@
 """Traffic that shifts twice, and drafters that follow it or not: `docs/measurements/drift.md`.
 
-    python -m research.drift [--model demo] [--drafter wren] [--seeds 3] [--only drift|rows] [--runs DIR]
+    python -m research.drift [--model demo] [--drafter wren] [--seeds 3] [--only drift|settings] [--runs DIR]
 
 The target answers requests, whose log is harvested round by round. A drafter is trained on the round before
 the first shift. Then it stays as it is, is adapted once, is adapted after each round, or another one is
-trained from nothing on all traffic so far, for as many steps as training and adaptations had together. Each
-drafter meets a round before it is trained on it, as a served one does. `rows` compares what an adaptation
-trains: all rows of the samples, random ones or those where a replay failed. Tau is counted on held-out
-requests without decoding (`research.trial`). What is finished is not repeated, and both models and both parts
-are on one page.
+trained from nothing after the first shift, for a tenth of the steps more. Each drafter meets a round before
+it is trained on it, as a served one does. `settings` compares settings of an adaptation: which rows of the
+samples it trains, at which rate, in which steps. Tau is counted on held-out requests without decoding
+(`research.trial`). What is finished is not repeated, and both models and both parts are on one page.
 """
 
 import argparse
@@ -16,7 +15,7 @@ import json
 import random
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,8 @@ from research.trial import count
 from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.core.batch import Head
 from vlmdistill.drafters.core.drafter import Drafter
+from vlmdistill.drafters.training import trainer
+from vlmdistill.drafters.training.progress import TrainingProgress
 from vlmdistill.pipelines import flow, train
 from vlmdistill.pipelines.bench.records import Measurement
 from vlmdistill.pipelines.cluster.pool import WorkerOptions
@@ -37,7 +38,6 @@ from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.demo import chats, scenes, wording
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.traffic.harvest import dataset_of, harvest
-from vlmdistill.pipelines.traffic.replay import replay
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.schema import content_hash
 from vlmdistill.stores.store import Store
@@ -47,16 +47,30 @@ from vlmdistill.stores.views.filters import filter_store
 LONGEST, BATCH, HELD_OUT = 160, 32, 0.25
 SECONDS_2026 = 1.77e9  # when the first request came
 STEPS, FEW = 600, 60  # of the first training, and of an adaptation: a tenth
-LOWER = "stages.*.learning_rate=1e-3"  # of an adaptation: half of the recipe's
-FAILED = ("stages.*.anchors=failed", "stages.*.mixed=1", LOWER)
-CASES = {
-    "all rows": (LOWER,),
-    "all rows, at the full rate": (),
-    "32 random rows of a sample": ("stages.*.anchors=32", LOWER),
-    "32 random rows, at the full rate": ("stages.*.anchors=32",),
-    "rows that failed": ("stages.*.anchors=failed", LOWER),
-    "rows that failed, and as many others": FAILED,
+NOTHING = "retrained from nothing"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a drafter is adapted, otherwise as it was trained."""
+
+    steps: int
+    settings: tuple[str, ...] = ()
+
+    @property
+    def options(self) -> str:
+        """Those of `vlmdistill adapt`."""
+        return " ".join([f"--steps {self.steps}", *(f"--set {one}" for one in self.settings)])
+
+
+SETTINGS = {
+    "all rows": Setting(FEW),
+    "all rows, fewer steps": Setting(40),
+    "all rows, batches of a half": Setting(80, ("batch_tokens=1024",)),
+    "all rows, batches of a quarter": Setting(160, ("batch_tokens=512",)),
+    "32 rows of a sample": Setting(FEW, ("stages.*.anchors=32",)),
 }
+CHOSEN = "all rows, batches of a half"
 STRATEGIES = ("static", "once", "each", "retrained")
 
 
@@ -167,6 +181,19 @@ class Training:
     seed: int = 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What a training cost."""
+
+    cpu_seconds: float = 0.0
+    guesses: int = 0
+    """Rows that it trained, hop by hop; it does not depend on the machine."""
+
+    def __add__(self, other: "Cost") -> "Cost":
+        """Both together."""
+        return Cost(cpu_seconds=self.cpu_seconds + other.cpu_seconds, guesses=self.guesses + other.guesses)
+
+
 @dataclass(frozen=True)
 class Lab:
     """Trains and counts in one workspace, and keeps what it has found there."""
@@ -176,22 +203,26 @@ class Lab:
     store: Store
     held_out: Store
 
-    def train(self, one: Training) -> float:
-        """Train it unless that is done; its CPU seconds, replay included."""
+    def train(self, one: Training) -> Cost:
+        """Train it unless that is done; what it cost."""
         file = self._file(one.name)
         if file.exists():
-            return float(json.loads(file.read_text()))
+            return msgspec.json.decode(file.read_bytes(), type=Cost)
+        guesses = 0
+
+        def note(progress: TrainingProgress) -> None:
+            nonlocal guesses
+            guesses += int(progress.sums_H3[:, 2].sum())
+
         start, keys = time.process_time(), self._keys(one)
         filter_store(self.store, one.name, filters=[Filter("other", lambda rows: rows["key"].is_in(keys))])
         init = self.workspace.drafter(one.init).absolute() if one.init else None
-        if init and "stages.*.anchors=failed" in one.settings:
-            replay(init, self.store, one.name)
         settings = [f"steps={one.steps}", *one.settings]
         plan = train.planned(self.workspace, self.drafter, "demo", settings, name=one.name, seed=one.seed)
-        train.run(replace(plan, view=one.name, init=init, save_every=10**6), force=True)
-        cost = time.process_time() - start
-        file.write_text(json.dumps(cost))
-        say(f"trained {one.name}: {cost:.0f} CPU seconds")
+        trainer.train(replace(plan, view=one.name, init=init, save_every=10**6), note, force=True)
+        cost = Cost(cpu_seconds=time.process_time() - start, guesses=guesses)
+        file.write_bytes(msgspec.json.encode(cost))
+        say(f"trained {one.name}: {cost.cpu_seconds:.0f} CPU seconds, {guesses} guesses")
         return cost
 
     def measure(self, name: str, round_name: str) -> Measurement:
@@ -212,7 +243,7 @@ class Lab:
         rows = self.store.index.select("key", "dataset").rows()
         new = [key for key, where in rows if where in {dataset_of(name) for name in one.rounds}]
         old = [key for key, where in rows if where in {dataset_of(name) for name in one.old}]
-        return new + sorted(old, key=lambda key: content_hash([one.name, key]))[: len(new)]
+        return new + sorted(old, key=lambda key: content_hash([one.rounds, one.seed, key]))[: len(new)]
 
     def _file(self, name: str) -> Path:
         folder = self.workspace.root / "found"
@@ -226,7 +257,7 @@ class Served:
 
     round: str
     strategy: str
-    cpu_seconds: float  # after the first training
+    cost: Cost  # after the first training
     on: Measurement  # the round's held-out requests
     old: Measurement  # those of before the first shift
 
@@ -236,71 +267,72 @@ def static(seed: int) -> Training:
     return Training(name=f"static-{seed}", rounds=("a0",), steps=STEPS, seed=seed)
 
 
+def adaptation(number: int, how: Setting, init: str, seed: int) -> Training:
+    """The adaptation of a drafter to a later round, and to as much of what was before."""
+    *before, new = tuple(ROUNDS)[: number + 1]
+    return Training(
+        name=f"{content_hash(asdict(how))[:6]}-{new}-{seed}",
+        rounds=(new,),
+        old=tuple(before),
+        steps=how.steps,
+        init=init,
+        settings=how.settings,
+        seed=seed,
+    )
+
+
+def retrained(seed: int) -> Training:
+    """The training from nothing on what was before the first shift and on the round after it."""
+    rounds = tuple(ROUNDS)[:2]
+    return Training(name=f"retrained-{rounds[-1]}-{seed}", rounds=rounds, steps=STEPS + FEW, seed=seed)
+
+
 def drift(lab: Lab, seed: int) -> list[Served]:
     """The strategies, round after round: each round is served, then trained on."""
     first = static(seed)
     lab.train(first)
-    in_use, spent = dict.fromkeys(STRATEGIES, first.name), dict.fromkeys(STRATEGIES, 0.0)
+    in_use, spent = dict.fromkeys(STRATEGIES, first.name), dict.fromkeys(STRATEGIES, Cost())
     found = []
     for number, name in enumerate(LATER, 1):
         for strategy, drafter in in_use.items():
             on, old = (lab.measure(drafter, one) for one in (name, "a0"))
-            found.append(Served(round=name, strategy=strategy, cpu_seconds=spent[strategy], on=on, old=old))
+            found.append(Served(round=name, strategy=strategy, cost=spent[strategy], on=on, old=old))
         if name == LATER[-1]:
             break
-        before = tuple(ROUNDS)[:number]
-        adapted = Training(
-            name=f"each-{name}-{seed}",
-            rounds=(name,),
-            old=before,
-            steps=FEW,
-            init=in_use["each"],
-            settings=FAILED,
-            seed=seed,
-        )
-        again = Training(
-            name=f"retrained-{name}-{seed}", rounds=(*before, name), steps=STEPS + FEW * number, seed=seed
-        )
+        adapted = adaptation(number, SETTINGS[CHOSEN], in_use["each"], seed)
         spent["each"] += lab.train(adapted)
-        spent["retrained"] += lab.train(again)
-        in_use |= {"each": adapted.name, "retrained": again.name}
+        in_use["each"] = adapted.name
         if number == 1:
-            spent["once"], in_use["once"] = spent["each"], adapted.name
+            again = retrained(seed)
+            spent |= {"once": spent["each"], "retrained": lab.train(again)}
+            in_use |= {"once": adapted.name, "retrained": again.name}
     return found
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows:
-    """An adaptation to the first shift that trained some rows."""
+class Adapted:
+    """What an adaptation to the first shift came to, by its setting; or what it is compared with."""
 
-    case: str
-    cpu_seconds: float
+    setting: str
+    cost: Cost
     new: Measurement  # held-out requests of the next round of the same traffic
     old: Measurement
 
 
-def rows_compared(lab: Lab, seed: int) -> list[Rows]:
-    """Equal steps of adaptation to the first shift, on all rows or on those that failed; first none."""
-    first = static(seed)
+def compared(lab: Lab, seed: int) -> list[Adapted]:
+    """Adaptations to the first shift, after no adaptation and before a training from nothing."""
+
+    def found(setting: str, name: str, cost: Cost) -> Adapted:
+        new, old = (lab.measure(name, one) for one in ("b2", "a0"))
+        return Adapted(setting=setting, cost=cost, new=new, old=old)
+
+    first, again = static(seed), retrained(seed)
     lab.train(first)
-    found = [_adapted(lab, "not adapted", first.name, 0.0)]
-    for case, settings in CASES.items():
-        one = Training(
-            name=f"rows-{content_hash(case)[:6]}-{seed}",
-            rounds=("b1",),
-            old=("a0",),
-            steps=FEW,
-            init=first.name,
-            settings=settings,
-            seed=seed,
-        )
-        found.append(_adapted(lab, case, one.name, lab.train(one)))
-    return found
-
-
-def _adapted(lab: Lab, case: str, name: str, cost: float) -> Rows:
-    new, old = (lab.measure(name, one) for one in ("b2", "a0"))
-    return Rows(case=case, cpu_seconds=cost, new=new, old=old)
+    all_of_them = [found("not adapted", first.name, Cost())]
+    for setting, how in SETTINGS.items():
+        one = adaptation(1, how, first.name, seed)
+        all_of_them.append(found(setting, one.name, lab.train(one)))
+    return [*all_of_them, found(NOTHING, again.name, lab.train(again))]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -311,23 +343,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--drafter", default="wren")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--only", choices=("drift", "rows"), default=None)
+    parser.add_argument("--only", choices=("drift", "settings"), default=None)
     parser.add_argument("--runs", type=Path, default=Path("runs/drift"))
     parser.add_argument("--out", type=Path, default=Path("docs/measurements/drift.md"))
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     workspace = Workspace.of(given.model, given.runs)
-    rounds = ("a0", "b1", "b2") if given.only == "rows" else tuple(ROUNDS)
+    rounds = ("a0", "b1", "b2") if given.only == "settings" else tuple(ROUNDS)
     lab = Lab(workspace, given.drafter, *prepare(workspace, given.drafter, rounds))
-    served, rows = list[list[Served]](), list[list[Rows]]()
-    costs = list[float]()
+    served, settings = list[list[Served]](), list[list[Adapted]]()
+    costs = list[Cost]()
     for seed in range(given.seeds):
         costs.append(lab.train(static(seed)))
-        if given.only != "rows":
+        if given.only != "settings":
             served.append(drift(lab, seed))
         if given.only != "drift":
-            rows.append(rows_compared(lab, seed))
-        page.keep(given.out, given.model, given.drafter, costs, served, rows)
+            settings.append(compared(lab, seed))
+        page.keep(given.out, given.model, given.drafter, costs, served, settings)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,19 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from research.drift import FEW, HELD_OUT, PHASES, ROUNDS, STEPS, STRATEGIES, Rows, Served
+from research.drift import (
+    CHOSEN,
+    FEW,
+    HELD_OUT,
+    PHASES,
+    ROUNDS,
+    SETTINGS,
+    STEPS,
+    STRATEGIES,
+    Adapted,
+    Cost,
+    Served,
+)
 from research.methods import spread
 from vlmdistill.pipelines.bench.records import Measurement, PromptResult
 from vlmdistill.pipelines.bench.statistics import advantage, figures, rates
@@ -27,20 +39,20 @@ def keep(
     out: Path,
     model: str,
     drafter: str,
-    first: Sequence[float],
+    first: Sequence[Cost],
     served: Sequence[Sequence[Served]],
-    rows: Sequence[Sequence[Rows]],
+    settings: Sequence[Sequence[Adapted]],
 ) -> None:
     """Write the page with what was found of a model, by seed, and what is there of other models."""
     file = out.with_suffix(".json")
-    facts = json.loads(file.read_text()) if file.exists() else {"drift": {}, "rows": {}}
+    facts = json.loads(file.read_text()) if file.exists() else {"drift": {}, "settings": {}}
     facts["phases"] = {name: asdict(one) for name, one in PHASES.items()}
-    common = {"drafter": drafter, "first": [round(one, 1) for one in first]}
+    common = {"drafter": drafter, "first": costs(first)}
     if served:
         facts["drift"][model] = {**common, **drift_facts(served)}
         write(as_svg(picture(model, facts["drift"][model])), out.with_name(f"drift-{model}.svg"))
-    if rows:
-        facts["rows"][model] = {**common, **rows_facts(rows)}
+    if settings:
+        facts["settings"][model] = {**common, **settings_facts(settings)}
     file.write_text(json.dumps(facts, indent=1) + "\n")
     out.write_text(page(facts))
 
@@ -81,33 +93,39 @@ def drift_facts(seeds: Sequence[Sequence[Served]]) -> dict[str, Any]:
                 "tau_by_seed": [round(rates(one.on)["tau"], 3) for one in some],
                 "accepted": round(rates(on[strategy])["accepted"], 3),
                 "old": round(rates(pooled([one.old for one in some]))["tau"], 3),
-                "cpu_seconds": [round(one.cpu_seconds, 1) for one in some],
+                **costs([one.cost for one in some]),
             }
             if number and strategy != "static":
                 row[strategy]["over_static"] = {
                     rate: ratio(on[strategy], on["static"], rate) for rate in ("tau", "accepted")
                 }
         if number:
-            row["of_retrained"] = {
-                strategy: ratio(on[strategy], on["retrained"], "accepted") for strategy in ("once", "each")
-            }
+            row["of_retrained"] = ratio(on["each"], on["retrained"], "accepted")
         found.append(row)
     return {"rounds": found}
 
 
-def rows_facts(seeds: Sequence[Sequence[Rows]]) -> dict[str, Any]:
-    """Tau on the new and the old traffic of each case, by seed."""
-    plain = pooled([seed[1].new for seed in seeds])
+def settings_facts(seeds: Sequence[Sequence[Adapted]]) -> dict[str, Any]:
+    """Tau on the new and the old traffic, accepted tokens and costs of each setting, by seed."""
+    retrained = pooled([seed[-1].new for seed in seeds])
     found = {}
     for number, one in enumerate(seeds[0]):
         mine = [seed[number] for seed in seeds]
-        found[one.case] = {
+        found[one.setting] = {
             "new": [round(rates(some.new)["tau"], 3) for some in mine],
             "old": [round(rates(some.old)["tau"], 3) for some in mine],
-            "cpu_seconds": [round(some.cpu_seconds, 1) for some in mine],
-            "of_all_rows": ratio(pooled([some.new for some in mine]), plain, "tau"),
+            "of_retrained": ratio(pooled([some.new for some in mine]), retrained, "accepted"),
+            **costs([some.cost for some in mine]),
         }
-    return {"cases": found, "prompts": [len(plain.prompts), len(seeds[0][0].old.prompts)]}
+    return {"settings": found, "prompts": [len(retrained.prompts), len(seeds[0][0].old.prompts)]}
+
+
+def costs(seeds: Sequence[Cost]) -> dict[str, Any]:
+    """What some trainings cost, by seed."""
+    return {
+        "cpu_seconds": [round(one.cpu_seconds, 1) for one in seeds],
+        "guesses": [one.guesses for one in seeds],
+    }
 
 
 def ratio(one: Measurement, other: Measurement, rate: Any) -> list[float]:
@@ -133,13 +151,19 @@ def picture(model: str, facts: dict[str, Any]) -> charts.Chart:
 def page(facts: dict[str, Any]) -> str:
     """The results as Markdown."""
     parts = [
-        _INTRODUCTION.format(steps=STEPS, few=FEW, share=f"{HELD_OUT:.0%}", phases=_phases(facts["phases"]))
+        _INTRODUCTION.format(
+            steps=STEPS,
+            command=f"`vlmdistill adapt NAME --from LOG {SETTINGS[CHOSEN].options}`",
+            more=FEW,
+            share=f"{HELD_OUT:.0%}",
+            phases=_phases(facts["phases"]),
+        )
     ]
     for model, one in facts["drift"].items():
         parts.append(_drift(model, one))
-    if facts["rows"]:
-        parts.append(_ROWS.format(few=FEW))
-        parts += [_rows(model, one) for model, one in facts["rows"].items()]
+    if facts["settings"]:
+        parts.append(_SETTINGS.format(reached=f"{REACHED:.0%}", share=f"{SHARE:.0%}"))
+        parts += [_settings(model, one) for model, one in facts["settings"].items()]
     return "\n".join(parts)
 
 
@@ -171,12 +195,13 @@ def _drift(model: str, facts: dict[str, Any]) -> str:
 
         return _table(f"{rate} over static", rows[1:], cell, others)
 
-    seeds = len(facts["first"])
+    first = facts["first"]
     prompts = ", ".join(str(row["prompts"]) for row in rows)
     return f"""## `{model}`
 
-`{facts["drafter"]}`, {seeds} seed{"s" * (seeds > 1)}; {prompts} held-out requests of the rounds.
-The first training took {spread(facts["first"], 0)} CPU seconds.
+`{facts["drafter"]}`, {_seeds(facts)}; {prompts} held-out requests of the rounds.
+The first training took {spread(first["cpu_seconds"], 0)} CPU seconds, for {_thousands(first)} thousand
+guesses.
 
 ![Tau over the rounds](drift-{model}.svg)
 
@@ -190,6 +215,8 @@ The first training took {spread(facts["first"], 0)} CPU seconds.
 
 {_table("CPU seconds by then", rows, lambda row, name: spread(row[name]["cpu_seconds"], 0), others)}
 
+{_table("thousand guesses by then", rows, lambda row, name: _thousands(row[name]), others)}
+
 {_verdict(facts)}
 """
 
@@ -197,15 +224,19 @@ The first training took {spread(facts["first"], 0)} CPU seconds.
 def _verdict(facts: dict[str, Any]) -> str:
     """Whether the goal is met, by the round after the first adaptation."""
     row = facts["rounds"][1]
-    gain, reached = row["each"]["over_static"]["accepted"], row["of_retrained"]["each"]
-    cost = sum(row["each"]["cpu_seconds"]) / sum(facts["first"])
+    gain, reached = row["each"]["over_static"]["accepted"], row["of_retrained"]
+    cost, guesses = (_share(row["each"], facts["first"], what) for what in ("cpu_seconds", "guesses"))
     goals = [
         (
             gain[0] >= GAIN,
             f"{gain[0] - 1:+.0%} accepted tokens per call over the static drafter in the round after the "
             f"first adaptation, interval {gain[1] - 1:+.0%} to {gain[2] - 1:+.0%} (goal: {GAIN - 1:+.0%})",
         ),
-        (cost <= SHARE, f"{cost:.0%} of the CPU seconds of the first training (goal: {SHARE:.0%})"),
+        (
+            cost <= SHARE,
+            f"{cost:.1%} of the CPU seconds of the first training (goal: {SHARE:.0%}), and {guesses:.1%} of "
+            "its guesses",
+        ),
         (
             reached[0] >= REACHED,
             f"{reached[0]:.0%} of the accepted tokens of the drafter that was retrained from nothing, "
@@ -215,19 +246,41 @@ def _verdict(facts: dict[str, Any]) -> str:
     return "\n".join(f"- **{'Met' if met else 'Not met'}**: {text}." for met, text in goals)
 
 
-def _rows(model: str, facts: dict[str, Any]) -> str:
-    new, old = facts["prompts"]
+def _settings(model: str, facts: dict[str, Any]) -> str:
+    (new, old), first = facts["prompts"], facts["first"]
     lines = [
-        f"`{model}`, `{facts['drafter']}`, {len(facts['first'])} seeds: the mean, with minimum and maximum; "
-        f"{new} held-out requests of the new traffic, {old} of the old.\n",
-        "| trained rows | tau, new traffic | over all rows | tau, old traffic | CPU-s |",
-        "|---|---|---|---|---|",
+        f"`{model}`, `{facts['drafter']}`, {_seeds(facts)}: the mean, with minimum and maximum; {new} "
+        f"held-out requests of the new traffic, {old} of the old.\n",
+        "| setting | steps | tau, new traffic | accepted, of retrained | tau, old traffic "
+        "| CPU-s, of the first | guesses, of the first |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for case, one in facts["cases"].items():
-        cost = spread(one["cpu_seconds"], 0) if any(one["cpu_seconds"]) else "-"
-        cells = [case, spread(one["new"]), _interval(one["of_all_rows"]), spread(one["old"]), cost]
+    both: dict[str, list[str]] = {"CPU seconds": [], "guesses": []}
+    for name, one in facts["settings"].items():
+        shares = [_share(one, first, what) for what in ("cpu_seconds", "guesses")]
+        steps = str(SETTINGS[name].steps) if name in SETTINGS else "-"
+        costs = [f"{share:.1%}" if share else "-" for share in shares]
+        cells = [name, steps, spread(one["new"]), _interval(one["of_retrained"]), spread(one["old"]), *costs]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        for met, share in zip(both.values(), shares, strict=True):
+            if share <= SHARE and one["of_retrained"][0] >= REACHED:
+                met.append(name)
+    said = (f"{' and '.join(met) or 'none'} counted in {what}" for what, met in both.items())
+    return "\n".join([*lines, f"\nWhat meets both goals: {', '.join(said)}.\n"])
+
+
+def _seeds(facts: dict[str, Any]) -> str:
+    count = len(facts["first"]["guesses"])
+    return f"{count} seed{'s' * (count > 1)}"
+
+
+def _share(one: dict[str, Any], first: dict[str, Any], what: str) -> float:
+    """Of the cost of the first trainings."""
+    return float(sum(one[what]) / sum(first[what]))
+
+
+def _thousands(costs: dict[str, Any]) -> str:
+    return spread([one / 1000 for one in costs["guesses"]], 0)
 
 
 _INTRODUCTION = """# Traffic that shifts
@@ -239,22 +292,21 @@ in rounds, and what is asked shifts twice: the questions, the backgrounds of the
 
 Four pictures to one question without; `a0` is before the first shift, `b1` and `b2` after it, `c1` and `c2`
 after the second one. All drafters begin as one that was trained on `a0` for {steps} steps. It stays as it
-is (static); or it is adapted to `b1` alone (once) or to each round (each): {few}
-steps, half of the samples from earlier rounds, on rows where the drafter in use had failed and as many
-others, but at half of the learning rate of the first training; or another one is trained from nothing on
-all rounds so far, for as many steps as first training and adaptations had together (retrained). **A round
-is measured with what served it, before anything is trained
-on it**, on the {share} of its requests that are held out. Tau is counted at temperature 0 without decoding,
-intervals are 95% over prompts with the counts of all seeds, costs are CPU seconds of training and replay.
-What all strategies but the static one need as well, a capture of the round's states, is not in them.
-`vlmdistill adapt` trains all rows by default, at the full rate, for what the last table shows.
-Costs of the same work differ by up to a half between seeds: the machine was shared. Of the two embedded
-targets, those with a section below were measured.
+is (static); or it is adapted to `b1` alone (once) or to each round (each), as by
+{command}, where half of the samples are
+from earlier rounds; or another one is trained from nothing on `a0` and `b1` for {more} steps more
+(retrained). **A round is measured with what served it, before anything is trained on it**, on the {share} of
+its requests that are held out. Tau is counted at temperature 0 without decoding, intervals are 95% over
+prompts with the counts of all seeds. Costs are CPU seconds of training, which differ for the same
+work, since the machine was shared, and guesses that were trained: positions of responses, hop by hop. What
+all strategies but the static one need as well, a capture of the round's states, is in neither. Of the two
+embedded targets, those with a section below were measured.
 """
 
-_ROWS = """## Which rows an adaptation trains
+_SETTINGS = """## Which setting
 
-{few} steps on `b1` and as many samples of `a0`, measured on `b2` and `a0`. All cases see the same batches:
-those with fewer rows compute less. The learning rate is half of the first training's, or all of it
-(full rate). The interval is that of the ratio of tau to training on all rows.
+The same adaptation to `b1` in other settings, measured on `b2` and `a0`; the recipe's batches have 2,048
+tokens. Costs are shares of that of the first training, and accepted tokens are compared with those of the
+drafter that was retrained from nothing: the goals are {reached} of them for {share}. The setting above was
+chosen by the held-out requests of `b1`, with other seeds ([log](../log.md)).
 """
