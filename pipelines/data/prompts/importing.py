@@ -4,8 +4,9 @@ A prompt is a conversation up to an assistant turn. Its key is a hash of its rol
 bytes, and video sampling. So a second import adds only new prompts, and moving the images changes nothing.
 Where an image has changed, its new prompts replace the old ones.
 
-The train/eval split is a hash of an image, or of the first question if there are none. Prompts that share an
-image are on one side, whatever imported them, and so are those that share one with any of these.
+The train/eval split is a hash of an image, or of the first question if that has none. Prompts that share an
+image or such a question are on one side, whatever imported them, and so are those that share one with any of
+these: the later turns of a conversation are on the side of the first, as its requests in a log are.
 """
 
 import dataclasses
@@ -242,10 +243,15 @@ def resplit(out: Path, eval_share: float, fixed: Collection[str] = ()) -> SplitS
 
 
 def _ties(prompt: Prompt) -> list[str]:
-    """What a prompt shares with others that have to be on its side: its media, else its first question."""
-    first = next(message for message in prompt.messages if message["role"] == "user")
+    """What a prompt shares with others that must be on its side: its media, and a question without."""
     digests = [part["digest"] for part in prompt.media if "digest" in part]
-    return digests or prompt.files or [content_hash(_content([first]))]
+    return [*(digests or prompt.files), *_question(prompt.messages)]
+
+
+def _question(messages: Sequence[Message]) -> list[str]:
+    """The hash of the first question; none if it shows images or videos."""
+    first = next(message for message in messages if message["role"] == "user")
+    return [] if any(media_parts([first])) else [content_hash(_content([first]))]
 
 
 class _Sides:
@@ -353,8 +359,7 @@ class _Import:
         self.trimmed += talk.trimmed
         self.unread.update(talk.unread)
         names = self.choices.augment if digests else self.choices.augment_text
-        first = next(message for message in talk.messages if message["role"] == "user")
-        ties = digests or [content_hash(_content([first]))]
+        ties = [*digests, *_question(talk.messages)]
         if self.choices.split and not digests:  # the user may put texts anywhere
             ties = [f"!{self.choices.split}"]
         agreed = self.sides.join(ties, self.choices.split)

@@ -182,6 +182,23 @@ def test_what_redaction_fails_on_is_dropped_and_nothing_of_it_is_on_the_disk(wor
         taken(workspace, lines, redact="nowhere:at_all")
 
 
+def test_the_requests_of_a_conversation_are_on_one_side_though_an_image_comes_late(
+    workspace: Workspace,
+) -> None:
+    lines = []
+    for number in range(30):
+        first = {"role": "user", "content": f"Question {number}?"}
+        then = [{"role": "assistant", "content": "Show me."}, *asked("Here.", data_url(number))["messages"]]
+        lines.append(exchange(number, request={"messages": [first]}))
+        lines.append(exchange(100 + number, request={"messages": [first, *then]}))
+    file = str(write(workspace.root.parents[1] / "log.jsonl", lines))
+    assert harvest(workspace, [file], eval_share=0.5).kept == 60
+    sides: dict[str, list[str]] = {}
+    for one in prompt_table.read(workspace.prompts):
+        sides.setdefault(one.messages[0]["content"][0]["text"], []).append(one.split)
+    assert {(*side,) for side in sides.values()} == {("train", "train"), ("eval", "eval")}
+
+
 def test_near_duplicates_are_dropped_and_counted(workspace: Workspace) -> None:
     first = exchange(0, request=asked("What do you see?"))
     lines = [first, exchange(1, request=asked("what  do you see ?!")), exchange(2)]
