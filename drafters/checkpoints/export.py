@@ -57,7 +57,8 @@ def export(folder: Path, out: Path, dtype: str = "bfloat16") -> Exported:
     """Write the drafter in `folder` to the folder `out` as serving engines load it.
 
     Embeddings stay with the target, which shares them. TrainingError when the drafter cannot be read, when
-    no engine has its method or would feed it as it was trained, and when `out` holds anything else.
+    no engine has its method or would feed it as it was trained, when a weight is too large for `dtype`, and
+    when `out` holds anything else.
     """
     description = describe(folder)
     name = description["drafter"]
@@ -85,6 +86,8 @@ def export(folder: Path, out: Path, dtype: str = "bfloat16") -> Exported:
         }
         for file, content in served_as.files.items()
     }
+    if odd := [key for key, value in held.items() if not value.isfinite().all()]:
+        raise TrainingError(f"{folder}: {odd[0]} holds values too large for {dtype}: use bfloat16 or float32")
     trained = Provenance.from_dict(description["provenance"])
     feeding = msgspec.to_builtins(msgspec.structs.replace(served_as.feeding, trained=trained))
     settings = {**served_as.settings, "torch_dtype": dtype, KEY: feeding}

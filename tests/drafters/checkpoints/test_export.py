@@ -125,6 +125,15 @@ def test_weights_are_in_the_format_asked_for_and_ids_stay_ids(tmp_path: Path, dt
     assert {str(weight.dtype) for weight in weights.values()} == {f"torch.{dtype}"}
 
 
+def test_a_weight_that_the_format_cannot_hold_is_refused(tmp_path: Path) -> None:
+    drafter = synthetic.build("eagle3").eval()
+    nn.init.constant_(drafter.get_parameter("fc.weight"), 1e5)
+    folder = synthetic.save("eagle3", tmp_path / "eagle3", drafter)
+    with pytest.raises(TrainingError, match=r"fc.weight holds values too large for float16: use bfloat16"):
+        export(folder, tmp_path / "out", "float16")
+    export(folder, tmp_path / "out", "bfloat16")
+
+
 @torch.inference_mode()
 def test_an_engine_reads_heads_by_their_names(tmp_path: Path) -> None:
     folder, drafter = saved(tmp_path / "medusa", "medusa", heads=3)
