@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from vlmdistill.pipelines.data.responses.pieces import Piece
 from vlmdistill.pipelines.endpoint.chat import NEUTRAL, ChatRequest
 from vlmdistill.pipelines.endpoint.decoder_queue import DecoderQueue, QueueFullError
-from vlmdistill.pipelines.endpoint.gate import ApiError, json_response
+from vlmdistill.pipelines.endpoint.gate import ApiError, error_body, json_response
 from vlmdistill.pipelines.endpoint.hosting import application, explained, page
 from vlmdistill.pipelines.endpoint.metrics import ServingMetrics
 from vlmdistill.pipelines.endpoint.recorder import exchange
@@ -185,14 +185,18 @@ class _Completion:
         return {**self._head, **kind, "usage": self._usage(), "decoding": self._decoding()}
 
     async def events(self, first: Piece | None, rest: AsyncGenerator[Piece]) -> AsyncGenerator[str]:
-        """The response as server-sent events, a chunk for each piece."""
+        """The response as server-sent events, a chunk for each piece; what fails later is the last event."""
         yield self._chunk({"role": "assistant", "content": ""})
         async with aclosing(rest):
             piece = first
             while piece is not None:
                 timing = {"drafted": piece.drafted, "seconds": piece.seconds}
                 yield self._chunk({"content": piece.text}, piece=timing)
-                piece = await anext(rest, None)
+                try:
+                    piece = await anext(rest, None)
+                except Exception as error:
+                    yield f"data: {json.dumps(error_body(_api_error(error)))}\n\n"
+                    raise
         yield self._chunk({}, self._response.finish, decoding=self._decoding())
         if self._response.request.stream_options.include_usage:
             yield self._event(choices=[], usage=self._usage())

@@ -32,11 +32,16 @@ def json_response(content: Any, status: int = 200) -> Response:
     return Response(json.dumps(content), status, media_type="application/json")
 
 
-def error_response(error: HTTPException) -> Response:
-    """The response to a request that fails with `error`."""
+def error_body(error: HTTPException) -> dict[str, Any]:
+    """An error in the form of the OpenAI API."""
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"
     facts = {"param": getattr(error, "param", None), "code": getattr(error, "code", None)}
-    return json_response({"error": {"message": error.detail, "type": kind, **facts}}, error.status_code)
+    return {"error": {"message": error.detail, "type": kind, **facts}}
+
+
+def error_response(error: HTTPException) -> Response:
+    """The response to a request that fails with `error`."""
+    return json_response(error_body(error), error.status_code)
 
 
 class Gate:

@@ -468,6 +468,29 @@ def test_a_fault_of_the_server_shows_no_detail(
         assert ask(served.client(), max_tokens=1).usage.completion_tokens == 1
 
 
+def test_a_fault_within_a_stream_is_its_last_event(
+    decoder: ServedDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = ServedDecoder.decode
+
+    def failing(*given: Any) -> tuple[int, Iterator[Cycle]]:
+        length, cycles = decode(*given)
+
+        def some() -> Iterator[Cycle]:
+            yield from (next(cycles), next(cycles))
+            raise RuntimeError("a detail")
+
+        return length, some()
+
+    monkeypatch.setattr(ServedDecoder, "decode", failing)
+    with serving(decoder) as served:
+        with pytest.raises(openai.APIError, match="the server failed; its log has the error"):
+            list(ask(served.client(), stream=True))
+        assert served.metric('vlmdistill_requests_total{outcome="error"}') == 1
+        monkeypatch.undo()
+        assert ask(served.client(), max_tokens=1).usage.completion_tokens == 1
+
+
 @dataclass(frozen=True)
 class Braked(ServedDecoder):
     """Waits for a permit before each cycle."""
