@@ -130,12 +130,15 @@ def _file(file: IO[bytes], path: Path) -> Iterator[Row]:
         )
     if start.startswith(PARQUET):
         return _parquet(file, path)
+    content = file.read()
     try:
-        text = file.read().decode("utf-8-sig")
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path} is neither UTF-8 text nor Parquet ({error.reason} at byte {error.start})"
-        ) from None
+        if not content.lstrip().startswith(b"{"):
+            raise DataError(
+                f"{path} is neither UTF-8 text nor Parquet ({error.reason} at byte {error.start})"
+            ) from None
+        text = content.decode("utf-8-sig", "surrogateescape")  # JSON lines, of which some are damaged
     rows = _array(text, path) if text.lstrip().startswith("[") else _lines(text)
     return (
         Row(str(path.resolve()), _stem(path), number, value, line, problem)
@@ -157,7 +160,9 @@ Numbered = tuple[int, tuple[Any, int, BadRowError | None]]  # row number: value,
 def _lines(text: str) -> Iterator[Numbered]:
     """JSON lines, or one object over several lines. Rows are numbered by their line."""
     for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
+        if lone_surrogate(line):
+            yield number, (None, number, BadRowError("text is not Unicode"))
+        elif line.strip():
             value, problem = _parse(line)
             if problem and number == 1 and isinstance(whole := _parse(text)[0], Mapping):
                 yield 1, (whole, 1, None)
@@ -226,9 +231,15 @@ def _parquet(file: IO[bytes], path: Path) -> Iterator[Row]:
 
 
 def _values(batch: Any) -> Iterator[tuple[Any, BadRowError | None]]:
-    """The rows of an Arrow batch without dates, which no prompt has; or what is wrong with a row."""
+    """The rows of an Arrow batch, or what is wrong with a row. No prompt has dates, but logs have times.
+
+    Times are numbers, of their unit since 1970: Python knows fewer.
+    """
     import pyarrow as pa
 
+    for at, its in enumerate(batch.schema):
+        if pa.types.is_timestamp(its.type):
+            batch = batch.set_column(at, its.name, batch.column(at).cast(pa.int64()))
     batch = batch.select([at for at, its in enumerate(batch.schema) if not pa.types.is_temporal(its.type)])
     try:
         values = batch.to_pylist()

@@ -330,6 +330,30 @@ def test_times_of_every_unit_are_read_and_durations_are_none(
     assert prompt_table.read(workspace.prompts)[0].time == time
 
 
+@pytest.mark.parametrize(("unit", "zone"), [("s", None), ("ms", "UTC"), ("us", "Asia/Tokyo"), ("ns", None)])
+def test_times_of_parquet_are_read(workspace: Workspace, tmp_path: Path, unit: str, zone: str | None) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    line = exchange(0)
+    count = int(NOW) * {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}[unit]
+    time = pa.array([count], pa.timestamp(unit, zone))
+    columns = {name: pa.array([json.dumps(line[name])]) for name in ("request", "response")}
+    pq.write_table(pa.table({"time": time, **columns}), tmp_path / "log.parquet")
+    assert harvest(workspace, [str(tmp_path / "log.parquet")]).kept == 1
+    assert prompt_table.read(workspace.prompts)[0].time == NOW
+
+
+def test_a_damaged_line_costs_itself_alone(workspace: Workspace, tmp_path: Path) -> None:
+    lines = [json.dumps(exchange(number)).encode() for number in range(3)]
+    lines[1] = lines[1].replace(b"board", b"b\xffard")
+    cut = json.dumps(exchange(4, user="\u4e2d"), ensure_ascii=False).encode()
+    end = cut[: cut.index("\u4e2d".encode()) + 1]  # which is being written
+    (tmp_path / "log.jsonl").write_bytes(b"\n".join([*lines, end]))
+    made = harvest(workspace, [str(tmp_path / "log.jsonl")])
+    assert (made.kept, made.dropped) == (2, {"text is not Unicode": 2})
+
+
 def test_what_a_wrong_clock_puts_into_the_future_was_asked_at_the_harvest(workspace: Workspace) -> None:
     taken(workspace, [exchange(0, time=4e9)])
     assert (prompt_table.read(workspace.prompts)[0].time or 0) < 4e9
