@@ -6,6 +6,7 @@ A request is asked for its tokens, in bytes, without parsing it. What else is do
 in a thread. Responses have the fields `prompt_token_ids` and `token_ids` by it.
 """
 
+import atexit
 import base64
 import json
 import os
@@ -37,6 +38,7 @@ class Recording:
         if not folder:
             raise ValueError(f"set {FOLDER} to the folder that gets the log")
         self.recorder = Recorder(Path(folder), seconds(keep, FOR) if keep else None)
+        atexit.register(self.recorder.close)  # vLLM tells a middleware no end
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Pass a request on, and keep what is answered with status 200."""

@@ -3,6 +3,8 @@
 import asyncio
 import base64
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -101,6 +103,20 @@ def test_what_passes_the_middleware_is_harvested_with_the_tokens_of_the_server(
     text = "".join(file.read_text() for file in (tmp_path / "log").glob("*.jsonl"))
     assert "red" in text
     assert "word" not in text
+
+
+def test_what_waits_to_be_written_is_written_when_the_server_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLMDISTILL_RECORD", str(tmp_path))
+    server = """
+import time
+from vlmdistill.pipelines.vllm.plugin.recording import Recording
+Recording(None).recorder.add(lambda keep: time.sleep(1) or {"late": True})
+"""
+    subprocess.run([sys.executable, "-c", server], check=True, timeout=400)
+    (file,) = tmp_path.glob("*.jsonl")
+    assert json.loads(file.read_text())["late"]
 
 
 def test_a_body_that_is_no_object_passes_as_it_is() -> None:
