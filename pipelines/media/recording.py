@@ -18,7 +18,7 @@ from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import one_line
 
 MEDIA = "media"
-SECRET = ("authorization", "cookie", "proxy-authorization", "x-api-key", "api-key")
+SECRET = ("authorization", "cookie", "key", "token", "secret", "password")  # ends of the names of headers
 DAY = 86400.0
 HOUR = 3600.0
 WAITING = 1000  # responses that may wait to be written; more are lost
@@ -117,5 +117,5 @@ class Recorder:
 
 
 def without_secrets(headers: Mapping[str, str]) -> dict[str, str]:
-    """The headers of a request that may be recorded."""
-    return {name: one for name, one in headers.items() if name.lower() not in SECRET}
+    """The headers of a request that may be recorded: those that by their name are no credentials."""
+    return {name: one for name, one in headers.items() if not name.lower().endswith(SECRET)}

@@ -73,7 +73,14 @@ def ask(app: Any, body: bytes) -> bytes:
     async def send(message: Any) -> None:
         back.append(message.get("body", b""))
 
-    headers = [(b"authorization", b"Bearer word"), (b"x-team", b"red"), (b"content-length", b"0")]
+    secret = (
+        b"authorization",
+        b"cookie",
+        b"x-api-key",
+        b"ocp-apim-subscription-key",
+        b"x-amz-security-token",
+    )
+    headers = [*((name, b"word") for name in secret), (b"x-team", b"red"), (b"content-length", b"0")]
     scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": headers}
     asyncio.run(app(scope, receive, send))
     return b"".join(back)
