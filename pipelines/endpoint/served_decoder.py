@@ -14,7 +14,7 @@ from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.decoding.clock import Cycle
 from vlmdistill.drafters.decoding.decoders import decode
 from vlmdistill.pipelines.bench.records import Decoding, chain_counts
-from vlmdistill.pipelines.data.responses.generate import open_pair, recorded
+from vlmdistill.pipelines.data.responses.generate import open_pair, recorded, room
 from vlmdistill.pipelines.data.responses.pieces import Piece, pieces
 from vlmdistill.pipelines.endpoint.chat import ChatRequest
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
@@ -47,9 +47,6 @@ class ServedDecoder:
                 f"the target's {self.target.info.max_position} positions"
             )
         prompt = self.target.encode(request.conversation(media))
-        room = self.target.info.max_position - prompt.length
-        if room < 1:
-            raise DataError(f"the prompt has {prompt.length} tokens and leaves no room for a response")
         limit = request.max_completion_tokens or request.max_tokens or self.max_new_tokens
         seed = secrets.randbits(63) if request.seed is None else request.seed
         generator = torch.Generator(self.target.device).manual_seed(seed)
@@ -58,7 +55,7 @@ class ServedDecoder:
             self.drafter if request.speculate else None,
             prompt,
             tree=self.tree,
-            max_new_tokens=min(limit, room),
+            max_new_tokens=min(limit, room(self.target, prompt)),
             temperature=request.temperature,
             generator=generator,
         )

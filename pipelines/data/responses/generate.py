@@ -17,6 +17,7 @@ from vlmdistill.drafters.decoding.decoders import decode
 from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
 from vlmdistill.pipelines.data.responses.pieces import Piece, pieces
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
+from vlmdistill.pipelines.targets.encode import EncodedPrompt
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 from vlmdistill.pipelines.workspace.workspace import Workspace
@@ -41,6 +42,14 @@ def recorded(
             if ended():
                 return
             seconds = 0.0
+
+
+def room(target: VisionLanguageTarget, prompt: EncodedPrompt) -> int:
+    """The most tokens of a response to a prompt; DataError if the target has no position for any."""
+    left = int(target.info.max_position) - prompt.length
+    if left < 1:
+        raise DataError(f"the prompt has {prompt.length} tokens and leaves no room for a response")
+    return left
 
 
 class StreamedResponse:
@@ -114,8 +123,9 @@ def generate(
 ) -> StreamedResponse:
     """Start to generate one response. `drafter` and `tree` are as in `open_pair`.
 
-    `sampling` holds "fps" or "frames" for all videos; without it the target's own sampling applies. DataError
-    if an image or video cannot be read, TrainingError if the drafter cannot be used.
+    `sampling` holds "fps" or "frames" for all videos; without it the target's own sampling applies. The
+    response ends at the target's last position at the latest. DataError if an image or video cannot be read
+    or the prompt is too long, TrainingError if the drafter cannot be used.
     """
     if not text.strip():
         raise DataError("TEXT is empty: give a question, such as 'Describe the image.'")
@@ -134,7 +144,7 @@ def generate(
         guess,
         prompt,
         tree=shape,
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=min(max_new_tokens, room(target, prompt)),
         temperature=temperature,
         generator=generator,
     )

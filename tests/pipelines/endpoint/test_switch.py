@@ -13,6 +13,7 @@ from tests import thorough, tiny
 from tests.drafters import synthetic
 from tests.served_app import serving
 from vlmdistill.drafters.decoding.clock import Cycle, Laps
+from vlmdistill.pipelines.data.responses.generate import generate
 from vlmdistill.pipelines.endpoint.chat import ChatRequest
 from vlmdistill.pipelines.endpoint.served_decoder import ServedDecoder, ServedResponse, open_decoder
 from vlmdistill.pipelines.endpoint.switch import Switch
@@ -170,6 +171,23 @@ def test_a_damaged_version_leaves_the_one_in_use(fresh: Workspace, decoder: Serv
     publish(fresh, "hawk.r1")
     switch.look()
     assert switch.current.drafter_name == "hawk.r1"
+
+
+def test_a_response_ends_at_the_targets_last_position(workspace: Workspace, decoder: ServedDecoder) -> None:
+    def length(text: str) -> int:
+        return decoder.target.encode([{"role": "user", "content": text}]).length
+
+    positions = decoder.target.info.max_position
+    text = "a" + " a" * ((positions - length("a") - 5) // (length("a a") - length("a")))
+    room = positions - length(text)
+    stream = generate(workspace, text, max_new_tokens=12)
+    assert "".join(piece.text for piece in stream.pieces())
+    assert stream.summary().startswith(f"{room} tokens")
+    messages = [{"role": "user", "content": text}]
+    request = ChatRequest.model_validate({"model": decoder.model, "messages": messages, "max_tokens": 12})
+    response = ServedResponse(decoder, request)
+    assert "".join(piece.text for piece in response.pieces())
+    assert (response.decoding.tokens, response.finish) == (room, "length")
 
 
 def test_a_record_has_the_tokens_and_the_images_by_hash_and_no_key(
