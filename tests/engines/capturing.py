@@ -177,8 +177,9 @@ def _wider(parts: tiny.Parts) -> tiny.Parts:
         text["rope_parameters"] = {**text["rope_parameters"], "mrope_section": section}
     if "global_head_dim" in text:
         text["global_head_dim"] *= wider
-    if "out_hidden_size" in vision:
-        vision["out_hidden_size"] = 64
+    for sizes in (text, vision):
+        sizes.update({name: 64 for name in ("out_hidden_size", "block_dim", "conv_dim") if name in sizes})
+    text.update({name: 128 for name in ("linear_key_head_dim", "linear_value_head_dim") if name in text})
     return dataclasses.replace(parts, text=text, vision=vision)
 
 

@@ -96,7 +96,11 @@ GLM4V = Parts(  # M-RoPE over a part of each head
         **NORMED,
         "size": {"shortest_edge": 28 * 28 * 2, "longest_edge": 28 * 28 * 40},
     },
-    text={"head_dim": 16, "rope_parameters": mrope([1, 1, 2], partial_rotary_factor=0.5)},
+    text={
+        "head_dim": 16,
+        "rope_parameters": mrope([1, 1, 2], partial_rotary_factor=0.5),
+        "attention_bias": True,  # as published; vLLM drops the bias without it
+    },
     vision={**PATCHES, "patch_size": 14, "image_size": 56},
 )
 GLM46V = replace(  # GLM-4.1V's layers behind another processor

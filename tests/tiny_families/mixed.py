@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tests.tiny import NORMED, Parts, mrope
+from tests.tiny import HIDDEN, NORMED, Parts, mrope
 from tests.tiny_families.dense import GLM4V
 from tests.tiny_families.parts import EXPERTS, PATCHES, QWEN3, SMALL, VIT
 
@@ -19,7 +19,8 @@ GLM4V_MOE = replace(
     GLM4V,
     model="Glm4vMoe",
     processed="Glm4v",
-    text={**GLM4V.text, **ROUTED, "use_qk_norm": False},  # as published; vLLM has no default
+    # The last one as published; vLLM has no default.
+    text={**GLM4V.text, **ROUTED, "attention_bias": False, "use_qk_norm": False},
 )
 QWEN3_VL_MOE = Parts(  # experts in each layer, deepstack, interleaved M-RoPE
     "Qwen3VLMoe",
@@ -68,6 +69,9 @@ LFM2_VL = Parts(  # short convolutions in most layers
     text={
         "architectures": ["Lfm2ForCausalLM"],
         "model_type": "lfm2",
+        "block_dim": HIDDEN,  # these three as published; vLLM has no default, and no other head
+        "conv_dim": HIDDEN,
+        "tie_word_embeddings": True,
         "block_multiple_of": 16,
         "layer_types": ["conv", "full_attention", "conv"],
     },
@@ -78,7 +82,7 @@ LFM2_VL = Parts(  # short convolutions in most layers
         "patch_size": 16,
         "vision_use_head": False,
     },
-    config={"projector_hidden_size": 48},
+    config={"projector_hidden_size": 48, "tie_word_embeddings": True},
 )
 MINICPMV4_6 = Parts(  # Qwen3.5's layers; an overview and slices, all in one row of patches
     "MiniCPMV4_6",
