@@ -156,6 +156,7 @@ class _Pending:
     exchange: Exchange
     text: str
     changed: tuple[bool, bool]  # the messages, the response
+    media: dict[str, int]  # hash -> bytes
 
 
 @dataclass
@@ -188,7 +189,7 @@ class _Harvest(ImportGate):
         present = prompt_table.read(file) if file.is_file() else []
         self._present = {prompt.key: prompt for prompt in present}
         self._near = {_near(prompt) for prompt in present}
-        self._used = sum(self.media.values())
+        self._held, self._used = set(self.media), sum(self.media.values())  # media of kept prompts; bytes
 
     def rows(self, file: LogFile) -> Iterator[Row]:
         """The conversations of a log file that the policy allows, with the bytes of their media."""
@@ -218,9 +219,9 @@ class _Harvest(ImportGate):
             raise BadRowError("no question", "the conversation does not end with a turn of the user")
         for turn in turns:
             turn["content"] = [self._part(file, part) for part in turn["content"]]
-        self._within_budget(turns)
+        media = self._within_budget(turns)
         changed = messages != exchange.messages, text != said
-        self._pending[row.source, row.number] = _Pending(exchange, text, changed)
+        self._pending[row.source, row.number] = _Pending(exchange, text, changed, media)
         return replace(row, value={"messages": turns})
 
     def _part(self, file: LogFile, part: Mapping[str, Any]) -> dict[str, Any]:
@@ -232,23 +233,33 @@ class _Harvest(ImportGate):
         content = media if isinstance(media, bytes) else file.media(media)
         return {"type": part["type"], "bytes": content, **sampling}
 
-    def _within_budget(self, turns: Sequence[Mapping[str, Any]]) -> None:
-        """BadRowError if the media of a conversation do not fit into the policy's bytes."""
-        new = {
+    def _within_budget(self, turns: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+        """The media of a conversation; BadRowError if they do not fit into the policy's bytes."""
+        media = {
             name_of(part["bytes"]): len(part["bytes"])
             for turn in turns
             for part in turn["content"]
             if "bytes" in part
         }
-        new = {name: size for name, size in new.items() if name not in self.media}
-        if self._used + sum(new.values()) > self.policy.media_bytes:
-            raise BadRowError("media budget", f"{sum(new.values())} bytes more than {self.policy.media}")
-        self._used += sum(new.values())
-        self.media |= new
+        more = sum(size for name, size in media.items() if name not in self.media)
+        if more and self._used + more > self.policy.media_bytes:
+            raise BadRowError("media budget", f"{more} bytes more than {self.policy.media}")
+        self._count(media)
+        return media
+
+    def _count(self, media: Mapping[str, int]) -> None:
+        self._used += sum(size for name, size in media.items() if name not in self.media)
+        self.media |= media
+
+    def skipped(self, row: Row) -> None:
+        """Let go of a row that is not kept, and of its media unless a kept one has them."""
+        if found := self._pending.pop((row.source, row.number), None):
+            for name in found.media.keys() - self._held:
+                self._used -= self.media.pop(name, 0)
 
     def accept(self, row: Row, prompt: Prompt) -> Prompt:
         """Check and keep the response of a prompt; BadRowError if either cannot be kept."""
-        found = self._pending.pop((row.source, row.number))
+        found = self._pending[row.source, row.number]
         asked = found.exchange.time
         earlier = self._present.get(prompt.key)
         if earlier and prompt.key in self._answered:
@@ -265,6 +276,9 @@ class _Harvest(ImportGate):
             if len(self._rows) >= WRITTEN:
                 self._write()
         self.kept.add(prompt.key)
+        del self._pending[row.source, row.number]
+        self._held |= found.media.keys()
+        self._count(found.media)
         return prompt
 
     def _response(self, prompt: Prompt, found: _Pending) -> ResponseRow:

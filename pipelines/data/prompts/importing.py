@@ -186,6 +186,9 @@ class ImportGate:
         """A new prompt of a row, maybe changed; BadRowError if it is skipped."""
         return prompt
 
+    def skipped(self, row: Row) -> None:
+        """A row, or a prompt of it, is not kept."""
+
     def close(self) -> None:
         """All rows are read, and the prompts are written next."""
 
@@ -348,6 +351,7 @@ class _Import:
         entry = {"source": row.source, "row": row.number, "line": row.line}
         detail = "" if self.choices.private else error.detail
         self.skipped.append({**entry, "reason": error.reason, "detail": detail})
+        self.gate.skipped(row)
 
     def _take(self, row: Row, talk: Conversation) -> None:
         """Make the prompts of one conversation."""

@@ -157,6 +157,22 @@ def test_images_are_kept_by_hash_within_the_budget_and_those_of_dropped_rows_are
     assert served.dropped == {"media outside of the log": 1}
 
 
+def test_what_is_dropped_takes_no_room_from_what_is_kept_later(workspace: Workspace) -> None:
+    def shown(number: int) -> dict[str, Any]:
+        return exchange(number, request=asked(f"Which shapes are in image {number}?", data_url(number)))
+
+    lines = [shown(number) for number in range(9)] + [exchange(number) for number in range(9, 256)]
+    for line in lines:  # as many as are decided on at once
+        line["response"]["usage"] = {"completion_tokens": 3}  # of another model
+    lines += [shown(number) for number in range(300, 306)]
+    size = max(len(json.dumps(line)) for line in lines)
+    made = taken(workspace, lines, media=f"{9 * size}B")
+    assert made.dropped == {"another number of tokens": 256}
+    assert (made.kept, made.media) == (6, 6)
+    small = taken(workspace, [shown(300), shown(306), exchange(307)], media="1kB")  # than what is kept
+    assert (small.known, small.kept, small.dropped) == (1, 1, {"media budget": 1})
+
+
 def redact(given: dict[str, Any]) -> Any:
     text = given["messages"][0]["content"][0]["text"]
     if "board number 1?" in text:
