@@ -27,8 +27,8 @@ def follow(
 ) -> None:
     """Let a running vLLM draft with the version of a drafter that is in use.
 
-    The server takes it over between two steps; no response changes by it. A version that accepts less than
-    the one before is withdrawn, as by `vlmdistill serve`. docs/traffic.md says how vLLM is started.
+    The server takes it over between two steps; what it responds stays the target's. A version that accepts
+    less than the one before is withdrawn, as by `vlmdistill serve`. docs/traffic.md says how vLLM is started.
     """
     import threading
 

@@ -70,7 +70,7 @@ def serve(
 
     The page compares plain with speculative decoding. Requests are decoded one at a time. Ctrl-C and
     SIGTERM let running responses end for 10 seconds. A newer version of the drafter takes over between two
-    requests; no response changes by it.
+    requests; what it responds stays the target's.
     """
     import socket
     from contextlib import nullcontext
