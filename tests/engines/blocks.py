@@ -3,10 +3,12 @@
 Not collected by name: it needs the environment that `make engine` creates, and minutes.
 """
 
+from pathlib import Path
+
 import pytest
 from msgspec.structs import replace as changed
 
-from tests.engines.serving import Served, v2_runner
+from tests.engines.serving import Served, noise, v2_runner
 from vlmdistill.pipelines.cluster.environment import engine_python
 
 __all__ = ["v2_runner"]
@@ -45,6 +47,24 @@ def test_a_prompt_read_in_several_steps_drafts_the_same(name: str, served: Serve
     found = served.check(name, changed(served.job, step_tokens=16, batch=3), prompts=10)
     assert found.identical == found.prompts
     assert found.engine == found.ours
+
+
+@pytest.mark.parametrize("name", ["dflash:whole", "dflash:text"])
+def test_a_running_engine_takes_over_another_version(name: str, served: Served, tmp_path: Path) -> None:
+    """It then drafts as one that was started with it, from entries that its copies of weights write."""
+    first = noise(served.exported(name), tmp_path / "first")
+    found = served.check(name, changed(served.job, first=str(first)), prompts=10)
+    assert found.identical == found.prompts
+    assert found.engine == found.ours
+
+
+@pytest.mark.usefixtures("v2_runner")
+@pytest.mark.parametrize("name", ["dspark:whole", "dspark:text", "dflash:text"])
+def test_the_v2_runner_takes_over_another_version(name: str, served: Served, tmp_path: Path) -> None:
+    first = noise(served.exported(name), tmp_path / "first")
+    found = served.check(name, changed(served.job, max_new_tokens=24, first=str(first)), prompts=4)
+    assert found.identical == found.prompts
+    assert found.engine.drafts == found.ours.drafts
 
 
 @pytest.mark.usefixtures("v2_runner")

@@ -38,6 +38,7 @@ REACHED = {
     "vllm.model_executor.models.interfaces:SupportsMultiModal": ("get_language_model", "embed_input_ids"),
     "vllm.model_executor.models.qwen3_dflash:DFlashQwen3Model": (
         *("_normalize_context_k", "_k_norm_weights", "_rms_norm_eps"),
+        *("_build_fused_kv_buffers", "_fused_kv_weight", "_fused_kv_bias"),
     ),
     "vllm.config:VllmConfig": ("use_v2_model_runner", "speculative_config", "parallel_config"),
     "vllm.config.parallel:ParallelConfig": (

@@ -22,6 +22,7 @@ from tests.engines.parity import Parity
 from tests.quantised import quantised
 from vlmdistill.cli.main import main
 from vlmdistill.drafters.checkpoints.export import Exported, export
+from vlmdistill.drafters.dflash import MASK
 from vlmdistill.pipelines.bench.evaluate import held_out
 from vlmdistill.pipelines.cluster.environment import engine_python
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
@@ -45,7 +46,7 @@ NAMES = (
     "medusa",
     "wren",
 )
-SWAPPED = ("eagle3", "msd_vata", "hivis", "vispec", "specflash", "wren")
+SWAPPED = ("eagle3", "msd_vata", "hivis", "vispec", "specflash", "medusa", "wren")
 MORE = {
     "eagle3": ["--set", "draft_vocab=300"],  # of 768 tokens
     "eaglevlm": ["--set", "compressor=concat", "--set", "ratio=9", "--set", "kernel=5"],
@@ -160,6 +161,9 @@ def noise(drafter: Exported, out: Path) -> Path:
         if weight.is_floating_point():
             weights[name] = torch.randn_like(weight) / 8
     save_file(weights, out / "model.safetensors", {"format": "pt"})
+    if (mask := out / MASK).exists():
+        described = torch.load(mask)
+        torch.save({**described, "embedding": torch.randn_like(described["embedding"])}, mask)
     return out
 
 

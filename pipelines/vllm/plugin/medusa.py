@@ -28,13 +28,13 @@ class ServedMedusaProposer(MedusaProposer):
             language = (
                 target_model.get_language_model() if supports_multimodal(target_model) else target_model
             )
-            self.model.lm_head = language.lm_head
+            self.model.head = (language.lm_head,)
 
 
 class MedusaVlmdistill(nn.Module):
     """Medusa's heads, with the target's LM head, which `ServedMedusaProposer` sets."""
 
-    lm_head: nn.Module
+    head: tuple[nn.Module]  # in a tuple: it is no part of the drafter, whose weights another version replaces
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
@@ -51,7 +51,8 @@ class MedusaVlmdistill(nn.Module):
 
     def compute_logits(self, hidden_states: list[Tensor]) -> list[Tensor]:
         """Scores of each guess, [N, V]."""
-        return [self.logits_processor(self.lm_head, estimate_ND) for estimate_ND in hidden_states]
+        (head,) = self.head
+        return [self.logits_processor(head, estimate_ND) for estimate_ND in hidden_states]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load the heads that are used; ValueError when the folder lacks one."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.llama_eagle import LlamaDecoderLayer
 from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 from vllm.model_executor.models.qwen3_dspark import Qwen3DSparkForCausalLM
@@ -199,7 +200,8 @@ class DSparkVlmdistill(Qwen3DSparkForCausalLM):
         mask_D = every.pop(KEY, None)
         super().load_weights(every.items())
         if mask_D is not None and len(mask_D):
-            self.model.mask_embedding.data.copy_(mask_D)
+            mask = self.model.mask_embedding
+            getattr(mask, "weight_loader", default_weight_loader)(mask, mask_D)
             self.model.has_separate_mask_embedding = True
 
 

@@ -9,16 +9,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
+from torch import Tensor
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from vlmdistill.drafters.core.serving import KEY
 
 SETTINGS, WEIGHTS = "config.json", "model.safetensors"
-METHODS = ("eagle", "eagle3")
-"""By vLLM's names. Of block drafters it keeps copies that it fuses from the weights at its start."""
+METHODS = ("eagle", "eagle3", "dflash", "dspark", "medusa")
+"""By vLLM's names: those whose drafters it loads from a folder that we export."""
+FUSED = ("_fused_kv_weight", "_fused_kv_bias", "_k_norm_weights")
+"""Copies of the weights of a block drafter's layers, by which vLLM writes the entries of the context."""
 
 
 class Swap:
@@ -39,17 +43,40 @@ class Swap:
         config, method = self.speculative_config.draft_model_config, self.speculative_config.method
         if method not in METHODS:
             return f"vLLM loads no other {method} while it runs: restart it with {folder}"
-        if refused := differs(Path(folder), Path(config.model)):
+        used = config.model
+        if refused := differs(Path(folder), Path(used)):
             return refused
         model = self.model_runner.get_draft_model()
+        inner = getattr(model, "model", None)
+        fused = {name: copy for name in FUSED if (copy := getattr(inner, name, None)) is not None}
         # Not in place: on a CPU, vLLM has packed the weights and dropped the tensors that hold them.
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(model)
+            config.model = folder  # where vLLM looks for a mask of DFlash
             try:
                 model.load_weights(load_file(Path(folder) / WEIGHTS).items())
             finally:
+                config.model = used
                 finalize_layerwise_reload(model, config)
+        if fused:
+            fuse(inner, fused)
         return ""
+
+
+@torch.no_grad()
+def fuse(drafter: Any, fused: dict[str, Tensor]) -> None:
+    """Bring the copies of a block drafter's weights up to date, in the tensors that captured graphs read.
+
+    The keys and values of its layers may be packed, so that they are taken from a product with the identity.
+    """
+    drafter._build_fused_kv_buffers()
+    if (weight := fused.get("_fused_kv_weight")) is not None:
+        identity = torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)
+        layers = [layer.self_attn for layer in drafter.layers]
+        states = [one.qkv_proj.quant_method.apply(one.qkv_proj, identity)[:, one.q_size :] for one in layers]
+        drafter._fused_kv_weight = torch.cat(states, dim=1).t()
+    for name, copy in fused.items():
+        setattr(drafter, name, copy.copy_(getattr(drafter, name)))
 
 
 def differs(folder: Path, used: Path) -> str:
