@@ -64,7 +64,9 @@ def samples(count: int, width: int) -> Iterator[Sample]:
         tokens = int(np.clip(rng.lognormal(6.3, 0.6), 100, 2000))
         rows = bits_ND[rng.integers(0, len(bits_ND), tokens)]
         at = np.arange(tokens, dtype=np.int32)
-        yield Sample(f"s{number:06}", at % 8, at > tokens // 4, at, at, (), {FEATURE: rows}, {"words": tokens})
+        yield Sample(
+            f"s{number:06}", at % 8, at > tokens // 4, at, at, (), {FEATURE: rows}, {"words": tokens}
+        )
 
 
 def origin(width: int) -> tuple[Provenance, TargetInfo, FrozenTables]:
