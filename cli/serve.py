@@ -126,21 +126,19 @@ def until_stopped(app: "FastAPI", listener: "socket", what: str) -> None:
 
     SIGTERM ends the process as a signal does, but only once the command has closed what it holds.
     """
-    import signal
-
+    from vlmdistill.pipelines.cluster.session import terminable
     from vlmdistill.pipelines.endpoint.hosting import server
 
-    def end(*_: object) -> None:  # the server raises the signal again when it has ended
-        raise console.CommandTerminated(console.SIGTERM_STATUS)
-
-    before = signal.signal(signal.SIGTERM, end)
-    console.echo(f"{what}:{listener.getsockname()[1]}; Ctrl-C stops")
     try:
-        server(app).run(sockets=[listener])
+        with terminable():  # the server raises the signal again when it has ended
+            console.echo(f"{what}:{listener.getsockname()[1]}; Ctrl-C stops")
+            server(app).run(sockets=[listener])
     except KeyboardInterrupt:
         raise console.CommandStopped(console.SIGINT_STATUS, "stopped") from None
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    except SystemExit as stop:
+        if stop.code == console.SIGTERM_STATUS:
+            raise console.CommandTerminated(stop.code) from None
+        raise
 
 
 def _is_local(host: str) -> bool:
