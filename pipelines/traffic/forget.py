@@ -17,6 +17,7 @@ from vlmdistill.pipelines.data.responses import dataset
 from vlmdistill.pipelines.traffic.harvest import UNLISTED, audited, unlisted, unnamed
 from vlmdistill.pipelines.workspace.parts import UNFINISHED
 from vlmdistill.pipelines.workspace.workspace import Workspace, only_writer
+from vlmdistill.stores.backends.local import left_over
 from vlmdistill.stores.schema import utc
 from vlmdistill.stores.sharing.retention import expire
 from vlmdistill.stores.store import Store
@@ -55,8 +56,8 @@ def forget(workspace: Workspace, older_than: float, *, dry_run: bool = False) ->
             samples, size = len(expired.keys), sum(expired.removed.values())
             old |= expired.keys
         gone = dataset.remove(responses, old, dry_run=dry_run)
-        for left_over in () if dry_run else (folder / UNLISTED, *_left_over(workspace)):
-            left_over.unlink(missing_ok=True)
+        for rest in () if dry_run else (folder / UNLISTED, *_left_over(workspace)):
+            rest.unlink(missing_ok=True)
         shown = _unshow(workspace.reports, old, dry_run)
         media = unnamed(workspace, left, dry_run)
         if old and not dry_run and len(left) < len(prompts):
@@ -79,21 +80,20 @@ def forget(workspace: Workspace, older_than: float, *, dry_run: bool = False) ->
 
 def _left_over(workspace: Workspace) -> list[Path]:
     """What killed runs have left of the files that are locked now: it may hold any prompt or response."""
-    prompts = workspace.prompts.parent.glob(f".{workspace.prompts.stem}.*.tmp")
-    return [*prompts, *workspace.responses.glob(".*.tmp"), *workspace.traffic.glob(".*.tmp")]
+    prompts = left_over(workspace.prompts.parent, f"{workspace.prompts.stem}.")
+    return [*prompts, *left_over(workspace.responses), *left_over(workspace.traffic)]
 
 
 def _unshow(reports: Path, keys: Collection[str], dry_run: bool) -> int:
     """Take the texts of prompts out of evaluations and of the page; the numbers stay. How many there were."""
-    showing = [
-        file
-        for file in records.files_in(reports)
-        if any(shown.key in keys for at in records.read(file).temperatures for shown in at.shown)
-    ]
+    showing = {
+        file: one
+        for file, one in ((file, records.read(file)) for file in records.files_in(reports))
+        if any(shown.key in keys for at in one.temperatures for shown in at.shown)
+    }
     if showing and not dry_run:
         (reports / "index.html").unlink(missing_ok=True)  # first: the records say that it must go
-        for file in showing:
-            one = records.read(file)
+        for file, one in showing.items():
             temperatures = tuple(
                 replace(at, shown=tuple(shown for shown in at.shown if shown.key not in keys))
                 for at in one.temperatures

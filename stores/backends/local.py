@@ -67,6 +67,11 @@ def atomic_write(path: Path, *, alone: bool = False) -> Iterator[Path]:
         aside.unlink(missing_ok=True)
 
 
+def left_over(folder: Path, start: str = "") -> list[Path]:
+    """What killed processes have left of the files in a folder whose names start so; see `atomic_write`."""
+    return [*folder.glob(f".{start}*.tmp")]
+
+
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
     """Write a folder atomically: the yielded temporary one is synced and replaces `folder` at the end.

@@ -25,6 +25,7 @@ from vlmdistill.pipelines.media.images import MediaError
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
 from vlmdistill.pipelines.workspace.workspace import absolute_model, only_writer
+from vlmdistill.stores.backends.local import left_over
 from vlmdistill.stores.errors import DataError, PromptError, TargetError, one_line
 from vlmdistill.stores.manifest import Commit
 from vlmdistill.stores.progress import Progress, silent
@@ -235,7 +236,7 @@ def respond(
     if batch < 1:
         raise DataError(f"--batch-size {batch}: give a number above 0")
     with only_writer(out) as part:
-        for left in out.glob(".*.tmp"):  # by a killed run
+        for left in left_over(out):
             left.unlink()
         fingerprint = checkpoint(model)  # before Ray starts
         settings = {
