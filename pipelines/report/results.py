@@ -125,6 +125,11 @@ class ServerResult:
         """As of `DrafterResult`."""
         return load_figures(self.load)
 
+    @property
+    def drafter(self) -> str:
+        """Its drafter; the server's name if it does not tell."""
+        return self.evaluation.drafter or self.evaluation.name
+
     @cached_property
     def kind(self) -> tuple[object, ...]:
         """As of `DrafterResult`."""
@@ -139,7 +144,7 @@ class ServerResult:
         return {
             "name": one.name,
             "measured": one.measured,
-            "drafter": one.drafter or one.name,
+            "drafter": self.drafter,
             "target": one.model,
             "prompts": found.server.requests,
             "prompt_set": one.prompt_set,
@@ -158,9 +163,8 @@ class ServerResult:
     @property
     def warnings(self) -> list[str]:
         """As of `DrafterResult`."""
-        one, at = self.evaluation, self.figures
-        whose = f"{one.drafter or one.name} at temperature {at.temperature:g}"
-        return [f"{whose}: {text}" for text in at.warnings]
+        found = self.figures
+        return [f"{self.drafter} at temperature {found.temperature:g}: {one}" for one in found.warnings]
 
 
 def of_drafters(evaluations: Iterable[Evaluation]) -> list[DrafterResult]:

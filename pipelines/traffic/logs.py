@@ -253,13 +253,11 @@ def _flat(given: Sequence[Any]) -> dict[str, str]:
     """
     flat: dict[str, str] = {}
     for headers in given:
-        pairs = _pairs(_parsed(headers))
-        names = [name.lower() for name, _ in pairs]
-        flat = {name: one for name, one in flat.items() if name not in names}
-        for name, value in zip(names, (value for _, value in pairs), strict=True):
+        found: dict[str, list[str]] = {}
+        for name, value in _pairs(_parsed(headers)):
             values = value if isinstance(value, list) else [value]
-            before = [flat[name]] if name in flat else []
-            flat[name] = ", ".join([*before, *(str(one).strip() for one in values)])
+            found.setdefault(name.lower(), []).extend(str(one).strip() for one in values)
+        flat |= {name: ", ".join(values) for name, values in found.items()}
     return flat
 
 

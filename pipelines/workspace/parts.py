@@ -130,7 +130,7 @@ class Parts:
         return list(json.loads(file.read_text())) if file.is_file() else []
 
     def _send_noted(self) -> None:
-        if noted := self._unsent():
+        if noted := set(self._unsent()):
             for folder in {name.partition("/")[0] for name in noted}:
                 self._send_media(folder, noted)
             (self.folder / RECORDS / UNSENT).unlink()
@@ -144,7 +144,7 @@ class Parts:
             name: stat
             for path in (self.folder / folder).rglob("*")
             if not path.name.startswith(".") and (stat := stat_of(path))
-            if (name := path.relative_to(self.folder).as_posix()) in (names or [name])
+            if (name := path.relative_to(self.folder).as_posix()) and (names is None or name in names)
         }
         there = (
             {f"{folder}/{name}": size for name, size in self.there.list_files(folder).items()} if here else {}

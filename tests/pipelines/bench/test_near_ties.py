@@ -12,7 +12,7 @@ from torch import Tensor
 from tests import tiny
 from tests.drafters.synthetic import untrained
 from tests.pipelines.bench.conftest import held_out
-from vlmdistill.pipelines.bench.side_by_side import NEAR_TIE, NEAR_TIE_HALF, SideBySide
+from vlmdistill.pipelines.bench.side_by_side import NEAR_TIE, SideBySide
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.targets.loading import load
@@ -84,4 +84,4 @@ def test_what_two_passes_differ_by_is_within_it(dtype: str, tmp_path: Path) -> N
             alone_V, together_V = target.logits(torch.cat([alone_1D, together_D[None]]))
             off_V = alone_V - together_V
             worst = max(worst, float(off_V.max() - off_V.min()) / rounding(target, alone_V))
-    assert 0 < worst < NEAR_TIE.get(target.dtype, NEAR_TIE_HALF)
+    assert 0 < worst < NEAR_TIE[target.dtype]
