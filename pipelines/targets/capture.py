@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vlmdistill.drafters.core.batch import Batch
+from vlmdistill.drafters.core.devices import begin_copy
 from vlmdistill.pipelines.targets.encode import EncodedPrompt
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.loader.tensors import as_numpy
@@ -58,7 +59,7 @@ class Transcript:
     def batch(self, states: Mapping[str, Tensor], features: Collection[Feature]) -> Batch:
         """The sequence as a batch for a decoder, on the device of `states` (by source, [L, D])."""
         device = next(iter(states.values())).device
-        position = {where: self.positions(where).to(device) for where in {f.where for f in features}}
+        rows = FeatureRows.of([self], features, device)
         text_T = self.positions("text")
         start_M = torch.tensor([span.start for span in self.spans], dtype=torch.long)
         length_M = torch.tensor([span.length for span in self.spans], dtype=torch.long)
@@ -72,8 +73,7 @@ class Transcript:
             length_M=length_M,
             segment_M=torch.zeros_like(start_M),
         ).to(device)
-        rows = {f: states[f.source].index_select(0, position[f.where]) for f in features}
-        return batch.having(rows)
+        return batch.having(rows.select({name: state_LD[None] for name, state_LD in states.items()}))
 
     def sample(self, key: str, features: Mapping[Feature, Array]) -> Sample:
         """The sequence with its features as a sample for the store; DataError if float16 cannot hold one."""
@@ -96,60 +96,89 @@ class Transcript:
 
 
 @dataclass(frozen=True)
+class FeatureRows:
+    """Where the rows of each feature are in a right-padded batch, known before the batch runs."""
+
+    rows: Mapping[Where, Tensor]  # of the flattened batch [B * L], on the target's device
+    features: Sequence[Feature]
+
+    @classmethod
+    def of(
+        cls, sequences: Sequence[Transcript], features: Collection[Feature], device: torch.device
+    ) -> "FeatureRows":
+        """The rows of these features, on their way to `device`."""
+        length = max(len(sequence.ids_L) for sequence in sequences)
+        rows: dict[Where, Tensor] = {}
+        for where in {feature.where for feature in features}:
+            row_N = torch.cat(
+                [sequence.positions(where) + number * length for number, sequence in enumerate(sequences)]
+            )
+            rows[where] = begin_copy(row_N, device)
+        return cls(rows, sorted(features))
+
+    def select(self, states: Mapping[str, Tensor]) -> dict[Feature, Tensor]:
+        """Each feature of a batch whose states are [B, L, D] by source: [N, D]."""
+        return {
+            feature: states[feature.source].flatten(0, 1).index_select(0, self.rows[feature.where])
+            for feature in self.features
+        }
+
+
+@dataclass(frozen=True)
 class Leaving:
-    """The features of a batch on their way off the device, each in one transfer."""
+    """The features of a batch on their way off the device."""
 
     sequences: Sequence[Transcript]
     keys: Sequence[str]
-    features: Mapping[Feature, Callable[[], Tensor]]  # waits for a transfer [rows of all sequences, D]
+    features: Mapping[Feature, Tensor]  # [rows of all sequences, D], complete after `wait`
+    wait: Callable[[], None]
 
     @classmethod
     def of(
         cls,
         sequences: Sequence[Transcript],
         keys: Sequence[str],
-        states: Mapping[str, Tensor],
-        features: Collection[Feature],
+        features: Mapping[Feature, Tensor],
         dtype: str,
     ) -> "Leaving":
-        """Choose rows of a right-padded batch's states (by source, [B, L, D]), and begin their transfers."""
-        rows: dict[Feature, Callable[[], Tensor]] = {}
-        for feature in sorted(features):
-            state_BLD = states[feature.source]
-            positions = [sequence.positions(feature.where) for sequence in sequences]
-            flat = torch.cat([rows + i * state_BLD.shape[1] for i, rows in enumerate(positions)])
-            chosen_ND = state_BLD.flatten(0, 1).index_select(0, flat.to(state_BLD.device))
-            rows[feature] = to_cpu(chosen_ND.to(DTYPES[dtype]))
-        return cls(sequences, keys, rows)
+        """Begin the transfers of features [rows of all sequences, D], in `dtype`."""
+        copies, wait = to_cpu([rows_ND.to(DTYPES[dtype]) for rows_ND in features.values()])
+        return cls(sequences, keys, dict(zip(features, copies, strict=True)), wait)
 
     def samples(self) -> list[Sample]:
         """The samples, once all has arrived; bfloat16 becomes uint16."""
+        self.wait()
         rows: list[dict[Feature, Array]] = [{} for _ in self.sequences]
-        for feature, arrived in self.features.items():
-            stored_ND = as_numpy(arrived())
-            ends = np.cumsum([len(one.positions(feature.where)) for one in self.sequences])
-            for row, part in zip(rows, np.split(stored_ND, ends[:-1]), strict=True):
-                row[feature] = part
-        return [s.sample(key, row) for s, key, row in zip(self.sequences, self.keys, rows, strict=True)]
+        for feature, arrived_ND in self.features.items():
+            counts = [len(sequence.positions(feature.where)) for sequence in self.sequences]
+            parts = np.split(as_numpy(arrived_ND), np.cumsum(counts)[:-1])
+            for row, part_ND in zip(rows, parts, strict=True):
+                row[feature] = part_ND
+        return [
+            sequence.sample(key, row)
+            for sequence, key, row in zip(self.sequences, self.keys, rows, strict=True)
+        ]
 
 
-def to_cpu(rows_ND: Tensor) -> Callable[[], Tensor]:
-    """Begin to copy rows into pinned memory while the GPU goes on; the call waits for them."""
-    if rows_ND.device.type != "cuda":
-        return lambda: rows_ND
-    stream = _copy_stream(rows_ND.device)
-    stream.wait_stream(torch.cuda.current_stream(rows_ND.device))
+def to_cpu(states: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
+    """Begin to copy states into pinned memory while the GPU goes on.
+
+    Returns the copies, and a function that waits until all are complete.
+    """
+    if not states or states[0].device.type != "cuda":
+        return list(states), lambda: None
+    device = states[0].device
+    stream = _copy_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    copies = []
     with torch.cuda.stream(stream):
-        copy_ND = torch.empty(rows_ND.shape, dtype=rows_ND.dtype, pin_memory=True)
-        copy_ND.copy_(rows_ND, non_blocking=True)
-        rows_ND.record_stream(stream)  # its memory is not reused before
+        for state in states:
+            copy = torch.empty(state.shape, dtype=state.dtype, pin_memory=True)
+            copy.copy_(state, non_blocking=True)
+            state.record_stream(stream)  # its memory is not reused before
+            copies.append(copy)
         done = stream.record_event()
-
-    def arrived() -> Tensor:
-        done.synchronize()
-        return copy_ND
-
-    return arrived
+    return copies, done.synchronize
 
 
 @functools.cache

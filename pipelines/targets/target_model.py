@@ -4,6 +4,7 @@ Shapes: B samples, L positions, N tokens, A rotary axes, D hidden width, V vocab
 """
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,18 +16,19 @@ from msgspec import UNSET
 from torch import Tensor
 
 from vlmdistill.drafters.core.batch import Head
+from vlmdistill.drafters.core.devices import begin_copy
 from vlmdistill.drafters.decoding.acceptance import is_greedy
 from vlmdistill.pipelines.targets.batching import HalveOnOom, pad
-from vlmdistill.pipelines.targets.capture import DTYPES, Leaving, Transcript
+from vlmdistill.pipelines.targets.capture import DTYPES, FeatureRows, Leaving, Transcript
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import Fingerprint, fingerprint
 from vlmdistill.pipelines.targets.checkpoints.info import target_info
 from vlmdistill.pipelines.targets.checkpoints.template import VARIABLES, Thinking, switch_of, thinks
 from vlmdistill.pipelines.targets.encode import EncodedPrompt, EncodedResponse, Messages, encode
-from vlmdistill.pipelines.targets.families.family import Family, Inputs, Visual, encode_visual
+from vlmdistill.pipelines.targets.families.family import Family, Inputs, encode_visual
 from vlmdistill.pipelines.targets.families.text_model import LogitRule, embed_scale, logit_rules, text_model
 from vlmdistill.pipelines.targets.generation import Sampler
 from vlmdistill.pipelines.targets.software import versions
-from vlmdistill.pipelines.targets.text_layers import LayerCache, run_layers
+from vlmdistill.pipelines.targets.text_layers import LayerCache, LayerInputs, run_layers
 from vlmdistill.stores.errors import DataError, PromptError, TargetError
 from vlmdistill.stores.schema import Feature, Provenance, Sample, TargetInfo, as_features
 
@@ -295,15 +297,14 @@ class TargetModel:
             inputs["position_ids"] = pad([row.rope_AL for row in rows], 0).transpose(0, 1)
         return self._on_device({**inputs, **visual})
 
-    def _on_device(self, inputs: Inputs) -> dict[str, Tensor]:
-        """Pixels in the model's dtype, all else (such as the seconds between frames) in its own."""
-        pinned = self.device.type == "cuda"  # else the copy would wait for the pass before it
-        return {
-            name: (value.pin_memory() if pinned else value).to(
-                self.device, self.dtype if name.startswith("pixel_values") else None, non_blocking=True
-            )
-            for name, value in inputs.items()
-        }
+    def _on_device(self, inputs: Inputs, host: Collection[str] = ()) -> dict[str, Tensor]:
+        """Pixels in the model's dtype, all else in its own; `host` are names that stay on the CPU."""
+        sent = {}
+        for name, value in inputs.items():
+            sent[name] = value if name in host else begin_copy(value, self.device)
+            if name.startswith("pixel_values"):
+                sent[name] = sent[name].to(self.dtype)
+        return sent
 
     # Hidden states
 
@@ -363,9 +364,12 @@ class TargetModel:
         features: Collection[Feature],
         dtype: str,
     ) -> Leaving:
+        prompts = [prompt for prompt, _, _ in items]
+        keys = [key for _, _, key in items]
         sequences = [Transcript.of(prompt, response) for prompt, response, _ in items]
-        states = self._states([item[0] for item in items], sequences, {f.source for f in features})
-        return Leaving.of(sequences, [item[2] for item in items], states, features, dtype)
+        rows = FeatureRows.of(sequences, features, self.device)
+        states = self._states(prompts, sequences, {feature.source for feature in features})
+        return Leaving.of(sequences, keys, rows.select(states), dtype)
 
     @torch.inference_mode()
     def check(self, prompt: EncodedPrompt) -> None:
@@ -407,43 +411,33 @@ class TargetModel:
         cache: LayerCache | None = None,
     ) -> dict[str, Tensor]:
         """States [B, L, D] of a right-padded batch; attention is causal, so padding needs no mask."""
-        return self._run(*self._embed(prompts, sequences), sources, cache)
+        return self._run(self._embed(prompts, sequences), sources, cache)
 
-    def _embed(
-        self, prompts: Sequence[EncodedPrompt], sequences: Sequence[Transcript]
-    ) -> tuple[Tensor, Tensor, Tensor, Visual | None]:
-        """The input of layer 0 [B, L, D], rotary positions [A, B, L], the visual positions [B, L], Visual."""
-        ids_BL = pad([s.ids_L for s in sequences], self._pad_id).to(self.device)
-        rope_ABL = pad([s.rope_AL for s in sequences], 0).transpose(0, 1).to(self.device)
-        visual_BL = pad([s.visual_L for s in sequences], 0).to(self.device)
-        hidden_BLD = self._text.embed_tokens(ids_BL)
+    def _embed(self, prompts: Sequence[EncodedPrompt], sequences: Sequence[Transcript]) -> LayerInputs:
+        """The input of layer 0, with the outputs of the vision tower at visual positions."""
+        visual_BL = pad([sequence.visual_L for sequence in sequences], 0)
+        rope_BAL = pad([sequence.rope_AL for sequence in sequences], 0)
+        ids_BL = pad([sequence.ids_L for sequence in sequences], self._pad_id)
+        hidden_BLD = self._text.embed_tokens(begin_copy(ids_BL, self.device))
+        embedded = LayerInputs(
+            hidden_BLD=hidden_BLD,
+            rope_ABL=begin_copy(rope_BAL, self.device).transpose(0, 1),
+            visual_U=begin_copy(visual_BL.flatten().nonzero().flatten(), self.device),
+        )
         inputs = self.family.collate([prompt.inputs for prompt in prompts])
-        visual = None
-        if inputs:
-            kind_U = torch.cat([sequence.kind_L[sequence.visual_L] for sequence in sequences]).to(self.device)
-            try:
-                visual = encode_visual(self.family, self.model, self._on_device(inputs), kind_U)
-            except TargetError as error:
-                raise TargetError(f"{self.folder}: {error}") from None
-            hidden_BLD[visual_BL] = visual.embed_UD.to(hidden_BLD.dtype)
-        return hidden_BLD, rope_ABL, visual_BL, visual
+        if not inputs:
+            return embedded
+        kind_U = torch.cat([sequence.kind_L[sequence.visual_L] for sequence in sequences])
+        sent = self._on_device(inputs, host=self.family.host_inputs)
+        try:
+            visual = encode_visual(self.family, self.model, sent, kind_U)
+        except TargetError as error:
+            raise TargetError(f"{self.folder}: {error}") from None
+        embed_UD = visual.embed_UD.to(hidden_BLD.dtype)
+        hidden_BLD.flatten(0, 1).index_copy_(0, embedded.visual_U, embed_UD)
+        return replace(embedded, deepstack=visual.deepstack)
 
     def _run(
-        self,
-        hidden_BLD: Tensor,
-        rope_ABL: Tensor,
-        visual_BL: Tensor,
-        visual: Visual | None,
-        sources: Collection[str],
-        cache: LayerCache | None,
+        self, embedded: LayerInputs, sources: Collection[str], cache: LayerCache | None
     ) -> dict[str, Tensor]:
-        return run_layers(
-            self._text,
-            hidden_BLD,
-            rope_ABL,
-            eager=self._eager,
-            sources=sources,
-            cache=cache,
-            deepstack=visual.deepstack if visual else (),
-            visual_BL=visual_BL,
-        )
+        return run_layers(self._text, embedded, eager=self._eager, sources=sources, cache=cache)

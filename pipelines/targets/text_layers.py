@@ -3,7 +3,8 @@
 Shapes: B samples, L positions, A rotary axes, D hidden width, U visual tokens, G key heads, d head width.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -31,22 +32,29 @@ def tapped(sources: Collection[str], layers: int) -> dict[int, list[str]]:
     return taps
 
 
+@dataclass(frozen=True)
+class LayerInputs:
+    """What the text layers start from: a right-padded batch, whose visual positions are filled in."""
+
+    hidden_BLD: Tensor
+    rope_ABL: Tensor
+    visual_U: Tensor  # the rows of visual positions in the flattened batch [B * L]
+    deepstack: tuple[Tensor, ...] = ()  # each [U, D]: added at visual positions after layer 0, 1, ...
+
+
 def run_layers(
     text: Any,
-    hidden_BLD: Tensor,
-    rope_ABL: Tensor,
+    inputs: LayerInputs,
     *,
     eager: bool,
     sources: Collection[str],
     cache: LayerCache | None,
-    deepstack: Sequence[Tensor],
-    visual_BL: Tensor,
 ) -> dict[str, Tensor]:
     """Run input embeddings through the stock layers of text model `text`: states by source, [B, L, D].
 
-    Each of `deepstack` [U, D] is added at the positions `visual_BL` after layer 0, 1, ... Eager attention
-    needs an explicit causal mask, the other kernels do not.
+    Eager attention needs an explicit causal mask, the other kernels do not.
     """
+    hidden_BLD, rope_ABL = inputs.hidden_BLD, inputs.rope_ABL
     taps = tapped(sources, len(text.layers))
     position = rope_ABL if len(rope_ABL) == 3 else rope_ABL[0]
     rotary = text.rotary_emb(hidden_BLD, position)
@@ -61,8 +69,9 @@ def run_layers(
         hidden_BLD = layer(
             hidden_BLD, attention_mask=mask, position_embeddings=rotary, past_key_values=cache, use_cache=True
         )
-        if number < len(deepstack):
-            hidden_BLD = hidden_BLD.clone()
-            hidden_BLD[visual_BL] += deepstack[number]
+        if number < len(inputs.deepstack):
+            flat_ND = hidden_BLD.flatten(0, 1)
+            added_ND = flat_ND.index_add(0, inputs.visual_U, inputs.deepstack[number])
+            hidden_BLD = added_ND.view_as(hidden_BLD)
     states["hidden"] = text.norm(hidden_BLD)
     return states

@@ -17,11 +17,11 @@ from vlmdistill.drafters.core.batch import Batch
 from vlmdistill.drafters.core.drafter import Proposer
 from vlmdistill.pipelines.targets.capture import Transcript
 from vlmdistill.pipelines.targets.encode import EncodedPrompt
-from vlmdistill.pipelines.targets.families.family import Visual
 from vlmdistill.pipelines.targets.fused_decoder import Decoder
 from vlmdistill.pipelines.targets.generation import Sampler, continue_batch
 from vlmdistill.pipelines.targets.target_kv_cache import BatchKVCache
 from vlmdistill.pipelines.targets.target_model import TargetModel
+from vlmdistill.pipelines.targets.text_layers import LayerInputs
 from vlmdistill.stores.schema import Feature
 
 HIDDEN_TEXT = Feature("hidden", "text")
@@ -92,7 +92,7 @@ class VisionLanguageTarget(TargetModel):
         cache = self._decoder.start(prompt.length, prompt.next_rope)
         embedded = self._embed([prompt], [Transcript.of(prompt)])
         on_encoded()
-        states = self._run(*embedded, sources, cache)
+        states = self._run(embedded, sources, cache)
         cache.length = prompt.length
         return states
 
@@ -131,14 +131,20 @@ class VisionLanguageTarget(TargetModel):
     def without(self, keep_U: Tensor) -> Decoder:
         """A second sequence over the same weights: the last prompt with only these visual tokens (bool)."""
         prompt, keep_U = self._last_prompt, keep_U.to(self.device)
-        embed_1LD, rope_A1L, visual_1L, visual = self._embed([prompt], [Transcript.of(prompt)])
-        keep_L = ~visual_1L[0]
-        keep_L[visual_1L[0]] = keep_U
-        if visual is not None:
-            visual = Visual(visual.embed_UD[keep_U], tuple(level[keep_U] for level in visual.deepstack))
-        reader, length = Decoder(self._text, self._decoder.layers), int(keep_L.sum())
+        whole = self._embed([prompt], [Transcript.of(prompt)])
+        visual_L = torch.zeros(prompt.length, dtype=torch.bool, device=self.device)
+        visual_L[whole.visual_U] = True
+        keep_L = ~visual_L
+        keep_L[whole.visual_U] = keep_U
+        kept = LayerInputs(
+            hidden_BLD=whole.hidden_BLD[:, keep_L],
+            rope_ABL=whole.rope_ABL[:, :, keep_L],
+            visual_U=visual_L[keep_L].nonzero().flatten(),
+            deepstack=tuple(level_UD[keep_U] for level_UD in whole.deepstack),
+        )
+        reader, length = Decoder(self._text, self._decoder.layers), kept.hidden_BLD.shape[1]
         cache = reader.start(length, prompt.next_rope)
-        self._run(embed_1LD[:, keep_L], rope_A1L[:, :, keep_L], visual_1L[:, keep_L], visual, (), cache)
+        self._run(kept, (), cache)
         cache.length = length
         return reader
 

@@ -15,6 +15,7 @@ from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.decoding.decoders import decode
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
+from vlmdistill.stores.schema import as_features
 
 METHODS = (
     [name for name in catalogue.NAMES if name != "lookahead"] if THOROUGH else ["sparrow", "eagle3", "dspark"]
@@ -65,6 +66,25 @@ def test_captured_states_come_to_the_cpu(folder: Path) -> None:
     states = [state for sample in samples for state in sample.features.values()]
     assert len(states) == 8
     assert all(len(state) for state in states)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen2_vl", "qwen3_vl"])
+def test_a_captured_batch_waits_once_when_it_is_cut(family: str, folder: Path) -> None:
+    target = loaded(folder if family in folder.name else tiny.checkpoint(family, folder.parent / family))
+    prompts = [
+        target.encode(tiny.message("compare", tiny.picture(56, 84), tiny.picture(90, 64, 1))),
+        target.encode(tiny.message("what moves?", tiny.clip(5, 61, 45), tiny.picture(57, 29, 2))),
+        target.encode(tiny.message("no image")),
+    ]
+    features = as_features(["hidden.text", "hidden.span", "embed.visual", "layer1.visual"])
+    responses = [[5, 6, 7], [5], [8, 9]]
+    target.begin_capture(prompts, responses, features)  # the first batch is checked against the stock model
+    with waits() as begun:
+        (leaving,) = target.begin_capture(prompts, responses, features)
+    assert not len(begun), str(begun)
+    with waits() as cut:
+        leaving.samples()
+    assert len(cut) == 1, str(cut)
 
 
 @pytest.mark.parametrize(("name", "tree", "temperature"), DRAFTED)

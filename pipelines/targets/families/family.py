@@ -16,6 +16,7 @@ import transformers
 from torch import Tensor
 from transformers.utils import is_torchvision_available
 
+from vlmdistill.drafters.core.devices import begin_copy
 from vlmdistill.pipelines.targets.families.video import FrameProcessor, concatenated, settings
 from vlmdistill.stores.errors import TargetError
 
@@ -40,6 +41,7 @@ class Family(abc.ABC):
     image_processors: ClassVar[tuple[str, ...]] = ()  # classes without the suffix of a backend; none: any
     frame_processor: ClassVar[type[FrameProcessor] | None] = None  # of videos; None: images only
     mrope: bool = False  # visual tokens have (time, height, width) positions
+    host_inputs: ClassVar[tuple[str, ...]] = ()  # visual inputs that are read on the CPU
 
     def __init__(self, model_type: str, name: str) -> None:
         self.model_type, self.name = model_type, name
@@ -174,7 +176,9 @@ def placeholders(config: Any, processor: Any, kinds: Sequence[str]) -> list[Fact
 
 
 def encode_visual(family: Family, model: Any, inputs: Inputs, kind_U: Tensor) -> Visual:
-    """All images and videos of a batch, in reading order; `kind_U` are the kinds of its visual tokens.
+    """All images and videos of a batch, in reading order.
+
+    `kind_U` are the kinds of its visual tokens, on the CPU.
 
     TargetError if the vision tower's number of tokens of a kind differs from the placeholders'.
     """
@@ -196,11 +200,13 @@ def encode_visual(family: Family, model: Any, inputs: Inputs, kind_U: Tensor) ->
         parts.append((chosen_U, visual))
     if len(parts) == 1:
         return parts[0][1]
+    device = parts[0][1].embed_UD.device
+    rows = [begin_copy(chosen_U.nonzero().flatten(), device) for chosen_U, _ in parts]
 
     def merged(values: Sequence[Tensor]) -> Tensor:
         all_UD = values[0].new_empty(len(kind_U), values[0].shape[1])
-        for (chosen_U, _), value in zip(parts, values, strict=True):
-            all_UD[chosen_U] = value
+        for row_N, value_ND in zip(rows, values, strict=True):
+            all_UD.index_copy_(0, row_N, value_ND)
         return all_UD
 
     levels = zip(*(visual.deepstack for _, visual in parts), strict=True)

@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import vision_utils
 
+from vlmdistill.drafters.core.devices import begin_copy
 from vlmdistill.pipelines.targets.families.family import Fact, Family, Inputs, Visual, placeholders
+from vlmdistill.pipelines.targets.families.packed_attention import packed_attention
 from vlmdistill.pipelines.targets.families.video import GridFrames, TimedGridFrames
 from vlmdistill.stores.errors import TargetError
 
@@ -22,6 +25,7 @@ class QwenVLFamily(Family):
     image_processors = ("Qwen2VLImageProcessor",)
     frame_processor = GridFrames
     mrope = True
+    host_inputs = ("image_grid_thw", "video_grid_thw")
 
     def facts(self, config: Any, processor: Any) -> list[Fact]:
         """The same patches, merged alike, for images and videos."""
@@ -43,11 +47,44 @@ class QwenVLFamily(Family):
 
     def encode_images(self, model: Any, inputs: Inputs) -> Visual:
         """All images, packed."""
-        return _encode_packed(model, inputs["pixel_values"], inputs["image_grid_thw"])
+        return self._encode(model, inputs["pixel_values"], inputs["image_grid_thw"])
 
     def encode_videos(self, model: Any, inputs: Inputs) -> Visual:
         """All videos, packed."""
-        return _encode_packed(model, inputs["pixel_values_videos"], inputs["video_grid_thw"])
+        return self._encode(model, inputs["pixel_values_videos"], inputs["video_grid_thw"])
+
+    def _encode(self, model: Any, pixels_PE: Tensor, grid_G3: Tensor) -> Visual:
+        tower = model.model.visual
+        with packed_attention(tower.config):
+            outputs = [
+                tower(
+                    chunk_PE,
+                    grid_thw=chunk_G3,
+                    return_dict=True,
+                    **self.tower_inputs(tower, chunk_G3),
+                )
+                for chunk_PE, chunk_G3 in _chunks(pixels_PE, grid_G3.cpu())
+            ]
+        levels = zip(
+            *(getattr(output, "deepstack_features", None) or () for output in outputs),
+            strict=True,
+        )
+        return Visual(
+            torch.cat([output.pooler_output for output in outputs]),
+            tuple(torch.cat(level) for level in levels),
+        )
+
+    def tower_inputs(self, tower: Any, grid_G3: Tensor) -> dict[str, Tensor]:
+        """What the vision tower would compute from the grids, without waiting for a GPU.
+
+        Bounds of sequences stay on the CPU, where `packed_attention` reads them.
+        """
+        position_P2 = vision_utils.get_vision_position_ids(grid_G3, tower.spatial_merge_size)
+        bounds = vision_utils.get_vision_cu_seqlens(grid_G3)
+        return {
+            "position_ids": begin_copy(position_P2, tower.device),
+            "cu_seqlens": _where_read(bounds, tower),
+        }
 
 
 class Qwen2VL(QwenVLFamily):
@@ -63,6 +100,17 @@ class Qwen25VL(QwenVLFamily):
     text_types = ("qwen2_5_vl_text",)
     processor_class = "Qwen2_5_VLProcessor"
 
+    def tower_inputs(self, tower: Any, grid_G3: Tensor) -> dict[str, Tensor]:
+        """Also the order of patches by window, and the bounds of windows."""
+        window_index, bounds = vision_utils.get_vision_window_index(
+            grid_G3, tower.spatial_merge_size, tower.window_size, tower.patch_size
+        )
+        return {
+            **super().tower_inputs(tower, grid_G3),
+            "window_index": begin_copy(window_index, tower.device),
+            "cu_window_seqlens": _where_read(bounds, tower),
+        }
+
 
 class Qwen3VL(QwenVLFamily):
     """Qwen3-VL: interleaved M-RoPE, and deepstack.
@@ -74,6 +122,21 @@ class Qwen3VL(QwenVLFamily):
     text_types = ("qwen3_vl_text",)
     processor_class = "Qwen3VLProcessor"
     frame_processor = TimedGridFrames
+
+    def tower_inputs(self, tower: Any, grid_G3: Tensor) -> dict[str, Tensor]:
+        """Also the weights that interpolate the learned positions."""
+        index, weight = vision_utils.get_vision_interpolation_indices_and_weights(
+            grid_G3,
+            num_grid_per_side=tower.num_grid_per_side,
+            mode=tower.interpolation_mode,
+            align_corners=tower.interpolation_align_corners,
+            spatial_merge_size=tower.spatial_merge_size,
+        )
+        return {
+            **super().tower_inputs(tower, grid_G3),
+            "interp_indices": begin_copy(index, tower.device),
+            "interp_weights": begin_copy(weight, tower.device),
+        }
 
     def video_runs(self, processor: Any, inputs: Inputs) -> list[int]:
         """A pair of frames is one run: the text between two pairs is the time of the second."""
@@ -87,11 +150,10 @@ def _video_sizes(processor: Any, inputs: Inputs) -> list[tuple[int, int]]:
     return [(time, height * width // merged) for time, height, width in grids]
 
 
-def _encode_packed(model: Any, pixels_PE: Tensor, grid_G3: Tensor) -> Visual:
-    parts = [model.model.get_image_features(*chunk) for chunk in _chunks(pixels_PE, grid_G3)]
-    embed_UD = torch.cat([image for out in parts for image in out.pooler_output])
-    levels = zip(*(getattr(out, "deepstack_features", None) or () for out in parts), strict=True)
-    return Visual(embed_UD, tuple(torch.cat([part for out in level for part in out]) for level in levels))
+def _where_read(bounds: Tensor, tower: Any) -> Tensor:
+    """Bounds of sequences where the tower's attention reads them: FlashAttention on its device."""
+    on_device = tower.config._attn_implementation == "flash_attention_2"
+    return begin_copy(bounds, tower.device) if on_device else bounds
 
 
 def _chunks(pixels_PE: Tensor, grid_G3: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -1,0 +1,22 @@
+"""What code for a CPU and for a GPU has to do differently."""
+
+import torch
+from torch import Tensor
+
+
+def use_kernels_of_any_length(device: torch.device) -> None:
+    """Take cuDNN out of PyTorch's choice of attention kernels on a GPU.
+
+    cuDNN builds a plan for each combination of sizes (68 ms on an H100), and a KV cache
+    grows by a token a step: every step would wait for a plan. On Hopper, PyTorch prefers
+    cuDNN. Its flash and memory-efficient kernels take any length.
+    """
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def begin_copy(state: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor of the CPU to `device`, without waiting for what a GPU still runs."""
+    if device.type != "cuda" or state.device.type != "cpu":
+        return state.to(device)
+    return state.pin_memory().to(device, non_blocking=True)
