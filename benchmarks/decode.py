@@ -147,7 +147,7 @@ def _plain_step(target: VisionLanguageTarget, prompt: Any) -> Callable[[], objec
     one = torch.ones(1, dtype=torch.long, device=target.device)
     for _ in range(PREFIX):
         target.extend(one, one, None, ("hidden",))
-        target.commit(one - 1)
+        target.commit([0])
     return lambda: target.logits(target.extend(one, one, None, ("hidden",))["hidden"]).argmax(-1).tolist()
 
 

@@ -92,7 +92,14 @@ TrainedTokens = Annotated[
         "exist, or 1024.",
     ),
 ]
-BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Prompts per batch of generation.")]
+BatchSize = Annotated[
+    int | None,
+    typer.Option(
+        "--batch-size",
+        min=1,
+        help="Responses generated at a time; default: as many as a GPU's memory holds, without one 32.",
+    ),
+]
 TreeShape = Annotated[
     str | None,
     typer.Option(

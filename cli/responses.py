@@ -34,7 +34,7 @@ def responses(
             min=1, help="Drop prompt and response with more tokens together; default: the target's limit."
         ),
     ] = None,
-    batch_size: console.BatchSize = 32,
+    batch_size: console.BatchSize = None,
     workers: console.Workers = None,
     wait: console.Wait = None,
     allow_failed: console.AllowFailed = 0.0,

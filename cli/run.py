@@ -29,7 +29,7 @@ def run(
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Evaluate on at most N held-out prompts.")] = 100,
     max_new_tokens: console.TrainedTokens = None,
-    batch_size: console.BatchSize = 32,
+    batch_size: console.BatchSize = None,
     workers: console.Workers = None,
     wait: console.Wait = None,
     allow_failed: console.AllowFailed = 0.0,

@@ -115,7 +115,7 @@ class PrunedCache(GrowingKVCache):
         if entries.hop == 0:
             step_N = torch.arange(count, device=ids_N.device)
             state_ND = self.reader.extend(ids_N, step_N + 1, None, ("hidden",))["hidden"]
-            self.reader.commit(step_N)
+            self.reader.commit(range(count))
             return state_ND
         if entries.hop == 1:
             self.ids_A = ids_N[:0]

@@ -58,7 +58,7 @@ class Plan:
     max_new_tokens: int | None = None  # of a response to train on; None: as in those that exist, or 1024
     eval_limit: int = 100  # prompts
     eval_tokens: int = 512  # of a response in the evaluation
-    batch: int = 32  # prompts of one batch of responses
+    batch: int | None = None  # responses that are generated at a time; None: by memory, see `respond`
     workers: WorkerOptions = field(default_factory=WorkerOptions)
     allow_failed: float = 0.0  # share of the prompts to train on
     jobs: int | None = None  # drafters trained at once

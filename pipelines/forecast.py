@@ -34,6 +34,7 @@ from vlmdistill.pipelines.resources import (
     on_target,
     rows,
 )
+from vlmdistill.pipelines.targets.batching import CPU_BATCH
 from vlmdistill.pipelines.targets.checkpoints.folder import parameters_in, resolve
 from vlmdistill.pipelines.workspace import rates
 from vlmdistill.pipelines.workspace.workspace import Workspace
@@ -176,7 +177,7 @@ def capture(job: CaptureJob, speeds: Speeds | None = None) -> CaptureForecast:
     captured = sorted({feature.name for one in gains if one.samples for feature in one.features})
     likely = round(missing * int(facts["tokens"].sum()) / len(facts)) if len(facts) else None
     longest = int(facts["prompt_tokens"].max() or 0) + limit  # type: ignore[arg-type]
-    at_once = _generating(info, min(job.batch, missing), longest)
+    at_once = _generating(info, min(job.batch or CPU_BATCH, missing), longest)
     in_pass = {"pass": rows(info, job.settings.batch_tokens, captured)}
     dtype, engine = job.workers.load.get("dtype", "auto"), job.workers.engine
     tokens = None if largest.text is None else largest.text + (largest.visual or 0)
@@ -241,7 +242,7 @@ def fits(model: str, gpus: int, gpu_bytes: int) -> dict[str, Memory]:
     """
     about = _described(model)
     info, weights = TargetInfo.from_dict(about["target"]), about["parameters"]["all"]
-    dtype, answers = "bfloat16", _generating(info, CaptureJob.batch, PLANNED_TOKENS)
+    dtype, answers = "bfloat16", _generating(info, CPU_BATCH, PLANNED_TOKENS)
     captured = {"pass": rows(info, CaptureSettings.batch_tokens, about["drafters"]["all"]["features"])}
     stages = {
         "responses": on_target(weights, dtype, batch=answers, spread=True),

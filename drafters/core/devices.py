@@ -20,3 +20,9 @@ def begin_copy(state: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda" or state.device.type != "cpu":
         return state.to(device)
     return state.pin_memory().to(device, non_blocking=True)
+
+
+def free_bytes(gpu: torch.device) -> int:
+    """Memory of a GPU that this process can still take, with what PyTorch holds for reuse."""
+    free, _ = torch.cuda.mem_get_info(gpu)
+    return free + torch.cuda.memory_reserved(gpu) - torch.cuda.memory_allocated(gpu)

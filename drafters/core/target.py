@@ -1,9 +1,9 @@
 """The target VLM as the decoder sees it.
 
-Shapes: N tokens of a pass, K rows kept, U visual tokens, D hidden width, V vocabulary.
+Shapes: N tokens of a pass, U visual tokens, D hidden width, V vocabulary.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -26,7 +26,7 @@ class Reader(Protocol):
         """
         ...
 
-    def commit(self, rows_K: Tensor) -> None:
+    def commit(self, rows: Sequence[int]) -> None:
         """Keep those rows of the last `extend`, in that order, as part of the prefix; drop the others."""
         ...
 

@@ -66,6 +66,7 @@ def speculate(
         fetched = [
             accepted.length_1,
             accepted.bonus_1,
+            accepted.path_N,
             nodes.ids_N[accepted.path_N],
             nodes.greedy_N[accepted.path_N],
         ]
@@ -73,9 +74,10 @@ def speculate(
             fetched.append((nodes.chance_N[accepted.path_N] * MILLION).long())
         length, bonus, *rest = torch.cat(fetched).tolist()  # the only wait for the GPU
         count = len(nodes.ids_N)
-        ids, greedy, told = rest[:count], rest[count : 2 * count], rest[2 * count :]
+        path, ids, greedy = (rest[start * count :][:count] for start in range(3))
+        told = rest[3 * count :]
+        target.commit(path[:length])
         path_K = accepted.path_N[:length]
-        target.commit(path_K)
         kept = limit.cut([*ids[1:length], bonus])
         laps.end("accept")
         if not limit.reached:
@@ -104,7 +106,6 @@ def plain(
     sequence = target.sequence
     token_1 = choose(target.logits(prefix.feature("hidden", "text")[-1:]), temperature, generator)
     one = torch.ones(1, dtype=torch.long, device=token_1.device)
-    row = torch.zeros_like(one)
     gained = limit.cut(token_1.tolist())
     laps.end("prefill")
     yield Cycle(gained, 0, (0, 0), [], laps.stop(), laps)
@@ -115,7 +116,7 @@ def plain(
         logits_1V = target.logits(hidden_1D)
         laps.end("verify")
         token_1 = choose(logits_1V, temperature, generator)
-        target.commit(row)
+        target.commit([0])
         gained = limit.cut(token_1.tolist())
         laps.end("accept")
         yield Cycle(gained, 0, (0, 0), [], laps.stop(), laps)

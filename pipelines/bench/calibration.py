@@ -82,7 +82,7 @@ def _bare_steps(target: "VisionLanguageTarget", prompt: Any) -> list[float]:
         laps = Laps(target.device)
         hidden_1D = target.extend(token_1, one, None, ("hidden",))["hidden"]
         token_1 = target.logits(hidden_1D).argmax(-1)
-        target.commit(one - 1)
+        target.commit([0])
         token_1.tolist()
         steps.append(laps.stop())
     return steps

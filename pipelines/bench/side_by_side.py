@@ -142,9 +142,10 @@ class SideBySide:
         for ids_N in torch.split(torch.tensor(ids, device=last_1D.device), CHUNK):
             row_N = torch.arange(len(ids_N), device=ids_N.device)
             state_ND = target.extend(ids_N, row_N + 1, None, ("hidden",))["hidden"]
-            target.commit(row_N)
+            target.commit(range(len(ids_N)))
             logits_NV = target.logits(torch.cat([last_1D, state_ND[:-1]])).double() / self.temperature
-            last_1D, log_NV = state_ND[-1:], logits_NV.log_softmax(-1)
+            # A copy: a compiled step writes its next states to the same memory.
+            last_1D, log_NV = state_ND[-1:].clone(), logits_NV.log_softmax(-1)
             share_NV = log_NV.exp()
             entropy_N = -torch.special.xlogy(share_NV, share_NV).sum(-1)
             variance_N = (share_NV * log_NV.clamp(min=-1e3).square()).sum(-1) - entropy_N.square()
@@ -167,7 +168,7 @@ class SideBySide:
             one = torch.ones(1, dtype=torch.long, device=device)
             for token in reference[:first]:
                 hidden_1D = self.target.extend(one * token, one, None, ("hidden",))["hidden"]
-                self.target.commit(one - 1)
+                self.target.commit([0])
             logits_V = self.target.logits(hidden_1D)[0]
         rounding = torch.finfo(hidden_1D.dtype).eps * float(logits_V.abs().max())
         gap = abs(float(logits_V[reference[first]] - logits_V[got[first]]))

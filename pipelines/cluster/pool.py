@@ -109,6 +109,11 @@ def no_check() -> None:
 class Pool(Protocol[T, R]):
     """Workers of a stage."""
 
+    @property
+    def on_gpus(self) -> bool:
+        """Whether each worker has a GPU, or a share of one."""
+        ...
+
     def facts(self) -> Any:
         """The facts of the first worker that is ready."""
         ...
@@ -146,6 +151,13 @@ class OwnProcess(Generic[T, R]):
 
     def __exit__(self, *error: object) -> None:
         self._worker = None  # its target goes before the next one is loaded
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether this process has one."""
+        import torch
+
+        return torch.cuda.is_available()
 
     def facts(self) -> Any:
         """The facts of the worker, which is made once."""
@@ -238,6 +250,11 @@ class ActorPool(Generic[T, R]):
     def __exit__(self, *error: object) -> None:
         for member in self._members:
             _kill(member)
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether each worker has a GPU, or a share of one."""
+        return self._share.gpus > 0
 
     def facts(self) -> Any:
         """The facts of the first worker that is ready, once every machine was checked."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vlmdistill.stores.errors import PromptError
 
+CPU_BATCH = 32  # responses that are generated at a time where no GPU's memory decides
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -86,6 +87,18 @@ def packed(
         batch.append(item)
     if batch:
         yield batch
+
+
+def alike(items: Sequence[Item], tokens: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """All items, the longest first, in runs of which none is less than half as long as the first."""
+    run: list[Item] = []
+    for item in sorted(items, key=tokens, reverse=True):
+        if run and 2 * tokens(item) < tokens(run[0]):
+            yield run
+            run = []
+        run.append(item)
+    if run:
+        yield run
 
 
 def one_ahead(

@@ -1,6 +1,6 @@
 """Decodes one sequence with the target: forward passes after a committed prefix, compiled if asked for.
 
-Shapes: N tokens, S cached and new positions, C capacity of the cache, K committed rows, D hidden width.
+Shapes: N tokens, S cached and new positions, C capacity of the cache, D hidden width.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -31,7 +31,7 @@ class Decoder:
         self.next_rope = 0  # of the token at depth 1
         self._written = 0
         self._closed = torch.finfo(self.layers.embed_VD.dtype).min  # what a mask adds
-        self._step = compile_step(self.layers) if compiled else None
+        self._step = compile_step(self.layers, text.config) if compiled else None
         self.cache = self._empty_cache()
 
     def _empty_cache(self) -> TargetKVCache:
@@ -56,7 +56,6 @@ class Decoder:
         start, end, last = self.cache.length, self.cache.length + count, self.next_rope + count
         self.cache.reserve(end)
         if self._step:
-            self.layers.ensure_rotary_table(last)
             unused = self.cache.capacity - end
             mask_NC = F.pad(self._mask(start, count, visible_NN), (0, unused), value=self._closed)
             rows_N = torch.arange(start, end, device=ids_N.device)
@@ -88,10 +87,10 @@ class Decoder:
         mask_NN = closed_NN.triu_(1) if visible_NN is None else closed_NN.masked_fill_(visible_NN, 0)
         return F.pad(mask_NN, (start, 0))
 
-    def commit(self, rows_K: Tensor) -> None:
+    def commit(self, rows: Sequence[int]) -> None:
         """See `Target.commit`."""
-        self.cache.commit(rows_K, self._written)
-        self.next_rope += len(rows_K)
+        self.cache.commit(rows, self._written)
+        self.next_rope += len(rows)
         self._written = 0
 
 
@@ -101,13 +100,15 @@ CompiledStep = Callable[
 """Tokens [N], their rotary positions [N], an additive mask [N, C], the rows to write [N], the cache, taps."""
 
 
-def compile_step(layers: FusedLayers) -> CompiledStep:
+def compile_step(layers: FusedLayers, config: Any) -> CompiledStep:
     """A step of `layers` as one compiled program; on a GPU it is replayed as a CUDA graph.
 
-    The first call raises TargetError if it does not compile.
+    The table of rotary factors has all positions of the text model's `config` from the start: a larger one
+    would compile again. The first call raises TargetError if it does not compile.
     """
     from torch._dynamo.exc import TorchDynamoException  # the compiler takes seconds to import
 
+    layers.ensure_rotary_table(config.max_position_embeddings)
     for layer in layers.layers:
         weights = map(partial(getattr, layer), layer.__slots__)
         mark_static(*(weight for weight in weights if torch.is_tensor(weight)))

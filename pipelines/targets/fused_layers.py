@@ -48,7 +48,7 @@ class FusedLayers:
     def ensure_rotary_table(self, last: int) -> None:
         """Extend the table of rotary factors to position `last`."""
         if last >= len(self.cos_P1d):
-            self._make_rotary_table(2 * last)
+            self._make_rotary_table(last + 1024)
 
     def _make_rotary_table(self, positions: int) -> None:
         """The sine includes the sign of the rotated half."""
@@ -103,7 +103,7 @@ class FusedLayers:
         index_B = torch.arange(count, device=position_B.device)
 
         def attend(layer: int, qkv_BHd: Tensor) -> Tensor:
-            rows_BGSd = cache.rows_YBGSd[layer]
+            rows_BGSd = cache.rows_YBGSd[layer, :count]
             rows_BGSd[index_B, :, position_B] = qkv_BHd[:, self.heads :]
             mixed = F.scaled_dot_product_attention(
                 qkv_BHd[:, : self.heads].view(count, self.kv_heads, -1, self.width),

@@ -1,17 +1,22 @@
-"""Batched generation: one token per step for every unfinished response.
+"""Batched generation: one token per step for every unfinished response, and the next prompts as slots free.
 
 Shapes: B unfinished responses, D hidden width, V vocabulary.
 """
 
-from collections.abc import Callable, Collection
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from vlmdistill.drafters.core.devices import begin_copy
 from vlmdistill.drafters.decoding.acceptance import choose, is_greedy
 from vlmdistill.pipelines.targets.fused_layers import FusedLayers
 from vlmdistill.pipelines.targets.target_kv_cache import BatchKVCache
+
+PREFILL_TOKENS = 8192  # of the prompts in one pass, padding included
 
 
 @dataclass(frozen=True)
@@ -34,38 +39,95 @@ class Sampler:
         return draw
 
 
-def continue_batch(
+class Prefilled(NamedTuple):
+    """The states of prompts that were read into a cache."""
+
+    hidden_BD: Tensor  # of their last tokens
+    rope_B: Tensor  # the rotary positions after them
+    last_rope: int  # the largest of these
+
+
+@dataclass
+class _Active:
+    """The sequences in the first slots of the cache."""
+
+    prompts: list[int]  # the number of each one's prompt
+    hidden_BD: Tensor  # of each one's last token
+    rope_B: Tensor  # of its next token
+    last_rope: int = 0  # no rotary position is larger
+
+    def admit(self, prompts: Sequence[int], prefilled: Prefilled) -> None:
+        self.prompts += prompts
+        self.hidden_BD = torch.cat([self.hidden_BD, prefilled.hidden_BD])
+        self.rope_B = torch.cat([self.rope_B, prefilled.rope_B])
+        self.last_rope = max(self.last_rope, prefilled.last_rope)
+
+
+def generate_batch(
     layers: FusedLayers,
     cache: BatchKVCache,
-    hidden_BD: Tensor,
-    rope_B: Tensor,
+    lengths: Sequence[int],
+    prefill: Callable[[Sequence[int]], Prefilled],
     draw: Callable[[Tensor], Tensor],
     eos_ids: Collection[int],
     max_new_tokens: int,
 ) -> list[list[int]]:
     """The tokens after each prompt, up to one of `eos_ids` (included) or `max_new_tokens` of them.
 
-    `cache` holds the prompts, `hidden_BD` are the states of their last tokens, `rope_B` the rotary positions
-    after them; `draw` chooses a token for each state.
+    As many prompts are active as `cache` has slots; when a quarter of them is free, the next prompts are
+    read. `lengths` are those of the prompts, `prefill` reads prompts by number into free slots, and `draw`
+    chooses a token for each state [B, D].
     """
-    responses: list[list[int]] = [[] for _ in hidden_BD]
-    active, last = list(range(len(responses))), int(rope_B.max())
-    while True:
-        token_B = draw(hidden_BD)
+    responses: list[list[int]] = [[] for _ in lengths]
+    waiting = deque(range(len(lengths)))
+    like = layers.embed_VD
+    active = _Active(
+        prompts=[],
+        hidden_BD=like.new_empty(0, like.shape[1]),
+        rope_B=torch.empty(0, dtype=torch.long, device=like.device),
+    )
+    while waiting or active.prompts:
+        while waiting and _has_room(cache):
+            prompts = _next_prompts(waiting, lengths, cache.slots - cache.active)
+            active.admit(prompts, prefill(prompts))
+        token_B = draw(active.hidden_BD)
         tokens = token_B.tolist()
-        for response, token in zip(active, tokens, strict=True):
-            responses[response].append(token)
-        unfinished = [row for row, token in enumerate(tokens) if token not in eos_ids]
-        if not unfinished or len(responses[active[unfinished[0]]]) == max_new_tokens:
-            return responses
-        if len(unfinished) < len(active):
+        unfinished = []
+        for row, (prompt, token) in enumerate(zip(active.prompts, tokens, strict=True)):
+            responses[prompt].append(token)
+            if token not in eos_ids and len(responses[prompt]) < max_new_tokens:
+                unfinished.append(row)
+        if len(unfinished) < len(tokens):
             order = cache.keep(unfinished)
-            active = [active[row] for row in order]
-            index_B = torch.tensor(order, device=rope_B.device)
-            token_B, rope_B = token_B[index_B], rope_B[index_B]
-        last += 1
-        hidden_BD = layers.run(token_B, rope_B, last, layers.attend_batch(cache), {})["hidden"]
-        rope_B = rope_B + 1
+            active.prompts = [active.prompts[row] for row in order]
+            index_B = begin_copy(torch.tensor(order, dtype=torch.long), like.device)
+            token_B, active.rope_B = token_B[index_B], active.rope_B[index_B]
+            active.hidden_BD = active.hidden_BD[:0]
+        if active.prompts:
+            active.last_rope += 1
+            attend = layers.attend_batch(cache)
+            states = layers.run(token_B, active.rope_B, active.last_rope, attend, {})
+            active.hidden_BD = states["hidden"]
+            active.rope_B = active.rope_B + 1
+    return responses
+
+
+def _has_room(cache: BatchKVCache) -> bool:
+    """Whether enough slots are free for a prefill that is worth its pass."""
+    free = cache.slots - cache.active
+    return cache.active == 0 or free >= max(1, cache.slots // 4)
+
+
+def _next_prompts(waiting: deque[int], lengths: Sequence[int], most: int) -> list[int]:
+    """Take prompts whose padded tokens fit into one pass, at least one."""
+    prompts = [waiting.popleft()]
+    longest = lengths[prompts[0]]
+    while waiting and len(prompts) < most:
+        longest = max(longest, lengths[waiting[0]])
+        if longest * (len(prompts) + 1) > PREFILL_TOKENS:
+            break
+        prompts.append(waiting.popleft())
+    return prompts
 
 
 def nucleus(logits_BV: Tensor, temperature: float, top_p: float) -> Tensor:

@@ -9,11 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from vlmdistill.drafters.core.devices import begin_copy
+
 ROOM = 256  # positions that the cache of a sequence grows by, at least
-BATCH_ROOM = 128  # the same of a batch
+STATIC_ROOM = 4096
+"""The smallest capacity of a static cache on a GPU: each capacity compiles for a minute, and reading the
+unused positions of a 7B target takes 1% of a step."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,10 @@ class CacheShape:
     layers: int
     kv_heads: int
     width: int  # of a head
+
+    def position_bytes(self, dtype: torch.dtype) -> int:
+        """The keys and values of one position."""
+        return 2 * self.layers * self.kv_heads * self.width * dtype.itemsize
 
 
 class TargetKVCache:
@@ -50,7 +57,8 @@ class TargetKVCache:
     def _allocate(self, capacity: int) -> None:
         count, heads, width = self._shape.layers, 2 * self._shape.kv_heads, self._shape.width
         if self._static:  # compiled code would copy a view before it writes to it: one tensor per layer
-            self.capacity = 1 << (capacity - 1).bit_length()
+            least = STATIC_ROOM if self._like.is_cuda else capacity
+            self.capacity = 1 << (max(capacity, least) - 1).bit_length()
             self.layers = tuple(self._like.new_zeros(heads, self.capacity, width) for _ in range(count))
             self._blocks = self.layers
             mark_static(*self.layers)
@@ -68,67 +76,99 @@ class TargetKVCache:
         value[:, :, self.length :] = value_1GNd
         return key, value
 
-    def commit(self, rows_K: Tensor, written: int) -> None:
+    def commit(self, rows: Sequence[int], written: int) -> None:
         """Keep these of the `written` rows after `length`, in this order."""
-        count = len(rows_K)
-        in_order = count == written == 1 or (
-            not rows_K.is_cuda and rows_K.tolist() == list(range(count))  # a GPU would have to wait
-        )
-        if not in_order:
+        count = len(rows)
+        if list(rows) != list(range(count)):
+            row_K = begin_copy(torch.tensor(rows), self._like.device)
             for block in self._blocks:
                 new = block[..., self.length : self.length + written, :]
-                new[..., :count, :] = new.index_select(-2, rows_K.to(new.device))
+                new[..., :count, :] = new.index_select(-2, row_K)
         self.length += count
 
 
 class BatchKVCache:
-    """The keys and values of several sequences of different lengths, each from position 0 on."""
+    """The keys and values of up to `slots` sequences, each from position 0 up to `capacity`.
 
-    def __init__(self, shape: CacheShape, lengths: Sequence[int], like: Tensor):
+    The active sequences are in the first slots. All memory is taken at once: what does not fit fails before
+    anything is generated.
+    """
+
+    def __init__(self, shape: CacheShape, slots: int, capacity: int, like: Tensor):
+        self.slots = slots
+        self._lengths: list[int] = []  # of the active sequences
         self._heads = shape.kv_heads
         self._closed = torch.finfo(like.dtype).min
-        self._longest = max(lengths)
-        self._length_B = torch.tensor(lengths, device=like.device)
-        capacity = self._longest + BATCH_ROOM
+        capacity = _aligned(capacity)
         # Masked rows are multiplied by zero, so they must be finite.
-        self.rows_YBGSd = like.new_zeros(
-            shape.layers, len(lengths), 2 * shape.kv_heads, capacity, shape.width
-        )
-        open_BS = torch.arange(capacity, device=like.device) < self._length_B[:, None]
-        self._mask_BS = torch.where(open_BS, 0.0, self._closed).to(like.dtype)
+        self.rows_YBGSd = like.new_zeros(shape.layers, slots, 2 * shape.kv_heads, capacity, shape.width)
+        self._length_B = torch.zeros(slots, dtype=torch.long, device=like.device)
+        self._mask_BS = like.new_full((slots, capacity), self._closed)
+        self._position_S = torch.arange(capacity, device=like.device)
+        self._slot_B = torch.arange(slots, device=like.device)
 
-    def update(self, key_BGNd: Tensor, value_BGNd: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """See `LayerCache.update`: write the prompts, whose tokens attend to each other only."""
-        rows_BGNd = self.rows_YBGSd[layer, :, :, : key_BGNd.shape[2]]
-        rows_BGNd[:, : self._heads] = key_BGNd
-        rows_BGNd[:, self._heads :] = value_BGNd
-        return key_BGNd, value_BGNd
+    @property
+    def active(self) -> int:
+        """The number of active sequences."""
+        return len(self._lengths)
+
+    def admit(self, lengths: Sequence[int]) -> "AdmittedSequences":
+        """Activate free slots for prompts of these lengths, whose layers then write into them."""
+        slots = slice(self.active, self.active + len(lengths))
+        length_B = begin_copy(torch.tensor(lengths), self._length_B.device)
+        self._length_B[slots] = length_B
+        self._mask_BS[slots] = self._closed
+        self._mask_BS[slots].masked_fill_(self._position_S < length_B[:, None], 0)
+        self._lengths += lengths
+        return AdmittedSequences(self.rows_YBGSd[:, slots], self._heads)
 
     def append(self) -> tuple[Tensor, Tensor]:
-        """Make room for a token per sequence: its position [B], and the additive mask [B, S] with it."""
-        position_B = self._length_B
-        self._length_B = position_B + 1
-        self._longest += 1
-        capacity = self._mask_BS.shape[1]
-        if self._longest > capacity:
-            more = max(BATCH_ROOM, capacity // 4)
-            self.rows_YBGSd = F.pad(self.rows_YBGSd, (0, 0, 0, more))
-            self._mask_BS = F.pad(self._mask_BS, (0, more), value=self._closed)
-        self._mask_BS[torch.arange(len(position_B), device=position_B.device), position_B] = 0
-        return position_B, self._mask_BS[:, : self._longest]
+        """Make room for a token per active sequence.
+
+        Returns its position [B], and the additive mask [B, S] with it, to the longest sequence.
+        """
+        position_B = self._length_B[: self.active].clone()
+        self._length_B[: self.active] += 1
+        self._lengths = [length + 1 for length in self._lengths]
+        self._mask_BS[self._slot_B[: self.active], position_B] = 0
+        return position_B, self._mask_BS[: self.active, : _aligned(max(self._lengths))]
 
     def keep(self, rows: Sequence[int]) -> list[int]:
-        """Drop all other sequences; the last kept ones move to their rows. Returns the old row of each."""
+        """Drop all other sequences; the last kept ones move to their slots.
+
+        Returns the earlier slot of each sequence that is kept.
+        """
         count, kept = len(rows), set(rows)
         late = iter([row for row in rows if row >= count])
         order = [row if row in kept else next(late) for row in range(count)]
         for new, old in enumerate(order):
             if new != old:
                 self.rows_YBGSd[:, new] = self.rows_YBGSd[:, old]
-        index_B = torch.tensor(order, device=self._length_B.device)
-        self.rows_YBGSd = self.rows_YBGSd[:, :count]
-        self._mask_BS, self._length_B = self._mask_BS[index_B], self._length_B[index_B]
+        index_B = begin_copy(torch.tensor(order, dtype=torch.long), self._length_B.device)
+        self._mask_BS[:count] = self._mask_BS[index_B]
+        self._length_B[:count] = self._length_B[index_B]
+        self._lengths = [self._lengths[row] for row in order]
         return order
+
+
+@dataclass(frozen=True)
+class AdmittedSequences:
+    """The slots of prompts, as a cache for the stock layers; their tokens attend to each other only."""
+
+    rows_YBGSd: Tensor
+    heads: int
+
+    def update(self, key_BGNd: Tensor, value_BGNd: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """See `LayerCache.update`."""
+        rows_BGNd = self.rows_YBGSd[layer, :, :, : key_BGNd.shape[2]]
+        rows_BGNd[:, : self.heads] = key_BGNd
+        rows_BGNd[:, self.heads :] = value_BGNd
+        return key_BGNd, value_BGNd
+
+
+def _aligned(length: int) -> int:
+    """Attention kernels of GPUs copy a mask whose rows do not begin at 16 bytes."""
+    return -(-length // 16) * 16
 
 
 def mark_static(*tensors: Tensor) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from vlmdistill.drafters.core.batch import Head
 from vlmdistill.drafters.core.devices import begin_copy
 from vlmdistill.drafters.decoding.acceptance import is_greedy
-from vlmdistill.pipelines.targets.batching import HalveOnOom, pad
+from vlmdistill.pipelines.targets.batching import CPU_BATCH, HalveOnOom, pad
 from vlmdistill.pipelines.targets.capture import DTYPES, FeatureRows, Leaving, Transcript
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import Fingerprint, fingerprint
 from vlmdistill.pipelines.targets.checkpoints.info import target_info
@@ -183,11 +183,12 @@ class TargetModel:
         temperature: float = 1.0,
         top_p: float = 1.0,
         seed: int = 0,
+        batch_size: int | None = None,
     ) -> list[EncodedResponse]:
         """Generate a response to each prompt: greedy at temperature 0, else sampled.
 
-        The same prompts, settings and seed give the same responses. A batch that exceeds the GPU's memory is
-        halved.
+        The same prompts, settings, seed and batch size give the same responses. What exceeds the GPU's
+        memory is halved.
 
         Args:
             prompts: See `encode`.
@@ -195,6 +196,8 @@ class TargetModel:
             temperature: 1 is the target's own distribution.
             top_p: Share of probability that nucleus sampling keeps; 1 keeps all.
             seed: Seed of the sampling.
+            batch_size: Responses that are generated at a time; None: on a GPU as many as its memory holds,
+                on a CPU 32.
 
         Returns:
             A response for each prompt: `ids` with the EOS that ends it, `text`, and `finish`, which is `stop`
@@ -213,21 +216,28 @@ class TargetModel:
         return self._halve_generate(
             list(prompts),
             lambda prompt: prompt.length + max_new_tokens,
-            lambda part: [self.response(ids) for ids in self._generate(part, max_new_tokens, sampler)],
+            lambda part: [
+                self.response(ids) for ids in self._generate(part, max_new_tokens, sampler, batch_size)
+            ],
         )
 
     def _generate(
-        self, prompts: Sequence[EncodedPrompt], max_new_tokens: int, sampler: Sampler
+        self,
+        prompts: Sequence[EncodedPrompt],
+        max_new_tokens: int,
+        sampler: Sampler,
+        batch_size: int | None,
     ) -> list[list[int]]:
         """The tokens of the response to each prompt, with the EOS that ends it, by the stock `generate`."""
-        inputs = self._stock_inputs(prompts)
+        at_once = batch_size or CPU_BATCH
+        inputs = self._stock_inputs(prompts) if len(prompts) <= at_once else None
         if inputs is None:
             self._check_readable(prompts)
             half = len(prompts) // 2
             return [
                 ids
                 for part in (prompts[:half], prompts[half:])
-                for ids in self._generate(part, max_new_tokens, sampler)
+                for ids in self._generate(part, max_new_tokens, sampler, batch_size)
             ]
         sampling: dict[str, Any] = {"do_sample": False}
         if not is_greedy(sampler.temperature):

@@ -1,6 +1,6 @@
 """A target VLM on one device: it also decodes, one sequence at a time, as the `Target` of the decoders.
 
-Shapes: B samples, L positions, N tokens of one decoding step, K committed rows, A rotary axes, D hidden
+Shapes: B samples, L positions, N tokens of one decoding step, A rotary axes, D hidden
 width, S committed positions, U visual tokens.
 """
 
@@ -14,17 +14,23 @@ from torch import Tensor
 
 from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.core.batch import Batch
+from vlmdistill.drafters.core.devices import begin_copy, free_bytes
 from vlmdistill.drafters.core.drafter import Proposer
+from vlmdistill.pipelines.targets.batching import CPU_BATCH
 from vlmdistill.pipelines.targets.capture import Transcript
 from vlmdistill.pipelines.targets.encode import EncodedPrompt
 from vlmdistill.pipelines.targets.fused_decoder import Decoder
-from vlmdistill.pipelines.targets.generation import Sampler, continue_batch
+from vlmdistill.pipelines.targets.generation import Prefilled, Sampler, generate_batch
 from vlmdistill.pipelines.targets.target_kv_cache import BatchKVCache
 from vlmdistill.pipelines.targets.target_model import TargetModel
 from vlmdistill.pipelines.targets.text_layers import LayerInputs
 from vlmdistill.stores.schema import Feature
 
 HIDDEN_TEXT = Feature("hidden", "text")
+GPU_BATCH = 512
+"""Sequences at most: beyond, a step is bound by arithmetic, and more of them gain nothing."""
+PASS_BYTES = 4 << 30  # for the states of a prefill
+SAMPLED_BYTES = 40  # of each logit while a token is drawn: float32, and several float64 copies
 
 
 class VisionLanguageTarget(TargetModel):
@@ -49,24 +55,49 @@ class VisionLanguageTarget(TargetModel):
 
     @torch.inference_mode()
     def _generate(
-        self, prompts: Sequence[EncodedPrompt], max_new_tokens: int, sampler: Sampler
+        self,
+        prompts: Sequence[EncodedPrompt],
+        max_new_tokens: int,
+        sampler: Sampler,
+        batch_size: int | None,
     ) -> list[list[int]]:
-        layers, lengths = self._decoder.layers, [prompt.length for prompt in prompts]
-        draw = sampler.begin(self.device)
-        cache = BatchKVCache(layers.shape, lengths, layers.embed_VD)
-        states = self._states(prompts, [Transcript.of(prompt) for prompt in prompts], (), cache)
-        last_B = torch.tensor(lengths, device=self.device) - 1
-        hidden_BD = states["hidden"][torch.arange(len(prompts), device=self.device), last_B]
-        rope_B = torch.tensor([prompt.next_rope for prompt in prompts], device=self.device)
-        return continue_batch(
+        layers, draw = self._decoder.layers, sampler.begin(self.device)
+        lengths = [prompt.length for prompt in prompts]
+        capacity = max(lengths) + max_new_tokens
+        slots = batch_size or self._slots(capacity)
+        cache = BatchKVCache(layers.shape, min(slots, len(prompts)), capacity, layers.embed_VD)
+        return generate_batch(
             layers,
             cache,
-            hidden_BD,
-            rope_B,
-            lambda h_BD: draw(self.logits(h_BD)),
+            lengths,
+            lambda numbers: self._admit([prompts[number] for number in numbers], cache),
+            lambda hidden_BD: draw(self.logits(hidden_BD)),
             self.info.eos_ids,
             max_new_tokens,
         )
+
+    def _admit(self, prompts: Sequence[EncodedPrompt], cache: BatchKVCache) -> Prefilled:
+        """Read prompts into free slots of a cache."""
+        sequences = [Transcript.of(prompt) for prompt in prompts]
+        admitted = cache.admit([prompt.length for prompt in prompts])
+        hidden_BLD = self._states(prompts, sequences, (), admitted)["hidden"]
+        last_B = torch.tensor([prompt.length - 1 for prompt in prompts])
+        row_B = last_B + torch.arange(len(prompts)) * hidden_BLD.shape[1]
+        next_ropes = [prompt.next_rope for prompt in prompts]
+        return Prefilled(
+            hidden_BD=hidden_BLD.flatten(0, 1).index_select(0, begin_copy(row_B, self.device)),
+            rope_B=begin_copy(torch.tensor(next_ropes), self.device),
+            last_rope=max(next_ropes),
+        )
+
+    def _slots(self, capacity: int) -> int:
+        """How many sequences of `capacity` positions are generated at a time: on a GPU as many as fit."""
+        if self.device.type != "cuda":
+            return CPU_BATCH
+        free = free_bytes(self.device) - PASS_BYTES
+        position_bytes = self._decoder.layers.shape.position_bytes(self.dtype)
+        sequence_bytes = position_bytes * capacity + SAMPLED_BYTES * self.info.vocab_size
+        return max(1, min(GPU_BATCH, free // sequence_bytes))
 
     def drafter(self, folder: Path) -> Proposer:
         """The drafter in a folder, for this target; see `checkpoint.load`."""
@@ -109,9 +140,9 @@ class VisionLanguageTarget(TargetModel):
         return self._decoder.extend(ids_N, depth_N, visible_NN, sources)
 
     @torch.inference_mode()
-    def commit(self, rows_K: Tensor) -> None:
+    def commit(self, rows: Sequence[int]) -> None:
         """Keep these rows of the last `extend`, see `Target.commit`."""
-        self._decoder.commit(rows_K)
+        self._decoder.commit(rows)
 
     @torch.inference_mode()
     def attention(self) -> Tensor:

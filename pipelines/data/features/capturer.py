@@ -68,7 +68,7 @@ class CaptureJob:
     settings: CaptureSettings = field(default_factory=CaptureSettings)
     workers: WorkerOptions = field(default_factory=WorkerOptions)
     sampling: SamplingSettings | None = None  # of missing responses; None: none is generated
-    batch: int = 32  # prompts of one batch of responses
+    batch: int | None = None  # prompts of one batch of responses
 
     def missing(self) -> Sequence[Prompt]:
         """The prompts whose responses are to be generated."""

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from vlmdistill.pipelines.targets.target_model import TargetModel
     from vlmdistill.pipelines.vllm.capture.engine_target import EngineTarget
 
-BATCH_TOKENS = 65536  # of the prompts in one batch, padding included
+GPU_TASK, CPU_TASK = 1024, 64
+"""Prompts of one task: a minute or two of work with a 7B target on a GPU."""
 ENGINE_TOKENS = 8192  # in one forward pass of an engine
 HELD_BYTES = 1 << 30  # of encoded prompts in memory at once: a task of long videos would not fit
 
@@ -101,7 +102,7 @@ class Responder:
         model: str,
         sampling: SamplingSettings,
         filters: Filters,
-        batch: int,
+        batch: int | None,
         load_options: Options | None = None,
         engine: EngineName = "transformers",
     ) -> None:
@@ -150,11 +151,10 @@ class Responder:
         return result
 
     def _generate_all(self, encoded: Sequence[tuple[Prompt, Any]], seed: int, result: ResponseResult) -> int:
-        """Generate batch by batch, each with its own seed; returns the next seed."""
-        from vlmdistill.pipelines.targets.batching import packed
+        """Generate prompts of similar length together, each such run with its own seed; returns the next."""
+        from vlmdistill.pipelines.targets.batching import alike
 
-        most = None if self.engine else self.batch  # an engine makes its own batches
-        for batch in packed(encoded, lambda item: item[1].length, BATCH_TOKENS, most):
+        for batch in alike(encoded, lambda item: item[1].length + self.sampling.max_new_tokens):
             left = list(batch)
             while left:
                 try:
@@ -167,8 +167,14 @@ class Responder:
         return seed
 
     def _generate(self, batch: Sequence[tuple[Prompt, Any]], seed: int, result: ResponseResult) -> None:
-        responses = (self.engine or self.target).generate(
-            [encoded for _, encoded in batch],
+        prompts = [encoded for _, encoded in batch]
+        generate: Callable[..., list[EncodedResponse]] = (
+            self.engine.generate  # it makes its own batches
+            if self.engine
+            else partial(self.target.generate, batch_size=self.batch)
+        )
+        responses = generate(
+            prompts,
             max_new_tokens=self.sampling.max_new_tokens,
             temperature=self.sampling.temperature,
             top_p=self.sampling.top_p,
@@ -213,7 +219,7 @@ def respond(
     filters: Filters | None = None,
     options: WorkerOptions | None = None,
     *,
-    batch: int = 32,
+    batch: int | None = None,
     task_size: int | None = None,
     report: Progress = silent,
     worker: Callable[..., Responder] = Responder,
@@ -223,17 +229,18 @@ def respond(
 ) -> ResponseSummary:
     """Generate the responses to `prompts` that `out` lacks. Stopped at any time, it keeps what is done.
 
-    A batch has at most `batch` prompts, a task `task_size`, by default 2 batches. `on_start` is called when
-    all is checked and work is left, `on_result` with each result when its responses are on the disk.
-    DataError if `out` was made by another target or with other settings. TargetError if the target cannot be
-    loaded, or if a machine of the cluster has another one.
+    A worker generates `batch` responses at a time, by default as many as its GPU's memory holds, without one
+    32. A task has `task_size` prompts, by default a few batches. `on_start` is called when all is checked and
+    work is left, `on_result` with each result when its responses are on the disk. DataError if `out` was made
+    by another target or with other settings. TargetError if the target cannot be loaded, or if a machine of
+    the cluster has another one.
     """
     sampling, filters = sampling or SamplingSettings(), filters or Filters()
     options = options or WorkerOptions()
     sampling.check()
     filters.check()
     check_environment(options.engine)  # before Ray starts
-    if batch < 1:
+    if batch is not None and batch < 1:
         raise DataError(f"--batch-size {batch}: give a number above 0")
     with only_writer(out) as part:
         for left in left_over(out):
@@ -260,7 +267,8 @@ def respond(
             with options.session(), opened(make, check, options, weights=weights) as workers:
                 dataset.write_settings(out, {**workers.facts(), **settings})
                 start = time.monotonic()
-                for ended in workers.run(plan(missing, task_size or 2 * batch, sampling.seed)):
+                size = task_size or _task_size(batch, workers.on_gpus)
+                for ended in workers.run(plan(missing, size, sampling.seed)):
                     rows = ended.result.rows if ended.result else []
                     written += dataset.write_part(out, ended.task.name, rows)
                     if written % dataset.PACKED == 0:
@@ -278,6 +286,13 @@ def respond(
             key, why = next(iter(failed.items()))
             raise TargetError(f"all {len(failed)} prompts failed; {key}: {why}")
         return _summary(out, prompts, len(missing) - len(failed), failed, tokens, seconds)
+
+
+def _task_size(batch: int | None, on_gpus: bool) -> int:
+    """Prompts of a task: enough to refill the slots of ended responses, few enough to lose with a worker."""
+    if batch is not None:
+        return 2 * batch
+    return GPU_TASK if on_gpus else CPU_TASK
 
 
 def plan(prompts: Sequence[Prompt], size: int, seed: int) -> Iterator[ResponseTask]:

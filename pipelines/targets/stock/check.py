@@ -305,11 +305,11 @@ class _Trial:
         if differs := self._differ(extend(right, one_to_three, causal_33), expected["right"]):
             return f"a chain: {differs}"
         target.extend(torch.tensor(tree, device=device), depth_N, visible_NN)
-        target.commit(torch.tensor(path["right"], device=device))
+        target.commit(path["right"])
         theirs_LD = self.stock.run(inputs, [*right, after, left[0]])[1][prompt.length + 3 :]
         if differs := self._differ(extend([after, left[0]], one_to_three[:2]), theirs_LD):
             return f"after a branch that was accepted: {differs}"
-        target.commit(torch.zeros(1, dtype=torch.long, device=device))
+        target.commit([0])
         if differs := self._differ(extend([left[0]], one_to_three[:1]), theirs_LD[1:]):
             return f"after a chain of which one token was accepted: {differs}"
         target.prefill(prompt)
@@ -318,7 +318,7 @@ class _Trial:
                 extend([token], one_to_three[:1]), expected["right"][number : number + 1]
             ):
                 return f"token {number + 1} of a response: {differs}"
-            target.commit(torch.zeros(1, dtype=torch.long, device=device))
+            target.commit([0])
         return ""
 
     @property

@@ -7,7 +7,7 @@ are run again from it, unless all rows of the pass are; a tree is run path by pa
 Shapes: N tokens of a pass, S cached and new positions, K committed rows, D hidden width.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ import transformers
 from torch import Tensor
 from transformers import cache_utils
 
+from vlmdistill.drafters.core.devices import begin_copy
 from vlmdistill.pipelines.targets.text_layers import tapped
 from vlmdistill.stores.errors import TargetError
 
@@ -63,20 +64,20 @@ class StockDecoder:
         self._written = ids_N
         return states
 
-    def commit(self, rows_K: Tensor) -> None:
+    def commit(self, rows: Sequence[int]) -> None:
         """See `Target.commit`."""
-        written, count = self._written, len(rows_K)
+        written, count = self._written, len(rows)
         assert written is not None, "a forward pass comes first"
-        in_order = rows_K.tolist() == list(range(count))
+        in_order = list(rows) == list(range(count))
+        row_K = torch.tensor(rows)
         if self._recurrent and not (in_order and count == len(written) == self._beyond):
             self._rewind()
             depth_K = torch.arange(1, count + 1, device=written.device)
-            self._run(written[rows_K.to(written.device)], depth_K, None, ())
+            self._run(written[begin_copy(row_K, written.device)], depth_K, None, ())
         elif not in_order:
             for layer in self._attending():
-                kept = torch.cat([torch.arange(self.length), rows_K.cpu() + self.length]).to(
-                    layer.keys.device
-                )
+                kept = torch.cat([torch.arange(self.length), row_K + self.length])
+                kept = begin_copy(kept, layer.keys.device)
                 layer.keys = layer.keys.index_select(-2, kept)
                 layer.values = layer.values.index_select(-2, kept)
         self.length += count

@@ -79,7 +79,7 @@ def certain_prompt(target: VisionLanguageTarget, shown: list[Any]) -> Any:
                 best = target.logits(hidden_1D)[0].topk(2)
                 gaps.append(float(best.values[0] - best.values[1]))
                 hidden_1D = target.extend(best.indices[:1], one, None, ("hidden",))["hidden"]
-                target.commit(one - 1)
+                target.commit([0])
         if min(gaps) > 1e-3:
             return prompt
     raise AssertionError("every question's answer has a tie: ask others")

@@ -164,7 +164,7 @@ def test_sampled_answers_have_the_distribution_of_the_target(checkpoint: Callabl
             last_1D = target.prefill(prompt, ()).feature("hidden", "text")[-1:]
             for token in before:
                 last_1D = target.extend(one * token, one, None, ("hidden",))["hidden"]
-                target.commit(one - 1)
+                target.commit([0])
             share_V = (target.logits(last_1D)[0].double() / heat).softmax(-1)
         for token, chance in enumerate(share_V.tolist()):
             ended = token in target.info.eos_ids or len(before) + 1 == length

@@ -85,7 +85,7 @@ def test_tree_equals_one_token_at_a_time(
             for source in (*SOURCES, "logits"):
                 mine, theirs = states[source][nodes], expected[source][-len(nodes) :]
                 torch.testing.assert_close(mine, theirs, atol=3e-5, rtol=1e-4)
-        target.commit(torch.tensor(path(chosen)))
+        target.commit(path(chosen))
         before += ids_N[path(chosen)].tolist()
 
 
@@ -99,7 +99,7 @@ def greedy(target: Target, prompt: object, count: int) -> list[int]:
         if len(ids) == count or ids[-1] in target.info.eos_ids:
             return ids
         hidden_1D = target.extend(token_1, torch.ones(1, dtype=torch.long), None, ("hidden",))["hidden"]
-        target.commit(torch.zeros(1, dtype=torch.long))
+        target.commit([0])
 
 
 @pytest.mark.parametrize("family", [*tiny.FAMILIES, *tiny.OTHER_PARTS])
@@ -147,7 +147,7 @@ def test_compiled_steps_are_one_program_whatever_is_committed(
         states = [one.extend(ids_N, depth_N, visible_NN, ("hidden", "layer1")) for one in (compiled, target)]
         torch.testing.assert_close(*states, atol=3e-5, rtol=1e-4)
         for one in (compiled, target):
-            one.commit(visible_NN[-1].nonzero()[:, 0])
+            one.commit(visible_NN[-1].nonzero()[:, 0].tolist())
     assert counted.frame_count == 2
 
 
@@ -202,10 +202,10 @@ def test_a_committed_chain_equals_a_longer_prompt(target: VisionLanguageTarget) 
     for start in range(0, 700, 7):
         part = ids[start : start + 7]
         hidden = target.extend(part, torch.arange(1, 8))["hidden"]
-        target.commit(torch.arange(5))
+        target.commit(range(5))
         again = target.extend(part[5:], torch.arange(1, 3))["hidden"]
         torch.testing.assert_close(again, hidden[5:], atol=3e-5, rtol=1e-4)
-        target.commit(torch.arange(2))
+        target.commit([0, 1])
     sample = target.capture([prompt], [ids.tolist()], [Feature("hidden", "text")], "float32")[0]
     whole = torch.from_numpy(sample.features[Feature("hidden", "text")])
     torch.testing.assert_close(again, whole[-2:], atol=1e-4, rtol=1e-3)

@@ -53,7 +53,9 @@ def test_finished_responses_do_not_change_the_others(
     whole = [plain.generate([prompt], max_new_tokens=40, temperature=0)[0].ids for prompt in prompts]
     cut = [ids[: next((i + 1 for i, token in enumerate(ids) if token % 7 == 0), len(ids))] for ids in whole]
     assert len({len(ids) for ids in cut}) > 3
-    assert [response.ids for response in often.generate(prompts, max_new_tokens=40, temperature=0)] == cut
+    for batch_size in (None, 1, 3, 8):  # fewer than the prompts: the next ones are read as slots free
+        responses = often.generate(prompts, max_new_tokens=40, temperature=0, batch_size=batch_size)
+        assert [response.ids for response in responses] == cut
 
 
 def test_responses_longer_than_the_first_capacity(checkpoint: Checkpoint) -> None:

@@ -184,7 +184,7 @@ def test_a_state_that_cannot_be_rolled_back_is_not_changed_by_a_rejected_draft(
         target.prefill(prompt)
         for draft in drafts:
             target.extend(torch.tensor(draft), torch.arange(1, len(draft) + 1))
-            target.commit(torch.tensor([0]))
+            target.commit([0])
         return target.extend(one * 9, one)["hidden"]
 
     torch.testing.assert_close(after([20, 21, 22], [30, 31]), after([20], [30]), rtol=1e-4, atol=1e-5)

@@ -16,11 +16,11 @@ Checkpoint = Callable[..., Path]
 PICTURES = [tiny.picture(140, 84), tiny.picture(84, 140, 1), tiny.picture(33, 200, 2)]
 
 
-class AttentionCalls(TorchDispatchMode):
+class AttentionCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the attention kernels that run."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
