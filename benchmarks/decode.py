@@ -35,11 +35,13 @@ RUN = 8  # steps or cycles in a row
 
 
 def measure(
-    model: str, drafter: str, trees: Sequence[str], rounds: int, threads: int, *, compiled: bool = False
+    target: VisionLanguageTarget,
+    drafter: str,
+    trees: Sequence[str],
+    rounds: int,
+    compiled: VisionLanguageTarget | None = None,
 ) -> dict[str, Any]:
-    """Milliseconds and ratios of one target and one untrained drafter."""
-    torch.set_num_threads(threads)
-    target = load(model)
+    """Milliseconds and ratios of one target and one untrained drafter; `compiled` is the same target."""
     kind = catalogue.load(drafter)
     untrained = kind(kind.Config(), target.info, target.head).to(target.device, target.dtype).eval()
     picture = Image.new("RGB", (84, 84), (20, 40, 60))
@@ -47,8 +49,8 @@ def measure(
     prompt = target.encode([{"role": "user", "content": content}])
     with torch.inference_mode():
         works = _works(target, untrained, prompt, trees)
-        if compiled:
-            works["compiled step"] = _steps(_plain_step(load(model, compiled=True), prompt))
+        if compiled is not None:
+            works["compiled step"] = _steps(_plain_step(compiled, prompt), target.device)
         times: dict[str, list[Spent]] = {name: [] for name in works}
         for number in range(rounds + 1):
             for name, work in works.items():
@@ -75,8 +77,7 @@ def measure(
                 figures[f"{tree}: verification / plain step"] = _ratio(spent, plain)
     if target.device.type == "cuda":
         figures["peak memory, GiB"] = torch.cuda.max_memory_allocated(target.device) / 2**30
-    figures |= {"model": model, "drafter": drafter, "threads": threads, "prefix": PREFIX + prompt.length}
-    return figures
+    return {**figures, "drafter": drafter, "prefix": PREFIX + prompt.length}
 
 
 def _ratio(above: Sequence[float], below: Sequence[float]) -> float:
@@ -124,16 +125,16 @@ def _works(target: VisionLanguageTarget, drafter: Any, prompt: Any, trees: Seque
         return cycle
 
     return {
-        "plain step": _steps(plain_step),
-        "stock step": _steps(_stock_step(target, prompt.length + PREFIX)),
-        "weights read once": _steps(lambda: [weight.sum() for weight in weights]),
+        "plain step": _steps(plain_step, target.device),
+        "stock step": _steps(_stock_step(target, prompt.length + PREFIX), target.device),
+        "weights read once": _steps(lambda: [weight.sum() for weight in weights], target.device),
         **{f"{name} cycle": partial(cycles, Tree.parse(name)) for name in trees},
     }
 
 
-def _steps(run: Callable[[], object]) -> Work:
+def _steps(run: Callable[[], object], device: torch.device) -> Work:
     def step() -> Laps:
-        laps = Laps(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        laps = Laps(device)
         run()
         laps.end("verify")
         return laps
@@ -185,9 +186,14 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="measure a compiled step as well")
     parser.add_argument("--out", type=Path, default=Path("build/bench-decode.json"))
     given = parser.parse_args()
-    result = measure(
-        given.model, given.drafter, given.tree or TREES, given.rounds, given.threads, compiled=given.compile
-    )
+    torch.set_num_threads(given.threads)
+    target = load(given.model)
+    compiled = load(given.model, compiled=True) if given.compile else None
+    result = {
+        "model": given.model,
+        "threads": given.threads,
+        **measure(target, given.drafter, given.tree or TREES, given.rounds, compiled),
+    }
     print(f"{given.model} with {given.drafter}, {given.threads} threads; medians of {given.rounds} rounds")
     for name, value in result["milliseconds"].items():
         print(f"  {name:<24}{value:9.3f} ms")

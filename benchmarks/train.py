@@ -19,7 +19,8 @@ import json
 import statistics
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,15 @@ from vlmdistill.drafters.training.unroll import unroll
 from vlmdistill.stores.schema import TargetInfo
 
 METHODS = ("eagle2", "hass", "vispec")
-PROMPT, VISUAL, SUPERVISED = 100, 600, 300
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of the one sample."""
+
+    prompt: int = 100  # of text
+    visual: int = 600
+    supervised: int = 300  # of the response
 
 
 @dataclass(frozen=True)
@@ -48,23 +57,50 @@ class Case:
     method: str
     width: int
     vocabulary: int
+    heads: int = 0  # 0: of width 64
+    tokens: Tokens = Tokens()
+    device: str = "cpu"
 
     @property
     def name(self) -> str:
         """As a line of the table begins."""
         return f"{self.method}, width {self.width}, vocabulary {self.vocabulary}"
 
+    @contextmanager
+    def placed(self) -> Iterator[None]:
+        """What is made within is on the device, on a GPU in bfloat16."""
+        before = torch.get_default_dtype()
+        if self.device == "cuda":
+            torch.set_default_dtype(torch.bfloat16)
+        try:
+            with torch.device(self.device):
+                yield
+        finally:
+            torch.set_default_dtype(before)
+
+    def clock(self) -> float:
+        """Processor seconds; of a GPU, the seconds that passed until its work was done."""
+        if self.device != "cuda":
+            return time.process_time()
+        torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
 
 def measure(case: Case, rounds: int) -> dict[str, float]:
-    """Processor seconds of a step, of the official step and of the floor, and their ratios."""
+    """Seconds of a step, of the official step and of the floor, and their ratios."""
+    with case.placed():
+        return _measure(case, rounds)
+
+
+def _measure(case: Case, rounds: int) -> dict[str, float]:
     torch.manual_seed(0)
     info, config = _info(case), catalogue.config(case.method)
     stage = config.training.schedule[-1]
     table_VD = torch.randn(case.vocabulary, case.width) * case.width**-0.5
     drafter = catalogue.trained(case.method)(config.model, info, Head(table_VD, table_VD)).train()
     assert isinstance(drafter, EagleDrafter)
-    batch = _batch(drafter)
-    rows_RD = torch.randn(SUPERVISED, case.width)
+    batch = _batch(drafter, case.tokens)
+    rows_RD = torch.randn(case.tokens.supervised, case.width)
 
     detach = config.training.detach
     official = OfficialStep(drafter, batch, stage, detach=detach)
@@ -88,13 +124,13 @@ def measure(case: Case, rounds: int) -> dict[str, float]:
     seconds: dict[str, list[float]] = {name: [] for name in pieces}
     for number in range(rounds + 1):
         for name, run in pieces.items():
-            start = time.process_time()
+            start = case.clock()
             losses[name] = run()
             if number:  # the first round pays for what is made once
-                seconds[name].append(time.process_time() - start)
+                seconds[name].append(case.clock() - start)
     return {
         "hops": stage.hops,
-        **{f"{name}, CPU-s": statistics.median(values) for name, values in seconds.items()},
+        **{f"{name}, s": statistics.median(values) for name, values in seconds.items()},
         "official / step": _ratio(seconds["official"], seconds["step"]),
         "floor / step": _ratio(seconds["floor"], seconds["step"]),
         "loss / official": losses["step"] / losses["official"],
@@ -137,7 +173,7 @@ def shares(case: Case, rounds: int) -> dict[str, float]:
     table_VD = torch.randn(case.vocabulary, case.width) * case.width**-0.5
     config = catalogue.config(case.method).model
     drafter = catalogue.trained(case.method)(config, _info(case), Head(table_VD, table_VD)).train()
-    made = _batch(drafter)
+    made = _batch(drafter, case.tokens)
 
     def step() -> None:
         generator = torch.Generator().manual_seed(0)
@@ -184,15 +220,16 @@ def _ratio(above: Sequence[float], below: Sequence[float]) -> float:
 
 
 def _info(case: Case) -> TargetInfo:
+    heads = case.heads or case.width // 64
     return TargetInfo(
         name="benchmark",
         family="qwen2_5_vl",
         hidden_size=case.width,
         intermediate_size=4 * case.width,
         num_layers=28,
-        num_heads=case.width // 64,
-        num_kv_heads=case.width // 64,
-        head_dim=64,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=case.width // heads,
         vocab_size=case.vocabulary,
         rms_norm_eps=1e-6,
         rope_theta=1e6,
@@ -204,21 +241,21 @@ def _info(case: Case) -> TargetInfo:
     )
 
 
-def _batch(drafter: Drafter) -> Batch:
+def _batch(drafter: Drafter, tokens: Tokens) -> Batch:
     """One sample: a prompt with an image, then a response."""
-    text = PROMPT + SUPERVISED
+    text, image = tokens.prompt + tokens.supervised, tokens.prompt // 2
     index_T = torch.arange(text)
-    rows = {"text": text, "visual": VISUAL, "span": 1}
+    rows = {"text": text, "visual": tokens.visual, "span": 1}
     width = drafter.info.hidden_size
-    position_T = index_T + VISUAL * (index_T >= PROMPT // 2)
+    position_T = index_T + tokens.visual * (index_T >= image)
     return Batch(
         ids_T=torch.randint(3, drafter.info.vocab_size, (text,)),
-        response_T=index_T >= PROMPT,
+        response_T=index_T >= tokens.prompt,
         position_T=position_T,
         rope_T=position_T,
         segment_T=torch.zeros(text, dtype=torch.long),
-        start_M=torch.tensor([PROMPT // 2]),
-        length_M=torch.tensor([VISUAL]),
+        start_M=torch.tensor([image]),
+        length_M=torch.tensor([tokens.visual]),
         segment_M=torch.tensor([0]),
         features={
             feature: torch.randn(rows[feature.where], width)
