@@ -254,10 +254,9 @@ class DFlash(FrequentTokens, Drafter):
         """With `context=all`, the fused states before visual tokens are context, at expanded positions."""
         if self.config.context == "text":
             return
-        states, found = zip(*(batch.before(source, "visual") for source in self.sources), strict=True)
-        seen_N = found[0].nonzero()[:, 0]
+        seen_N, states_NS = batch.predecessors(self.sources, "visual")
         tokens = batch.visual_tokens.only(seen_N)
-        self._read(torch.cat(states, dim=-1)[seen_N], tokens.position_N - 1, tokens, cache)
+        self._read(states_NS, tokens.position_N - 1, tokens, cache)
 
     def step(self, entries: Entries, cache: KVCache) -> Tensor:
         """One pass makes the states of a block, [R, G * D]; later hops return them."""

@@ -14,7 +14,7 @@ D hidden.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -25,6 +25,7 @@ from vlmdistill.drafters.core import Batch, Drafter, Entries, Head, KVCache, RMS
 from vlmdistill.drafters.core.batch import TokenIndex
 from vlmdistill.drafters.core.config import ModelConfig, Stage, TrainConfig, at_least, features
 from vlmdistill.drafters.core.layers import DecoderLayer, layer_names
+from vlmdistill.drafters.core.transfer import place
 from vlmdistill.stores.schema import Feature, TargetInfo
 
 
@@ -110,11 +111,11 @@ class Dream(Drafter):
 
         They cannot be written before: in the last layer they depend on the text before them.
         """
-        state_UD, found_U = batch.before("hidden", "visual")
-        seen_N, tokens = found_U.nonzero()[:, 0], batch.visual_tokens
-        places = (tokens.segment_N, tokens.position_N, tokens.span_N)
-        cache.context["visual"] = torch.cat([batch.feature("embed", "visual"), state_UD], dim=-1)[seen_N]
-        cache.context["places"] = torch.stack(places)[:, seen_N]
+        seen_N, state_ND = batch.predecessors(["hidden"], "visual")
+        embed_UD = batch.feature("embed", "visual")
+        embed_ND = embed_UD[place(seen_N, embed_UD.device)]
+        cache.context["visual"] = torch.cat([embed_ND, state_ND], dim=-1)
+        cache.context["tokens"] = batch.visual_tokens.only(seen_N)
 
     def step(self, entries: Entries, cache: KVCache) -> Tensor:
         """last(cross(first(e_{t+1}), h_0 .. h_t)) -> [g_{t+1} ; output of cross], [R, 2D].
@@ -124,15 +125,15 @@ class Dream(Drafter):
         width, hop, tokens = self.info.hidden_size, entries.hop, entries.tokens
         x_ND, state_ND, rotary_N = self.embed(entries.ids_N), entries.hidden_ND[:, :width], entries.rotary_N
         if hop == 0 and "visual" in cache.context:
-            visual_U2D, places_3U = cache.context.pop("visual"), cache.context.pop("places")
-            rows_R = torch.arange(len(x_ND), device=x_ND.device) if tokens.rows_R is None else tokens.rows_R
+            visual_U2D, seen = cache.context.pop("visual"), cache.context.pop("tokens")
+            rows_R = tokens.readable.rows_R
+            if rows_R is None:
+                rows_R = torch.arange(len(x_ND), device=tokens.readable.segment_N.device)
             x_ND = torch.cat([visual_U2D[:, :width], x_ND])
             state_ND = torch.cat([visual_U2D[:, width:], state_ND])
-            rotary_N = torch.cat([places_3U[1] - 1, rotary_N])
-            places_3N = torch.stack([tokens.segment_N, tokens.position_N, tokens.span_N])
-            segment_N, position_N, span_N = torch.cat([places_3U, places_3N], dim=1)
-            tokens = TokenIndex(segment_N, position_N, span_N, rows_R + len(visual_U2D))
-        every = replace(tokens, rows_R=None)
+            rotary_N = torch.cat([seen.position_N - 1, rotary_N])
+            tokens = TokenIndex.cat([seen, tokens]).with_rows(rows_R + len(visual_U2D))
+        every = tokens.all_rows()
         x_ND = self.first(x_ND, rotary_N, every, cache, hop)
         x_ND = self.cross(x_ND, state_ND, every, cache.layer(1), hop)
         out_RD = self.norm(self.last(x_ND, rotary_N, tokens, cache.layer(2), hop))

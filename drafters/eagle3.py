@@ -25,6 +25,7 @@ from vlmdistill.drafters.core import Batch, Drafter, Entries, Head, KVCache, RMS
 from vlmdistill.drafters.core.config import ModelConfig, Stage, TrainConfig, at_least, depths, features
 from vlmdistill.drafters.core.layers import DecoderLayer, layer_names
 from vlmdistill.drafters.core.serving import Feeding, ServedDrafter, layer_settings, layer_weights, unserved
+from vlmdistill.drafters.core.transfer import place
 from vlmdistill.drafters.core.vocabulary import FrequentTokens
 from vlmdistill.stores.schema import Feature, TargetInfo
 
@@ -121,11 +122,11 @@ class Eagle3(FrequentTokens, Drafter):
         """Visual tokens enter as [visual embedding ; fused states before it], at their expanded positions."""
         if self.config.visual == "none":
             return
-        states, found = zip(*(batch.before(source, "visual") for source in self.sources), strict=True)
-        seen_N = found[0].nonzero()[:, 0]
-        hidden_ND = self.fc(torch.cat(states, dim=-1)[seen_N])
-        x_ND = self.normed(batch.feature("embed", "visual")[seen_N], hidden_ND)
+        seen_N, states_NS = batch.predecessors(self.sources, "visual")
         tokens = batch.visual_tokens.only(seen_N)
+        embed_UD = batch.feature("embed", "visual")
+        embed_ND = embed_UD[place(seen_N, embed_UD.device)]
+        x_ND = self.normed(embed_ND, self.fc(states_NS))
         self.layer.write_kv(x_ND, tokens.position_N - 1, tokens, cache)
 
     def step(self, entries: Entries, cache: KVCache) -> Tensor:

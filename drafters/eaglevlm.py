@@ -20,6 +20,7 @@ from vlmdistill.drafters.core import Batch, EagleDrafter, Head, KVCache, RMSNorm
 from vlmdistill.drafters.core.compressors import Compressor, GroupCompressor, QueryCompressor
 from vlmdistill.drafters.core.config import ModelConfig, Stage, TrainConfig, at_least, features
 from vlmdistill.drafters.core.serving import ServedDrafter, unserved
+from vlmdistill.drafters.core.transfer import place
 from vlmdistill.stores.schema import Feature, TargetInfo
 
 TINY = 1e-30  # keeps the logarithm of a draw finite
@@ -92,10 +93,11 @@ class EagleVLM(EagleDrafter):
         if self.gate is None:
             super().condition(batch, cache)
             return
-        read_UD, span_U = batch.feature("embed", "visual"), batch.visual_tokens.span_N
-        entries = [one(read_UD, span_U, len(batch.start_M)) for one in self._all()]
-        places = [one.places(batch.start_M, batch.length_M) for one in self._all()]
-        asked_M = _asked(batch)
+        read_UD, known = batch.feature("embed", "visual"), batch.readable
+        span_U, spans = known.visual_tokens.span_N, len(known.start_M)
+        entries = [one(read_UD, span_U, spans) for one in self._all()]
+        places = [one.places(known.start_M, known.length_M) for one in self._all()]
+        asked_M = place(_asked(known), read_UD.device)
         score_MB = self.gate(batch.feature("hidden", "text")[asked_M]).float()
         if self.config.compressor == "weigh":
             weight_MB = score_MB.softmax(-1).to(read_UD.dtype)
@@ -110,6 +112,7 @@ class EagleVLM(EagleDrafter):
         # Straight through: one, with the gradient of the chance.
         through_MB = (1 + (chance_MB - chance_MB.detach())).to(read_UD.dtype)
         entries = [part_MCD * through_MB[:, one, None, None] for one, part_MCD in enumerate(entries)]
+        chosen_M1 = place(chosen_M1, span_U.device)  # a wait for the GPU: it has chosen how many entries
         places = [torch.where(chosen_M1 == one, place_MC, -1) for one, place_MC in enumerate(places)]
         self.write_compressed(torch.cat(entries, 1), torch.cat(places, 1), batch, cache)
 

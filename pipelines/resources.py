@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from vlmdistill.drafters.core.losses import CHUNK_BYTES
+from vlmdistill.drafters.core.losses import CHUNK_BYTES, chunk_of
 from vlmdistill.drafters.decoding import hardware
 from vlmdistill.stores.errors import DataError, size
 from vlmdistill.stores.schema import Feature, TargetInfo
@@ -84,11 +84,12 @@ def rows(info: TargetInfo, tokens: int, features: Sequence[str]) -> int:
 def of_training(info: TargetInfo, weights: int, dtype: str, batch_tokens: int, features: int) -> Memory:
     """One rank without ZeRO, which trains so many weights."""
     dtype, width, device, free = _machine(dtype)
+    chunk = chunk_of(min(free)) if free and device == "GPU" else CHUNK_BYTES
     parts = {
         "optimizer": 4 * FLOATS * weights + (width * weights if width < 4 else 0),
         "tables": 2 * width * info.vocab_size * info.hidden_size,
         "batch": width * batch_tokens * info.hidden_size * features,
-        "logits": 2 * min(CHUNK_BYTES, 4 * batch_tokens * info.vocab_size),
+        "logits": 2 * min(chunk, 4 * batch_tokens * info.vocab_size),
     }
     return Memory(dtype=dtype, parts=parts, halved=0, free=free, device=device)
 

@@ -1,6 +1,7 @@
 """Fixtures for all tests."""
 
 import atexit
+import importlib.util
 import os
 import shutil
 import signal
@@ -18,8 +19,12 @@ if TYPE_CHECKING:
 
 # What takes long to import is imported in fixtures: the process that deals the tests out loads this file too.
 
+GPU = os.environ.get("VLMDISTILL_GPU", "") not in ("", "0")
+"""Run the tests that are marked `gpu`, and them alone."""
+
 # What is compared exactly runs in float32 on a CPU; a GPU would be taken by itself, in bfloat16.
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
+if not GPU:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # No workspace at a URL is copied into the user's cache.
 os.environ["VLMDISTILL_CACHE"] = tempfile.mkdtemp(prefix="vlmdistill-cache-")
 atexit.register(shutil.rmtree, os.environ["VLMDISTILL_CACHE"], ignore_errors=True)
@@ -27,6 +32,33 @@ atexit.register(shutil.rmtree, os.environ["VLMDISTILL_CACHE"], ignore_errors=Tru
 os.environ |= {"RAY_worker_niceness": "0", "RAY_worker_register_timeout_seconds": "300"}
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the processes that tests start do not wait for one another
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs behind it without one
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """A machine with a GPU may lack the plugin that reads this setting of ours."""
+    if importlib.util.find_spec("pytest_timeout") is None:
+        parser.addini("timeout", "seconds of a test")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A machine with a GPU has versions of its own, whose warnings are not our errors."""
+    if GPU:
+        config.addinivalue_line("filterwarnings", "default")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Choose between the tests that need a GPU and all others."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not GPU:
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU and VLMDISTILL_GPU=1"))
+        return
+    config.hook.pytest_deselected(items=[item for item in items if item not in marked])
+    items[:] = marked
+    import torch
+
+    if items and not torch.cuda.is_available():
+        raise pytest.UsageError("VLMDISTILL_GPU=1, and torch finds no GPU")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -5,7 +5,7 @@ tokens, R rows whose output is wanted, A nodes of a draft tree, D hidden width, 
 """
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from vlmdistill.drafters.core.transfer import place, place_all
 from vlmdistill.stores.loader.tensors import as_torch
 from vlmdistill.stores.schema import Feature, FrozenTables, Where, as_features
 
@@ -45,25 +46,60 @@ class TokenIndex:
     rows_R: Tensor | None = None  # the entries whose output is wanted; None: all
     visible_NA: Tensor | None = None
     """In a draft tree: the drafted nodes that each entry descends from, itself included."""
+    host: "TokenIndex | None" = field(default=None, repr=False, compare=False)
+    """The same tokens on the CPU, where they have come from there; see `readable`."""
+
+    @classmethod
+    def cat(cls, parts: "Sequence[TokenIndex]") -> "TokenIndex":
+        """The tokens of all parts, in order, all of them wanted."""
+        hosts = [part.host for part in parts if part.host is not None]
+        return cls(
+            torch.cat([part.segment_N for part in parts]),
+            torch.cat([part.position_N for part in parts]),
+            torch.cat([part.span_N for part in parts]),
+            host=cls.cat(hosts) if hosts and len(hosts) == len(parts) else None,
+        )
+
+    @property
+    def readable(self) -> "TokenIndex":
+        """The same tokens where their values can be read without waiting for a GPU, if there are such."""
+        return self.host or self
+
+    def to(self, device: torch.device) -> "TokenIndex":
+        """Without `visible_NA`, on that device; on a GPU they remain readable."""
+        if self.segment_N.device == device:
+            return self
+        rows = [] if self.rows_R is None else [self.rows_R]
+        parts = [self.segment_N, self.position_N, self.span_N, *rows]
+        segment_N, position_N, span_N, *rows = place_all(parts, device)
+        host = self if self.segment_N.is_cpu else None
+        rows_R = rows[0] if rows else None
+        return TokenIndex(segment_N, position_N, span_N, rows_R, host=host)
 
     def at_rows(self) -> "TokenIndex":
         """The tokens whose output is wanted."""
-        return self if self.rows_R is None else self.only(self.rows_R)
-
-    def times(self, count: int) -> "TokenIndex":
-        """Every token repeated `count` times."""
-        if count == 1:
+        if self.rows_R is None:
             return self
-        parts = (part.repeat_interleave(count) for part in (self.segment_N, self.position_N, self.span_N))
-        return TokenIndex(*parts)
+        host = self.host and self.host.at_rows()
+        return replace(self._chosen(self.rows_R), host=host)
 
     def only(self, chosen_N: Tensor) -> "TokenIndex":
-        """The chosen ones (a mask or indices), all of them wanted."""
+        """The chosen ones (a mask or indices), all of them wanted; they stay readable if the choice is."""
+        if self.host is not None and chosen_N.is_cpu:
+            return self.host.only(chosen_N).to(self.segment_N.device)
+        return self._chosen(chosen_N)
+
+    def _chosen(self, chosen_N: Tensor) -> "TokenIndex":
         return TokenIndex(self.segment_N[chosen_N], self.position_N[chosen_N], self.span_N[chosen_N])
+
+    def all_rows(self) -> "TokenIndex":
+        """The same tokens, all of them wanted."""
+        return replace(self, rows_R=None, host=self.host and self.host.all_rows())
 
     def with_rows(self, rows_R: Tensor) -> "TokenIndex":
         """The same tokens, with the output of `rows_R` alone wanted."""
-        return replace(self, rows_R=rows_R)
+        host = self.host and self.host.with_rows(place(rows_R, self.host.segment_N.device))
+        return replace(self, rows_R=place(rows_R, self.segment_N.device), host=host)
 
 
 @dataclass(frozen=True)
@@ -84,6 +120,7 @@ class Batch:
         segment_M: int64 [M], the number of its sample.
         features: Each feature as [T, U or M, hidden size].
         failed_T: bool [T], where a replay has failed; None: there was none.
+        host: The same tokens on the CPU without features, where they have come from there; see `readable`.
     """
 
     ids_T: Tensor
@@ -96,6 +133,15 @@ class Batch:
     segment_M: Tensor
     features: Mapping[Feature, Tensor] = field(default_factory=dict)
     failed_T: Tensor | None = None
+    host: "Batch | None" = field(default=None, repr=False, compare=False)
+
+    @property
+    def readable(self) -> "Batch":
+        """The same tokens where their values can be read without waiting for a GPU, if there are such.
+
+        It need not have the features.
+        """
+        return self.host or self
 
     def feature(self, source: str, where: Where | None = None) -> Tensor:
         """Look up a feature by its name, or by the two parts of it.
@@ -114,7 +160,7 @@ class Batch:
         return self.features[Feature(source, where) if where else Feature.parse(source)]
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "Batch":
-        """Move the batch.
+        """Move the batch; to a GPU through pinned memory, without waiting for it.
 
         Args:
             device: Where to.
@@ -123,13 +169,22 @@ class Batch:
         Returns:
             The batch on that device.
         """
-        moved = {
-            item.name: getattr(self, item.name).to(device)
+        device = torch.device(device)
+        names = [
+            item.name
             for item in dataclasses.fields(self)
-            if item.name != "features" and getattr(self, item.name) is not None
+            if item.name not in ("features", "host") and getattr(self, item.name) is not None
+        ]
+        moved = dict(zip(names, place_all([getattr(self, name) for name in names], device), strict=True))
+        # The narrow dtype of a store is moved, and made wider there.
+        states = {
+            name: (arrived := place(value, device)).to(dtype or arrived.dtype)
+            for name, value in self.features.items()
         }
-        states = {name: value.to(device, dtype or value.dtype) for name, value in self.features.items()}
-        return Batch(**moved, features=states)
+        host = None
+        if device.type != "cpu":
+            host = self.having({}) if self.ids_T.is_cpu else self.host
+        return Batch(**moved, features=states, host=host)
 
     def having(self, features: Mapping[Feature, Tensor]) -> "Batch":
         """The same tokens with other features."""
@@ -159,6 +214,8 @@ class Batch:
     @cached_property
     def visual_tokens(self) -> TokenIndex:
         """The U visual tokens: every span unrolled, in order."""
+        if self.host is not None:
+            return self.host.visual_tokens.to(self.ids_T.device)
         span_U = torch.repeat_interleave(
             torch.arange(len(self.length_M), device=self.length_M.device), self.length_M
         )
@@ -169,6 +226,8 @@ class Batch:
     @cached_property
     def text_tokens(self) -> TokenIndex:
         """The T text tokens, each with the last span before it."""
+        if self.host is not None:
+            return self.host.text_tokens.to(self.ids_T.device)
         if len(self.start_M) == 0:
             return TokenIndex(self.segment_T, self.position_T, torch.full_like(self.segment_T, -1))
         far = self.position_T.max() + self.length_M.sum() + 1  # stays on the device
@@ -185,15 +244,48 @@ class Batch:
         token before it, as in HiViS eq. 3). Returns states [N, D] and `found` [N] (bool), where N is T + U if
         the batch has visual states, else T; rows not found are zero.
         """
+        rows = slice(None if self._more(source) == "visual" else len(self.segment_T))
+        rows = self._rows(where) if where else rows
+        prior_N, found_N = place_all(self._link(source), self.ids_T.device)
+        return self._states(source)[prior_N[rows]] * found_N[rows, None], found_N[rows]
+
+    def predecessors(self, sources: Sequence[str], where: Literal["text", "visual"]) -> tuple[Tensor, Tensor]:
+        """The tokens of a kind that have a predecessor, [E], and its states, the sources side by side [E, S].
+
+        As `before` has it, and those that the first source finds; the tokens where they are `readable`.
+        """
+        links, rows = [self._link(source) for source in sources], self._rows(where)
+        token_E = links[0][1][rows].nonzero()[:, 0]
+        states = []
+        for source, (prior_N, found_N) in zip(sources, links, strict=True):
+            parts = [prior_N[rows][token_E], found_N[rows][token_E]]
+            prior_E, found_E = place_all(parts, self.ids_T.device)
+            state_ED = self._states(source)[prior_E]
+            states.append(state_ED if found_N is links[0][1] else state_ED * found_E[:, None])
+        return token_E, torch.cat(states, dim=-1)
+
+    def _rows(self, where: Literal["text", "visual"]) -> slice:
+        """Of the rows of text tokens and of others behind them, those of one kind."""
+        text = len(self.segment_T)
+        return slice(0, text) if where == "text" else slice(text, None)
+
+    def _more(self, source: str) -> Literal["visual", "span"] | None:
+        """What of images there is from a source, besides its states of text."""
         kinds: tuple[Literal["visual", "span"], ...] = ("visual", "span")
-        more = next((kind for kind in kinds if Feature(source, kind) in self.features), None)
-        if more not in self._prior:
-            self._prior[more] = self._find_prior(more)
-        text, (prior_N, found_N) = len(self.segment_T), self._prior[more]
-        ends = {"text": slice(0, text), "visual": slice(text, None)}
-        chosen = ends[where] if where else slice(None if more == "visual" else text)
+        return next((kind for kind in kinds if Feature(source, kind) in self.features), None)
+
+    def _states(self, source: str) -> Tensor:
+        """The states of text tokens, and behind them what there is of images."""
+        more = self._more(source)
         states = [self.feature(source, "text"), *([self.feature(source, more)] if more else [])]
-        return torch.cat(states)[prior_N[chosen]] * found_N[chosen, None], found_N[chosen]
+        return torch.cat(states)
+
+    def _link(self, source: str) -> tuple[Tensor, Tensor]:
+        """What `_find_prior` returns for a source, where it is `readable`."""
+        more, known = self._more(source), self.readable
+        if more not in known._prior:
+            known._prior[more] = known._find_prior(more)
+        return known._prior[more]
 
     @cached_property
     def _prior(self) -> dict[str | None, tuple[Tensor, Tensor]]:
@@ -217,7 +309,7 @@ class Batch:
         prior_N, found_N = torch.empty_like(rank_N), torch.empty_like(rank_N, dtype=torch.bool)
         prior_N[rank_N] = last_N
         found_N[rank_N] = segment_N[rank_N] == segment_N[last_N]
-        found_N[rank_N[0]] = False
+        found_N[rank_N[:1]] = False
         return prior_N, found_N
 
 

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from vlmdistill.drafters.core.transfer import place, place_all
 from vlmdistill.stores.schema import TargetInfo
 
 
@@ -18,7 +19,10 @@ class Compressor(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, read_UD: Tensor, span_U: Tensor, spans: int) -> Tensor:
-        """The entries of each span, [M, C, D]; any values where a span has fewer."""
+        """The entries of each span, [M, C, D]; any values where a span has fewer.
+
+        `span_U` is the span of each visual token, on the CPU where it is known there.
+        """
 
     @abstractmethod
     def places(self, start_M: Tensor, length_M: Tensor) -> Tensor:
@@ -40,18 +44,21 @@ class GroupCompressor(Compressor):
         span_X, entry_X = (position_MC >= 0).nonzero().unbind(1)
         first_M = length_M.cumsum(0) - length_M
         out_MCD = read_UD.new_zeros(*position_MC.shape, read_UD.shape[-1])
+        place_2X = tuple(place_all([span_X, entry_X], read_UD.device))
         if self.kind == "prune":
-            out_XD = read_UD[first_M[span_X] + position_MC[span_X, entry_X]]
+            row_X = first_M[span_X] + position_MC[span_X, entry_X]
+            out_XD = read_UD[place(row_X, read_UD.device)]
         else:
             offset_XK = self.size * entry_X[:, None] + torch.arange(self.size, device=span_U.device)
             inside_XK = offset_XK < length_M[span_X, None]
             row_XK = (first_M[span_X, None] + offset_XK).clamp(max=max(0, len(read_UD) - 1))
+            row_XK, inside_XK = place_all([row_XK, inside_XK], read_UD.device)
             group_XKD = read_UD[row_XK] * inside_XK[..., None]
             if self.linear is not None:
                 out_XD = self.linear(group_XKD.flatten(1))
             else:
                 out_XD = group_XKD.sum(1) / inside_XK.sum(1, keepdim=True)
-        return out_MCD.index_put((span_X, entry_X), out_XD)
+        return out_MCD.index_put(place_2X, out_XD)
 
     def places(self, start_M: Tensor, length_M: Tensor) -> Tensor:
         """The middle of each group, [M, C]; -1: a span has fewer groups."""
@@ -91,7 +98,7 @@ def attend_spans(query_QHd: Tensor, key_UHd: Tensor, value_UHd: Tensor, span_U: 
 
     All queries attend to all visual tokens, masked to their own span: no padding is needed.
     """
-    queries = len(query_QHd)
+    queries, span_U = len(query_QHd), place(span_U, query_QHd.device)
     span_X = torch.arange(spans, device=span_U.device).repeat_interleave(queries)
     mixed_1HXd = nn.functional.scaled_dot_product_attention(
         query_QHd.repeat(spans, 1, 1).transpose(0, 1)[None],

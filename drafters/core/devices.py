@@ -1,7 +1,6 @@
 """What code for a CPU and for a GPU has to do differently."""
 
 import torch
-from torch import Tensor
 
 
 def use_kernels_of_any_length(device: torch.device) -> None:
@@ -13,13 +12,6 @@ def use_kernels_of_any_length(device: torch.device) -> None:
     """
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
-
-
-def begin_copy(state: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor of the CPU to `device`, without waiting for what a GPU still runs."""
-    if device.type != "cuda" or state.device.type != "cpu":
-        return state.to(device)
-    return state.pin_memory().to(device, non_blocking=True)
 
 
 def free_bytes(gpu: torch.device) -> int:

@@ -21,6 +21,7 @@ from vlmdistill.drafters.core.kv_cache import KVCache
 from vlmdistill.drafters.core.layers import EAGLE_NAMES
 from vlmdistill.drafters.core.losses import Scores, TargetRows, score
 from vlmdistill.drafters.core.target import Target
+from vlmdistill.drafters.core.transfer import place_all
 from vlmdistill.drafters.core.tree import DraftSession, Tree
 from vlmdistill.drafters.core.tree_drafter import TreeDrafter
 from vlmdistill.drafters.core.vocabulary import columns_of
@@ -151,20 +152,17 @@ class Drafter(Proposer, ABC):
         """Hop-0 entries of all text tokens that have a predecessor, and the text index of each, [E].
 
         The token at text index j becomes the entry (embedding of x_j, state before it) at the rotary
-        position of that state.
+        position of that state. The indices are where the batch is `readable`.
         """
-        states, found_T = zip(*(batch.before(source, "text") for source in self.sources), strict=True)
-        token_E = found_T[0].nonzero()[:, 0]
-        entries = Entries(
-            ids_N=batch.ids_T[token_E],
-            hidden_ND=torch.cat(states, dim=-1)[token_E],
-            rotary_N=self.rotary(batch)[token_E] - 1,
-            tokens=batch.text_tokens.only(token_E),
-        )
-        return entries, token_E
+        token_E, hidden_ES = batch.predecessors(self.sources, "text")
+        known, device = batch.readable, batch.ids_T.device
+        ids_E, rotary_E = known.ids_T[token_E], self.rotary(known)[token_E] - 1
+        ids_E, rotary_E = place_all([ids_E, rotary_E], device)
+        tokens = known.text_tokens.only(token_E).to(device)
+        return Entries(ids_E, hidden_ES, rotary_E, tokens), token_E
 
     def rotary(self, batch: Batch) -> Tensor:
-        """The rotary position of every text token under `config.positions`, [T]."""
+        """The rotary position of every text token under `config.positions`, [T]; it reads no features."""
         if self.config.positions == "expanded":
             return batch.position_T
         if self.config.positions == "target":

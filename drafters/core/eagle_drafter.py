@@ -25,6 +25,7 @@ from vlmdistill.drafters.core.serving import (
     layer_weights,
     unserved,
 )
+from vlmdistill.drafters.core.transfer import place
 from vlmdistill.stores.schema import TargetInfo
 
 
@@ -63,7 +64,10 @@ class EagleDrafter(Drafter, ABC):
         return False
 
     def compress(self, read_UD: Tensor, span_U: Tensor, spans: int) -> Tensor:
-        """What visual tokens become, [M, Q, D]: the entries of each span, and what is joined to others."""
+        """What visual tokens become, [M, Q, D]: the entries of each span, and what is joined to others.
+
+        `span_U` is the span of each visual token, on the CPU where it is known there.
+        """
         raise NotImplementedError
 
     def places(self, start_M: Tensor, length_M: Tensor) -> Tensor:
@@ -93,18 +97,22 @@ class EagleDrafter(Drafter, ABC):
             tokens = batch.visual_tokens
             self.block.layer.write_kv(batch.feature("embed", "visual"), tokens.position_N - 1, tokens, cache)
         elif self.compresses is not None:
-            read_UD = batch.feature(self.compresses, "visual")
-            out_MQD = self.compress(read_UD, batch.visual_tokens.span_N, len(batch.start_M))
-            self.write_compressed(out_MQD, self.places(batch.start_M, batch.length_M), batch, cache)
+            read_UD, known = batch.feature(self.compresses, "visual"), batch.readable
+            out_MQD = self.compress(read_UD, known.visual_tokens.span_N, len(known.start_M))
+            self.write_compressed(out_MQD, self.places(known.start_M, known.length_M), batch, cache)
             if self.joins:
                 cache.context["joined"] = out_MQD[:, -1]
 
     def write_compressed(self, out_MQD: Tensor, position_MC: Tensor, batch: Batch, cache: KVCache) -> None:
-        """Write the first entries of each span at their positions, [M, C]; -1: there is none."""
+        """Write the first entries of each span at their positions, [M, C]; -1: there is none.
+
+        The positions are where the batch is `readable`.
+        """
+        known, device = batch.readable, out_MQD.device
         span_X, entry_X = (position_MC >= 0).nonzero().unbind(1)
-        position_X = position_MC[span_X, entry_X]
-        tokens = TokenIndex(batch.segment_M[span_X], position_X, span_X)
-        self.block.layer.write_kv(out_MQD[span_X, entry_X], position_X - 1, tokens, cache)
+        tokens = TokenIndex(known.segment_M[span_X], position_MC[span_X, entry_X], span_X).to(device)
+        out_XD = out_MQD[tokens.span_N, place(entry_X, device)]
+        self.block.layer.write_kv(out_XD, tokens.position_N - 1, tokens, cache)
 
     def step(self, entries: Entries, cache: KVCache) -> Tensor:
         """EAGLE's step: layer(fuse(e_{t+1}, h_t)) -> g_{t+1}, [R, D]."""

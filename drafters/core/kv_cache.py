@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,12 +18,13 @@ from torch import Tensor
 
 from vlmdistill.drafters.core.attention import Part, attention, blocks
 from vlmdistill.drafters.core.batch import TokenIndex
+from vlmdistill.drafters.core.transfer import place
 
 
 class KVCache(Protocol):
     """Keys and values of everything that a query may see."""
 
-    context: dict[str, Tensor]
+    context: dict[str, Any]
     """What a method keeps of the prompt besides keys and values; filled by `condition`."""
     generator: torch.Generator | None
     """Draws what a method leaves to chance in training; None: nothing is."""
@@ -69,10 +70,10 @@ class PackedKVCache:
     """
 
     def __init__(self, window: int = 0, generator: torch.Generator | None = None) -> None:
-        self.context: dict[str, Tensor] = {}
+        self.context: dict[str, Any] = {}
         self.generator = generator
         self._window = window
-        self._prefix: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []  # keys, values, segments, positions
+        self._prefix: list[tuple[Tensor, Tensor, TokenIndex]] = []  # keys and values of tokens
         self._guesses: list[tuple[Tensor, Tensor]] = []  # keys and values [R, 1, K, d] of hops 1, 2, ...
         self._seen: list[Part] = []
         self._rows = -1  # how many those are of
@@ -81,7 +82,7 @@ class PackedKVCache:
     def update(self, key_NKd: Tensor, value_NKd: Tensor, tokens: TokenIndex, hop: int) -> None:
         """Write prefix entries (hop 0), or one more guess for every row (in the rows' order)."""
         if hop == 0:
-            self._prefix.append((key_NKd, value_NKd, tokens.segment_N, tokens.position_N))
+            self._prefix.append((key_NKd, value_NKd, tokens))
         else:
             self._guesses.append((key_NKd[:, None], value_NKd[:, None]))
 
@@ -120,18 +121,25 @@ class PackedKVCache:
         return mixed_RJKGd.reshape(query_QHd.shape)
 
     def _sorted(self, rows: TokenIndex) -> list[Part]:
-        """Sort the prefix by sample and position, so that what a row sees is a run of it."""
-        key_SKd, value_SKd, segment_S, position_S = (
-            torch.cat(part) for part in zip(*self._prefix, strict=True)
-        )
-        far = position_S.max() + 1
-        place_S, order_S = torch.sort(segment_S * far + position_S, stable=True)
+        """Sort the prefix by sample and position, so that what a row sees is a run of it.
+
+        On a GPU too, this is worked out on the CPU if all places are readable there.
+        """
+        keys, values, parts = zip(*self._prefix, strict=True)
+        key_SKd, value_SKd = torch.cat(keys), torch.cat(values)
+        known = [tokens.readable for tokens in (*parts, rows)]
+        if any(tokens.segment_N.is_cpu for tokens in known):
+            known = [tokens.to(torch.device("cpu")) for tokens in known]
+        *written, rows = known
+        tokens = TokenIndex.cat(written)
+        far = tokens.position_N.max() + 1
+        place_S, order_S = torch.sort(tokens.segment_N * far + tokens.position_N, stable=True)
         oldest_R = (rows.position_N - self._window + 1).clamp(min=0) if self._window else 0
         first_R = torch.searchsorted(place_S, rows.segment_N * far + oldest_R)
         end_R = torch.searchsorted(place_S, rows.segment_N * far + rows.position_N, right=True)
-        written = (key_SKd, value_SKd, segment_S, position_S)
-        key_SKd, value_SKd, segment_S, position_S = (part.index_select(0, order_S) for part in written)
-        self._prefix = [(key_SKd, value_SKd, segment_S, position_S)]
+        tokens, order_S = tokens.only(order_S), place(order_S, key_SKd.device)
+        key_SKd, value_SKd = (part.index_select(0, order_S) for part in (key_SKd, value_SKd))
+        self._prefix = [(key_SKd, value_SKd, tokens)]
         return blocks(first_R, end_R)
 
     @contextmanager
@@ -156,7 +164,7 @@ class GrowingKVCache:
     generator: torch.Generator | None = None
 
     def __init__(self, capacity: int = 256, window: int = 0) -> None:
-        self.context: dict[str, Tensor] = {}
+        self.context: dict[str, Any] = {}
         self.committed = 0
         self._window = window
         self._capacity = capacity

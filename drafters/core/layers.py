@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from vlmdistill.drafters.core.batch import Batch, TokenIndex
 from vlmdistill.drafters.core.kv_cache import KVCache
+from vlmdistill.drafters.core.transfer import place
 from vlmdistill.stores.schema import TargetInfo
 
 
@@ -169,10 +170,10 @@ class EagleBlock(nn.Module):
 
     def write_visual(self, embed_UD: Tensor, batch: Batch, cache: KVCache) -> None:
         """Write visual tokens as entries [visual embedding ; state before it], if there is one."""
-        hidden_UD, found_U = batch.before("hidden", "visual")
-        seen_N = found_U.nonzero()[:, 0]
-        x_ND = self.fc(torch.cat([embed_UD, hidden_UD], dim=-1)[seen_N])
+        seen_N, hidden_ND = batch.predecessors(["hidden"], "visual")
         tokens = batch.visual_tokens.only(seen_N)
+        seen_N = place(seen_N, embed_UD.device)
+        x_ND = self.fc(torch.cat([embed_UD[seen_N], hidden_ND], dim=-1))
         self.layer.write_kv(x_ND, tokens.position_N - 1, tokens, cache)
 
 

@@ -11,22 +11,40 @@ a chunk, L terms, D hidden, V vocabulary, K best tokens.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK_BYTES = 256 * 2**20
-"""Upper bound of one float32 block of logits."""
+from vlmdistill.drafters.core.transfer import place, place_all
+
+CHUNK_BYTES, CHUNK_BYTES_GPU = 2**28, 2**30
+"""Upper bound of one float32 block of logits: anywhere, and on a GPU that has room for 16 of them."""
 BEST = 10
 """Tokens of the target that `top_k` and `list_mle` compare."""
 
 
+@cache
+def chunk_bytes(device: torch.device) -> int:
+    """The most bytes of a block of logits on a device: decided once for each."""
+    if device.type != "cuda":
+        return CHUNK_BYTES
+    return chunk_of(torch.cuda.mem_get_info(device)[0])
+
+
+def chunk_of(free: int) -> int:
+    """The most bytes of a block of logits on a GPU with so many free bytes."""
+    size = CHUNK_BYTES
+    while size < CHUNK_BYTES_GPU and 32 * size <= free:
+        size *= 2
+    return size
+
+
 @dataclass(frozen=True)
 class TargetRows:
-    """What the drafter's rows are compared with."""
+    """What the drafter's rows are compared with; whole numbers are on the CPU where they are known there."""
 
     hidden_TD: Tensor  # the target's hidden states
     ids_T: Tensor  # the tokens
@@ -167,6 +185,7 @@ class _Teacher:
         hop_H1 = torch.arange(len(rows.valid_HR), device=rows.token_R.device)[:, None]
         token_HC = (rows.token_R[chunk] + hop_H1).clamp(max=len(rows.hidden_TD) - 1)
         token_U, index_HC = torch.unique(token_HC, return_inverse=True)
+        token_U = place(token_U, rows.hidden_TD.device)
         hidden_UD = rows.hidden_TD[token_U]
         logits_UV = F.linear(hidden_UD, lm_head_VD).float()
         best_U, share_U = logits_UV.argmax(-1), logits_UV.new_ones(len(logits_UV))
@@ -258,29 +277,33 @@ def score(
     if unknown := set(weights) - {*NAMES}:
         raise KeyError(f"unknown loss {sorted(unknown)}; there are {', '.join(NAMES)}")
     names = [name for name, weight in weights.items() if weight]
-    always_L = rows.valid_HR.new_tensor([name == "confidence" for name in names])
+    device, where = estimates[0].device, rows.token_R.device
+    always_L = place(torch.tensor([name == "confidence" for name in names]), device)
     inputs = [*estimates, *parameters]
     track = torch.is_grad_enabled() and any(one.requires_grad for one in inputs)
     gradients = [torch.zeros_like(one) for one in inputs] if track else []
     wide = torch.promote_types(lm_head_VD.dtype, torch.float32)
-    weight_L = estimates[0].new_tensor([weights[name] for name in names], dtype=wide)
+    weight_L = place(torch.tensor([weights[name] for name in names], dtype=wide), device)
     hops, count = rows.valid_HR.shape
-    step = chunk_rows or max(1, CHUNK_BYTES // (4 * len(lm_head_VD)))
+    step = chunk_rows or max(1, chunk_bytes(device) // (4 * len(lm_head_VD)))
     loss_HRL = weight_L.new_zeros(hops, count, len(names))
-    count_HR, agree_HR = torch.zeros_like(rows.valid_HR), torch.zeros_like(rows.valid_HR)
-    slot_HR = weight_L.new_tensor([decay**hop for hop in range(hops)])[:, None].repeat(1, count)
+    count_HR, agree_HR = torch.zeros(2, hops, count, dtype=torch.bool, device=device)
+    slot_H = torch.tensor([decay**hop for hop in range(hops)], dtype=wide)
+    slot_HR = place(slot_H, device)[:, None].repeat(1, count)
     if pace:
         chance_HR = _chances(estimates, rows, logits, vocabulary_K, step)
-        slot_HR *= pace_weights(chance_HR.to(slot_HR.dtype), rows.valid_HR, pace)
+        valid_HR = place(rows.valid_HR, device)
+        slot_HR *= pace_weights(chance_HR.to(slot_HR.dtype), valid_HR, pace)
 
     for chunk in (slice(start, start + step) for start in range(0, count, step)):
         teacher = _Teacher.of(rows, chunk, lm_head_VD, vocabulary_K)
         alive_R = rows.valid_HR.new_zeros(count)
         alive_R[chunk] = True
         for hop, estimate_RD in enumerate(estimates):
-            index_N = (alive_R & rows.valid_HR[hop]).nonzero()[:, 0]
+            alive_R = alive_R & rows.valid_HR[hop]
+            index_N = alive_R.nonzero()[:, 0]
             token_N = teacher.token_HC[hop, index_N - chunk.start]
-            last_N = rows.after(index_N, hop)
+            index_N, token_N, last_N = place_all([index_N, token_N, rows.after(index_N, hop)], device)
             best_N = teacher.best_U[token_N]
             estimate_ND = estimate_RD.detach()[index_N].requires_grad_(track)
             with torch.set_grad_enabled(track):
@@ -300,7 +323,8 @@ def score(
             loss_HRL[hop, index_N] = (loss_NL.detach() * has_loss_NL).to(loss_HRL.dtype)
             count_HR[hop, index_N] = counted_N
             agree_HR[hop, index_N] = draft_NV.argmax(-1) == best_N
-            alive_R = torch.zeros_like(alive_R).index_copy(0, index_N, kept_N)
+            if keep_top and hop + 1 < hops:  # a wait for a GPU; what no longer counts costs more
+                alive_R = alive_R.masked_scatter(alive_R, place(kept_N, where))
 
     weighted_HR = loss_HRL @ weight_L
     total = (weighted_HR * slot_HR).sum()
@@ -322,12 +346,15 @@ def _chances(
     step: int,
 ) -> Tensor:
     """The chances that the drafter gives the response's own tokens, [H, R]; 0 for one without a column."""
-    chance_HR = torch.zeros(rows.valid_HR.shape, device=rows.token_R.device)
+    device = estimates[0].device
+    chance_HR = torch.zeros(rows.valid_HR.shape, device=device)
     index_R = torch.arange(len(rows.token_R), device=rows.token_R.device)
     for hop, estimate_RD in enumerate(estimates):
-        for index_N in torch.split(index_R, step):
-            softmax_NV = logits(estimate_RD[index_N], rows.after(index_N, hop)).softmax(-1)
-            column_N = own_N = rows.after(index_N, hop + 1)
+        for known_N in torch.split(index_R, step):
+            parts = [known_N, rows.after(known_N, hop), rows.after(known_N, hop + 1)]
+            index_N, last_N, own_N = place_all(parts, device)
+            softmax_NV = logits(estimate_RD[index_N], last_N).softmax(-1)
+            column_N = own_N
             if vocabulary_K is not None:  # ascending
                 column_N = torch.searchsorted(vocabulary_K, own_N).clamp(max=len(vocabulary_K) - 1)
                 softmax_NV = softmax_NV * (vocabulary_K[column_N] == own_N)[:, None]

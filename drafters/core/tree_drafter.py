@@ -44,8 +44,9 @@ class TreeDrafter:
         prompt = prompt.only(drafter.config.needs(drafter.info, decoding=True))
         drafter.condition(prompt, self.cache)
         self._entries: Entries | None = drafter.entries(prompt)[0]
-        self.rotary = int(drafter.rotary(prompt)[-1])
-        self.position = int(prompt.position_T[-1])
+        known = prompt.readable
+        self.rotary = int(drafter.rotary(known)[-1])
+        self.position = int(known.position_T[-1])
         self.span = prompt.text_tokens.span_N[-1:]
         self._columns_K = columns_of(drafter)
         self._frames: dict[Tree, _Frame] = {}

@@ -2,9 +2,10 @@
 
 import hashlib
 import random
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +36,35 @@ def as_batch(samples: PackedSamples, dtype: str, failed_T: Tensor | None = None)
         features={feature: as_torch(rows, dtype) for feature, rows in samples.features.items()},
         failed_T=failed_T,
     )
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """The micro-batches of one optimizer step, on the device."""
+
+    samples: list[PackedSamples]
+    batches: list[Batch | None]  # None: a rank without samples at the end of an epoch
+    state: dict[str, Any]  # of the reader, after them
+    waited: float  # seconds for the reader
+
+
+class Ahead(Iterator[MicroBatches]):
+    """Groups, the next of which can be fetched before it is asked for."""
+
+    def __init__(self, groups: Iterator[MicroBatches]) -> None:
+        self._groups = groups
+        self._fetched: list[MicroBatches] = []
+
+    def fetch(self) -> None:
+        """Read the next group and send it on its way, if there is one and it was not yet."""
+        if not self._fetched and (group := next(self._groups, None)):
+            self._fetched.append(group)
+
+    def __next__(self) -> MicroBatches:
+        self.fetch()
+        if not self._fetched:
+            raise StopIteration
+        return self._fetched.pop()
 
 
 @dataclass(frozen=True)

@@ -162,16 +162,22 @@ class SampleStats:
 
     def add(self, keys: Sequence[str], out: Unrolled) -> None:
         """Add a batch whose samples have those keys."""
-        rows_B = torch.bincount(out.segment_R, minlength=len(keys)).clamp(min=1)
+        told = {
+            "loss": torch.stack([score.loss_R for score in out.scores]).sum(0),
+            "kept": out.scores[-1].count_R,
+            **{f"agree{hop}": score.agree_R for hop, score in enumerate(out.scores)},
+        }
+        # One wait for a GPU, whose sums of many rows would have no fixed order.
+        rows = torch.stack([value_R.double() for value_R in (out.segment_R, *told.values())])
+        segment_R, *values = rows.cpu()
+        rows_B = torch.bincount(segment_R.long(), minlength=len(keys)).clamp(min=1)
 
         def mean(value_R: Tensor) -> list[float]:
-            sums = torch.bincount(out.segment_R, value_R.double(), len(keys))
+            sums = torch.bincount(segment_R.long(), value_R, len(keys))
             shares: list[float] = (sums / rows_B).tolist()
             return shares
 
-        columns = {"loss": mean(torch.stack([score.loss_R for score in out.scores]).sum(0))}
-        columns["kept"] = mean(out.scores[-1].count_R)
-        columns |= {f"agree{hop}": mean(score.agree_R) for hop, score in enumerate(out.scores)}
+        columns = {name: mean(value_R) for name, value_R in zip(told, values, strict=True)}
         for number, key in enumerate(keys):
             self._rows[key] = {name: values[number] for name, values in columns.items()}
 

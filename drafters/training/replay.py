@@ -85,8 +85,9 @@ def replay(
     hops, like = chain_of(drafter), drafter.lm_head_VD
     reader = Epoch(store, drafter.config.needs(store.info), keys=keys, token_budget=batch_tokens)
     for samples in reader:
-        batch = as_batch(samples, store.provenance.dtype).to(like.device, like.dtype)
-        right_R, able_R = right_guesses(drafter, batch, hops)
+        batch = as_batch(samples, store.provenance.dtype)
+        guesses = right_guesses(drafter, batch.to(like.device, like.dtype), hops)
+        right_R, able_R = torch.stack(guesses).cpu()  # a wait for a GPU
         token_R = supervised(batch).nonzero()[:, 0]
         segment_R, first = batch.segment_T[token_R], 0
         for number, key in enumerate(samples.keys):

@@ -11,7 +11,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from math import isfinite
 from pathlib import Path
@@ -24,9 +24,10 @@ from vlmdistill.drafters.checkpoints.initial import fresh
 from vlmdistill.drafters.core.batch import Batch
 from vlmdistill.drafters.core.config import Stage
 from vlmdistill.drafters.core.devices import use_kernels_of_any_length
+from vlmdistill.drafters.core.transfer import place
 from vlmdistill.drafters.core.vocabulary import columns_of
 from vlmdistill.drafters.training import cpu, deepspeed_engine, follow, ranks, saved
-from vlmdistill.drafters.training.batches import as_batch, cure_of, occurrences
+from vlmdistill.drafters.training.batches import Ahead, MicroBatches, as_batch, cure_of, occurrences
 from vlmdistill.drafters.training.progress import Metrics, SampleStats, TrainingProgress, loss_of, memory
 from vlmdistill.drafters.training.run import Run, RunData, check_follows, finished, furthest, splits
 from vlmdistill.drafters.training.saved import HeldOut, Position, Saved
@@ -177,12 +178,12 @@ class _Trainer:
             raise TrainingError(f"{self.run.store} has no samples for the stages of {self.run.drafter}")
         self._choose_vocabulary()
         epochs = (self._read(keys, seed) for seed in itertools.count(self.run.seed))
-        groups = itertools.chain.from_iterable(self._groups(one, len(one)) for one in epochs)
+        groups = itertools.chain.from_iterable(self._groups(one, len(one), stage) for one in epochs)
 
-        def step(group: list[PackedSamples], rate: float) -> float:
-            sums_H3, *_ = self._step(stage, group, rate, final=False)
+        def step(group: MicroBatches, rate: float) -> float:
+            done = self._step(stage, group, rate, final=False)
             self.position.total += 1  # the noise of each step is its own
-            return loss_of(sums_H3)
+            return loss_of(done.sums_H3)
 
         return rate_test(stage.name, groups, step, sweep, on_step)
 
@@ -265,18 +266,19 @@ class _Trainer:
         final = schedule.is_last_epoch(position, whole)
         started = time.perf_counter()
         left = min(schedule.batches_left(position, whole, read), (self.allowed - position.total) * self.micro)
-        for group in self._groups(reader, left):
-            waited = time.perf_counter() - started
+        groups = Ahead(self._groups(reader, left, stage))
+        for group in groups:
             rate = schedule.learning_rate(position, read / whole)
-            sums, tokens, norm, signal = self._step(stage, group, rate, final)
-            if not isfinite(norm + loss_of(sums)):
-                cure = cure_of(group, self.store, self.needs)
+            done = self._step(stage, group, rate, final, groups.fetch if self._moves else None)
+            loss, norm = loss_of(done.sums_H3), done.norm
+            if not isfinite(norm + loss):
+                cure = cure_of(group.samples, self.store, self.needs)
                 raise TrainingError(
-                    f"step {position.total + 1} has a loss of {loss_of(sums):g} and a gradient of norm "
-                    f"{norm:g}: {cure} ({self._where()})"
+                    f"step {position.total + 1} has a loss of {loss:g} and a gradient of norm {norm:g}: "
+                    f"{cure} ({self._where()})"
                 )
-            read += len(group)
-            position.reader = reader.state
+            read += len(group.samples)
+            position.reader = group.state
             position.total += 1
             position.taken += 1
             if self.metrics is not None:
@@ -284,18 +286,18 @@ class _Trainer:
                     stage=stage.name,
                     step=position.total,
                     total=max(self.planned, position.total),
-                    sums_H3=sums,
-                    tokens=tokens,
+                    sums_H3=done.sums_H3,
+                    tokens=done.tokens,
                     seconds=time.perf_counter() - started,
-                    waited=waited,
+                    waited=group.waited,
                     learning_rate=rate,
                     gradient_norm=norm,
                     memory=memory(),
                 )
                 self.metrics.step(progress)
                 self.on_step(progress)
-            if signal:
-                self._stop(signal)
+            if done.signal:
+                self._stop(done.signal)
             self._validate(stage)
             if position.total % self.run.save_every == 0:
                 self._save()
@@ -333,53 +335,66 @@ class _Trainer:
                 raise TrainingError(dead)
             time.sleep(follow.POLL)
 
-    def _groups(self, reader: Epoch, batches: int) -> Iterator[list[PackedSamples]]:
+    @property
+    def _moves(self) -> bool:
+        """Batches move to another device, where the next ones can arrive while it works."""
+        return self.device.type != "cpu"
+
+    def _groups(self, reader: Epoch, batches: int, stage: Stage) -> Iterator[MicroBatches]:
         """The micro-batches of one optimizer step at a time, `batches` of them in all."""
         while batches > 0 and len(reader):
-            group = [next(reader) for _ in range(min(self.micro, batches, len(reader)))]
-            batches -= len(group)
-            yield group
+            began = time.perf_counter()
+            samples = [next(reader) for _ in range(min(self.micro, batches, len(reader)))]
+            waited, state = time.perf_counter() - began, reader.state
+            batches -= len(samples)
+            yield MicroBatches(samples, [self._batch(one, stage) for one in samples], state, waited)
 
     def _step(
-        self, stage: Stage, group: Sequence[PackedSamples], rate: float, final: bool
-    ) -> tuple[torch.Tensor, int, float, int | None]:
+        self,
+        stage: Stage,
+        group: MicroBatches,
+        rate: float,
+        final: bool,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> "_Step":
         """One optimizer step: the gradient of the mean over the supervised rows of all ranks.
 
-        Returns loss, agreement and count of each hop, the tokens, the norm of the gradient, and the signal
-        that any rank has received.
+        A GPU does what is `meanwhile` asked of it while it works out the gradients, and tells the figures of
+        the step all at once.
         """
         deepspeed_engine.set_learning_rate(self.engine, rate)
-        batches = [self._batch(samples, stage) for samples in group]
-        counts = torch.tensor(
-            [
-                sum(rows_of(batch, stage) for batch in batches if batch),
-                sum(len(batch.ids_T) + int(batch.length_M.sum()) for batch in batches if batch),
-            ],
-            dtype=torch.float64,
-            device=self.device,
-        )
-        rows, tokens = ranks.total(counts).tolist()
+        there = [batch for batch in group.batches if batch]
+        rows = sum(rows_of(batch, stage) for batch in there)
+        tokens = sum(len(batch.ids_T) + int(batch.readable.length_M.sum()) for batch in there)
+        counts_2 = place(torch.tensor([rows, tokens], dtype=torch.float64), self.device)
+        share = self.world / ranks.total(counts_2)[0].clamp(min=1)
         sums = torch.zeros(stage.hops, 3, dtype=torch.float64, device=self.device)  # loss, agree, counted
         norm: torch.Tensor | float = 0.0
-        for micro, (batch, samples) in enumerate(zip(batches, group, strict=True)):
-            self.engine.set_gradient_accumulation_boundary(micro == len(batches) - 1)
+        last = len(group.batches) - 1
+        for micro, (batch, samples) in enumerate(zip(group.batches, group.samples, strict=True)):
+            self.engine.set_gradient_accumulation_boundary(micro == last)
             # A draw of its own for every step, micro-batch and rank: nothing to save, nothing to lose.
             draw = int(content_hash([self.run.seed, self.position.total, micro, self.rank]), 16)
             generator = torch.Generator(self.device).manual_seed(draw % 2**63)
             # At the end of an epoch, a rank may have no samples. It runs a spare batch with a weight of zero,
             # so that all ranks have the same gradients in the same order, as ZeRO 2 needs.
             out = self.engine(self._spare if batch is None else batch, stage, generator)
-            loss = out.total * (0 if batch is None else self.world / max(rows, 1))
+            loss = out.total * (0 if batch is None else share.to(out.total.dtype))
             if batch is not None:
                 sums += torch.stack([score.sums for score in out.scores])
                 if final:
                     self.measures.add(samples.keys, out)
             self.engine.backward(loss, scale_wrt_gas=False)
+            if micro == last and meanwhile:
+                meanwhile()
             norm = deepspeed_engine.step(self.engine)
-        flags = sums.new_tensor(self.signals.flags)
-        sent = ranks.total(torch.cat([sums.flatten(), flags]))
-        sums = sent[: -len(flags)].view_as(sums)
-        return sums, int(tokens), float(norm), asked(sent[-len(flags) :].tolist())
+        flags = torch.tensor(self.signals.flags, dtype=torch.float64)
+        sent = ranks.total(torch.cat([sums.flatten(), place(flags, self.device)]))
+        norm_1 = torch.as_tensor(norm, dtype=torch.float64).reshape(1)
+        parts = [sent, counts_2[1:], place(norm_1, self.device)]
+        told = torch.cat(parts).cpu()  # the only wait for a GPU besides DeepSpeed's own
+        sums_X, flags, (tokens_all, norm_all) = torch.split(told, [sums.numel(), len(flags), 2])
+        return _Step(sums_X.view_as(sums), int(tokens_all), float(norm_all), asked(flags.tolist()))
 
     def _over(self, stage: Stage) -> bool:
         """Whether a stage has come to its end, or had `patience` validations without a better one."""
@@ -493,3 +508,13 @@ class _Trainer:
                 self.store.write_stats(self.run.out.name, table)
             except StoreError as error:  # the store may be read-only
                 log.warning("the statistics of each sample are not in the store: %s", error)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The figures of one optimizer step, on the CPU."""
+
+    sums_H3: torch.Tensor  # by hop: loss, rows that agree, rows that count
+    tokens: int
+    norm: float  # of the gradient before clipping
+    signal: int | None  # that any rank has received

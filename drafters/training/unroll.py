@@ -15,6 +15,7 @@ from vlmdistill.drafters.core.config import Stage, TrainConfig
 from vlmdistill.drafters.core.drafter import Drafter
 from vlmdistill.drafters.core.kv_cache import PackedKVCache
 from vlmdistill.drafters.core.losses import Score, TargetRows
+from vlmdistill.drafters.core.transfer import place
 
 RUN = 16
 """Neighbours among the positions that `Stage.anchors` draws: rows of a run share the kernels of attention."""
@@ -80,35 +81,41 @@ def unroll(
     """
     batch = batch.only(drafter.config.needs(drafter.info))
     inputs = batch if generator is None else with_noise(batch, noise, generator)
-    supervised_T, last = supervised(batch), len(batch.ids_T) - 1
+    # Which rows there are hangs on tokens alone: it is known on the CPU, if they have come from there.
+    known, device = batch.readable, batch.ids_T.device
+    supervised_T, last = supervised(known), len(known.ids_T) - 1
     entries, token_E = drafter.entries(inputs)
+    token_E = place(token_E, known.ids_T.device)
     rows_R = supervised_T[token_E].nonzero()[:, 0]
     if stage.anchors:
-        failed_R = None if batch.failed_T is None else batch.failed_T[token_E[rows_R]]
-        rows_R = rows_R[_drawn(entries.tokens.segment_N[rows_R], failed_R, stage, generator)]
+        failed_R = None if known.failed_T is None else known.failed_T[token_E[rows_R]]
+        segment_R = known.segment_T[token_E[rows_R]]
+        rows_R = rows_R[_drawn(segment_R, failed_R, stage, generator)]
     token_R = token_E[rows_R]
+    hop_H1 = torch.arange(stage.hops, device=token_R.device)[:, None]
+    next_HR = place(known.ids_T[(token_R + hop_H1 + 1).clamp(max=last)], device)
     hidden_TD = batch.feature("hidden", "text")
     cache = PackedKVCache(drafter.config.attention_window, generator)
     drafter.condition(inputs, cache)
 
     tokens = entries.tokens.with_rows(rows_R)
     entries, rows = replace(entries, tokens=tokens), tokens.at_rows()
-    rotary_R = entries.rotary_N[rows_R]
+    rotary_R = entries.rotary_N[place(rows_R, device)]
     states = []
     for hop in range(stage.hops):
         state_RD = drafter.step(entries, cache)
         states.append(state_RD)
         entries = Entries(
-            ids_N=batch.ids_T[(token_R + hop + 1).clamp(max=last)],
+            ids_N=next_HR[hop],
             hidden_ND=state_RD.detach() if detach else state_RD,
             rotary_N=rotary_R + hop + 1,
             tokens=rows,
             hop=hop + 1,
         )
-    ahead_HR = token_R + torch.arange(stage.hops, device=token_R.device)[:, None]
+    ahead_HR = token_R + hop_H1
     inside_HR = supervised_T[ahead_HR.clamp(max=last)] & (ahead_HR <= last)
     middle_TD = batch.feature(source, "text") if (source := drafter.middle_source) else None
-    targets = TargetRows(hidden_TD, batch.ids_T, token_R, inside_HR.cumprod(0).bool(), middle_TD)
+    targets = TargetRows(hidden_TD, known.ids_T, token_R, inside_HR.cumprod(0).bool(), middle_TD)
     scores = drafter.loss(states, targets, stage)
     return Unrolled(scores.total, scores.hops, rows.segment_N)
 
@@ -119,10 +126,13 @@ def _drawn(
     """The indices of the rows of `stage.anchors` of each sample, ascending. Rows are sorted by sample.
 
     A number of them are random runs of `RUN`. Failed ones come before all others, which are drawn one by one.
+    A generator of another device gives its seed to one of this.
     """
     device = segment_R.device
     most_B = _most(segment_R, failed_R, stage)
-    generator = generator or torch.Generator(device).manual_seed(0)
+    seed = generator.initial_seed() if generator else 0
+    if generator is None or generator.device.type != device.type:
+        generator = torch.Generator(device).manual_seed(seed)
     draw_R = torch.rand(len(segment_R), generator=generator, device=device, dtype=torch.float64)
     first_R = torch.searchsorted(segment_R, segment_R)
     place_R = torch.arange(len(segment_R), device=device) - first_R
@@ -147,9 +157,10 @@ def _most(segment_R: Tensor, failed_R: Tensor | None, stage: Stage) -> Tensor:
 
 def rows_of(batch: Batch, stage: Stage) -> int:
     """The number of positions that `unroll` trains."""
-    token_R = supervised(batch)
-    failed_R = None if batch.failed_T is None else batch.failed_T[token_R]
-    return int(_most(batch.segment_T[token_R], failed_R, stage).sum())
+    known = batch.readable
+    token_R = supervised(known)
+    failed_R = None if known.failed_T is None else known.failed_T[token_R]
+    return int(_most(known.segment_T[token_R], failed_R, stage).sum())
 
 
 def with_noise(batch: Batch, width: float, generator: torch.Generator) -> Batch:
@@ -158,15 +169,17 @@ def with_noise(batch: Batch, width: float, generator: torch.Generator) -> Batch:
     The noise is (U[0, 1) - 0.5) * width * 512 / length. The length of a sample counts its visual tokens only
     if the batch has their states.
     """
-    samples = int(batch.segment_T.max()) + 1
-    length_B = torch.bincount(batch.segment_T, minlength=samples)
+    known = batch.readable
+    samples = int(known.segment_T.max()) + 1
+    length_B = torch.bincount(known.segment_T, minlength=samples)
     if any(feature.where == "visual" for feature in batch.features):
-        length_B = length_B.index_add(0, batch.segment_M, batch.length_M)
-    segments = {"text": batch.segment_T, "visual": batch.visual_tokens.segment_N, "span": batch.segment_M}
+        length_B = length_B.index_add(0, known.segment_M, known.length_M)
+    segments = {"text": known.segment_T, "visual": known.visual_tokens.segment_N, "span": known.segment_M}
     noisy = {}
     for feature, state_ND in sorted(batch.features.items(), key=itemgetter(0)):  # the order fixes the draws
         if feature.source == "hidden" and width:
-            scale_N1 = (width * 512 / length_B[segments[feature.where]])[:, None]
+            scale_N = width * 512 / length_B[segments[feature.where]]
+            scale_N1 = place(scale_N, state_ND.device)[:, None]
             draw_ND = torch.rand(state_ND.shape, generator=generator, device=state_ND.device)
             state_ND = state_ND + ((draw_ND - 0.5) * scale_N1).to(state_ND.dtype)
         noisy[feature] = state_ND

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vlmdistill.drafters.core.batch import Batch
-from vlmdistill.drafters.core.devices import begin_copy
+from vlmdistill.drafters.core.transfer import place
 from vlmdistill.pipelines.targets.encode import EncodedPrompt
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.loader.tensors import as_numpy
@@ -113,7 +113,7 @@ class FeatureRows:
             row_N = torch.cat(
                 [sequence.positions(where) + number * length for number, sequence in enumerate(sequences)]
             )
-            rows[where] = begin_copy(row_N, device)
+            rows[where] = place(row_N, device)
         return cls(rows, sorted(features))
 
     def select(self, states: Mapping[str, Tensor]) -> dict[Feature, Tensor]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vlmdistill.drafters.core.devices import begin_copy
+from vlmdistill.drafters.core.transfer import place
 from vlmdistill.drafters.decoding.acceptance import choose, is_greedy
 from vlmdistill.pipelines.targets.fused_layers import FusedLayers
 from vlmdistill.pipelines.targets.target_kv_cache import BatchKVCache
@@ -100,7 +100,7 @@ def generate_batch(
         if len(unfinished) < len(tokens):
             order = cache.keep(unfinished)
             active.prompts = [active.prompts[row] for row in order]
-            index_B = begin_copy(torch.tensor(order, dtype=torch.long), like.device)
+            index_B = place(torch.tensor(order, dtype=torch.long), like.device)
             token_B, active.rope_B = token_B[index_B], active.rope_B[index_B]
             active.hidden_BD = active.hidden_BD[:0]
         if active.prompts:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlmdistill.drafters.core.devices import begin_copy
+from vlmdistill.drafters.core.transfer import place
 
 ROOM = 256  # positions that the cache of a sequence grows by, at least
 STATIC_ROOM = 4096
@@ -80,7 +80,7 @@ class TargetKVCache:
         """Keep these of the `written` rows after `length`, in this order."""
         count = len(rows)
         if list(rows) != list(range(count)):
-            row_K = begin_copy(torch.tensor(rows), self._like.device)
+            row_K = place(torch.tensor(rows), self._like.device)
             for block in self._blocks:
                 new = block[..., self.length : self.length + written, :]
                 new[..., :count, :] = new.index_select(-2, row_K)
@@ -115,7 +115,7 @@ class BatchKVCache:
     def admit(self, lengths: Sequence[int]) -> "AdmittedSequences":
         """Activate free slots for prompts of these lengths, whose layers then write into them."""
         slots = slice(self.active, self.active + len(lengths))
-        length_B = begin_copy(torch.tensor(lengths), self._length_B.device)
+        length_B = place(torch.tensor(lengths), self._length_B.device)
         self._length_B[slots] = length_B
         self._mask_BS[slots] = self._closed
         self._mask_BS[slots].masked_fill_(self._position_S < length_B[:, None], 0)
@@ -144,7 +144,7 @@ class BatchKVCache:
         for new, old in enumerate(order):
             if new != old:
                 self.rows_YBGSd[:, new] = self.rows_YBGSd[:, old]
-        index_B = begin_copy(torch.tensor(order, dtype=torch.long), self._length_B.device)
+        index_B = place(torch.tensor(order, dtype=torch.long), self._length_B.device)
         self._mask_BS[:count] = self._mask_BS[index_B]
         self._length_B[:count] = self._length_B[index_B]
         self._lengths = [self._lengths[row] for row in order]

@@ -16,7 +16,7 @@ from msgspec import UNSET
 from torch import Tensor
 
 from vlmdistill.drafters.core.batch import Head
-from vlmdistill.drafters.core.devices import begin_copy
+from vlmdistill.drafters.core.transfer import place
 from vlmdistill.drafters.decoding.acceptance import is_greedy
 from vlmdistill.pipelines.targets.batching import CPU_BATCH, HalveOnOom, pad
 from vlmdistill.pipelines.targets.capture import DTYPES, FeatureRows, Leaving, Transcript
@@ -311,7 +311,7 @@ class TargetModel:
         """Pixels in the model's dtype, all else in its own; `host` are names that stay on the CPU."""
         sent = {}
         for name, value in inputs.items():
-            sent[name] = value if name in host else begin_copy(value, self.device)
+            sent[name] = value if name in host else place(value, self.device)
             if name.startswith("pixel_values"):
                 sent[name] = sent[name].to(self.dtype)
         return sent
@@ -428,11 +428,11 @@ class TargetModel:
         visual_BL = pad([sequence.visual_L for sequence in sequences], 0)
         rope_BAL = pad([sequence.rope_AL for sequence in sequences], 0)
         ids_BL = pad([sequence.ids_L for sequence in sequences], self._pad_id)
-        hidden_BLD = self._text.embed_tokens(begin_copy(ids_BL, self.device))
+        hidden_BLD = self._text.embed_tokens(place(ids_BL, self.device))
         embedded = LayerInputs(
             hidden_BLD=hidden_BLD,
-            rope_ABL=begin_copy(rope_BAL, self.device).transpose(0, 1),
-            visual_U=begin_copy(visual_BL.flatten().nonzero().flatten(), self.device),
+            rope_ABL=place(rope_BAL, self.device).transpose(0, 1),
+            visual_U=place(visual_BL.flatten().nonzero().flatten(), self.device),
         )
         inputs = self.family.collate([prompt.inputs for prompt in prompts])
         if not inputs:

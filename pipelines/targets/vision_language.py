@@ -14,8 +14,9 @@ from torch import Tensor
 
 from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.core.batch import Batch
-from vlmdistill.drafters.core.devices import begin_copy, free_bytes
+from vlmdistill.drafters.core.devices import free_bytes
 from vlmdistill.drafters.core.drafter import Proposer
+from vlmdistill.drafters.core.transfer import place
 from vlmdistill.pipelines.targets.batching import CPU_BATCH
 from vlmdistill.pipelines.targets.capture import Transcript
 from vlmdistill.pipelines.targets.encode import EncodedPrompt
@@ -85,8 +86,8 @@ class VisionLanguageTarget(TargetModel):
         row_B = last_B + torch.arange(len(prompts)) * hidden_BLD.shape[1]
         next_ropes = [prompt.next_rope for prompt in prompts]
         return Prefilled(
-            hidden_BD=hidden_BLD.flatten(0, 1).index_select(0, begin_copy(row_B, self.device)),
-            rope_B=begin_copy(torch.tensor(next_ropes), self.device),
+            hidden_BD=hidden_BLD.flatten(0, 1).index_select(0, place(row_B, self.device)),
+            rope_B=place(torch.tensor(next_ropes), self.device),
             last_rope=max(next_ropes),
         )
 

@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor
 from transformers.utils import is_torchvision_available
 
-from vlmdistill.drafters.core.devices import begin_copy
+from vlmdistill.drafters.core.transfer import place
 from vlmdistill.pipelines.targets.families.video import FrameProcessor, concatenated, settings
 from vlmdistill.stores.errors import TargetError
 
@@ -201,7 +201,7 @@ def encode_visual(family: Family, model: Any, inputs: Inputs, kind_U: Tensor) ->
     if len(parts) == 1:
         return parts[0][1]
     device = parts[0][1].embed_UD.device
-    rows = [begin_copy(chosen_U.nonzero().flatten(), device) for chosen_U, _ in parts]
+    rows = [place(chosen_U.nonzero().flatten(), device) for chosen_U, _ in parts]
 
     def merged(values: Sequence[Tensor]) -> Tensor:
         all_UD = values[0].new_empty(len(kind_U), values[0].shape[1])

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from vlmdistill.drafters.core.devices import begin_copy
+from vlmdistill.drafters.core.transfer import place
 
 STOCK = "sdpa"
 PACKED = "vlmdistill_flash"
@@ -101,7 +101,7 @@ def sequences_by_length(bounds: tuple[int, ...], device: torch.device) -> list[S
     for length, starts_of_length in starts.items():
         start_W1 = torch.tensor(starts_of_length)[:, None]
         row_R = (start_W1 + torch.arange(length)).flatten()
-        groups.append(SequencesOfOneLength(length, begin_copy(row_R, device)))
+        groups.append(SequencesOfOneLength(length, place(row_R, device)))
     return groups
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import vision_utils
 
-from vlmdistill.drafters.core.devices import begin_copy
+from vlmdistill.drafters.core.transfer import place
 from vlmdistill.pipelines.targets.families.family import Fact, Family, Inputs, Visual, placeholders
 from vlmdistill.pipelines.targets.families.packed_attention import packed_attention
 from vlmdistill.pipelines.targets.families.video import GridFrames, TimedGridFrames
@@ -82,7 +82,7 @@ class QwenVLFamily(Family):
         position_P2 = vision_utils.get_vision_position_ids(grid_G3, tower.spatial_merge_size)
         bounds = vision_utils.get_vision_cu_seqlens(grid_G3)
         return {
-            "position_ids": begin_copy(position_P2, tower.device),
+            "position_ids": place(position_P2, tower.device),
             "cu_seqlens": _where_read(bounds, tower),
         }
 
@@ -107,7 +107,7 @@ class Qwen25VL(QwenVLFamily):
         )
         return {
             **super().tower_inputs(tower, grid_G3),
-            "window_index": begin_copy(window_index, tower.device),
+            "window_index": place(window_index, tower.device),
             "cu_window_seqlens": _where_read(bounds, tower),
         }
 
@@ -134,8 +134,8 @@ class Qwen3VL(QwenVLFamily):
         )
         return {
             **super().tower_inputs(tower, grid_G3),
-            "interp_indices": begin_copy(index, tower.device),
-            "interp_weights": begin_copy(weight, tower.device),
+            "interp_indices": place(index, tower.device),
+            "interp_weights": place(weight, tower.device),
         }
 
     def video_runs(self, processor: Any, inputs: Inputs) -> list[int]:
@@ -153,7 +153,7 @@ def _video_sizes(processor: Any, inputs: Inputs) -> list[tuple[int, int]]:
 def _where_read(bounds: Tensor, tower: Any) -> Tensor:
     """Bounds of sequences where the tower's attention reads them: FlashAttention on its device."""
     on_device = tower.config._attn_implementation == "flash_attention_2"
-    return begin_copy(bounds, tower.device) if on_device else bounds
+    return place(bounds, tower.device) if on_device else bounds
 
 
 def _chunks(pixels_PE: Tensor, grid_G3: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

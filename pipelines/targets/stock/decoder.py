@@ -17,7 +17,7 @@ import transformers
 from torch import Tensor
 from transformers import cache_utils
 
-from vlmdistill.drafters.core.devices import begin_copy
+from vlmdistill.drafters.core.transfer import place
 from vlmdistill.pipelines.targets.text_layers import tapped
 from vlmdistill.stores.errors import TargetError
 
@@ -73,11 +73,11 @@ class StockDecoder:
         if self._recurrent and not (in_order and count == len(written) == self._beyond):
             self._rewind()
             depth_K = torch.arange(1, count + 1, device=written.device)
-            self._run(written[begin_copy(row_K, written.device)], depth_K, None, ())
+            self._run(written[place(row_K, written.device)], depth_K, None, ())
         elif not in_order:
             for layer in self._attending():
                 kept = torch.cat([torch.arange(self.length), row_K + self.length])
-                kept = begin_copy(kept, layer.keys.device)
+                kept = place(kept, layer.keys.device)
                 layer.keys = layer.keys.index_select(-2, kept)
                 layer.values = layer.values.index_select(-2, kept)
         self.length += count
