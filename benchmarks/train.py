@@ -11,7 +11,7 @@ run all of them in turn; a figure is the median of processor seconds, a ratio th
 a round.
 
 `--profile` shows where the time of a step goes, noise included, by kinds of operations; the same products of
-matrices alone, as a floor; and how often a GPU would be waited for.
+matrices alone, as a floor. How often a GPU is waited for, `tests/pretend` counts.
 """
 
 import argparse
@@ -144,12 +144,10 @@ KINDS = {
     "gathers, copies": "index _index gather scatter copy_ cat embedding fill_ zero_",
 }
 """Kinds of operations by the beginnings of their names; all others count as `other`."""
-WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "repeat_interleave", "bincount")
-"""Operations whose result has a size, or a value on the host, that a GPU must tell first."""
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down products, sorts and waits."""
+    """Writes down products and sorts."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -160,14 +158,12 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.overloadpacket.__name__
         if name in ("mm", "addmm"):
             self.products.append((args[-2].shape, args[-1].shape))
-        by_mask = name == "index" and any(at is not None and at.dtype == torch.bool for at in args[1])
-        self.counts["waits"] += name in WAITING or by_mask
         self.counts["sorts"] += name in ("sort", "argsort")
         return func(*args, **(kwargs or {}))
 
 
 def shares(case: Case, rounds: int) -> dict[str, float]:
-    """Seconds of a step by kind of operation, and of its products of matrices alone; sorts and waits."""
+    """Seconds of a step by kind of operation, and of its products of matrices alone; sorts."""
     torch.manual_seed(0)
     stage = catalogue.config(case.method).training.schedule[-1]
     table_VD = torch.randn(case.vocabulary, case.width) * case.width**-0.5

@@ -6,9 +6,11 @@ Shapes: N entries, R rows whose output is wanted, J queries of a row, Q = R * J 
 prefix, A nodes drafted so far, H query heads, K key heads, G = H / K, X = J * G, d head width.
 """
 
+import operator
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -59,6 +61,37 @@ class KVCache(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class _Order:
+    """A prefix by sample and position, and what some rows see of it: the same for all layers."""
+
+    written: Sequence[TokenIndex]
+    asking: TokenIndex
+    tokens: TokenIndex  # the prefix in that order
+    order_S: Tensor
+    seen: Sequence[Part]
+
+    @classmethod
+    def of(cls, written: Sequence[TokenIndex], asking: TokenIndex, window: int) -> "_Order":
+        """On a GPU too, it is worked out on the CPU if all places are readable there."""
+        known = [tokens.readable for tokens in (*written, asking)]
+        if any(tokens.segment_N.is_cpu for tokens in known):
+            known = [tokens.to(torch.device("cpu")) for tokens in known]
+        tokens, rows = TokenIndex.cat(known[:-1]), known[-1].at_rows()
+        far = tokens.position_N.max() + 1
+        place_S, order_S = torch.sort(tokens.segment_N * far + tokens.position_N, stable=True)
+        oldest_R = (rows.position_N - window + 1).clamp(min=0) if window else 0
+        first_R = torch.searchsorted(place_S, rows.segment_N * far + oldest_R)
+        end_R = torch.searchsorted(place_S, rows.segment_N * far + rows.position_N, right=True)
+        placed_S = place(order_S, asking.segment_N.device)
+        return cls(written, asking, tokens.only(order_S), placed_S, blocks(first_R, end_R))
+
+    def serves(self, written: Sequence[TokenIndex], asking: TokenIndex) -> bool:
+        """Whether it is of this prefix and these rows."""
+        one, other = (*self.written, self.asking), (*written, asking)
+        return len(one) == len(other) and all(map(operator.is_, one, other))
+
+
 class PackedKVCache:
     """Packed samples: the prefix is causal within each sample; a row alone sees its guesses.
 
@@ -69,15 +102,23 @@ class PackedKVCache:
     (section 3.2), with every masked score at minus infinity.
     """
 
-    def __init__(self, window: int = 0, generator: torch.Generator | None = None) -> None:
+    def __init__(
+        self,
+        window: int = 0,
+        generator: torch.Generator | None = None,
+        orders: "list[_Order] | None" = None,
+    ) -> None:
+        """`orders` is what the caches of all layers share."""
         self.context: dict[str, Any] = {}
         self.generator = generator
         self._window = window
         self._prefix: list[tuple[Tensor, Tensor, TokenIndex]] = []  # keys and values of tokens
         self._guesses: list[tuple[Tensor, Tensor]] = []  # keys and values [R, 1, K, d] of hops 1, 2, ...
-        self._seen: list[Part] = []
+        self._seen: Sequence[Part] = []
         self._rows = -1  # how many those are of
-        self._later = defaultdict[int, PackedKVCache](partial(PackedKVCache, window))  # of later layers
+        self._orders: list[_Order] = [] if orders is None else orders  # the last one
+        later = partial(PackedKVCache, window, None, self._orders)
+        self._later = defaultdict[int, PackedKVCache](later)  # of later layers
 
     def update(self, key_NKd: Tensor, value_NKd: Tensor, tokens: TokenIndex, hop: int) -> None:
         """Write prefix entries (hop 0), or one more guess for every row (in the rows' order)."""
@@ -110,7 +151,7 @@ class PackedKVCache:
     ) -> Tensor:
         rows = tokens.at_rows()
         if first or len(rows.segment_N) != self._rows:
-            self._seen, self._rows = self._sorted(rows), len(rows.segment_N)
+            self._seen, self._rows = self._sorted(tokens), len(rows.segment_N)
         ((key_SKd, value_SKd, *_),) = self._prefix
         count, (kv_heads, width) = len(rows.segment_N), key_SKd.shape[1:]
         queries, group = len(query_QHd) // max(1, count), query_QHd.shape[1] // kv_heads
@@ -120,27 +161,18 @@ class PackedKVCache:
         mixed_RJKGd = mixed_RKXd.view(count, kv_heads, queries, group, width).transpose(1, 2)
         return mixed_RJKGd.reshape(query_QHd.shape)
 
-    def _sorted(self, rows: TokenIndex) -> list[Part]:
-        """Sort the prefix by sample and position, so that what a row sees is a run of it.
-
-        On a GPU too, this is worked out on the CPU if all places are readable there.
-        """
-        keys, values, parts = zip(*self._prefix, strict=True)
+    def _sorted(self, asking: TokenIndex) -> Sequence[Part]:
+        """Sort the prefix by sample and position, so that what a row sees is a run of it."""
+        keys, values, written = zip(*self._prefix, strict=True)
         key_SKd, value_SKd = torch.cat(keys), torch.cat(values)
-        known = [tokens.readable for tokens in (*parts, rows)]
-        if any(tokens.segment_N.is_cpu for tokens in known):
-            known = [tokens.to(torch.device("cpu")) for tokens in known]
-        *written, rows = known
-        tokens = TokenIndex.cat(written)
-        far = tokens.position_N.max() + 1
-        place_S, order_S = torch.sort(tokens.segment_N * far + tokens.position_N, stable=True)
-        oldest_R = (rows.position_N - self._window + 1).clamp(min=0) if self._window else 0
-        first_R = torch.searchsorted(place_S, rows.segment_N * far + oldest_R)
-        end_R = torch.searchsorted(place_S, rows.segment_N * far + rows.position_N, right=True)
-        tokens, order_S = tokens.only(order_S), place(order_S, key_SKd.device)
+        known = [order for order in self._orders if order.serves(written, asking)]
+        if not known:
+            known = [_Order.of(written, asking, self._window)]
+            self._orders[:] = known
+        order_S = known[0].order_S
         key_SKd, value_SKd = (part.index_select(0, order_S) for part in (key_SKd, value_SKd))
-        self._prefix = [(key_SKd, value_SKd, tokens)]
-        return blocks(first_R, end_R)
+        self._prefix = [(key_SKd, value_SKd, known[0].tokens)]
+        return known[0].seen
 
     @contextmanager
     def temporary(self) -> Iterator[None]:

@@ -61,9 +61,12 @@ def step(engine: Any) -> Tensor | float:
     """One optimizer step if this is its last micro-batch; returns its gradient's norm before clipping."""
     measured = engine.zero_optimization() or engine.bfloat16_enabled()  # by DeepSpeed's own optimizers
     gradients = [one.grad for one in engine.module.parameters() if one.grad is not None]
-    norm = 0.0 if measured else nn.utils.get_total_norm(gradients)
+    norm: Tensor | float = 0.0 if measured else nn.utils.get_total_norm(gradients)
     engine.step()
-    return (engine.get_global_grad_norm() or 0.0) if measured else norm
+    if measured:
+        known: Tensor | float | None = engine.get_global_grad_norm()
+        norm = 0.0 if known is None else known  # not `or`: a GPU would be asked what it is
+    return norm
 
 
 def weights(engine: Any) -> dict[str, Tensor]:

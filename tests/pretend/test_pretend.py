@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("checks", ["decoding", "training"])
+@pytest.mark.parametrize("checks", ["decoding", pytest.param("training", marks=pytest.mark.slow)])
 def test_on_the_pretend_gpu(checks: str) -> None:
     file = f"tests/pretend/{checks}.py"
     options = ("-p", "tests.pretend.process", "-q", "--no-header")

@@ -78,6 +78,26 @@ def test_what_the_cpu_works_out_is_what_the_gpu_would(name: str, settings: dict[
     assert torch.equal(steps[0].segment_R, steps[1].segment_R)
 
 
+def test_a_batch_that_has_come_to_the_gpu_stays_readable() -> None:
+    _, batch = begun("eagle2", {})
+    place = int(batch.visual_tokens.position_N[3])
+    with waits() as waited:
+        come = batch.to(GPU, torch.bfloat16)
+        other = come.to(GPU, torch.float32).only(["hidden.text"])
+        tokens = other.visual_tokens.only(torch.tensor([1, 3])).with_rows(torch.tensor([1]))
+        assert other.readable.ids_T.tolist() == batch.ids_T.tolist()
+        assert tokens.readable.at_rows().position_N.tolist() == [place]
+    assert not len(waited), str(waited)
+    back = come.to("cpu")
+    assert back.readable is back
+    places_2 = batch.visual_tokens.position_N[[1, 3]]
+    for ours, theirs in ((come.ids_T, batch.ids_T), (tokens.position_N, places_2)):
+        assert ours.device == GPU
+        assert torch.equal(ours.cpu(), theirs)
+    for feature, state_ND in batch.features.items():
+        assert torch.equal(back.features[feature], state_ND.bfloat16())
+
+
 def test_a_block_of_logits_is_larger_where_a_gpu_has_room() -> None:
     sizes = [losses.chunk_of(free << 30) for free in (0, 4, 8, 16, 80)]
     assert sizes == [2**28, 2**28, 2**29, 2**30, 2**30]
