@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +34,7 @@ import transformers
 from benchmarks import decode, train
 from benchmarks.random_target import TINY, question, random_target
 from vlmdistill.drafters.decoding.clock import wait
+from vlmdistill.pipelines.targets import fused_layers
 from vlmdistill.pipelines.targets.capture import Leaving, Transcript
 from vlmdistill.pipelines.targets.fused_decoder import Decoder
 from vlmdistill.pipelines.targets.text_layers import LayerInputs
@@ -52,6 +54,7 @@ class Sizes:
     new_tokens: int
     methods: Sequence[str]
     tokens: train.Tokens
+    long: int  # positions of a long prefix
     prompts: int  # of the workspace, that are decoded
 
 
@@ -64,6 +67,7 @@ FULL = Sizes(
     new_tokens=128,
     methods=("eagle2", "hass"),
     tokens=train.Tokens(prompt=400, visual=2400, supervised=1200),
+    long=25_000,
     prompts=10,
 )
 SMALL = Sizes(
@@ -75,6 +79,7 @@ SMALL = Sizes(
     new_tokens=6,
     methods=("eagle2",),
     tokens=train.Tokens(prompt=20, visual=60, supervised=30),
+    long=300,
     prompts=2,
 )
 
@@ -222,6 +227,34 @@ def steps(bench: Bench) -> Iterator[Figure]:
             yield Figure(name, value, expected.get(name, ""))
 
 
+def long_context(bench: Bench) -> Iterator[Figure]:
+    """Steps after a prefix as long as a video's; the floor reads weights, keys and values once."""
+    target, positions = bench.target, bench.sizes.long
+    weights = sum(weight.nbytes for weight in target.model.model.language_model.parameters())
+    prefix = positions * target._decoder.layers.shape.position_bytes(target.dtype)
+    yield Figure(f"{positions} positions: keys and values / weights", prefix / weights)
+    limits = {"": fused_layers.MANY_KEYS}
+    if bench.on_gpu:
+        limits[" by PyTorch's kernels"] = 1 << 60
+    for name, limit in limits.items():
+        with mock.patch.object(fused_layers, "MANY_KEYS", limit), torch.inference_mode():
+            cache = target._decoder.start(positions + 64, positions)
+            for block in cache._blocks:
+                block.normal_()
+            cache.length = positions
+            for count in (1, 6, 30):
+                ids_N = torch.ones(count, dtype=torch.long, device=bench.device)
+                depth_N = torch.arange(1, count + 1, device=bench.device)
+
+                def run(ids_N: Any = ids_N, depth_N: Any = depth_N) -> object:
+                    states = target.extend(ids_N, depth_N, None, ("hidden",))
+                    return target.logits(states["hidden"]).argmax(-1).tolist()
+
+                spent = bench.milliseconds(run)
+                expected = "8" if not name else ""
+                yield Figure(f"{positions} positions, pass of {count} tokens{name}, ms", spent, expected)
+
+
 def capture(bench: Bench) -> Iterator[Figure]:
     """Tokens per second of a capturing worker, and of the parts of its pass."""
     target, sizes = bench.target, bench.sizes
@@ -349,6 +382,7 @@ PARTS: dict[str, Callable[[Bench], Iterator[Figure]]] = {
     "deepspeed": deepspeed,
     "attention": attention,
     "steps": steps,
+    "long_context": long_context,
     "capture": capture,
     "generate": generate,
     "training": training,

@@ -14,6 +14,7 @@ import torch
 import transformers
 from PIL import Image
 
+from vlmdistill.drafters.core.devices import choose_kernels
 from vlmdistill.pipelines.targets.checkpoints.folder import family_of
 from vlmdistill.pipelines.targets.checkpoints.registry import shipped
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
@@ -56,6 +57,7 @@ def checkpoint_without_weights(shape: str, folder: Path) -> Path:
 
 def random_target(shape: str, device: torch.device, folder: Path) -> VisionLanguageTarget:
     """A target of a shape on `device`, in bfloat16 on a GPU; `folder` is made."""
+    choose_kernels(device)
     checkpoint_without_weights(shape, folder)
     family = family_of(folder / "config.json").load()
     config = configuration(folder / "config.json")

@@ -3,15 +3,19 @@
 import torch
 
 
-def use_kernels_of_any_length(device: torch.device) -> None:
-    """Take cuDNN out of PyTorch's choice of attention kernels on a GPU.
+def choose_kernels(device: torch.device) -> None:
+    """Choose how a GPU computes what PyTorch would compute otherwise by default.
 
-    cuDNN builds a plan for each combination of sizes (68 ms on an H100), and a KV cache
-    grows by a token a step: every step would wait for a plan. On Hopper, PyTorch prefers
-    cuDNN. Its flash and memory-efficient kernels take any length.
+    - Attention without cuDNN. cuDNN builds a plan for each combination of sizes (68 ms on
+      an H100), and a KV cache grows by a token a step: every step would wait for a plan.
+      On Hopper, PyTorch prefers cuDNN; its flash and memory-efficient kernels take any
+      length.
+    - Convolutions of float32 in float32, not in TF32: states of a vision tower would
+      differ from a CPU's by 1e-3.
     """
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
+        torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
 
 
 def free_bytes(gpu: torch.device) -> int:

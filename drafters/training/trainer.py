@@ -23,7 +23,7 @@ from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.checkpoints.initial import fresh
 from vlmdistill.drafters.core.batch import Batch
 from vlmdistill.drafters.core.config import Stage
-from vlmdistill.drafters.core.devices import use_kernels_of_any_length
+from vlmdistill.drafters.core.devices import choose_kernels
 from vlmdistill.drafters.core.transfer import place
 from vlmdistill.drafters.core.vocabulary import columns_of
 from vlmdistill.drafters.training import cpu, deepspeed_engine, follow, ranks, saved
@@ -111,7 +111,7 @@ class _Trainer:
         self.measures = SampleStats()
         cuda = torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        use_kernels_of_any_length(self.device)
+        choose_kernels(self.device)
         self.dtype: torch.dtype = getattr(torch, run.precision)
         initial = data.initial
         info = initial.info(self.store.info) if initial else self.store.info

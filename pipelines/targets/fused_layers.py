@@ -20,6 +20,8 @@ from vlmdistill.drafters.core.layers import rms_norm
 from vlmdistill.pipelines.targets.target_kv_cache import BatchKVCache, CacheShape
 from vlmdistill.stores.errors import TargetError
 
+MANY_KEYS = 1024
+"""From so many keys on, a GPU attends by `attend_few_rows`; below, its launches cost more than they save."""
 Attend = Callable[[int, Tensor], Tensor]
 """The attention of layer i: from queries, keys and values [N, H, d] to [N, D]."""
 
@@ -84,13 +86,11 @@ class FusedLayers:
                 score_GNS = (query[0] @ rows_GSd[: self.kv_heads].transpose(1, 2)).float() * self.scale
                 weight_GNS = (score_GNS if mask is None else score_GNS + mask).softmax(-1)
                 weight_S.add_(weight_GNS.mean((0, 1)))
-            mixed = F.scaled_dot_product_attention(
-                query,
-                rows_GSd[None, : self.kv_heads],
-                rows_GSd[None, self.kv_heads :],
-                attn_mask=mask,
-                scale=self.scale,
-            )
+            keys, values = rows_GSd[None, : self.kv_heads], rows_GSd[None, self.kv_heads :]
+            if cache[layer].is_cuda and keys.shape[2] >= MANY_KEYS:
+                mixed = attend_few_rows(query[0], keys[0], values[0], mask, self.scale)
+            else:
+                mixed = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=self.scale)
             mixed = mixed.view(self.kv_heads, shared, count, self.width)
             return mixed.permute(2, 0, 1, 3).reshape(count, -1)
 
@@ -144,6 +144,23 @@ class FusedLayers:
             hidden_ND = torch.addmm(residual_ND, self.act(gate_NM).mul_(up_NM), layer.down_t)
         states["hidden"] = rms_norm(hidden_ND, *self.norm)
         return states
+
+
+def attend_few_rows(
+    query_GNd: Tensor, key_GSd: Tensor, value_GSd: Tensor, mask_NS: Tensor | None, scale: float
+) -> Tensor:
+    """Attention as two products of matrices, for few queries and many keys on a GPU: [G, N, d].
+
+    With a mask, PyTorch's kernels read all keys of a head in one block, so that a GPU of 132 processors has
+    work for as many of them as there are heads. Products spread over the keys.
+    """
+    half = query_GNd.dtype.itemsize == 2
+    key_GdS = key_GSd.transpose(1, 2)
+    score_GNS = torch.bmm(query_GNd, key_GdS, out_dtype=torch.float32) if half else query_GNd @ key_GdS
+    score_GNS = score_GNS * scale
+    if mask_NS is not None:
+        score_GNS = score_GNS + mask_NS
+    return torch.bmm(score_GNS.softmax(-1).to(value_GSd.dtype), value_GSd)
 
 
 def _plus(states_ND: Tensor, bias_D: Tensor | None) -> Tensor:

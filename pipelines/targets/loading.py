@@ -12,7 +12,7 @@ import transformers
 from safetensors import safe_open
 
 from vlmdistill.drafters.core.batch import Head
-from vlmdistill.drafters.core.devices import use_kernels_of_any_length
+from vlmdistill.drafters.core.devices import choose_kernels
 from vlmdistill.pipelines.targets.capture import DTYPES
 from vlmdistill.pipelines.targets.checkpoints import awq
 from vlmdistill.pipelines.targets.checkpoints.folder import (
@@ -116,7 +116,7 @@ class _Source:
         self.name, self.attention = name, attention
         self.compiled, self.layers, self.thinking, self.proven = compiled, layers, thinking, proven
         self.device = _device(device)
-        use_kernels_of_any_length(self.device)
+        choose_kernels(self.device)
         on_gpu = self.device.type == "cuda"
         self.dtype = DTYPES.get(dtype, torch.bfloat16 if on_gpu else torch.float32)
         if attention == "flash_attention_2":

