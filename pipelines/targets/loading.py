@@ -9,6 +9,7 @@ from typing import Any, Unpack
 
 import torch
 import transformers
+from packaging.version import Version
 from safetensors import safe_open
 
 from vlmdistill.drafters.core.batch import Head
@@ -123,6 +124,7 @@ class _Source:
             _check_flash(self.device, self.dtype)
         self.folder = resolve(name)
         self.family = family_of(self.folder / "config.json").load()
+        _check_transformers(self.family)
         text = configuration(self.folder / "config.json").get_text_config()
         self.fused = _can_fuse(self.family, text)
         if not self.fused and attention == "flash_attention_2":
@@ -180,6 +182,16 @@ def _device(device: str) -> torch.device:
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
         raise TargetError(f"device '{device}' does not exist: {torch.cuda.device_count()} GPUs are visible")
     return found
+
+
+def _check_transformers(family: Family) -> None:
+    """TargetError where the installed transformers is older than what the family has run with."""
+    installed, needed = transformers.__version__, family.oldest_transformers
+    if Version(installed) < Version(needed):
+        raise TargetError(
+            f"transformers {installed} is installed, and a {family.name} needs {needed} or newer: "
+            f'pip install "transformers>={needed}"'
+        )
 
 
 def _check_flash(device: torch.device, dtype: torch.dtype) -> None:

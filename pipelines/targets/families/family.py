@@ -40,6 +40,7 @@ class Family(abc.ABC):
     processor_class: str  # in transformers
     image_processors: ClassVar[tuple[str, ...]] = ()  # classes without the suffix of a backend; none: any
     frame_processor: ClassVar[type[FrameProcessor] | None] = None  # of videos; None: images only
+    oldest_transformers: ClassVar[str] = "5.23"  # with which this project has run the family
     mrope: bool = False  # visual tokens have (time, height, width) positions
     host_inputs: ClassVar[tuple[str, ...]] = ()  # visual inputs that are read on the CPU
 

@@ -33,6 +33,7 @@ class Llava(LlavaFamily):
     """LLaVA-1.5: one square crop per image, a fixed number of visual tokens."""
 
     processor_class = "LlavaProcessor"
+    oldest_transformers = "5.17"
     image_processors = ("CLIPImageProcessor", "LlavaImageProcessor", "SiglipImageProcessor")
 
     def facts(self, config: Any, processor: Any) -> list[Fact]:
@@ -63,6 +64,7 @@ class LlavaNext(TiledFamily):
     """LLaVA-NeXT (1.6): an overview and a grid of tiles per image, padding cut off."""
 
     processor_class = "LlavaNextProcessor"
+    oldest_transformers = "5.17"
     image_processors = ("LlavaNextImageProcessor",)
     image_inputs = ("pixel_values", "image_sizes")
 

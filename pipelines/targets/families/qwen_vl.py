@@ -24,6 +24,7 @@ class QwenVLFamily(Family):
 
     image_processors = ("Qwen2VLImageProcessor",)
     frame_processor = GridFrames
+    oldest_transformers = "5.17"
     mrope = True
     host_inputs = ("image_grid_thw", "video_grid_thw")
 

@@ -10,6 +10,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
+import transformers
 from huggingface_hub.hf_api import ModelInfo
 from safetensors.torch import load_file, save_file
 
@@ -352,3 +353,12 @@ def test_the_demo_is_a_checkpoint_like_any_other() -> None:
     demo, folder = load("demo"), load(str(EMBEDDED["demo"]))
     assert demo.info.family == "qwen2.5-vl"
     assert demo.fingerprint == folder.fingerprint
+
+
+def test_a_family_that_needs_a_newer_transformers_says_so(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers, "__version__", "5.17.0")
+    load(str(checkpoint("qwen2_5_vl")))
+    with pytest.raises(TargetError, match=r"5\.17\.0.*5\.23"):
+        load(str(checkpoint("llava_onevision")))
