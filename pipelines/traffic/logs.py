@@ -20,7 +20,8 @@ from vlmdistill.pipelines.data.prompts.formats import ASKING
 from vlmdistill.pipelines.data.prompts.sources import Row
 from vlmdistill.pipelines.media.images import MediaError
 from vlmdistill.pipelines.media.resolver import BadRowError
-from vlmdistill.pipelines.media.urls import at_hand, copy_of, is_url
+from vlmdistill.pipelines.media.urls import copy_of, fetch, is_url
+from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.errors import DataError, StoreError, one_line
 
@@ -77,10 +78,11 @@ class LogFile:
     name: str  # path or URL
     state: tuple[int, int]  # bytes, and when it was written in ns, 0 for a URL: what changes when it grows
     folder: str  # path or URL
+    copies: "Copies"  # of what is at a URL
 
     def rows(self) -> Iterator[Row]:
         """Its rows; DataError if it cannot be read."""
-        with _here(self.name) as path:
+        with self.copies(self.name) as path:
             for row in sources.read(str(path)):
                 yield replace(row, source=self.name)
 
@@ -95,7 +97,7 @@ class LogFile:
                 url = name if is_url(name) else f"{self.folder}/{name}"
                 if not url.startswith(f"{self.folder}/"):
                     raise BadRowError(kind)
-                with _here(url) as copy:
+                with self.copies(url) as copy:
                     return copy.read_bytes()
             if "://" in name:
                 raise BadRowError("media is a URL", "the log must hold it, as bytes or as a file beside it")
@@ -114,9 +116,10 @@ class Log:
     files: Sequence[LogFile]
 
     @classmethod
-    def open(cls, names: Sequence[str]) -> "Log":
+    def open(cls, names: Sequence[str], workspace: Workspace) -> "Log":
         """The files of these paths and URLs; DataError if one has none."""
-        return cls([file for name in names for file in _files(name)])
+        copies = Copies(workspace)
+        return cls([file for name in names for file in _files(name, copies)])
 
     @cached_property
     def _asked(self) -> Mapping[str, Mapping[str, Any] | None]:
@@ -167,48 +170,52 @@ class Log:
         return Exchange(row, value if request is None else request, response, _flat(headers), time)
 
 
-def _files(name: str) -> list[LogFile]:
+def _files(name: str, copies: "Copies") -> list[LogFile]:
     """The files of a path or URL, by name; DataError if there is none."""
     if is_url(name):
-        return _remote(name.rstrip("/"))
+        return _remote(name.rstrip("/"), copies)
     if "://" in name:
         raise DataError(f"{name}: logs are read from folders, s3://, gs:// and az://: copy it to one of them")
     path = Path(name).expanduser()
     if not name or not path.exists():
         raise DataError(f"there is no log {name or '(an empty name)'}: give a file, a folder or a URL")
     if path.is_file():
-        return [_local(path, path.resolve().parent)]
+        return [_local(path, path.resolve().parent, copies)]
     found = []
     for one, error in sources.walk(path):
         if error:
             raise DataError(f"{one} cannot be read: {error.strerror}")
         if one.name.lower().endswith(FILES):
-            found.append(_local(one, path.resolve()))
+            found.append(_local(one, path.resolve(), copies))
     if not found:
         raise DataError(f"{name} holds no log: its files end in none of {', '.join(FILES)}")
     return found
 
 
-def _local(path: Path, folder: Path) -> LogFile:
+def _local(path: Path, folder: Path, copies: "Copies") -> LogFile:
     found = path.stat()
-    return LogFile(str(path.resolve()), (found.st_size, found.st_mtime_ns), str(folder))
+    return LogFile(str(path.resolve()), (found.st_size, found.st_mtime_ns), str(folder), copies)
 
 
-@contextmanager
-def _here(name: str) -> Iterator[Path]:
-    """A file on this machine: of a URL a copy, which is removed, since a log is not for us to keep."""
-    if not is_url(name):
-        yield Path(name)
-        return
-    mine = not copy_of(name).exists()  # else it is of a use that keeps copies
-    try:
-        yield at_hand(name, again=True)
-    finally:
-        if mine:
-            copy_of(name).unlink(missing_ok=True)
+@dataclass(frozen=True)
+class Copies:
+    """Copies of logs at a URL for a while: a log is not for us to keep."""
+
+    workspace: Workspace  # that they lie in meanwhile
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[Path]:
+        """A file on this machine; MediaError if it cannot be copied."""
+        if not is_url(name):
+            yield Path(name)
+            return
+        with self.workspace.staging() as folder:
+            path = folder / copy_of(name).name
+            fetch(name, path)
+            yield path
 
 
-def _remote(url: str) -> list[LogFile]:
+def _remote(url: str, copies: Copies) -> list[LogFile]:
     folder, _, leaf = url.rpartition("/")
     try:
         there = open_backend(folder)
@@ -218,7 +225,7 @@ def _remote(url: str) -> list[LogFile]:
         raise DataError(f"{url} cannot be read: {one_line(error)}") from None
     base = folder if size is not None else url
     found = [
-        LogFile(f"{base}/{name}", (length, 0), base)
+        LogFile(f"{base}/{name}", (length, 0), base, copies)
         for name, length in sorted(listed.items())
         if name.lower().endswith(FILES)
     ]
