@@ -7,7 +7,7 @@ DataError.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -27,6 +27,7 @@ from vlmdistill.stores.errors import DataError, StoreError, one_line
 
 REQUEST = ("request", "request_body", "body", "kwargs")
 RESPONSE = ("response", "response_body", "completion")
+BODY = ("user", "model")  # what a policy may name of the request itself
 TIME = ("time", "timestamp", "request_time", "created_at", "created")
 FILES = (".jsonl", ".json", ".ndjson", ".gz", ".bz2", ".xz", ".parquet", ".log")
 MILLISECONDS = 1e11  # a time above this is not in seconds
@@ -40,8 +41,9 @@ class Exchange:
     row: Row  # where it stands
     request: Mapping[str, Any]
     response: Mapping[str, Any]
-    headers: Mapping[str, str]  # of the request, names in lower case
+    headers: Mapping[str, Sequence[str]] | None  # of the request, names in lower case; None: not logged
     time: float | None  # in seconds since 1970
+    header_names: Collection[str] | None = None  # the headers that would be logged; None: all
 
     @property
     def messages(self) -> Any:
@@ -64,11 +66,17 @@ class Exchange:
                 return {"message": said[0], "finish_reason": "stop" if done else "length"}
         raise BadRowError("no response")
 
-    @property
-    def facts(self) -> Mapping[str, str]:
-        """What lists of a policy may name: the headers, the `user` and the `model`."""
-        named = {name: self.request.get(name) for name in ("user", "model")}
-        return {**self.headers, **{name: str(one) for name, one in named.items() if one is not None}}
+    def values(self, name: str) -> Sequence[str] | None:
+        """What a list of a policy meets under a name in lower case: the `user`, the `model`, or a header.
+
+        Empty if the request has none of the name; None if the log does not tell.
+        """
+        if name in BODY and self.request.get(name) is not None:
+            return [str(self.request[name])]
+        logged = self.headers is not None and (self.header_names is None or name in self.header_names)
+        if self.headers is None or not logged:
+            return [] if name in BODY else None
+        return self.headers.get(name, [])
 
 
 @dataclass(frozen=True)
@@ -167,7 +175,8 @@ class Log:
                 raise BadRowError("no request", "name the batch's input file, too")
         given = (*(value.get(name) for name in TIME), response.get("created"), response.get("created_at"))
         time = next((found for one in given if (found := _seconds(one)) is not None), None)
-        return Exchange(row, value if request is None else request, response, _flat(headers), time)
+        asked = value if request is None else request
+        return Exchange(row, asked, response, _flat(headers), time, _names(value.get("header_names")))
 
 
 def _files(name: str, copies: "Copies") -> list[LogFile]:
@@ -252,20 +261,29 @@ def _body(value: Mapping[str, Any], names: Sequence[str]) -> tuple[Mapping[str, 
     return found, status, headers
 
 
-def _flat(given: Sequence[Any]) -> dict[str, str]:
-    """Headers as one object with names in lower case; several values of a name are one, joined by commas.
+def _flat(given: Sequence[Any]) -> dict[str, list[str]] | None:
+    """The values of all headers, by name in lower case; None if there are no headers at all.
 
     Each is an object, of values or of lists of values, or a list of pairs or of objects with a name and a
     value. BadRowError if it is not: whoever asked not to be kept could not be told.
     """
-    flat: dict[str, str] = {}
+    if all(headers is None for headers in given):
+        return None
+    flat: dict[str, list[str]] = {}
     for headers in given:
-        found: dict[str, list[str]] = {}
         for name, value in _pairs(_parsed(headers)):
             values = value if isinstance(value, list) else [value]
-            found.setdefault(name.lower(), []).extend(str(one).strip() for one in values)
-        flat |= {name: ", ".join(values) for name, values in found.items()}
+            flat.setdefault(name.strip().lower(), []).extend(str(one).strip() for one in values)
     return flat
+
+
+def _names(given: Any) -> Collection[str] | None:
+    """The headers that a recorder would have logged; BadRowError if it does not say that."""
+    if given is None:
+        return None
+    if not (isinstance(given, list) and all(isinstance(name, str) for name in given)):
+        raise BadRowError("unreadable headers")
+    return [name.lower() for name in given]
 
 
 def _pairs(headers: Any) -> list[tuple[str, Any]]:
