@@ -9,17 +9,20 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from s3fs import S3FileSystem
 
 from tests.pipelines.traffic.conftest import asked, data_url, said, write
 from vlmdistill.cli.main import main
+from vlmdistill.stores.backends.remote import Remote
 
 PUBLISHING = ("rename", "replace", "link", "unlink")  # functions of `os`
+SENDING = ("create", "replace", "_put", "remove")  # methods of a remote backend
 MARK = "Zebedee bounces past the roundabout"
 ANSWER = "There is a marmalade machine behind the carousel, and it is number {}."
 HASHES = re.compile(r"[0-9a-f]{8,}|[0-9]{4,}[0-9-]*")
@@ -29,11 +32,47 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.pipelines.traffic.imported"])
 
 
+class Bucket:
+    """A bucket of a server, which has the workspace, and another one with the log."""
+
+    def __init__(self, server: str) -> None:
+        self.environment = {
+            "AWS_ENDPOINT_URL": server,
+            "AWS_ACCESS_KEY_ID": "x",
+            "AWS_SECRET_ACCESS_KEY": "x",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "VLMDISTILL_RUNS": "s3://workspace/runs",
+        }
+        self._files = S3FileSystem(key="x", secret="x", endpoint_url=server, use_listings_cache=False)
+        for name in ("workspace", "logs"):
+            self._files.mkdir(name)
+
+    def put_log(self, log: Path) -> None:
+        self._files.put_file(str(log), "logs/day.jsonl")
+
+    def load(self, folder: Path) -> None:
+        """Make its objects those of a folder."""
+        for name in self._files.find("workspace"):
+            self._files.rm_file(name)
+        for file in folder.rglob("*"):
+            if file.is_file():
+                self._files.pipe_file(f"workspace/{file.relative_to(folder)}", file.read_bytes())
+
+    def save(self, folder: Path) -> None:
+        """Copy its objects into a folder."""
+        shutil.rmtree(folder, ignore_errors=True)
+        for name in self._files.find("workspace"):
+            file = folder / name.removeprefix("workspace/")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(self._files.cat_file(name))
+
+
 @dataclass(frozen=True)
 class Disk:
-    """The folders that a machine writes into."""
+    """The folders that a machine writes into and, of a workspace at a URL, a copy of the bucket."""
 
     folder: Path
+    bucket: Bucket | None = None
 
     @property
     def runs(self) -> Path:
@@ -43,13 +82,19 @@ class Disk:
         """The disk in its present state, under another name."""
         target = self.folder.with_name(name)
         shutil.copytree(self.folder, target)
-        return Disk(target)
+        return Disk(target, self.bucket)
 
     def run(self, *command: str, die: int = 0, after: bool = False) -> int:
         """The exit status of a command, which is killed at the publication of that number."""
-        process = CONTEXT.Process(target=_run, args=(self.folder, command, die, after))
+        environment = {"VLMDISTILL_RUNS": str(self.runs)}
+        if self.bucket:
+            environment |= self.bucket.environment
+            self.bucket.load(self.folder / "bucket")
+        process = CONTEXT.Process(target=_run, args=(self.folder, environment, command, die, after))
         process.start()
         process.join()
+        if self.bucket:
+            self.bucket.save(self.folder / "bucket")
         assert process.exitcode is not None
         return process.exitcode
 
@@ -58,20 +103,19 @@ class Disk:
         return (self.folder / "publications").read_text().splitlines()
 
 
-def _run(folder: Path, command: Sequence[str], die: int, after: bool) -> None:
+def _run(folder: Path, environment: Mapping[str, str], command: Sequence[str], die: int, after: bool) -> None:
     for variable, name in {"TMPDIR": "tmp", "VLMDISTILL_CACHE": "cache"}.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
         os.environ[variable] = str(folder / name)
-    os.environ["VLMDISTILL_RUNS"] = str(folder / "runs")
+    os.environ |= environment
     tempfile.tempdir = None
     os.chdir(folder)
     lock, published = threading.Lock(), list[str]()
 
-    def dying(function: Callable[..., Any]) -> Callable[..., Any]:
+    def dying(function: Callable[..., Any], name: Callable[..., str]) -> Callable[..., Any]:
         def call(*given: Any, **named: Any) -> Any:
             with lock:
-                path = os.path.relpath(os.fsdecode(given[-1]), folder)
-                published.append(f"{function.__name__} {HASHES.sub('#', path)}")
+                published.append(f"{function.__name__} {HASHES.sub('#', name(*given))}")
                 mine = len(published) == die
             if mine and not after:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -83,7 +127,10 @@ def _run(folder: Path, command: Sequence[str], die: int, after: bool) -> None:
         return call
 
     for name in PUBLISHING:
-        setattr(os, name, dying(getattr(os, name)))
+        last = dying(getattr(os, name), lambda *given: os.path.relpath(os.fsdecode(given[-1]), folder))
+        setattr(os, name, last)
+    for name in SENDING:
+        setattr(Remote, name, dying(getattr(Remote, name), lambda there, *given: f"{there.url} {given}"))
     with (folder / "said.txt").open("a") as said_file:
         os.dup2(said_file.fileno(), 1)
         os.dup2(said_file.fileno(), 2)
