@@ -108,10 +108,10 @@ def report(
     selection.check(workspace.reports, model)
     from vlmdistill.pipelines.report import page as pipeline
 
-    found = pipeline.read(workspace, out, where or [])
+    read = pipeline.make if form == "html" else pipeline.read
+    found = read(workspace, out, where or [])
     written: dict[str, str] = {}
     if form == "html":
-        pipeline.write(found.html, found.page)
         written["page"] = str(found.page)
     elif out is not None:
         pipeline.write(_text(found, form), out)

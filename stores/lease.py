@@ -68,8 +68,11 @@ class Lease:
         self._ended = threading.Event()
         self._touching = threading.Thread(target=self._touch, name="vlmdistill-lease", daemon=True)
 
-    def acquire(self) -> None:
-        """DataError if a process that is alive has the lock. OSError as the backend raises it."""
+    def acquire(self, wait: bool = False) -> None:
+        """DataError if a process that is alive has the lock, unless `wait`: then when that has released it.
+
+        OSError as the backend raises it.
+        """
         seen, since = None, 0.0  # of the lock of another: generation and last sign of life
         while not self._take(generation := self._latest()):
             other, now = self._holder(generation), time.monotonic()
@@ -78,12 +81,12 @@ class Lease:
             sign = generation, self._alive(generation)
             if seen is None:
                 log.info("%s is locked by %s: waiting for a sign of life", self._there.url, other.host)
-            elif sign != seen:
+            elif sign != seen and not wait:
                 raise DataError(
                     f"another run, process {other.process} on {other.host}, is writing to {self._there.url}: "
                     "wait until it ends, or stop it"
                 )
-            since = since if seen else now
+            since = since if sign == seen else now
             seen = sign
             time.sleep(POLL)
             if now - since > ABANDONED and self._create(generation + 1):
@@ -143,10 +146,10 @@ class Lease:
 
 
 @contextmanager
-def leased(there: Backend, name: str) -> Iterator[None]:
-    """Hold the lock `name` at a store; DataError if a process that is alive has it."""
+def leased(there: Backend, name: str, wait: bool = False) -> Iterator[None]:
+    """Hold the lock `name` at a store; DataError if a process that is alive has it, unless `wait`."""
     lease = Lease(there, name)
-    lease.acquire()
+    lease.acquire(wait)
     try:
         yield
     finally:

@@ -21,7 +21,7 @@ from vlmdistill.drafters.core.drafter import Proposer
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.decoding import hardware, tree_search
 from vlmdistill.drafters.decoding.decoders import plain
-from vlmdistill.pipelines.bench import records
+from vlmdistill.pipelines.bench import deleted, records
 from vlmdistill.pipelines.bench.again import decode_again
 from vlmdistill.pipelines.bench.audit import too_good
 from vlmdistill.pipelines.bench.calibration import calibrate
@@ -159,7 +159,8 @@ def evaluate(
             label = name if len(settings.trees) < 2 or not drafter.shaped else f"{name}@{tree}"
             decoders[label], names_of[label] = (drafter, tree), name
     decoded = {at: one for at, one in decoded.items() if one.results.keys() == decoders.keys()}
-    _decode(target, decoders, chosen, settings, decoded, unfinished, on_prompt)
+    keep = partial(deleted.add, workspace, unfinished)
+    _decode(target, decoders, chosen, settings, decoded, keep, on_prompt)
     before = [one.calibration for one in decoded.values() if one.calibration is not None]
     calibrations = (*before, calibrate(target, target.encode(chosen[0].messages)))
     measured, now = measurements(decoded), time.strftime("%Y-%m-%d %H:%M:%S")
@@ -199,10 +200,7 @@ def evaluate(
             how, length = settings.how, settings.max_new_tokens
             again = decode_again(workspace.model, how, folder, one.tree, prompts, one.keys, length, threads)
             made[number] = replace(one, again=again)
-    for one in made:
-        records.write(one, records.new_file(workspace.reports, one.name))
-    unfinished.remove()
-    return made
+    return deleted.write(workspace, made, unfinished)
 
 
 def _decode(
@@ -211,7 +209,7 @@ def _decode(
     chosen: Sequence[Prompt],
     settings: Settings,
     decoded: dict[tuple[float, int], Decoded],
-    unfinished: Unfinished,
+    keep: Callable[[Decoded], None],
     on_prompt: Progress,
 ) -> None:
     """Decode the prompts that `decoded` lacks with all decoders, and keep each at once."""
@@ -233,7 +231,7 @@ def _decode(
                     bench.decode(number, prompt), calibration=began, of=total
                 )
                 began = None
-                unfinished.add(decoded[temperature, number])
+                keep(decoded[temperature, number])
             on_prompt(len(decoded), total, f"T={temperature:g}")
 
 

@@ -5,7 +5,7 @@ Rates and intervals are not stored: `statistics.py` computes them from the recor
 """
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
@@ -324,6 +324,14 @@ class Evaluation:
     def prompt_set(self) -> str:
         """A hash of the keys: evaluations of the same prompts have the same one."""
         return content_hash(self.keys)
+
+    def without(self, keys: Collection[str]) -> "Evaluation":
+        """The evaluation with the same numbers, and nothing shown of some prompts."""
+
+        def stripped(at: Measurement) -> Measurement:
+            return replace(at, shown=tuple(one for one in at.shown if one.key not in keys))
+
+        return replace(self, temperatures=tuple(map(stripped, self.temperatures)))
 
     @property
     def lossless(self) -> bool:

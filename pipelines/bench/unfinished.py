@@ -4,7 +4,7 @@ Each prompt is decoded by all decoders in one process, so its numbers compare, w
 """
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ import msgspec
 
 from vlmdistill.pipelines.bench.records import Calibration, Count, Measurement, PromptResult, ShownResponse
 from vlmdistill.pipelines.data.responses.pieces import Amount
+from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.schema import content_hash
 
 
@@ -87,6 +88,18 @@ class Unfinished:
             file.unlink(missing_ok=True)
 
 
+def strip(reports: Path, wanted: Callable[[Decoded], bool]) -> None:
+    """Leave the wanted prompts alone in all files; what was not written to its end goes, too."""
+    for file in reports.glob(".*.unfinished"):
+        lines = file.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if (one := _parsed(line)) and wanted(one)]
+        if not kept:
+            file.unlink()
+        elif kept != lines:
+            with atomic_write(file) as new:
+                new.write_bytes(b"".join(kept))
+
+
 def interim(reports: Path) -> list[Interim]:
     """The evaluations that are not finished, the latest first."""
     alike: dict[str, list[Path]] = {}
@@ -104,7 +117,14 @@ def _read(files: Sequence[Path]) -> dict[tuple[float, int], Decoded]:
     """The prompts of all files; a line that was not written to its end is dropped."""
     done: dict[tuple[float, int], Decoded] = {}
     for line in (line for file in files for line in file.read_bytes().split(b"\n")):
-        with suppress(msgspec.DecodeError, UnicodeDecodeError):
-            one = msgspec.json.decode(line, type=Decoded)
+        if one := _parsed(line):
             done[one.temperature, one.number] = one
     return done
+
+
+def _parsed(line: bytes) -> Decoded | None:
+    """The prompt of a line; None if it is not whole."""
+    try:
+        return msgspec.json.decode(line, type=Decoded)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None

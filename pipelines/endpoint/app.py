@@ -109,7 +109,7 @@ def build_app(
             outcome = response.finish
             switch.ended(response)
             if recorder:
-                recorder.add(partial(exchange, response, dict(request.headers)))
+                recorder.add(partial(exchange, response, request.headers.items()))
         except Exception as error:
             known = isinstance(error, QueueFullError | HTTPException | DataError)
             outcome = "refused" if known else "error"

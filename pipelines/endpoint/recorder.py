@@ -1,15 +1,14 @@
 """`serve --record`: a response and its request as a line of a log."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from vlmdistill.pipelines.endpoint.chat import image_source
 from vlmdistill.pipelines.endpoint.served_decoder import ServedResponse
-from vlmdistill.pipelines.media.recording import Keep, without_secrets
+from vlmdistill.pipelines.media.recording import Headers, Keep
 
 
-def exchange(response: ServedResponse, headers: Mapping[str, str], keep: Keep) -> dict[str, Any]:
+def exchange(response: ServedResponse, headers: Headers, keep: Keep) -> dict[str, Any]:
     """The line of a response that has ended, with its tokens."""
     counts = response.decoding
     choice = {
@@ -20,7 +19,7 @@ def exchange(response: ServedResponse, headers: Mapping[str, str], keep: Keep) -
     }
     usage = {"prompt_tokens": response.prompt_tokens, "completion_tokens": counts.tokens}
     return {
-        "headers": without_secrets(headers),
+        "headers": headers,
         "request": _request(response, keep),
         "response": {"model": response.decoder.model, "choices": [choice], "usage": usage},
         "decoding": {

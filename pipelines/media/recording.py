@@ -2,30 +2,41 @@
 
 DIR/<day>.jsonl   a line for each response, by the day (UTC) on which it ended
     media/<hash>  its images, as they were sent
+    policy.toml   the user's, if there is one: the headers that its lists name are recorded, and no others
+
+Who asks, and gateways on the way, put credentials and names into headers that no list of ours could know.
+Files and folders are for the user of the server alone.
 """
 
+import errno
 import json
 import logging
+import os
 import queue
+import stat
 import threading
 import time
-from collections.abc import Callable, Mapping
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from vlmdistill.pipelines.media.images import name_of
 from vlmdistill.stores.backends.local import atomic_write
-from vlmdistill.stores.errors import one_line
+from vlmdistill.stores.errors import DataError, one_line
 
-MEDIA = "media"
-SECRET = ("authorization", "cookie", "key", "token", "secret", "password")  # ends of the names of headers
+MEDIA, POLICY, DAYS = "media", "policy.toml", "[0-9]*-[0-9]*-[0-9]*.jsonl"
 DAY = 86400.0
 HOUR = 3600.0
+PRIVATE, PRIVATE_FOLDER = 0o600, 0o700
 WAITING = 1000  # responses that may wait to be written; more are lost
 log = logging.getLogger("vlmdistill.pipelines")
 
 Keep = Callable[[bytes], str]
 """Keeps an image, and says under which name."""
+Headers = Iterable[tuple[str, str]]
+"""Names and values, a name for each of its values."""
 
 
 class Recorder:
@@ -34,11 +45,17 @@ class Recorder:
     def __init__(self, folder: Path, keep_seconds: float | None = None) -> None:
         """Write below a folder; remove the days, and the images, of more than `keep_seconds` ago.
 
-        OSError if the folder cannot be made.
+        OSError if the folder cannot be made, DataError if it has a policy that cannot be read.
         """
         self.folder, self.keep_seconds = folder, keep_seconds
+        self.header_names = named_headers(folder / POLICY)
         self.recorded = self.lost = 0
-        (folder / MEDIA).mkdir(parents=True, exist_ok=True)
+        if not folder.is_dir():
+            folder.mkdir(PRIVATE_FOLDER, parents=True)
+        (folder / MEDIA).mkdir(PRIVATE_FOLDER, exist_ok=True)
+        for path in (folder / MEDIA, *folder.glob(DAYS)):  # of an earlier version
+            with suppress(OSError):  # it is another user's, a link, or gone
+                _make_private(path)
         self._waiting = queue.Queue[tuple[float, Callable[[Keep], Mapping[str, Any]]] | None](WAITING)
         self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
         self._thread.start()
@@ -77,13 +94,23 @@ class Recorder:
 
     def _write(self, now: float, make: Callable[[Keep], Mapping[str, Any]]) -> None:
         try:
-            line = json.dumps({"time": round(now, 3), **make(self._keep)}, ensure_ascii=False)
+            made = dict(make(self._keep))
+            headers = self._named(made.pop("headers", ()))
+            kept = {"headers": headers, "header_names": sorted(self.header_names)}
+            line = json.dumps({"time": round(now, 3), **kept, **made}, ensure_ascii=False)
             day = time.strftime("%Y-%m-%d", time.gmtime(now))
-            with (self.folder / f"{day}.jsonl").open("a", encoding="utf-8", errors="replace") as file:
-                file.write(line + "\n")
+            _append(self.folder / f"{day}.jsonl", line.encode(errors="replace") + b"\n")
             self.recorded += 1
         except Exception as error:  # noqa: BLE001 (one response must not end the record of all later ones)
             self._lose(one_line(error))
+
+    def _named(self, headers: Headers) -> dict[str, list[str]]:
+        """The values of the headers that are recorded, by name in lower case."""
+        values: dict[str, list[str]] = {}
+        for name, value in headers:
+            if name.lower() in self.header_names:
+                values.setdefault(name.lower(), []).append(value)
+        return values
 
     def _lose(self, why: str) -> None:
         self.lost += 1
@@ -95,7 +122,7 @@ class Recorder:
         if path.exists():
             path.touch()  # it is as old as its last use
         else:
-            with atomic_write(path) as new:
+            with atomic_write(path, private=True) as new:
                 new.write_bytes(content)
         return name
 
@@ -106,7 +133,7 @@ class Recorder:
         oldest = now - self.keep_seconds
         first = time.strftime("%Y-%m-%d", time.gmtime(oldest))
         try:
-            for file in self.folder.glob("[0-9]*-[0-9]*-[0-9]*.jsonl"):
+            for file in self.folder.glob(DAYS):
                 if file.stem < first:
                     file.unlink(missing_ok=True)
             for file in (self.folder / MEDIA).iterdir():
@@ -116,6 +143,37 @@ class Recorder:
             log.warning("what is too old stays in %s: %s", self.folder, one_line(error))
 
 
-def without_secrets(headers: Mapping[str, str]) -> dict[str, str]:
-    """The headers of a request that may be recorded: those that by their name are no credentials."""
-    return {name: one for name, one in headers.items() if not name.lower().endswith(SECRET)}
+def named_headers(policy: Path) -> frozenset[str]:
+    """The names in the lists of a policy, in lower case; none without a file.
+
+    DataError if it cannot be read.
+    """
+    try:
+        rules = tomllib.loads(policy.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return frozenset()
+    except (OSError, ValueError) as error:
+        raise DataError(f"{policy} cannot be used: {one_line(error)}") from None
+    lists = [rules.get(name, {}) for name in ("allow", "deny")]
+    if not all(isinstance(one, dict) for one in lists):
+        raise DataError(f"{policy} cannot be used: allow and deny are tables")
+    return frozenset(name.lower() for one in lists for name in one)
+
+
+def _make_private(path: Path) -> None:
+    """Let nobody else read a file or enter a folder; OSError on a link."""
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        is_folder = stat.S_ISDIR(os.fstat(handle).st_mode)
+        os.fchmod(handle, PRIVATE_FOLDER if is_folder else PRIVATE)
+    finally:
+        os.close(handle)
+
+
+def _append(file: Path, line: bytes) -> None:
+    """Append to a file for this user alone; OSError on what is no file, such as a link or a pipe."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    with open(os.open(file, flags, PRIVATE), "ab") as day:
+        if not stat.S_ISREG(os.fstat(day.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(file))
+        day.write(line)

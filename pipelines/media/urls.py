@@ -59,6 +59,12 @@ def at_hand(name: str | Path, again: bool = False) -> Path:
     url, path = str(name), copy_of(str(name))
     if path.exists() and not again:
         return path
+    fetch(url, path)
+    return path
+
+
+def fetch(url: str, path: Path) -> None:
+    """Copy a file, or a folder of images, from a URL to a path; MediaError if it cannot be read."""
     try:
         there = open_backend(url.rpartition("/")[0])
         leaf = url.rpartition("/")[2]
@@ -70,14 +76,13 @@ def at_hand(name: str | Path, again: bool = False) -> Path:
             raise MediaError(f"{url} does not exist")
     except (OSError, StoreError) as error:
         raise MediaError(f"{url} cannot be read: {one_line(error)}") from None
-    return path
 
 
 def _fetch_all(there: Backend, url: str, sizes: dict[str, int], folder: Path) -> None:
     with contextlib.suppress(FileExistsError), atomic_folder(folder) as aside:  # another process was faster
         for name, size in sizes.items():
-            inside = copy_of(f"{url}/{name}").relative_to(folder)
-            _fetch(there, f"{folder.name}/{name}", size, aside / inside)
+            inside = copy_of(f"{url}/{name}").relative_to(copy_of(url))
+            _fetch(there, f"{url.rpartition('/')[2]}/{name}", size, aside / inside)
 
 
 def _fetch(there: Backend, name: str, size: int, path: Path) -> None:

@@ -9,6 +9,7 @@ import io
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +26,7 @@ from vlmdistill.pipelines.report.results import DrafterResult, ServerResult
 from vlmdistill.pipelines.report.samples import OwnFiles, ShownPrompt, samples
 from vlmdistill.pipelines.report.templates import script_hash, source, templates
 from vlmdistill.pipelines.report.trainings import TrainingRun
-from vlmdistill.pipelines.workspace.workspace import Workspace
+from vlmdistill.pipelines.workspace.workspace import Workspace, only_writer
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError
 
@@ -213,6 +214,15 @@ def read(workspace: Workspace, out: Path | None = None, where: Sequence[str] = (
     """
     found = of(workspace, *evaluated(workspace, where))
     return replace(found, page=out or found.page)
+
+
+def make(workspace: Workspace, out: Path | None = None, where: Sequence[str] = ()) -> ReportPage:
+    """Read as `read` does, and write the page; in the workspace, what it shows is not deleted meanwhile."""
+    own = out is None or out.resolve().is_relative_to(workspace.root.resolve())
+    with only_writer(workspace.reports, wait=True) if own else nullcontext():
+        made = read(workspace, out, where)
+        write(made.html, made.page)
+    return made
 
 
 def of(workspace: Workspace, views: list[GroupView], served: list[ServerResult]) -> ReportPage:

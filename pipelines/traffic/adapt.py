@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
@@ -307,8 +306,8 @@ class _Round:
         """Candidate and base on the same prompts, in one process."""
         names = [self.plan.drafter, self.plan.base]
         settings = evaluate.Settings(limit=len(prompts), max_new_tokens=self.how.max_new_tokens)
-        with TemporaryDirectory() as folder, self.bar(f"decoding {side}", "prompts") as report:
-            file = Path(folder) / "prompts.parquet"
+        with self.workspace.staging() as folder, self.bar(f"decoding {side}", "prompts") as report:
+            file = folder / "prompts.parquet"
             prompt_table.write(file, prompts)
             title = f"{self.plan.drafter}-{side}"
             one, other = evaluate.evaluate(

@@ -41,7 +41,7 @@ from vlmdistill.stores.schema import content_hash, utc
 if TYPE_CHECKING:
     from vlmdistill.pipelines.targets.target_model import TargetModel
 
-MEDIA, TRAFFIC = "harvested", "traffic"
+MEDIA = "harvested"
 AUDIT, READ, UNLISTED = "audit.jsonl", "sources.json", "unlisted.txt"
 EVAL_SHARE = 0.1
 WRITTEN = 256  # responses of a file
@@ -50,7 +50,7 @@ ELSEWHERE = ("no request", "several requests", "missing media", "media budget") 
 
 def dataset_of(round_name: str) -> str:
     """The dataset that the samples of a round are of, by which views select them."""
-    return f"{TRAFFIC}-{round_name}"
+    return f"{prompt_table.TRAFFIC}{round_name}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,9 +101,9 @@ def harvest(
         raise DataError(f"--round '{round_name}': use letters, digits, '_', '.' and '-'")
     choices = Choices(turns="last", eval_share=eval_share, media=MEDIA, private=True)
     choices.check()
-    logs = Log.open(names)
+    logs = Log.open(names, workspace)
     folder = workspace.traffic
-    with only_writer(folder), only_writer(workspace.responses) as part:
+    with only_writer(workspace.responses) as part, only_writer(folder) as noted:
         read = _read_before(folder / READ, policy)
         files = [file for file in logs.files if read.get(file.name) != [*file.state]]
         target = load_encoder(workspace.model)
@@ -120,6 +120,7 @@ def harvest(
         try:
             summary = import_rows([(", ".join(names), rows, "chat")], workspace.prompts, choices, gate=job)
         finally:
+            noted.save()  # first: it says which responses have no prompt yet
             part.save()
             media = _sweep(workspace)
         made = Harvest(

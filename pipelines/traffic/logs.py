@@ -7,7 +7,7 @@ DataError.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -20,12 +20,14 @@ from vlmdistill.pipelines.data.prompts.formats import ASKING
 from vlmdistill.pipelines.data.prompts.sources import Row
 from vlmdistill.pipelines.media.images import MediaError
 from vlmdistill.pipelines.media.resolver import BadRowError
-from vlmdistill.pipelines.media.urls import at_hand, copy_of, is_url
+from vlmdistill.pipelines.media.urls import copy_of, fetch, is_url
+from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.errors import DataError, StoreError, one_line
 
 REQUEST = ("request", "request_body", "body", "kwargs")
 RESPONSE = ("response", "response_body", "completion")
+BODY = ("user", "model")  # what a policy may name of the request itself
 TIME = ("time", "timestamp", "request_time", "created_at", "created")
 FILES = (".jsonl", ".json", ".ndjson", ".gz", ".bz2", ".xz", ".parquet", ".log")
 MILLISECONDS = 1e11  # a time above this is not in seconds
@@ -39,8 +41,9 @@ class Exchange:
     row: Row  # where it stands
     request: Mapping[str, Any]
     response: Mapping[str, Any]
-    headers: Mapping[str, str]  # of the request, names in lower case
+    headers: Mapping[str, Sequence[str]] | None  # of the request, names in lower case; None: not logged
     time: float | None  # in seconds since 1970
+    header_names: Collection[str] | None = None  # the headers that would be logged; None: all
 
     @property
     def messages(self) -> Any:
@@ -63,11 +66,17 @@ class Exchange:
                 return {"message": said[0], "finish_reason": "stop" if done else "length"}
         raise BadRowError("no response")
 
-    @property
-    def facts(self) -> Mapping[str, str]:
-        """What lists of a policy may name: the headers, the `user` and the `model`."""
-        named = {name: self.request.get(name) for name in ("user", "model")}
-        return {**self.headers, **{name: str(one) for name, one in named.items() if one is not None}}
+    def values(self, name: str) -> Sequence[str] | None:
+        """What a list of a policy meets under a name in lower case: the `user`, the `model`, or a header.
+
+        Empty if the request has none of the name; None if the log does not tell.
+        """
+        if name in BODY and self.request.get(name) is not None:
+            return [str(self.request[name])]
+        logged = self.headers is not None and (self.header_names is None or name in self.header_names)
+        if self.headers is None or not logged:
+            return [] if name in BODY else None
+        return self.headers.get(name, [])
 
 
 @dataclass(frozen=True)
@@ -77,10 +86,11 @@ class LogFile:
     name: str  # path or URL
     state: tuple[int, int]  # bytes, and when it was written in ns, 0 for a URL: what changes when it grows
     folder: str  # path or URL
+    copies: "Copies"  # of what is at a URL
 
     def rows(self) -> Iterator[Row]:
         """Its rows; DataError if it cannot be read."""
-        with _here(self.name) as path:
+        with self.copies(self.name) as path:
             for row in sources.read(str(path)):
                 yield replace(row, source=self.name)
 
@@ -95,7 +105,7 @@ class LogFile:
                 url = name if is_url(name) else f"{self.folder}/{name}"
                 if not url.startswith(f"{self.folder}/"):
                     raise BadRowError(kind)
-                with _here(url) as copy:
+                with self.copies(url) as copy:
                     return copy.read_bytes()
             if "://" in name:
                 raise BadRowError("media is a URL", "the log must hold it, as bytes or as a file beside it")
@@ -114,9 +124,10 @@ class Log:
     files: Sequence[LogFile]
 
     @classmethod
-    def open(cls, names: Sequence[str]) -> "Log":
+    def open(cls, names: Sequence[str], workspace: Workspace) -> "Log":
         """The files of these paths and URLs; DataError if one has none."""
-        return cls([file for name in names for file in _files(name)])
+        copies = Copies(workspace)
+        return cls([file for name in names for file in _files(name, copies)])
 
     @cached_property
     def _asked(self) -> Mapping[str, Mapping[str, Any] | None]:
@@ -164,51 +175,56 @@ class Log:
                 raise BadRowError("no request", "name the batch's input file, too")
         given = (*(value.get(name) for name in TIME), response.get("created"), response.get("created_at"))
         time = next((found for one in given if (found := _seconds(one)) is not None), None)
-        return Exchange(row, value if request is None else request, response, _flat(headers), time)
+        asked = value if request is None else request
+        return Exchange(row, asked, response, _flat(headers), time, _names(value.get("header_names")))
 
 
-def _files(name: str) -> list[LogFile]:
+def _files(name: str, copies: "Copies") -> list[LogFile]:
     """The files of a path or URL, by name; DataError if there is none."""
     if is_url(name):
-        return _remote(name.rstrip("/"))
+        return _remote(name.rstrip("/"), copies)
     if "://" in name:
         raise DataError(f"{name}: logs are read from folders, s3://, gs:// and az://: copy it to one of them")
     path = Path(name).expanduser()
     if not name or not path.exists():
         raise DataError(f"there is no log {name or '(an empty name)'}: give a file, a folder or a URL")
     if path.is_file():
-        return [_local(path, path.resolve().parent)]
+        return [_local(path, path.resolve().parent, copies)]
     found = []
     for one, error in sources.walk(path):
         if error:
             raise DataError(f"{one} cannot be read: {error.strerror}")
         if one.name.lower().endswith(FILES):
-            found.append(_local(one, path.resolve()))
+            found.append(_local(one, path.resolve(), copies))
     if not found:
         raise DataError(f"{name} holds no log: its files end in none of {', '.join(FILES)}")
     return found
 
 
-def _local(path: Path, folder: Path) -> LogFile:
+def _local(path: Path, folder: Path, copies: "Copies") -> LogFile:
     found = path.stat()
-    return LogFile(str(path.resolve()), (found.st_size, found.st_mtime_ns), str(folder))
+    return LogFile(str(path.resolve()), (found.st_size, found.st_mtime_ns), str(folder), copies)
 
 
-@contextmanager
-def _here(name: str) -> Iterator[Path]:
-    """A file on this machine: of a URL a copy, which is removed, since a log is not for us to keep."""
-    if not is_url(name):
-        yield Path(name)
-        return
-    mine = not copy_of(name).exists()  # else it is of a use that keeps copies
-    try:
-        yield at_hand(name, again=True)
-    finally:
-        if mine:
-            copy_of(name).unlink(missing_ok=True)
+@dataclass(frozen=True)
+class Copies:
+    """Copies of logs at a URL for a while: a log is not for us to keep."""
+
+    workspace: Workspace  # that they lie in meanwhile
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[Path]:
+        """A file on this machine; MediaError if it cannot be copied."""
+        if not is_url(name):
+            yield Path(name)
+            return
+        with self.workspace.staging() as folder:
+            path = folder / copy_of(name).name
+            fetch(name, path)
+            yield path
 
 
-def _remote(url: str) -> list[LogFile]:
+def _remote(url: str, copies: Copies) -> list[LogFile]:
     folder, _, leaf = url.rpartition("/")
     try:
         there = open_backend(folder)
@@ -218,7 +234,7 @@ def _remote(url: str) -> list[LogFile]:
         raise DataError(f"{url} cannot be read: {one_line(error)}") from None
     base = folder if size is not None else url
     found = [
-        LogFile(f"{base}/{name}", (length, 0), base)
+        LogFile(f"{base}/{name}", (length, 0), base, copies)
         for name, length in sorted(listed.items())
         if name.lower().endswith(FILES)
     ]
@@ -245,20 +261,29 @@ def _body(value: Mapping[str, Any], names: Sequence[str]) -> tuple[Mapping[str, 
     return found, status, headers
 
 
-def _flat(given: Sequence[Any]) -> dict[str, str]:
-    """Headers as one object with names in lower case; several values of a name are one, joined by commas.
+def _flat(given: Sequence[Any]) -> dict[str, list[str]] | None:
+    """The values of all headers, by name in lower case; None if there are no headers at all.
 
     Each is an object, of values or of lists of values, or a list of pairs or of objects with a name and a
     value. BadRowError if it is not: whoever asked not to be kept could not be told.
     """
-    flat: dict[str, str] = {}
+    if all(headers is None for headers in given):
+        return None
+    flat: dict[str, list[str]] = {}
     for headers in given:
-        found: dict[str, list[str]] = {}
         for name, value in _pairs(_parsed(headers)):
             values = value if isinstance(value, list) else [value]
-            found.setdefault(name.lower(), []).extend(str(one).strip() for one in values)
-        flat |= {name: ", ".join(values) for name, values in found.items()}
+            flat.setdefault(name.strip().lower(), []).extend(str(one).strip() for one in values)
     return flat
+
+
+def _names(given: Any) -> Collection[str] | None:
+    """The headers that a recorder would have logged; BadRowError if it does not say that."""
+    if given is None:
+        return None
+    if not (isinstance(given, list) and all(isinstance(name, str) for name in given)):
+        raise BadRowError("unreadable headers")
+    return [name.lower() for name in given]
 
 
 def _pairs(headers: Any) -> list[tuple[str, Any]]:

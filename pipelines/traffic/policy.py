@@ -6,6 +6,7 @@ A policy is a TOML file with the fields of `Policy`. Whatever cannot be decided 
 import hashlib
 import importlib
 import re
+import signal
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -33,9 +34,10 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     share: Annotated[float, Meta(ge=0, le=1)] = 1.0
     """Of the conversations, by a hash: the same ones each time."""
     allow: Patterns = {}
-    """Header, `user` or `model` -> patterns such as `team-*`, one of which must match; all names must."""
+    """Header, `user` or `model` -> patterns such as `team-*`, one of which must match each value of it; all
+    names must."""
     deny: Patterns = {}
-    """The same, of which none may match."""
+    """The same, of which none may match a value, in any case; what a log does not tell is dropped."""
     max_age: str = ""
     """Such as `30d`: older requests are dropped, and those without a time."""
     media: str = "10GB"
@@ -83,7 +85,9 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         module, _, name = self.redact.partition(":")
         try:
             function: Redact = getattr(importlib.import_module(module), name)
-        except Exception as error:  # noqa: BLE001 (a module raises what it likes)
+        except BaseException as error:  # a module raises what it likes
+            if _is_stop(error):
+                raise
             raise DataError(
                 f"redact='{self.redact}' is no function: write module:function ({one_line(error)})"
             ) from None
@@ -103,11 +107,14 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 return "no time"
             if exchange.time < now - self.seconds:
                 return "too old"
-        facts = exchange.facts
-        if not all(_matches(facts, name, patterns) for name, patterns in self.allow.items()):
+        if not all(_allows(exchange.values(name.lower()), list_) for name, list_ in self.allow.items()):
             return "not allowed"
-        if any(_matches(facts, name, patterns) for name, patterns in self.deny.items()):
-            return "denied"
+        for name, patterns in self.deny.items():
+            values = exchange.values(name.lower())
+            if values is None:
+                return "unknown headers"
+            if _denies(values, patterns):
+                return "denied"
         if self.share < 1:
             drawn = hashlib.sha256(msgspec.json.encode(exchange.messages, order="sorted")).digest()
             if int.from_bytes(drawn[:8]) >= self.share * 2**64:
@@ -124,25 +131,42 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         given = {
             "messages": deepcopy(exchange.messages),
             "response": text,
-            "user": exchange.facts.get("user", ""),
+            "user": ", ".join(exchange.values("user") or ()),
+            "headers": {name: ", ".join(values) for name, values in (exchange.headers or {}).items()},
+            "time": exchange.time,
         }
         try:
-            made = self.function({**given, "headers": dict(exchange.headers), "time": exchange.time})
-        except Exception as error:  # noqa: BLE001
+            made = self.function(given)
+            whole = made is None or made["response"] == ""
+            messages, response = ([], "") if whole else (made["messages"], made["response"])
+        except BaseException as error:
+            if _is_stop(error):
+                raise
             raise BadRowError("redaction failed", type(error).__name__) from None
-        if made is None or (isinstance(made, Mapping) and made.get("response") == ""):
+        if whole:
             raise BadRowError("redacted whole")
-        if not (
-            isinstance(made, Mapping)
-            and isinstance(made.get("messages"), list)
-            and isinstance(made.get("response"), str)
-        ):
+        if not (isinstance(messages, list) and isinstance(response, str)):
             raise BadRowError("redaction failed", "it returned neither None nor messages and a response")
-        return made["messages"], made["response"]
+        return messages, response
 
 
-def _matches(facts: Mapping[str, str], name: str, patterns: str | Sequence[str]) -> bool:
-    """Whether the fact of that name is there, and one of the patterns matches it."""
+def _is_stop(error: BaseException) -> bool:
+    """Whether a signal ends this process: what else a hook raises, such as SystemExit, is its own."""
+    stopped = isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM
+    return stopped or isinstance(error, KeyboardInterrupt)
+
+
+def _allows(values: Sequence[str] | None, patterns: str | Sequence[str]) -> bool:
+    """Whether there are values, and one of the patterns matches each."""
     listed = [patterns] if isinstance(patterns, str) else patterns
-    value = facts.get(name.lower())
-    return value is not None and any(fnmatchcase(value, pattern) for pattern in listed)
+    return bool(values) and all(
+        any(fnmatchcase(value, pattern) for pattern in listed) for value in values or ()
+    )
+
+
+def _denies(values: Sequence[str], patterns: str | Sequence[str]) -> bool:
+    """Whether one of the patterns matches one of the values, or all of them as a text, in any case."""
+    listed = [patterns] if isinstance(patterns, str) else patterns
+    parts = [part.strip() for value in values for part in value.split(",")]
+    texts = {*values, *parts, ", ".join(values)} if values else set()
+    return any(fnmatchcase(text.casefold(), one.casefold()) for text in texts for one in listed)

@@ -75,19 +75,20 @@ class Parts:
         return "prompts" if name in PROMPTS else name if PART.fullmatch(name) else None
 
     @contextmanager
-    def writing(self, part: str) -> Iterator["Publishing"]:
+    def writing(self, part: str, wait: bool = False) -> Iterator["Publishing"]:
         """Lock a part against other machines, update it, and publish it at the end; see `leased`."""
         with self._reaching("written to"):
             self._require_exclusive()
-            lease = leased(self.there, f"{part}/lock")
+            lease = leased(self.there, f"{part}/lock", wait)
             lease.__enter__()
         try:
             self._copies.pop(part, None)
             self.fetch(part)
+            publishing = Publishing(self, part)
             try:
-                yield Publishing(self, part)
+                yield publishing
             finally:
-                self.publish(part)
+                self.publish(part, publishing.deletes)
         finally:
             lease.__exit__(None, None, None)
 
@@ -102,8 +103,15 @@ class Parts:
                 "other's work: keep the workspace on S3, Google Cloud Storage or Azure"
             )
 
-    def publish(self, part: str) -> None:
-        """Publish what has changed in a part here; LostError if another machine has published meanwhile."""
+    def set_aside(self, part: str) -> list[Path]:
+        """Folders of files of a part here that another machine's version has replaced."""
+        return self._copy(part).set_aside()
+
+    def publish(self, part: str, delete: bool = False) -> None:
+        """Publish what has changed in a part here; with `delete`, nothing else of it stays at the URL.
+
+        LostError if another machine has published meanwhile.
+        """
         if part not in self._copies:  # the work on it came too late
             return
         with self._reaching("written to"):
@@ -112,7 +120,7 @@ class Parts:
             if part == "prompts":
                 self._send_noted()
             try:
-                self._copies[part].publish()
+                self._copies[part].publish(delete)
             except LostError:  # which another attempt would not change
                 del self._copies[part]
                 raise
@@ -185,6 +193,13 @@ class Publishing:
 
     def __init__(self, parts: Parts | None = None, part: str = "") -> None:
         self._parts, self._part, self._last = parts, part, time.monotonic()
+        self.deletes = False  # whether the URL loses all that the last version does not name
+
+    def publish(self) -> None:
+        """Publish what is there."""
+        if self._parts:
+            self._parts.publish(self._part, self.deletes)
+            self.deletes = False  # the end has nothing to publish, unless there are more changes
 
     def save(self) -> None:
         """Publish what is there, if the last version is a minute old. What fails is tried again later.

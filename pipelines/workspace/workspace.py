@@ -7,6 +7,7 @@ runs/<model>/prompts.parquet    imported prompts (prompts.skipped.jsonl: rows th
              reports/           evaluations (of servers in served/) and the report
              served/            what `eval --engine vllm` exports, and the logs of its servers
              traffic/           the audit of harvests; harvested/ has their images
+             staging/           files that a running command needs for a while; see `Workspace.staging`
 
 `runs` may be a URL; see `parts`.
 """
@@ -98,6 +99,27 @@ class Workspace:
         """The audit of harvests."""
         return self._part("traffic")
 
+    @contextmanager
+    def staging(self) -> Iterator[Path]:
+        """A folder for a while, which `forget` removes if this process is killed."""
+        here = Local(self.root)
+        folder = here.workspace()
+        try:
+            yield folder
+        finally:
+            here.release(folder)
+
+    def clear_staging(self) -> list[Path]:
+        """Remove what killed processes have left of `staging`; the folders of those that still run."""
+        here, running = Local(self.root), []
+        for name in (f"{STAGING}/{leaf}" for leaf in here.list_names(STAGING)):
+            with here.try_lock(name) as ended:
+                if ended:
+                    here.remove(name)
+                elif (self.root / name).exists():
+                    running.append(self.root / name)
+        return running
+
     def rounds(self, name: str, again: bool = False) -> Path:
         """The records of a drafter's rounds; see `versions`. `again`: as another machine has left them."""
         self.drafter(name)  # is that a name?
@@ -169,29 +191,35 @@ def checkpoint_folder(model: str) -> Path | None:
     return path.resolve() if path.is_dir() and not named else None
 
 
+def lock_file(folder: Path) -> Path:
+    """The file by which processes of this machine lock a folder or file."""
+    return folder.parent / f".{folder.name}.lock"
+
+
 @contextmanager
-def only_writer(where: str | Path) -> Iterator[Publishing]:
+def only_writer(where: str | Path, wait: bool = False) -> Iterator[Publishing]:
     """Lock a folder, or a store at a URL, until this process ends; DataError if another run holds the lock.
 
-    It prevents that two runs pay for the same work. The lock file lies next to the folder. In a workspace
-    at a URL, other machines are locked out, too, the folder is up to date, and it is published at the end.
+    It prevents that two runs pay for the same work; with `wait`, this one waits for the other. The lock file
+    lies next to the folder. In a workspace at a URL, other machines are locked out, too, the folder is up to
+    date, and it is published at the end.
     """
     if is_url(where):
         store = open_backend(str(where))
         require_room(store)
         with ExitStack() as stack:
             with writing(store):
-                stack.enter_context(leased(store, f"{STAGING}/writer"))
+                stack.enter_context(leased(store, f"{STAGING}/writer", wait))
             yield Publishing()
         return
     folder = Path(where)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         try:
-            stack.enter_context(locked(folder.parent / f".{folder.name}.lock"))
+            stack.enter_context(locked(lock_file(folder), wait))
         except BlockingIOError:
             raise DataError(f"another run is writing to {folder}: wait until it ends, or stop it") from None
         found = parts_of(folder)
         part = found.part_of(folder) if found else None
-        with found.writing(part) if found and part else nullcontext(Publishing()) as publishing:
+        with found.writing(part, wait) if found and part else nullcontext(Publishing()) as publishing:
             yield publishing

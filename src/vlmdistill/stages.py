@@ -379,8 +379,7 @@ def report(
         >>> vlmdistill.report()
     """
     with Workspace.of(model, runs) as workspace:
-        found = page.read(workspace, Path(out) if out else None, where)
-        page.write(found.html, found.page)
+        found = page.make(workspace, Path(out) if out else None, where)
         if plots is not None:
             page.plot(found, Path(plots))
         return found.page

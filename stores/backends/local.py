@@ -50,16 +50,20 @@ def ensure(folder: Path) -> None:
 
 
 @contextmanager
-def atomic_write(path: Path, *, alone: bool = False) -> Iterator[Path]:
+def atomic_write(path: Path, *, alone: bool = False, private: bool = False) -> Iterator[Path]:
     """Write a file atomically: the yielded temporary path is synced and renamed to `path` at the end.
 
-    Where no other process writes this file, `alone` takes the place of what a killed one has left.
+    Where no other process writes this file, `alone` takes the place of what a killed one has left. A
+    `private` file is for this user only, from the beginning on.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}" if alone else f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
+        if private:
+            os.close(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         yield aside
-        shared(aside)
+        if not private:
+            shared(aside)
         sync(aside)
         aside.replace(path)
         sync(path.parent)

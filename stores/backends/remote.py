@@ -261,10 +261,7 @@ class Remote(Backend):
 
         Those that killed processes have left are removed.
         """
-        for left in Path(tempfile.gettempdir()).glob(f"{UNSENT}*"):
-            with contextlib.suppress(OSError):  # it is of another user
-                if self._locks.take(left, must=True):
-                    self.release(left)
+        remove_unsent()
         while True:
             folder = Path(tempfile.mkdtemp(prefix=UNSENT))
             if self._locks.take(folder) and folder.exists():  # else another process has just removed it
@@ -274,6 +271,16 @@ class Remote(Backend):
         """Remove the folder: what was sent already is not sent again."""
         shutil.rmtree(folder, ignore_errors=True)
         self._locks.release(folder)
+
+
+def remove_unsent() -> None:
+    """Remove the shards that killed processes of this machine have left on their way to a URL."""
+    locks = Locks()
+    for folder in Path(tempfile.gettempdir()).glob(f"{UNSENT}*"):
+        with contextlib.suppress(OSError):  # it is of another user
+            if locks.take(folder, must=True):
+                shutil.rmtree(folder, ignore_errors=True)
+                locks.release(folder)
 
 
 def _options(url: str) -> dict[str, Any]:

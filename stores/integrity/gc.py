@@ -47,19 +47,47 @@ def collect(store: Store, *, grace: float = GRACE, dry_run: bool = False) -> lis
     StoreError when a record is lost or damaged: what it names looks like garbage then, so nothing is
     removed. StoreError also, after everything else is removed, when something cannot be removed.
     """
-    removed = _collect(store, grace, dry_run)
-    for annex in store.annexes:
-        inside = annex.path.removeprefix(f"{store.path}/")
-        removed += [Removed(f"{inside}/{one.name}", one.bytes) for one in _collect(annex, grace, dry_run)]
+    return _collect(store, grace, dry_run)[0]
+
+
+def collect_all(store: Store, *, dry_run: bool = False) -> list[Removed]:
+    """Remove all garbage, however new: for deletion, since what killed writers have left holds samples.
+
+    StoreError also, after all else is removed, when a live process holds some, and when a shard is missing,
+    so that none may be removed. At a URL nothing is held: a writer whose files vanish writes them again.
+    """
+    removed, held = _collect(store, 0.0, dry_run)
+    if held and not dry_run:
+        raise StoreError(
+            f"{len(held)} things in {store.path} are still written to, such as {held[0]}: run it again when "
+            "that has ended"
+        )
     return removed
 
 
-def _collect(store: Store, grace: float, dry_run: bool) -> list[Removed]:
+def _collect(store: Store, grace: float, dry_run: bool) -> tuple[list[Removed], list[str]]:
+    """The garbage of a store and of its annexes: what was removed, and what stays since it is held."""
+    removed, held = _collect_one(store, grace, dry_run)
+    for annex in store.annexes:
+        inside = annex.path.removeprefix(f"{store.path}/")
+        garbage, names = _collect_one(annex, grace, dry_run)
+        removed += [Removed(f"{inside}/{one.name}", one.bytes) for one in garbage]
+        held += [f"{inside}/{name}" for name in names]
+    return removed, held
+
+
+def _collect_one(store: Store, grace: float, dry_run: bool) -> tuple[list[Removed], list[str]]:
     backend = store.backend
     names = [f"{folder}/{name}.json" for folder in KEPT for name in record_names(backend, folder)]
     there = backend.map(lambda name: find_record(backend, name, kind_of(name)), names)
     records = [record for record in there if record]
-    garbage = [name for name in _unnamed(backend, store.record.head.file, records) if WRITTEN.fullmatch(name)]
+    missing = _missing_shard(backend, records)
+    if missing:
+        log.warning("%s is missing: no shard is removed, since one may be it, renamed", missing)
+    unnamed = _unnamed(backend, store.record.head.file, records)
+    garbage = [name for name in unnamed if WRITTEN.fullmatch(name)]
+    held = [name for name in garbage if missing and name.startswith(f"{SHARDS}/")]
+    garbage = [name for name in garbage if name not in held]
     require_all(backend)
     if not dry_run:
         complete_ledger(backend, records)
@@ -67,7 +95,10 @@ def _collect(store: Store, grace: float, dry_run: bool) -> list[Removed]:
     for name in garbage:
         try:
             with backend.try_lock(name) as locked:
-                if not locked or backend.seconds_idle(name) < grace:
+                if not locked:
+                    held.append(name)
+                    continue
+                if backend.seconds_idle(name) < grace:
                     continue
                 # A record may have come since. Under the lock no local writer can commit it now; others renew
                 # the age of a shard before they do.
@@ -86,7 +117,14 @@ def _collect(store: Store, grace: float, dry_run: bool) -> list[Removed]:
     if refused:
         what = f"{len(refused)} things in {backend.url} could not be removed, the first {refused[0]}"
         raise StoreError(f"{what}. {len(removed)} others were: check the permissions and run it again")
-    return removed
+    return removed, held
+
+
+def _missing_shard(backend: Backend, records: Iterable[Commit | TableRecord]) -> str:
+    """A shard that a record names and that is not there; empty if there is none."""
+    stored = {f"{SHARDS}/{leaf}" for leaf in backend.list_names(SHARDS)}
+    named = {record.named for record in records if isinstance(record, Commit)}
+    return min(named - stored, default="")
 
 
 def _unnamed(backend: Backend, head: str, records: Iterable[Commit | TableRecord]) -> Iterator[str]:
@@ -101,10 +139,6 @@ def _unnamed(backend: Backend, head: str, records: Iterable[Commit | TableRecord
             kept = "index.json", cache.file.rpartition("/")[2]
     for folder in (SHARDS, HEADS, VIEWS, STATS, STAGING):
         there = [f"{folder}/{leaf}" for leaf in backend.list_names(folder)]
-        missing = sorted(name for name in named.difference(there) if name.startswith(f"{SHARDS}/"))
-        if folder == SHARDS and missing:
-            log.warning("%s is missing: no shard is removed, since one may be it, renamed", missing[0])
-        else:
-            yield from (name for name in there if name not in named)
+        yield from (name for name in there if name not in named)
     # A cache that names units that are gone is not used. Its record goes before what that names.
     yield from (f"{CACHE}/{leaf}" for leaf in reversed(backend.list_names(CACHE)) if leaf not in kept)

@@ -12,6 +12,9 @@ nor n names. A file of the list was uploaded before version n+1 existed, for a v
 most: all of these exist, or existed. A version names only files of the version before it, and files that were
 uploaded after that one existed. So no version after n+1 can name what is removed. A reader whose file
 vanishes reads the latest version again.
+
+For deletion, a writer creates version n+1 even if nothing has changed, and removes what n alone names as
+well: then the URL holds the files of n+1 and no others.
 """
 
 import logging
@@ -253,15 +256,20 @@ class Copy:
                 *(self.url, len(names), self.folder, aside),
             )
 
-    def publish(self) -> None:
+    def publish(self, delete: bool = False) -> None:
         """Create the next version, of what the folder holds now; nothing if that is the latest one.
 
-        LostError when another machine has published a version since: what was done here stays in the folder.
+        With `delete` it is created anyway, and the URL holds nothing else then. LostError when another
+        machine has published a version since: what was done here stays in the folder.
         """
         with self._alone():
-            self._publish()
+            self._publish(delete)
 
-    def _publish(self) -> None:
+    def set_aside(self) -> list[Path]:
+        """The folders of local files that other machines' versions have replaced."""
+        return [*self.record.parent.glob(f"{ASIDE}*/{self.record.stem}")]
+
+    def _publish(self, delete: bool) -> None:
         base = self._read()
         if self._sent and self._sent.version and self.part.has(self._sent.version):
             base = self._sent
@@ -271,9 +279,10 @@ class Copy:
             here = self.here()
             same = [name for name in here if self._equal(name, here[name], base)]
             files, stats = {name: base.files[name] for name in same}, {name: here[name] for name in same}
-            if files.keys() == here.keys() == base.files.keys():
+            unchanged = files.keys() == here.keys() == base.files.keys()
+            listed = self.part.listed() if delete or not unchanged else []
+            if unchanged and not (delete and (base.version or listed)):
                 return
-            listed = self.part.listed()
             for name, stored in self._upload([name for name in here if name not in files]):
                 files[name], stats[name] = stored, here[name]
             version = self._next(base.version, files)
@@ -281,6 +290,9 @@ class Copy:
             if self.part.create(version):
                 self._write(self._sent)
                 self._sent = None
+                if delete:
+                    self.part.collect(listed, [version])
+                    return
                 with suppress(OSError):  # then the next version's writer removes them
                     self.part.collect(listed, [one for one in (base.version, version) if one])
                 return

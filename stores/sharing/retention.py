@@ -2,8 +2,8 @@
 
 Shards are immutable, so a shard with such samples is written again without them, under another name, before
 its record is dropped: what stays is in the store at every moment, whatever is killed whenever. A reader of
-the old shard finds its files gone, and says so; one that begins later sees the new one. What another process
-still writes to is left, and the next `store gc` removes it.
+the old shard finds its files gone, and says so; one that begins later sees the new one. What killed writers
+have left may hold any sample, so all of it goes. What another process still writes to is an error.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,9 +14,9 @@ from msgspec.structs import replace
 
 from vlmdistill.stores.backends.backend import Backend, writing
 from vlmdistill.stores.commits import LEDGER
-from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.index.arrow import frame_of, read_arrow
 from vlmdistill.stores.index.tables import read_table, write_table
+from vlmdistill.stores.integrity.gc import collect_all
 from vlmdistill.stores.manifest import (
     CACHE,
     INDEX,
@@ -45,8 +45,8 @@ class Expired:
 def expire(store: Store, before: float, *, keys: Iterable[str] = (), dry_run: bool = False) -> Expired:
     """Delete the samples that were asked before a time (seconds since 1970), and those of some `keys`.
 
-    Views and statistics forget them first. StoreError, after everything else, when a live writer holds a
-    shard, or one cannot be read.
+    Views and statistics forget them first, and what killed writers have left goes last. StoreError, after
+    everything else, when a live writer holds a part of the store, or one cannot be read.
     """
     parts = (*store.annexes, store)  # what the store no longer has, an annex could not be asked for
     aged = frozenset(keys).union(*(_aged(part, before) for part in parts))
@@ -56,8 +56,10 @@ def expire(store: Store, before: float, *, keys: Iterable[str] = (), dry_run: bo
     untimed = int(times.is_null().sum())
     if dry_run:
         shards = [store.commit(unit).named for unit, _, _ in old]
-        return Expired(gone, untimed, {name: _bytes(store.backend, name) for name in shards})
-    removed, held = dict[str, int](), list[str]()
+        sizes = {name: _bytes(store.backend, name) for name in shards}
+        sizes |= {one.name: one.bytes for one in collect_all(store, dry_run=True)}
+        return Expired(gone, untimed, sizes)
+    removed = dict[str, int]()
     if aged:
         for folder in (VIEWS, STATS):
             for name in record_names(store.backend, folder):
@@ -65,13 +67,9 @@ def expire(store: Store, before: float, *, keys: Iterable[str] = (), dry_run: bo
     for part in parts:
         inside = part.path.removeprefix(store.path).lstrip("/")
         for unit, _, rest in old if part is store else [*_old(part, aged)]:
-            dropped = _drop(part, unit, rest, held)
+            dropped = _drop(part, unit, rest)
             removed |= {f"{inside}/{name}".lstrip("/"): size for name, size in dropped}
-    if held:
-        raise StoreError(
-            f"{len(held)} shards of {store.path} are still written to, such as {held[0]}: run `store gc` "
-            "when that has ended"
-        )
+    removed |= {one.name: one.bytes for one in collect_all(store)}
     return Expired(gone, untimed, removed)
 
 
@@ -101,7 +99,7 @@ def _lines(store: Store, unit: str) -> pl.DataFrame:
     return frame_of(table).with_columns(unit=pl.lit(unit), shard=pl.lit(record.shard))
 
 
-def _drop(part: Store, unit: str, rest: pl.DataFrame, held: list[str]) -> Iterator[tuple[str, int]]:
+def _drop(part: Store, unit: str, rest: pl.DataFrame) -> Iterator[tuple[str, int]]:
     """Write what stays of a unit, drop its record, and remove its files and the merged index."""
     backend, named = part.backend, part.commit(unit).named
     if len(rest):
@@ -112,9 +110,8 @@ def _drop(part: Store, unit: str, rest: pl.DataFrame, held: list[str]) -> Iterat
         backend.remove(f"{CACHE}/index.json")
         for name in (named, *(f"{CACHE}/{leaf}" for leaf in backend.list_names(CACHE))):
             with backend.try_lock(name) as locked:
-                if not locked and _bytes(backend, name):
-                    held.append(name)
-                elif size := _bytes(backend, name):
+                size = _bytes(backend, name)
+                if locked and size:  # what is held is garbage now, which is collected at the end
                     backend.remove(name)
                     yield name, size
 

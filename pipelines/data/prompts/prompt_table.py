@@ -25,6 +25,7 @@ Split = Literal["train", "eval"]
 LENGTHS = {"image": 2000, "video": 20000}  # of media, in characters of text, to sort prompts by length
 BATCH = 1 << 13  # prompts in memory at once
 LATER = ("time",)  # columns that files of earlier versions lack
+TRAFFIC = "traffic-"  # begins the dataset of harvested prompts
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,14 @@ def read(path: Path, model: str = "M") -> list[Prompt]:
     with reading_parquet(path):
         file = _file(path)
         return [_prompt(row, base) for row in file.read(_columns(file)).to_pylist()]
+
+
+def keys(path: Path) -> set[str]:
+    """The keys of the prompts of a file; none if there is no file. DataError if it is not a prompts file."""
+    if not path.is_file():
+        return set()
+    with reading_parquet(path):
+        return set(_file(path).read(["key"])["key"].to_pylist())
 
 
 def _require_there(path: Path, model: str) -> None:

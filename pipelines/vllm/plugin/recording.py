@@ -11,12 +11,12 @@ import base64
 import json
 import os
 import re
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vlmdistill.pipelines.media.recording import Keep, Recorder, without_secrets
+from vlmdistill.pipelines.media.recording import Headers, Keep, Recorder
 from vlmdistill.stores.schema import seconds
 
 FOLDER, FOR = "VLMDISTILL_RECORD", "VLMDISTILL_RECORD_FOR"
@@ -67,8 +67,8 @@ class Recording:
             elif message["type"] == "http.response.body" and status == 200:
                 said.extend(message.get("body", b""))
                 if not message.get("more_body", False):
-                    names = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
-                    self.recorder.add(partial(exchange, bytes(asked), bytes(said), names))
+                    texts = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers]
+                    self.recorder.add(partial(exchange, bytes(asked), bytes(said), texts))
             await send(message)
 
         await self.app({**scope, "headers": headers}, again, kept)
@@ -82,7 +82,7 @@ def with_tokens(body: bytes) -> bytes:
     return text[:-1] + ASKED
 
 
-def exchange(asked: bytes, said: bytes, headers: Mapping[str, str], keep: Keep) -> dict[str, Any]:
+def exchange(asked: bytes, said: bytes, headers: Headers, keep: Keep) -> dict[str, Any]:
     """The line of a response that has ended; ValueError if it is none."""
     request = json.loads(asked)
     response = joined(said) if said.lstrip().startswith((b"data:", b":")) else json.loads(said)
@@ -93,7 +93,7 @@ def exchange(asked: bytes, said: bytes, headers: Mapping[str, str], keep: Keep) 
             head, _, data = url.partition(",")
             if head.startswith("data:") and head.endswith(";base64"):
                 part["image_url"] = {"url": keep(base64.b64decode(data))}
-    return {"headers": without_secrets(headers), "request": request, "response": response}
+    return {"headers": headers, "request": request, "response": response}
 
 
 def joined(stream: bytes) -> dict[str, Any]:

@@ -1,25 +1,35 @@
 """Deletion by age: nothing of a forgotten request is in any file of the workspace, and the rest is whole."""
 
+import shutil
+import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
+import fsspec
 import pytest
 
 from tests.pipelines.bench.made_up import evaluation, measured, shown
+from tests.pipelines.traffic import killing
 from tests.pipelines.traffic.conftest import ANSWER, asked, data_url, said, write
 from tests.stores.samples import make, sample
 from vlmdistill.cli.main import main
 from vlmdistill.pipelines.bench import records
+from vlmdistill.pipelines.bench.evaluate import Settings, evaluate
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.prompts.importing import import_prompts
 from vlmdistill.pipelines.data.responses import dataset
+from vlmdistill.pipelines.report import page
 from vlmdistill.pipelines.traffic.forget import forget
 from vlmdistill.pipelines.traffic.harvest import MEDIA, harvest
 from vlmdistill.pipelines.workspace import parts
 from vlmdistill.pipelines.workspace.workspace import Workspace
+from vlmdistill.stores.backends.remote import Remote
+from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.integrity.verify import verify
 from vlmdistill.stores.schema import Feature
 from vlmdistill.stores.store import Store
@@ -160,6 +170,159 @@ def test_what_a_killed_harvest_left_without_a_prompt_is_deleted(
     assert forget(workspace, 30 * DAY).responses == 6
     assert not raw(workspace, "Dougal")
     assert raw(workspace, "Florence")
+
+
+def texts(word: str, when: float, count: int = 3) -> list[dict[str, Any]]:
+    """Requests without images that name a word."""
+    return [
+        {
+            "time": when + number,
+            "request": asked(f"Is {word} on board {number}?"),
+            "response": said(ANSWER.format(f"{word} and {number}")),
+        }
+        for number in range(count)
+    ]
+
+
+@pytest.fixture
+def held_out(tmp_path: Path) -> Workspace:
+    """Old and new traffic, all of it held out."""
+    here = Workspace.of("demo", tmp_path / "runs")
+    log = write(tmp_path / "log.jsonl", [*texts("Zebedee", OLD), *texts("Florence", NEW)])
+    assert harvest(here, [str(log)], eval_share=0.999).kept == 6
+    return here
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_an_evaluation_that_runs_meanwhile_shows_no_deleted_prompt(
+    held_out: Workspace, stopped: bool
+) -> None:
+    calls = list[int]()
+
+    def meanwhile(done: int, total: int, remark: str = "") -> None:
+        calls.append(done)
+        if len(calls) == 2:
+            assert forget(held_out, 30 * DAY).prompts == 3
+        if done == 6 and stopped:
+            raise KeyboardInterrupt
+
+    settings = Settings(max_new_tokens=4, threads=1)
+    with pytest.raises(KeyboardInterrupt) if stopped else nullcontext():
+        evaluate(held_out, ["lookahead"], settings, on_prompt=meanwhile)
+    assert len(calls) == 6
+    assert not raw(held_out, "Zebedee")
+    assert holding(held_out.reports, b"Florence")
+    if not stopped:
+        (file,) = records.files_in(held_out.reports)
+        (measurement,) = records.read(file).temperatures
+        assert len(measurement.prompts) == 6
+        assert len(measurement.shown) == 3
+
+
+def test_what_an_evaluation_has_left_of_deleted_prompts_goes_with_any_later_deletion(
+    held_out: Workspace,
+) -> None:
+    evaluate(held_out, ["lookahead"], Settings(max_new_tokens=4, threads=1))
+    (file,) = records.files_in(held_out.reports)
+    own = held_out.reports / "hawk.json"
+    records.write(evaluation("hawk"), own)  # of prompts that are no traffic, and stand elsewhere
+    record, kept = file.read_bytes(), own.read_bytes()
+    forget(held_out, 30 * DAY)
+    file.write_bytes(record)  # as one that did not look again
+    (held_out.reports / "index.html").write_text("Zebedee")
+    torn = held_out.reports / ".0123.4567.unfinished"
+    torn.write_bytes(b'{"number": 1, "shown": {"hawk": {"prompt": "Zebedee')
+    done = forget(held_out, 30 * DAY)
+    assert (done.prompts, done.reports) == (0, 1)
+    assert not raw(held_out, "Zebedee")
+    assert holding(held_out.reports, b"Florence")
+    assert own.read_bytes() == kept
+
+
+def test_a_page_that_is_written_meanwhile_is_removed(
+    held_out: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate(held_out, ["lookahead"], Settings(max_new_tokens=4, threads=1))
+    deletion = Thread(target=forget, args=(held_out, 30 * DAY))
+    writing = page.write
+
+    def late(content: str | bytes, file: Path) -> None:
+        deletion.start()
+        deletion.join(2)  # it waits for the page
+        writing(content, file)
+
+    monkeypatch.setattr(page, "write", late)
+    page.make(held_out)
+    deletion.join()
+    assert not raw(held_out, "Zebedee")
+
+
+def test_what_a_running_command_still_reads_is_no_success(held_out: Workspace) -> None:
+    with held_out.staging() as folder:
+        (folder / "prompts").write_text("Zebedee")
+        with pytest.raises(DataError, match="running"):
+            forget(held_out, 30 * DAY)
+        assert holding(held_out.root, b"Zebedee") == [str(folder / "prompts")]
+    assert forget(held_out, 30 * DAY).prompts == 0
+    assert not raw(held_out, "Zebedee")
+
+
+def test_shards_that_a_killed_process_was_sending_go(
+    held_out: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    here = Remote("memory://somewhere")
+    sent = here.workspace()
+    left = sent.with_name("vlmdistill-unsent-0")
+    shutil.copytree(sent, left)  # without the lock
+    forget(held_out, 30 * DAY)
+    assert sent.is_dir()
+    assert not left.exists()
+    here.release(sent)
+
+
+def test_at_a_url_nothing_stays_of_the_version_before_nor_of_what_came_too_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = f"memory://{tmp_path.name}/runs"
+
+    def on(machine: str) -> Workspace:
+        monkeypatch.setenv("VLMDISTILL_CACHE", str(tmp_path / machine))
+        parts._opened.clear()
+        return Workspace.of("demo", runs)
+
+    def at_url() -> list[str]:
+        files = fsspec.filesystem("memory")
+        names = files.find(runs.removeprefix("memory:/"))
+        copies = tmp_path / "objects"
+        shutil.rmtree(copies, ignore_errors=True)
+        copies.mkdir()
+        for number, name in enumerate(names):
+            (copies / f"{number}").write_bytes(files.cat_file(name))
+        return [names[int(number)] for number in killing.found(copies, [b"Zebedee"])]
+
+    own = write(tmp_path / "own.jsonl", [{"messages": [{"role": "user", "content": "Mine?"}]}])
+    log = write(tmp_path / "log.jsonl", texts("Zebedee", OLD))
+    with on("a") as a:
+        harvest(a, [str(log)])
+    late = Workspace.of("demo", tmp_path / "elsewhere")
+    harvest(late, [str(log)], eval_share=0.999)
+    with on("b") as b:
+        import_prompts([str(own)], b.prompts)
+    late.prompts.replace(a.root / "prompts.parquet")
+    with on("a") as a:  # what it has is moved aside
+        import_prompts([str(own)], a.prompts)
+    assert at_url()
+    assert any(".aside-" in name for name in killing.found(tmp_path / "a", [b"Zebedee"]))
+    Remote(f"{a.parts.url if a.parts else ''}/responses").create("files/killed", b"Zebedee")
+    with on("a") as a:
+        assert forget(a, 30 * DAY).prompts == 3
+    assert not at_url()
+    assert not killing.found(tmp_path / "a", [b"Zebedee"])
+    with on("b") as b:
+        assert forget(b, 30 * DAY).prompts == 0
+        assert len(prompt_table.read(b.prompts)) == 1
+    assert not killing.found(tmp_path / "b", [b"Zebedee"])
 
 
 def test_at_a_url_images_leave_that_other_machines_have_harvested_and_do_not_come_back(

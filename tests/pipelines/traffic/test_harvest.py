@@ -1,6 +1,7 @@
 """What a harvest keeps of logs, what it drops and why, and that nothing else is left of what it dropped."""
 
 import json
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -177,6 +178,10 @@ def redact(given: dict[str, Any]) -> Any:
     text = given["messages"][0]["content"][0]["text"]
     if "board number 1?" in text:
         raise ValueError(f"no rule for {text}")
+    if "board number 4?" in text:
+        sys.exit(0)
+    if "board number 5?" in text:
+        raise BaseException  # as one of a library in Rust
     if "board number 2?" in text:
         return None
     given["messages"][0]["content"][0]["text"] = text.replace("number", "no.")
@@ -184,10 +189,11 @@ def redact(given: dict[str, Any]) -> Any:
 
 
 def test_what_redaction_fails_on_is_dropped_and_nothing_of_it_is_on_the_disk(workspace: Workspace) -> None:
-    lines = [exchange(number) for number in range(4)]
-    lines[1]["request"] = asked("Secret: what is on board number 1?")
+    lines = [exchange(number) for number in range(6)]
+    for number in (1, 4, 5):
+        lines[number]["request"] = asked(f"Secret: what is on board number {number}?")
     made = taken(workspace, lines, redact=f"{__name__}:redact")
-    assert made.dropped == {"redaction failed": 1, "redacted whole": 1}
+    assert made.dropped == {"redaction failed": 3, "redacted whole": 1}
     assert (made.kept, made.redacted) == (2, 2)
     assert all("[PLACE]" in row.text for row in dataset.read(workspace.responses))
     kept = b"".join(str(vars(one)).encode() for one in prompt_table.read(workspace.prompts))
@@ -196,6 +202,59 @@ def test_what_redaction_fails_on_is_dropped_and_nothing_of_it_is_on_the_disk(wor
     assert b"Secret" not in everything(workspace.root)
     with pytest.raises(DataError, match="module:function"):
         taken(workspace, lines, redact="nowhere:at_all")
+
+
+def test_a_redaction_that_ends_as_it_is_imported_is_refused(
+    workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ending.py").write_text("raise SystemExit(0)")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(DataError, match="ending:redact"):
+        taken(workspace, [exchange(0)], redact="ending:redact")
+
+
+@pytest.mark.parametrize(
+    ("headers", "pattern", "denied"),
+    [
+        ({"X-List": ["b", "no"]}, "no", True),
+        ({"X-List": "b, no"}, "no", True),
+        ({"X-List": "b, no"}, "b, no", True),
+        ([["x-list", "b"], ["X-LIST", "No"]], "no", True),
+        ({"x-list": "TRUE"}, "true", True),
+        ({"x-list": ""}, "*", True),
+        ({"x-list": ["b", "maybe"]}, "no", False),
+        ({}, "*", False),
+    ],
+)
+def test_a_deny_list_meets_each_value_in_any_case(
+    workspace: Workspace, headers: Any, pattern: str, denied: bool
+) -> None:
+    made = taken(workspace, [exchange(0, headers=headers)], deny={"x-list": pattern})
+    assert (made.kept, made.dropped) == ((0, {"denied": 1}) if denied else (1, {}))
+
+
+def test_a_header_of_the_gateway_hides_none_of_the_request(workspace: Workspace) -> None:
+    inner = {"headers": {"x-list": "yes"}, "body": asked("What?")}
+    line = exchange(0, request=inner, headers={"x-list": "no"})
+    assert taken(workspace, [line], deny={"x-list": "no"}).dropped == {"denied": 1}
+
+
+def test_what_the_log_does_not_tell_is_dropped(workspace: Workspace) -> None:
+    lines = [
+        exchange(0),  # no headers at all
+        exchange(1, headers={}, header_names=["x-other"]),
+        exchange(2, headers={}, header_names=["X-List"]),
+        exchange(3, headers={}, header_names="x-list"),
+    ]
+    made = taken(workspace, lines, deny={"x-list": "no", "user": "ann"})
+    assert (made.kept, made.dropped) == (1, {"unknown headers": 2, "unreadable headers": 1})
+    other = Workspace.of("demo", workspace.root / "other")
+    assert taken(other, lines, deny={"user": "ann"}).kept == 3
+
+
+def test_an_allow_list_must_match_every_value(workspace: Workspace) -> None:
+    lines = [exchange(0, headers={"x-team": ["red", "blue"]}), exchange(1, headers={"x-team": ["red"] * 2})]
+    assert taken(workspace, lines, allow={"x-team": "r*"}).dropped == {"not allowed": 1}
 
 
 def test_the_requests_of_a_conversation_are_on_one_side_though_an_image_comes_late(

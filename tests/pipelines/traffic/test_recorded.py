@@ -3,6 +3,8 @@
 import asyncio
 import base64
 import json
+import os
+import stat
 import subprocess
 import sys
 import time
@@ -17,9 +19,11 @@ from vlmdistill.pipelines.media.recording import DAY, Recorder
 from vlmdistill.pipelines.media.urls import cache
 from vlmdistill.pipelines.targets.target_model import TargetModel
 from vlmdistill.pipelines.traffic.harvest import harvest
+from vlmdistill.pipelines.traffic.policy import Policy
 from vlmdistill.pipelines.vllm.plugin.recording import Recording, with_tokens
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.backends.opening import open_backend
+from vlmdistill.stores.errors import DataError
 
 
 @pytest.fixture
@@ -73,14 +77,9 @@ def ask(app: Any, body: bytes) -> bytes:
     async def send(message: Any) -> None:
         back.append(message.get("body", b""))
 
-    secret = (
-        b"authorization",
-        b"cookie",
-        b"x-api-key",
-        b"ocp-apim-subscription-key",
-        b"x-amz-security-token",
-    )
-    headers = [*((name, b"word") for name in secret), (b"x-team", b"red"), (b"content-length", b"0")]
+    names = (b"authorization", b"cookie", b"x-goog-iap-jwt-assertion", b"x-forwarded-for", b"dpop")
+    headers = [*((name, b"word") for name in names), (b"content-length", b"0")]
+    headers += [(b"X-Team", b"red"), (b"X-Team", b"blue")]
     scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": headers}
     asyncio.run(app(scope, receive, send))
     return b"".join(back)
@@ -90,6 +89,7 @@ def test_what_passes_the_middleware_is_harvested_with_the_tokens_of_the_server(
     workspace: Workspace, encoder: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLMDISTILL_RECORD", str(tmp_path / "log"))
+    policy = write_policy(tmp_path / "log", x_team="blue")
     server = Server(encoder)
     app = Recording(server)
     bodies = [
@@ -107,9 +107,66 @@ def test_what_passes_the_middleware_is_harvested_with_the_tokens_of_the_server(
     made = harvest(workspace, [str(tmp_path / "log")])
     assert (made.exchanges, made.kept, made.tokens, made.media) == (3, 2, {"ids": 2}, 1)
     assert {row.text for row in dataset.read(workspace.responses)} == {ANSWER.format(1), ANSWER.format(2)}
-    text = "".join(file.read_text() for file in (tmp_path / "log").glob("*.jsonl"))
-    assert "red" in text
-    assert "word" not in text
+    (file,) = (tmp_path / "log").glob("*.jsonl")
+    assert json.loads(file.read_text().splitlines()[0])["headers"] == {"x-team": ["red", "blue"]}
+    assert "word" not in file.read_text()
+    again = Workspace.of("demo", tmp_path / "again")
+    assert harvest(again, [str(tmp_path / "log")], policy).dropped == {"denied": 3}
+
+
+def write_policy(folder: Path, **deny: str) -> Policy:
+    """A policy in the folder of a log, which says what of the headers is recorded."""
+    folder.mkdir(exist_ok=True)
+    lines = [f'{name.replace("_", "-")} = "{pattern}"' for name, pattern in deny.items()]
+    (folder / "policy.toml").write_text("\n".join(["[deny]", *lines]))
+    return Policy.read(folder / "policy.toml")
+
+
+def test_without_a_policy_no_header_is_recorded_and_none_is_taken_for_missing(
+    workspace: Workspace, encoder: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLMDISTILL_RECORD", str(tmp_path / "log"))
+    app = Recording(Server(encoder))
+    ask(app, json.dumps(asked("What is here?")).encode())
+    app.recorder.close()
+    policy = write_policy(tmp_path / "log", x_team="blue")  # too late
+    made = harvest(workspace, [str(tmp_path / "log")], policy)
+    assert made.dropped == {"unknown headers": 1}
+    assert harvest(workspace, [str(tmp_path / "log")]).kept == 1
+
+
+def test_a_log_is_for_its_user_alone_and_follows_no_link(tmp_path: Path) -> None:
+    def modes(folder: Path) -> set[int]:
+        paths = [folder, *folder.rglob("*")]
+        return {stat.S_IMODE(path.stat().st_mode) for path in paths}
+
+    log = tmp_path / "log"
+    for _ in range(2):
+        with Recorder(log) as recorder:
+            recorder.add(lambda keep: {"image": keep(b"x")})
+        assert modes(log) == {0o600, 0o700}
+        (day,) = log.glob("*.jsonl")
+        day.chmod(0o644)  # as an earlier version did
+    victim = tmp_path / "victim"
+    day.unlink()
+    day.symlink_to(victim)
+    for is_link in (True, False):
+        day.unlink()
+        if is_link:
+            day.symlink_to(victim)
+        else:
+            os.mkfifo(day)
+        with Recorder(log) as recorder:
+            recorder.add(lambda keep: {})
+        assert (recorder.recorded, recorder.lost) == (0, 1)
+    assert not victim.exists()
+
+
+@pytest.mark.parametrize("text", ["[deny", "deny = 1"])
+def test_a_policy_that_cannot_be_read_starts_no_server(tmp_path: Path, text: str) -> None:
+    (tmp_path / "policy.toml").write_text(text)
+    with pytest.raises(DataError, match=r"policy\.toml"):
+        Recorder(tmp_path)
 
 
 def test_what_waits_to_be_written_is_written_when_the_server_ends(
