@@ -13,7 +13,7 @@ import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
@@ -242,7 +242,7 @@ def _values(batch: Any) -> Iterator[tuple[Any, BadRowError | None]]:
             batch = batch.set_column(at, its.name, batch.column(at).cast(pa.int64()))
     batch = batch.select([at for at, its in enumerate(batch.schema) if not pa.types.is_temporal(its.type)])
     try:
-        values = batch.to_pylist()
+        values = python_rows(batch)
     except (ValueError, OverflowError) as error:  # text that is not UTF-8, a date in a list
         if batch.num_rows == 1:
             yield None, BadRowError("unreadable value", one_line(error))
@@ -251,6 +251,43 @@ def _values(batch: Any) -> Iterator[tuple[Any, BadRowError | None]]:
                 yield from _values(batch.slice(at, 1))
     else:
         yield from ((value, None) for value in values)
+
+
+def python_rows(table: Any) -> list[dict[str, Any]]:
+    """The rows of an Arrow table or batch. Text of the type `arrow.json` becomes the value that it says.
+
+    `datasets` has this type for columns with values of several types. ValueError if one cannot be read.
+    """
+    rows: list[dict[str, Any]] = table.to_pylist()
+    for column in table.schema:
+        if not _holds_json(column.type):
+            continue
+        for row in rows:
+            row[column.name] = _without_json(row[column.name], column.type)
+    return rows
+
+
+def _holds_json(kind: Any) -> bool:
+    """Whether an Arrow type is `arrow.json`, or has it inside."""
+    import pyarrow as pa
+
+    inner = (kind.field(position).type for position in range(kind.num_fields))
+    return isinstance(kind, pa.JsonType) or any(map(_holds_json, inner))
+
+
+def _without_json(value: Any, kind: Any) -> Any:
+    """A value of an Arrow type, with JSON text in it read."""
+    import pyarrow as pa
+
+    if value is None or not _holds_json(kind):
+        return value
+    if isinstance(kind, pa.JsonType):
+        return json.loads(value)
+    if pa.types.is_struct(kind):
+        return {field.name: _without_json(value[field.name], field.type) for field in kind}
+    if pa.types.is_map(kind):
+        return [(key, _without_json(item, kind.item_type)) for key, item in value]
+    return [_without_json(item, kind.value_type) for item in value]
 
 
 def walk(folder: Path) -> Iterator[tuple[Path, OSError | None]]:
@@ -359,6 +396,33 @@ def _sample(
     return value, problem
 
 
+def _json_files(folder: Path, split: str) -> list[Path]:
+    """The JSON files that hold the rows of a local dataset; none if others do.
+
+    `datasets` takes a folder with more images than JSON files for one of images alone. In a column of values
+    of several types it reads text that looks like JSON as what that text says.
+    """
+    import datasets
+    from datasets.data_files import DataFilesDict, get_data_patterns
+
+    builder = datasets.load_dataset_builder(str(folder))
+    if builder.name in ("imagefolder", "videofolder"):
+        names = {path.name for path, _ in walk(folder)}
+        if names & {"metadata.csv", "metadata.jsonl", "metadata.parquet"}:
+            return []  # the rows of such a folder, by a convention of `datasets`
+        root = str(folder.resolve())
+        patterns = get_data_patterns(root)
+        by_split = DataFilesDict.from_patterns(patterns, root, allowed_extensions=[".json", ".jsonl"])
+    elif builder.name == "json" and builder.config.field is None:
+        by_split = builder.config.data_files
+    else:
+        return []
+    files = by_split.get(split or "train", [])
+    if not files and not split:  # `train` may name the folder of the images
+        files = [str(path) for path, _ in walk(folder) if path.suffix.lower() in (".json", ".jsonl")]
+    return [Path(file) for file in files]
+
+
 def _dataset(source: str) -> Iterator[Row]:
     """The rows of a Hugging Face dataset: `name`, `name:subset`, `...@split`, or a local folder."""
     try:
@@ -373,10 +437,17 @@ def _dataset(source: str) -> Iterator[Row]:
     else:
         name, _, split = source.partition("@")
         name, _, subset = name.partition(":")
-    split = split or "train"
+    saved = (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
     number = 0
     try:
-        if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+        for file in _json_files(folder, split) if folder.is_dir() and not saved else ():
+            for row in read(str(file)):
+                number += 1
+                yield replace(row, source=source, dataset=Path(name).name, number=number)
+        if number:
+            return
+        split = split or "train"
+        if saved:
             loaded = datasets.load_from_disk(str(folder))
             if isinstance(loaded, Mapping) and split not in loaded:
                 raise DataError(f"no split '{split}': write {name}@SPLIT, with one of {', '.join(loaded)}")

@@ -56,6 +56,68 @@ def test_a_folder_of_files_is_a_dataset(tmp_path: Path, out: Path, name: str) ->
     assert read(out)[0].files == [str(tmp_path / "data" / "beside.jpg")]
 
 
+MIXED = [
+    {"messages": [{"role": "user", "content": "5"}, {"role": "assistant", "content": "A number."}]},
+    {
+        "messages": [
+            {
+                "role": "user",
+                "content": [{"type": "image", "image": "1.jpg"}, {"type": "text", "text": "What is this?"}],
+            },
+            {"role": "assistant", "content": [{"type": "text", "text": "A wall."}]},
+        ]
+    },
+    {"messages": [{"role": "user", "content": "What is a drafter?"}]},
+    {**said("<image>\nWho?", "Nobody."), "image": "1.jpg"},
+    {**said("<image>\nWhy?", "Because."), "image": ["1.jpg"]},
+]
+
+
+def contents(out: Path) -> list[Any]:
+    """What the prompts of a file say and show, and their references."""
+    return [
+        (
+            [part.get("text") or Path(part["path"]).name for part in prompt.messages[0]["content"]],
+            prompt.reference,
+        )
+        for prompt in read(out)
+    ]
+
+
+@pytest.mark.parametrize("form", ["folder", "saved", "parquet", "folder of Parquet"])
+def test_values_of_several_types_in_a_column_are_what_they_are_in_json(
+    tmp_path: Path, out: Path, form: str
+) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    shutil.copy(tmp_path / "1.jpg", folder)
+    rows = MIXED if form == "folder" else MIXED[1:]  # `datasets` makes a number of the first one's text
+    source = packed(folder, "rows.jsonl", rows)
+    import_prompts([str(source)], out)
+    expected = contents(out)
+    assert len(expected) == len(rows)
+    if form != "folder":
+        data = datasets.load_dataset(str(folder), data_files="*.jsonl", split="train")
+        source.unlink()
+    if form == "saved":
+        data.save_to_disk(str(folder))
+    elif form != "folder":
+        data.to_parquet(str(folder / "rows.parquet"))
+    again = out.with_name("again.parquet")
+    import_prompts([str(folder / "rows.parquet" if form == "parquet" else folder)], again)
+    assert contents(again) == expected
+
+
+def test_questions_beside_their_images_are_read(tmp_path: Path, out: Path, media: Path) -> None:
+    folder = tmp_path / "data"
+    (folder / "train").mkdir(parents=True)
+    for name in ("1.jpg", "2.jpg", "3.jpg"):
+        shutil.copy(media / "1.jpg", folder / "train" / name)
+    packed(folder, "llava.json", [said("<image>\nWhat?", "A wall.", image="train/2.jpg")])
+    assert import_prompts([str(folder)], out).added == 1
+    assert contents(out) == [(["2.jpg", "What?"], "A wall.")]
+
+
 def test_a_path_is_never_asked_of_the_hub(tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "datasets", None)
