@@ -69,7 +69,9 @@ def load_for_capture(name: str, **options: Unpack[LoadOptions]) -> TargetModel:
     """As `load`, but a target that is too large for one GPU is spread over all that this process sees."""
     source = _Source(name, **options)
     if source.several_devices and source.fused:
-        return MultiDeviceTarget(**source.load())
+        spread = MultiDeviceTarget(**source.load())
+        spread.check_runs()
+        return spread
     return source.target()
 
 
@@ -142,8 +144,11 @@ class _Source:
         """The loaded target; TargetError if it fails its check, where nobody has shown such a one."""
         parts = self.load()
         if self.fused:
-            return VisionLanguageTarget(compiled=self.compiled, **parts)
+            fused = VisionLanguageTarget(compiled=self.compiled, **parts)
+            fused.check_runs()
+            return fused
         target = StockTarget(**parts)
+        target.check_runs()
         if not self.proven and self.family.model_type not in SHOWN:
             prove(target)
         return target

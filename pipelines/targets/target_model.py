@@ -236,11 +236,18 @@ class TargetModel:
                 "top_k": 0,
             }
         config = self._generation_config(max_new_tokens=max_new_tokens, **sampling)
+        length = inputs["input_ids"].shape[1]
+
+        def checked(ids_BL: Tensor, logits_BV: Tensor) -> Tensor:
+            if ids_BL.shape[1] == length:
+                self.check_finite(logits_BV)
+            return logits_BV
+
         gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
         with torch.inference_mode(), torch.random.fork_rng(devices=gpus):
             torch.manual_seed(sampler.seed)
-            out_BL = self.model.generate(**inputs, generation_config=config)
-        return [self._until_eos(ids) for ids in out_BL[:, inputs["input_ids"].shape[1] :].tolist()]
+            out_BL = self.model.generate(**inputs, generation_config=config, logits_processor=[checked])
+        return [self._until_eos(ids) for ids in out_BL[:, length:].tolist()]
 
     def _check_readable(self, prompts: Sequence[EncodedPrompt]) -> None:
         """PromptError for one that the stock model cannot read, not even alone."""
@@ -377,6 +384,7 @@ class TargetModel:
         if inputs is None:
             raise DataError(UNREADABLE)
         hidden_LD = self._states([prompt], [Transcript.of(prompt)], ())["hidden"][0]
+        self.check_finite(hidden_LD[-1:])
         mine_V = self.logits(hidden_LD[-1:])[0]
         stock_V = self.model(**inputs, logits_to_keep=1).logits[0, -1].float()
         allowed = (1e-3 if self.dtype == torch.float32 else 5e-2) * float(stock_V.abs().max())
@@ -387,6 +395,26 @@ class TargetModel:
                 f"(difference {worst:.3g}, allowed {allowed:.3g}): this checkpoint is not supported"
             )
         self._checked = True
+
+    def check_finite(self, hidden_BD: Tensor) -> None:
+        """PromptError for the first prompt whose last `hidden` state, or logits, are not finite.
+
+        Its response would be token 0 for ever, with and without a drafter alike.
+        """
+        finite_B = hidden_BD.isfinite().all(-1)
+        if finite_B.all():
+            return
+        cure = "its weights may be damaged: download the checkpoint again"
+        if self.dtype == torch.float16:
+            cure = "their range is too small for it: use --target-dtype bfloat16, or float32"
+        row = int(finite_B.logical_not().nonzero()[0])
+        raise PromptError(f"{self.name} gives states that are not finite in {self.dtype_name}: {cure}", row)
+
+    @torch.inference_mode()
+    def check_runs(self) -> None:
+        """`check_finite` of a prompt of one word."""
+        prompt = self.encode([{"role": "user", "content": [{"type": "text", "text": "Hello"}]}])
+        self.check_finite(self._states([prompt], [Transcript.of(prompt)], ())["hidden"][:, -1])
 
     @torch.inference_mode()
     def norm(self, state_ND: Tensor) -> Tensor:

@@ -57,6 +57,7 @@ class VisionLanguageTarget(TargetModel):
         states = self._states(prompts, [Transcript.of(prompt) for prompt in prompts], (), cache)
         last_B = torch.tensor(lengths, device=self.device) - 1
         hidden_BD = states["hidden"][torch.arange(len(prompts), device=self.device), last_B]
+        self.check_finite(hidden_BD)
         rope_B = torch.tensor([prompt.next_rope for prompt in prompts], device=self.device)
         return continue_batch(
             layers,
@@ -78,11 +79,15 @@ class VisionLanguageTarget(TargetModel):
         features: Collection[Feature] = (),
         on_encoded: Callable[[], None] = lambda: None,
     ) -> Batch:
-        """Start a new sequence: run a prompt and return its tokens with `features` and hidden.text."""
+        """Start a new sequence: run a prompt and return its tokens with `features` and hidden.text.
+
+        PromptError if its last state is not finite.
+        """
         self._prompt, self.sequence = prompt, self.sequence + 1
         wanted = {HIDDEN_TEXT, *features}
         with torch.inference_mode():
             states = self._prefill(prompt, {f.source for f in wanted}, on_encoded)
+            self.check_finite(states["hidden"][:, -1])
             return Transcript.of(prompt).batch({name: state[0] for name, state in states.items()}, wanted)
 
     def _prefill(
