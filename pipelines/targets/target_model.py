@@ -15,6 +15,7 @@ from msgspec import UNSET
 from torch import Tensor
 
 from vlmdistill.drafters.core.batch import Head
+from vlmdistill.drafters.core.target import room
 from vlmdistill.drafters.decoding.acceptance import is_greedy
 from vlmdistill.pipelines.targets.batching import HalveOnOom, pad
 from vlmdistill.pipelines.targets.capture import DTYPES, Leaving, Transcript
@@ -189,7 +190,8 @@ class TargetModel:
 
         Args:
             prompts: See `encode`.
-            max_new_tokens: Maximum length of a response, in tokens, EOS included.
+            max_new_tokens: Maximum length of a response, in tokens, EOS included; the target's last position
+                ends it, too.
             temperature: 1 is the target's own distribution.
             top_p: Share of probability that nucleus sampling keeps; 1 keeps all.
             seed: Seed of the sampling.
@@ -199,8 +201,8 @@ class TargetModel:
             or `length`.
 
         Raises:
-            DataError: A setting is out of range.
-            TargetError: A single prompt exceeds the memory.
+            DataError: A setting is out of range, or a prompt leaves no room for a response.
+            TargetError: A single prompt exceeds the memory, or has states that are not finite.
         """
         if max_new_tokens < 1 or not 0 <= temperature < float("inf") or not 0 < top_p <= 1:
             raise DataError(
@@ -208,11 +210,13 @@ class TargetModel:
                 f"temperature {temperature} (at least 0), top_p {top_p} (above 0, up to 1)"
             )
         sampler = Sampler(temperature, top_p, seed)
-        return self._halve_generate(
-            list(prompts),
-            lambda prompt: prompt.length + max_new_tokens,
-            lambda part: [self.response(ids) for ids in self._generate(part, max_new_tokens, sampler)],
-        )
+
+        def responses(part: Sequence[EncodedPrompt]) -> list[EncodedResponse]:
+            most = [min(max_new_tokens, room(self.info, prompt.length)) for prompt in part]
+            ids = self._generate(part, max(most), sampler)
+            return [self.response(its[:limit]) for its, limit in zip(ids, most, strict=True)]
+
+        return self._halve_generate(list(prompts), lambda prompt: prompt.length + max_new_tokens, responses)
 
     def _generate(
         self, prompts: Sequence[EncodedPrompt], max_new_tokens: int, sampler: Sampler
@@ -268,7 +272,8 @@ class TargetModel:
         inputs = self._stock_inputs([prompt])
         if inputs is None:
             return None
-        config = self._generation_config(max_new_tokens=max_new_tokens, do_sample=False)
+        most = min(max_new_tokens, room(self.info, prompt.length))
+        config = self._generation_config(max_new_tokens=most, do_sample=False)
         out_1L = self.model.generate(**inputs, generation_config=config)
         return self.response(out_1L[0, prompt.length :].tolist())
 
