@@ -5,6 +5,7 @@ A row becomes a `Conversation` or raises BadRowError: nothing is dropped silentl
 """
 
 import base64
+import json
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from vlmdistill.pipelines.data.prompts import columns, sources
 from vlmdistill.pipelines.data.prompts.augment import Message
 from vlmdistill.pipelines.data.prompts.sources import Row
 from vlmdistill.pipelines.media.resolver import BadRowError, Media
-from vlmdistill.stores.errors import DataError, lone_surrogate
+from vlmdistill.stores.errors import DataError, lone_surrogate, one_line
 
 Format = Literal["auto", "llava", "sharegpt", "chat", "hf"]
 Sampling = Mapping[str, float | int]  # "fps" or "frames" of a video; empty: the target's own
@@ -57,19 +58,25 @@ def detect(source: str, wanted: Format = "auto", ask: str | None = None) -> Form
         return wanted
     if path.is_dir():
         return "hf"
-    first, images = None, False
+    first, images, problem = None, False, None
     for row in sources.read(source):
         first = first or row
         if not isinstance(row.value, Mapping):
             continue
-        value = _request(row.value)
-        name, given = _turns(value)
+        try:
+            value = _request(row.value)
+            name, given = _turns(value)
+        except BadRowError as error:
+            problem = problem or error
+            continue
         pictured = value.keys() & {name for names in FILES.values() for name in names}
         images |= bool(pictured)
         if given is not None:
             return "chat" if name == "messages" else "llava" if pictured else "sharegpt"
         if value.keys() & {*columns.QUESTIONS, *columns.MORE[:1]} or (ask and pictured):
             return "hf"
+    if problem:
+        raise DataError(f"{source}: {first}: {problem}")
     if images:
         raise DataError(f"{source} has images and no questions: ask one, --ask 'Describe the image.'")
     raise DataError(
@@ -134,10 +141,24 @@ def _request(value: Mapping[str, Any]) -> Mapping[str, Any]:
 def _turns(value: Mapping[str, Any]) -> tuple[str, list[Any] | None]:
     """The turns of a row, and their column; a pair of user and assistant text becomes two turns."""
     for name in TURNS:
-        items = value.get(name)
+        items = _decoded(name, value.get(name))
         if isinstance(items, list) and (not items or any(isinstance(item, Mapping) for item in items)):
             return name, [turn for item in items for turn in _spread(item)]
     return "", None
+
+
+def _decoded(name: str, value: Any) -> Any:
+    """The turns that JSON text in a column stands for; any other value as it is.
+
+    BadRowError if text looks like turns, and is no JSON.
+    """
+    if not (isinstance(value, str) and re.match(r"\s*\[\s*\{", value)):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        detail = f"the column {name} is text that is not JSON ({one_line(error)}): write it as JSON"
+        raise BadRowError("conversation is text", detail) from None
 
 
 def _spread(item: Any) -> list[Any]:
@@ -164,19 +185,40 @@ def _ordered(messages: list[Message], unread: tuple[str, ...]) -> Conversation:
 
 
 class _MediaOfRow:
-    """The images and videos of a row's columns, which tags and parts use up in order."""
+    """The images and videos of a row's columns, which tags and parts use up in order.
+
+    A part may also name one by its `index`, from 0, again and again.
+    """
 
     def __init__(self, value: Mapping[str, Any], kind: Format, sampling: Sampling | None) -> None:
         self.value, self.kind, self.sampling = value, kind, sampling
         found = {what: next((n for n in names if value.get(n)), "") for what, names in FILES.items()}
         self.given = {what: _listed(value.get(name) or []) for what, name in found.items()}
-        self.placed: Counter[str] = Counter()
+        self.placed: Counter[str] = Counter()  # by tags, and by parts without an index
+        self.indexed = {what: set[int]() for what in FILES}
         self.tagged = kind == "llava" or any(self.given.values())  # else <image> is ordinary text
         self.columns = {*found.values(), *(SAMPLING if self.given["video"] else ())}
         self.unread: list[str] = []  # keys of parts
 
+    def of_part(self, what: str, part: Mapping[str, Any]) -> Media:
+        """The image or video of a part without a path: the one of its index, else the next."""
+        index = part.get("index")
+        if not isinstance(index, int):
+            return self.next(what)
+        if self.placed[what]:
+            raise _half_indexed(what)
+        given = self.given[what]
+        if not 0 <= index < len(given):
+            raise BadRowError(
+                f"{what} count", f"a part shows the {what} of index {index}, the row has {len(given)}"
+            )
+        self.indexed[what].add(index)
+        return given[index]
+
     def next(self, what: str) -> Media:
-        """The next image or video of the row, for a tag or a part without a path."""
+        """The next image or video of the row, for a tag or a part without a path or an index."""
+        if self.indexed[what]:
+            raise _half_indexed(what)
         given, at = self.given[what], self.placed[what]
         if at >= len(given):
             raise BadRowError(
@@ -193,7 +235,7 @@ class _MediaOfRow:
 
     def part(self, what: str, keys: Mapping[str, Any], media: Media) -> dict[str, Any]:
         """The part of an image or video with its own keys."""
-        used = {"type", what, f"{what}_url", "path", "url", "bytes", *SAMPLING}
+        used = {"type", what, f"{what}_url", "path", "url", "bytes", "index", *SAMPLING}
         self.unread += [f"{what}.{key}" for key in keys if keys[key] not in (None, "") and key not in used]
         if what == "image":
             return {"type": what, "media": media}
@@ -205,12 +247,17 @@ class _MediaOfRow:
         """The parts of media without tags, put first as in LLaVA. BadRowError if only some have tags."""
         parts = []
         for what, given in self.given.items():
-            if given and not self.placed[what]:
+            shown = self.placed[what] + len(self.indexed[what])
+            if given and not shown:
                 parts += [self.part(what, {}, media) for media in given]
-            elif len(given) != self.placed[what]:
-                counts = f"{self.placed[what]} <{what}> in the text, {len(given)} given"
+            elif len(given) != shown:
+                counts = f"{shown} <{what}> in the text, {len(given)} given"
                 raise BadRowError(f"{what} count", counts)
         return parts
+
+
+def _half_indexed(what: str) -> BadRowError:
+    return BadRowError(f"{what} count", f"some parts name their {what} by an index, and some do not")
 
 
 def _listed(found: Any) -> list[Media]:
@@ -306,7 +353,7 @@ def _parts(part: Any, media: _MediaOfRow) -> list[dict[str, Any]]:
     names = (what, f"{what}_url", "path", "url", "bytes")
     name = next((name for name in names if part.get(name)), None)
     given = {"bytes": part[name]} if name == "bytes" else part[name] if name else None
-    return [media.part(what, part, media.next(what) if given is None else _media(given))]
+    return [media.part(what, part, media.of_part(what, part) if given is None else _media(given))]
 
 
 def _whole(keys: Mapping[str, Any]) -> None:
