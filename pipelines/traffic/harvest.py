@@ -37,6 +37,7 @@ from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError, one_line
 from vlmdistill.stores.progress import Progress, silent
 from vlmdistill.stores.schema import content_hash, utc
+from vlmdistill.stores.views.text_stats import words_of
 
 if TYPE_CHECKING:
     from vlmdistill.pipelines.targets.target_model import TargetModel
@@ -289,7 +290,7 @@ class _Harvest(ImportGate):
             raise BadRowError("refused by the processor", one_line(error)) from None
         if not found.changed[0]:
             require_same_prompt(found.exchange, encoded.ids_L.tolist())
-        words, repeated = len(found.text.split()), repetition(ids)
+        words, repeated = len(words_of(found.text)), repetition(ids)
         limit = min(self._filters.max_length or 2**31, self.target.info.max_position)
         if why := self._filters.reason(words, repeated, encoded.length + len(ids), limit):
             raise BadRowError(why)
