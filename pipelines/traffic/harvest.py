@@ -31,7 +31,12 @@ from vlmdistill.pipelines.media.resolver import BadRowError
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
 from vlmdistill.pipelines.traffic.logs import Exchange, Log, LogFile
 from vlmdistill.pipelines.traffic.policy import Policy
-from vlmdistill.pipelines.traffic.tokens import ResponseTokens, require_same_prompt, response_text
+from vlmdistill.pipelines.traffic.tokens import (
+    ResponseTokens,
+    require_same_prompt,
+    require_whole,
+    response_text,
+)
 from vlmdistill.pipelines.workspace.workspace import NAME, Workspace, only_writer
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError, one_line
@@ -210,6 +215,7 @@ class _Harvest(ImportGate):
                     self.again.add(file.name)
 
     def _row(self, file: LogFile, exchange: Exchange) -> Row:
+        require_whole(exchange)
         said = response_text(exchange)
         messages, text = self.policy.redacted(exchange, said)
         if not isinstance(messages, list):
