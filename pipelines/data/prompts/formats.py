@@ -8,7 +8,7 @@ import base64
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from urllib.parse import unquote
 from vlmdistill.pipelines.data.prompts import columns, sources
 from vlmdistill.pipelines.data.prompts.augment import Message
 from vlmdistill.pipelines.data.prompts.sources import Row
+from vlmdistill.pipelines.media.images import kind_of
 from vlmdistill.pipelines.media.resolver import BadRowError, Media
 from vlmdistill.stores.errors import DataError, lone_surrogate, one_line
 
@@ -35,6 +36,7 @@ FILES = {"image": ("image", "images"), "video": ("video", "videos")}
 COUNTS = ("frames", "nframes", "num_frames")  # keys for the number of frames of a video
 SAMPLING = ("fps", *COUNTS)
 CLIPS = ("video_start", "video_end", "start", "end", "start_time", "end_time", "start_sec", "end_sec")
+LONGEST_NAME = 1000  # of a file: longer ones are texts
 MOST = 2**31 - 1  # frames, or frames per second, of a video
 TAG = re.compile(r"\s*<(image|video)>\s*")
 
@@ -117,7 +119,23 @@ def conversation(
     if not users:
         raise BadRowError("no user turn")
     users[0]["content"] = media.untagged() + users[0]["content"]
-    return _ordered(messages, (*_unread(value, {*read, *media.columns}), *media.unread))
+    unread = _unread(value, {*read, *media.columns})
+    if not any(part["type"] in FILES for message in messages for part in message["content"]):
+        _require_no_media(value, unread)
+    return _ordered(messages, (*unread, *media.unread))
+
+
+def _require_no_media(value: Mapping[str, Any], unread: Collection[str]) -> None:
+    """BadRowError if a column that is not read has an image or a video: the question may be about it."""
+    for name in unread:
+        held = value.get(name)
+        held = held[0] if isinstance(held, list) else held
+        path = held.get("path") if isinstance(held, Mapping) else held
+        kind = kind_of(path) if isinstance(path, str) and len(path) < LONGEST_NAME else ""
+        if not kind and isinstance(held, Mapping) and isinstance(held.get("bytes"), bytes):
+            kind = "image"
+        if kind:
+            raise BadRowError(f"{kind} in another column", f"'{name}': name the column {kind}")
 
 
 def _unread(value: Mapping[str, Any], read: set[str]) -> list[str]:

@@ -37,6 +37,7 @@ REFUSED = {  # first bytes of a file -> what it is
 }
 TAR = 257  # offset of the magic bytes of a tar archive
 FILES = (".json", ".jsonl", ".parquet", ".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".csv", ".txt")
+ROWS = (".json", ".jsonl", ".parquet")  # of a folder that has images, too
 ROWS_AT_ONCE = 16  # of Parquet: they may hold images
 MOST_BYTES, MOST_NAME = 2**30, 2**20  # of a file in a tar archive, and of its name, which are read whole
 
@@ -481,8 +482,8 @@ def _shown(files: Collection[str], named: Any) -> list[str]:
     return shown
 
 
-def _json_files(folder: Path, split: str) -> list[Path]:
-    """The JSON files that hold the rows of a local dataset; none if others do.
+def _own_files(folder: Path, split: str) -> list[Path]:
+    """The files that hold the rows of a local dataset and are read here; none if `datasets` reads it.
 
     `datasets` takes a folder with more images than JSON files for one of images alone. In a column of values
     of several types it reads text that looks like JSON as what that text says.
@@ -490,21 +491,23 @@ def _json_files(folder: Path, split: str) -> list[Path]:
     import datasets
     from datasets.data_files import DataFilesDict, get_data_patterns
 
-    builder = datasets.load_dataset_builder(str(folder))
+    builder, names = datasets.load_dataset_builder(str(folder)), set[str]()
     if builder.name in ("imagefolder", "videofolder"):
-        names = {path.name for path, _ in walk(folder)}
+        names |= {path.name for path, _ in walk(folder)}
         if names & {"metadata.csv", "metadata.jsonl", "metadata.parquet"}:
             return []  # the rows of such a folder, by a convention of `datasets`
         root = str(folder.resolve())
         patterns = get_data_patterns(root)
-        by_split = DataFilesDict.from_patterns(patterns, root, allowed_extensions=[".json", ".jsonl"])
+        by_split = DataFilesDict.from_patterns(patterns, root, allowed_extensions=[*ROWS])
     elif builder.name == "json" and builder.config.field is None:
         by_split = builder.config.data_files
     else:
         return []
     files = by_split.get(split or "train", [])
     if not files and not split:  # `train` may name the folder of the images
-        files = [str(path) for path, _ in walk(folder) if path.suffix.lower() in (".json", ".jsonl")]
+        files = [str(path) for path, _ in walk(folder) if path.suffix.lower() in ROWS]
+    if not files and (csv := next((name for name in names if name.lower().endswith(".csv")), "")):
+        raise DataError(f"it has images and {csv}: move that into a folder of its own, and give --images")
     return [Path(file) for file in files]
 
 
@@ -525,7 +528,7 @@ def _dataset(source: str) -> Iterator[Row]:
     saved = (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
     number = 0
     try:
-        for file in _json_files(folder, split) if folder.is_dir() and not saved else ():
+        for file in _own_files(folder, split) if folder.is_dir() and not saved else ():
             for row in read(str(file)):
                 number += 1
                 yield replace(row, source=source, dataset=Path(name).name, number=number)

@@ -142,6 +142,19 @@ def test_a_conversation_that_is_other_text_is_not_replaced_by_a_question(tmp_pat
         assert "--ask" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["file_name", "image_path", "picture"])
+def test_a_question_does_not_lose_an_image_in_another_column(out: Path, name: str) -> None:
+    reason, detail = refused(out, {**said("What is this?", "A wall."), name: "1.jpg"})
+    assert (reason, name in detail) == ("image in another column", True)
+    assert (
+        refused(out, {"question": "What moves?", name: {"path": "a/1.mp4"}})[0] == "video in another column"
+    )
+    assert refused(out, {"question": "Which?", name: ["1.jpg", "1.jpg"]})[0] == "image in another column"
+    # A name beside the image is a fact about it.
+    row = {**said("What is this?", "A wall."), "image": "1.jpg", name: "1.jpg"}
+    assert imported(out.with_name("other"), row).unread_columns == {name: 1}
+
+
 def test_sampling_of_a_row_that_is_overruled_need_not_make_sense(out: Path) -> None:
     row = said("<video>\nWhat moves?", "A ball.", video="1.mp4", fps=30, num_frames=300)  # facts of the file
     assert refused(out, row)[0] == "video sampling"

@@ -109,14 +109,25 @@ def test_values_of_several_types_in_a_column_are_what_they_are_in_json(
     assert contents(again) == expected
 
 
-def test_questions_beside_their_images_are_read(tmp_path: Path, out: Path, media: Path) -> None:
+@pytest.mark.parametrize("name", ["llava.json", "rows.jsonl", "rows.parquet"])
+def test_questions_beside_their_images_are_read(tmp_path: Path, out: Path, media: Path, name: str) -> None:
     folder = tmp_path / "data"
     (folder / "train").mkdir(parents=True)
-    for name in ("1.jpg", "2.jpg", "3.jpg"):
-        shutil.copy(media / "1.jpg", folder / "train" / name)
-    packed(folder, "llava.json", [said("<image>\nWhat?", "A wall.", image="train/2.jpg")])
+    for picture_name in ("1.jpg", "2.jpg", "3.jpg"):
+        shutil.copy(media / "1.jpg", folder / "train" / picture_name)
+    packed(folder, name, [said("<image>\nWhat?", "A wall.", image="train/2.jpg")])
     assert import_prompts([str(folder)], out).added == 1
     assert contents(out) == [(["2.jpg", "What?"], "A wall.")]
+
+
+def test_a_table_beside_images_is_named(tmp_path: Path, out: Path, media: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for name in ("1.jpg", "2.jpg"):
+        shutil.copy(media / "1.jpg", tmp_path / "data" / name)
+    (tmp_path / "data" / "rows.csv").write_text("image,question\n1.jpg,What is this?\n")
+    with pytest.raises(DataError, match=r"rows\.csv") as caught:
+        import_prompts([str(tmp_path / "data")], out)
+    assert "--ask" not in str(caught.value)
 
 
 def test_a_path_is_never_asked_of_the_hub(tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
