@@ -325,7 +325,7 @@ def _message(turn: Any, media: _MediaOfRow) -> Message:
     if role not in ROLES:
         raise BadRowError("unknown role", f"{role}, in a turn with {', '.join(map(str, turn))}")
     name = next((name for name in ("content", "value", "text") if turn.get(name) is not None), "content")
-    content, outer = turn.get(name), media
+    content, outer = _parts_of_text(turn.get(name)), media
     own = _MediaOfRow(turn, media.kind, media.sampling)
     if any(own.given.values()):
         media = own
@@ -339,6 +339,19 @@ def _message(turn: Any, media: _MediaOfRow) -> Message:
     if not parts or (ROLES[role] != "user" and not any(part["type"] == "text" for part in parts)):
         raise BadRowError("empty turn", role)
     return {"role": ROLES[role], "content": parts}
+
+
+def _parts_of_text(content: Any) -> Any:
+    """The parts that JSON text as a whole content stands for; any other content as it is."""
+    if not (isinstance(content, str) and re.match(r'\s*\[\s*\{\s*"', content)):
+        return content
+    try:
+        parts = json.loads(content)
+    except (ValueError, RecursionError):
+        return content
+    kinds = [str(part.get("type")) if isinstance(part, Mapping) else "" for part in parts]
+    kinds = [kind.removeprefix("input_").removesuffix("_url") for kind in kinds]
+    return parts if kinds and all(kind in ("text", *FILES) for kind in kinds) else content
 
 
 def _parts(part: Any, media: _MediaOfRow) -> list[dict[str, Any]]:

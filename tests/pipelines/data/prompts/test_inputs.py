@@ -133,6 +133,15 @@ def test_a_conversation_may_be_json_text(tmp_path: Path, out: Path, name: str, a
     assert [part.get("text") for part in read(out)[0].messages[0]["content"]] == [None, "What is this?"]
 
 
+def test_parts_may_be_json_text(out: Path) -> None:
+    parts = [{"type": "image", "image": "1.jpg"}, {"type": "text", "text": "What is this?"}]
+    row = {"messages": [{"role": "user", "content": json.dumps(parts)}]}
+    assert [part.get("text") for part in one(out, row).messages[0]["content"]] == [None, "What is this?"]
+    for text in ('[{"type": "point", "x": 1}]: what is it?', '[{"type": ["point"]}]', "[1, 2]", '[{"a'):
+        prompt = one(out.with_name(str(len(text))), {"messages": [{"role": "user", "content": text}]})
+        assert texts(prompt) == [("user", text)]
+
+
 def test_a_conversation_that_is_other_text_is_not_replaced_by_a_question(tmp_path: Path, out: Path) -> None:
     talk = said("<image>\nWhat is this?", "A wall.")["conversations"]
     rows = [{"image": "1.jpg", "conversations": str(talk)}]
