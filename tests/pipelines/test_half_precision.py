@@ -8,8 +8,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests import tiny
+from tests.served_app import serving
 from vlmdistill.cli.main import main
 from vlmdistill.pipelines.data.prompts.importing import import_prompts
+from vlmdistill.pipelines.endpoint.served_decoder import ServedDecoder
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.stores.errors import TargetError
 
@@ -95,6 +97,24 @@ def test_an_image_that_float16_cannot_hold_costs_its_prompt_alone(tmp_path: Path
     assert getattr(caught.value, "at", None) == 1
     with pytest.raises(TargetError, match="bfloat16"):
         target.prefill(image)
+
+
+def test_a_server_refuses_an_image_that_float16_cannot_hold_and_goes_on(tmp_path: Path) -> None:
+    folder = scaled(
+        tiny.checkpoint("llava", tmp_path / "model", layers=1), "multi_modal_projector.linear_2.weight"
+    )
+    decoder = ServedDecoder("wide", load(str(folder), dtype="float16"))
+    image = {"type": "image_url", "image_url": {"url": tiny.data_url(tiny.picture(28, 28))}}
+    text = {"type": "text", "text": "Hello"}
+    answers = []
+    with serving(decoder) as server:
+        for content in ([image, text], [text]):
+            turns = [{"role": "user", "content": content}]
+            body = json.dumps({"model": "wide", "messages": turns, "max_tokens": 2}).encode()
+            kind = "application/json"
+            answers.append(server.request("POST", "/v1/chat/completions", body, Content_Type=kind))
+    assert [status for status, _ in answers] == [400, 200]
+    assert "float16" in json.loads(answers[0][1])["error"]["message"]
 
 
 def test_weights_that_are_damaged_are_no_matter_of_the_dtype(tmp_path: Path) -> None:
