@@ -230,7 +230,7 @@ def _count(av: Any, path: Path) -> tuple[int, Footage]:
                 packets[packet.stream.index].append((packet.pts, packet.duration, packet.dts))
         # The first stream may be a preview; the best one by FFmpeg's rules may be one, too.
         best = container.streams.best("video")
-        order = sorted(streams, key=lambda stream: stream is not best)
+        order = sorted(streams, key=lambda stream: best is None or stream.index != best.index)
         film = next((stream for stream in order if len(packets[stream.index]) > 1), order[0])
         header = film.average_rate or film.guessed_rate
         index, tick = film.index, film.time_base  # the stream is freed with the container

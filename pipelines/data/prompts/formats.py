@@ -31,6 +31,7 @@ ROLES = {
 }
 TOOLS = ("tool", "function", "function_call", "tool_call", "tool_response", "observation", "ipython")
 TURNS = ("messages", "conversations", "conversation", "items", "texts", "prompt")
+SPEAKERS = {"role", "from", "user", "human", "assistant"}  # keys of a turn, or of a pair of turns
 ASKING = ("chat/completions", "/responses")  # the requests of an OpenAI batch that are read
 FILES = {"image": ("image", "images"), "video": ("video", "videos")}
 COUNTS = ("frames", "nframes", "num_frames")  # keys for the number of frames of a video
@@ -168,13 +169,17 @@ def _turns(value: Mapping[str, Any]) -> tuple[str, list[Any] | None]:
 def _decoded(name: str, value: Any) -> Any:
     """The turns that JSON text in a column stands for; any other value as it is.
 
-    BadRowError if text looks like turns, and is no JSON.
+    BadRowError if text in the place of turns looks like them, and is no JSON.
     """
     if not (isinstance(value, str) and re.match(r"\s*\[\s*\{", value)):
         return value
     try:
-        return json.loads(value)
+        turns = json.loads(value)
+        speaking = [isinstance(turn, Mapping) and bool(turn.keys() & SPEAKERS) for turn in turns]
+        return turns if all(speaking) else value
     except (ValueError, RecursionError) as error:
+        if name not in TURNS[:3]:  # other columns may hold a question
+            return value
         detail = f"the column {name} is text that is not JSON ({one_line(error)}): write it as JSON"
         raise BadRowError("conversation is text", detail) from None
 

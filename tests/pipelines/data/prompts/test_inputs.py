@@ -133,6 +133,11 @@ def test_a_conversation_may_be_json_text(tmp_path: Path, out: Path, name: str, a
     assert [part.get("text") for part in read(out)[0].messages[0]["content"]] == [None, "What is this?"]
 
 
+@pytest.mark.parametrize("text", ['[{"a": 1}]', "[{x} for x in y]: is it Python?", "[{'role': 1}"])
+def test_a_question_that_looks_like_turns_stays_one(out: Path, text: str) -> None:
+    assert texts(one(out, {"prompt": text})) == [("user", text)]
+
+
 def test_parts_may_be_json_text(out: Path) -> None:
     parts = [{"type": "image", "image": "1.jpg"}, {"type": "text", "text": "What is this?"}]
     row = {"messages": [{"role": "user", "content": json.dumps(parts)}]}
