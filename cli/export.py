@@ -91,7 +91,8 @@ def commands(model: str, written: "Exported") -> list[str]:
     settings = "" if torch.cuda.is_available() else "VLLM_CPU_KVCACHE_SPACE=1 "  # GiB
     lines = [f"vLLM:   {settings}{shlex.join(serve)}"]
     if "sglang" in written.engines:
-        launch = ["python", "-m", "sglang.launch_server", "--model-path", target, "--speculative-algorithm"]
+        launch = ["python", "-m", "sglang.launch_server", "--model-path", target]
+        launch += ["--sampling-defaults", "openai", "--speculative-algorithm"]
         launch += [
             written.method.upper(),
             "--speculative-draft-model-path",

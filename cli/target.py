@@ -80,7 +80,8 @@ def show(
         f"{target['intermediate_size']}, {target['num_heads']} heads of {target['head_dim']}, "
         f"{target['num_kv_heads']} for keys and values",
         "vocabulary": f"{target['vocab_size']}, {'one table' if facts['tied'] else 'two tables'} of "
-        f"{console.size(facts['head_bytes'])} in a store",
+        f"{console.size(facts['head_bytes'])} in a store of bfloat16, "
+        f"{console.size(2 * facts['head_bytes'])} of float32, the dtype on a CPU",
         "positions": f"{'M-RoPE' if facts['rope_axes'] > 1 else 'RoPE'}, up to {target['max_position']}",
         "captured": facts["captured"],
     }

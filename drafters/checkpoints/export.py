@@ -16,10 +16,11 @@ from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.checkpoints.description import describe
 from vlmdistill.drafters.core.batch import Head
 from vlmdistill.drafters.core.serving import KEY, Exportable, unserved
+from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.stores.errors import TrainingError
 from vlmdistill.stores.schema import Provenance, TargetInfo
 
-DRAFT_TOKENS = 4  # of a served chain, where the drafter has as many
+DRAFT_TOKENS = 4  # of a served chain, where the drafter has as many and its own tree is no chain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +97,7 @@ def export(folder: Path, out: Path, dtype: str = "bfloat16") -> Exported:
     elif not _holds(out, settings, held, files):
         raise TrainingError(f"{out} exists: name a new folder")
     most = served_as.feeding.draft_tokens
+    wanted = _chain_length(drafter.tree)
     return Exported(
         drafter=name,
         target=trained.target,
@@ -109,8 +111,17 @@ def export(folder: Path, out: Path, dtype: str = "bfloat16") -> Exported:
         method=served_as.method,
         drops_visual=served_as.feeding.visual == "dropped",
         whole_images=served_as.feeding.whole_images,
-        draft_tokens=most if served_as.whole_block else min(DRAFT_TOKENS, most or DRAFT_TOKENS),
+        draft_tokens=most if served_as.whole_block else min(wanted, most or wanted),
     )
+
+
+def _chain_length(tree: Tree) -> int:
+    """How many tokens an engine, which knows chains alone, is to draft.
+
+    A chain that ends where it is unsure is no guide: engines draft all of it.
+    """
+    own = str(tree) == f"chain-{tree.total - 1}"
+    return tree.total - 1 if own else DRAFT_TOKENS
 
 
 def _holds(

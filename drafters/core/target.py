@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from vlmdistill.drafters.core.batch import Batch, Head
+from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import Feature, TargetInfo
 
 
@@ -61,3 +62,11 @@ class Target(Reader, Protocol):
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """The LM head on `hidden` states, float32 [N, V]."""
         ...
+
+
+def room(info: TargetInfo, length: int) -> int:
+    """The most tokens of a response to a prompt of that length; DataError if there is no position for any."""
+    left = info.max_position - length
+    if left < 1:
+        raise DataError(f"the prompt has {length} tokens and leaves no room for a response")
+    return left

@@ -13,7 +13,7 @@ import torch
 
 from vlmdistill.drafters.core.batch import Batch
 from vlmdistill.drafters.core.drafter import Proposer
-from vlmdistill.drafters.core.target import Target
+from vlmdistill.drafters.core.target import Target, room
 from vlmdistill.drafters.core.tree import Observer, Tree
 from vlmdistill.drafters.decoding.acceptance import choose, verify
 from vlmdistill.drafters.decoding.clock import Cycle, Laps
@@ -35,13 +35,13 @@ def speculate(
 ) -> Iterator[Cycle]:
     """Decode with draft trees. The tokens are the target's own, for any drafter.
 
-    Ends after any EOS of the target, or at `max_new_tokens`; nothing follows an EOS. DataError when another
-    sequence is begun on the target before the end.
+    Ends after any EOS of the target, at `max_new_tokens`, or at its last position; nothing follows an EOS.
+    DataError when another sequence is begun on the target before the end.
     """
     laps = Laps(target.head.embed_VD.device)
     needs = drafter.config.needs(target.info, decoding=True)
-    limit = _Limit(target, max_new_tokens)
     prefix = target.prefill(prompt, needs, lambda: laps.end("vision"))
+    limit = _Limit(target, prefix, max_new_tokens)
     sequence = target.sequence
     last_1D = {source: prefix.feature(source, "text")[-1:] for source in {"hidden", *drafter.sources}}
     bonus_1 = choose(target.logits(last_1D["hidden"]), temperature, generator)
@@ -101,8 +101,8 @@ def plain(
 ) -> Iterator[Cycle]:
     """Decode one token at a time with a KV cache: the baseline of every speedup."""
     laps = Laps(target.head.embed_VD.device)
-    limit = _Limit(target, max_new_tokens)
     prefix: Batch = target.prefill(prompt, (), lambda: laps.end("vision"))
+    limit = _Limit(target, prefix, max_new_tokens)
     sequence = target.sequence
     token_1 = choose(target.logits(prefix.feature("hidden", "text")[-1:]), temperature, generator)
     one = torch.ones(1, dtype=torch.long, device=token_1.device)
@@ -141,10 +141,12 @@ def _check_current(target: Target, sequence: int) -> None:
 
 
 class _Limit:
-    """Cuts the tokens of a cycle at the first EOS and at the token limit."""
+    """Cuts the tokens of a cycle at the first EOS, the token limit and the target's last position."""
 
-    def __init__(self, target: Target, max_new_tokens: int) -> None:
-        self.eos, self.left = set(target.info.eos_ids), max_new_tokens
+    def __init__(self, target: Target, prefix: Batch, max_new_tokens: int) -> None:
+        length = int(prefix.position_T[-1]) + 1  # a prompt ends with text
+        self.eos = set(target.info.eos_ids)
+        self.left = min(max_new_tokens, room(target.info, length))
         self.reached = max_new_tokens < 1
 
     def cut(self, ids: list[int]) -> list[int]:

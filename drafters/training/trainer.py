@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from math import isfinite
+from math import ceil, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +129,21 @@ class _Trainer:
             dtype=self.dtype,
         )
 
+    def _warn_of_nothing_held_out(self) -> None:
+        """A small share of few samples, which their keys choose, may be none."""
+        wanted = self.run.held_out > 0 and not self.run.follow
+        if self.rank != 0 or not (wanted and self.samples) or self.samples[-1].held_out:
+            return
+        samples = self.samples[-1]
+        count = len(samples.visual) + len(samples.text)
+        log.warning(
+            "none of %s samples is held out at a share of %g, so that no agreement is measured on others and "
+            "no tau predicted: --held-out 0.2 holds out about %s",
+            count,
+            self.run.held_out,
+            ceil(0.2 * count),
+        )
+
     def fetch(self, force: bool) -> None:
         """Take over the copy of the run's checkpoint if it is further; with `force`, it will be replaced."""
         if copied := self.copied:
@@ -139,6 +154,7 @@ class _Trainer:
         if found is None:
             for line in self.taken.lines() if self.taken and self.rank == 0 else ():
                 log.info("%s", line)
+            self._warn_of_nothing_held_out()
             self._choose_vocabulary()
         else:
             validated = self.config.validate_every > 0 and found.position.best is not None

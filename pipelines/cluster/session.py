@@ -123,9 +123,11 @@ def _start(quiet: dict[str, Any]) -> None:
         ray.init(address="local", include_dashboard=False, object_store_memory=100 * MIB, **quiet)
     except Exception as error:  # Ray has no type for a failed start
         ray.shutdown()
-        raise VlmdistillError(
-            f"Ray did not start ({cause_of(error)}): is the machine out of memory or very busy?"
-        ) from error
+        cause = cause_of(error)
+        advice = "is the machine out of memory or very busy?"
+        if "AF_UNIX" in cause:  # a socket of Ray in the folder for temporary files
+            advice = "TMPDIR is too long a name for it: set RAY_TMPDIR=/tmp"
+        raise VlmdistillError(f"Ray did not start ({cause}): {advice}") from error
 
 
 def _connect(address: str, quiet: dict[str, Any]) -> None:

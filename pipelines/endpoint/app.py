@@ -27,7 +27,7 @@ from vlmdistill.pipelines.endpoint.served_decoder import ServedDecoder, ServedRe
 from vlmdistill.pipelines.endpoint.switch import Switch
 from vlmdistill.pipelines.media.recording import Recorder
 from vlmdistill.pipelines.report.templates import script_hash, source, templates
-from vlmdistill.stores.errors import DataError
+from vlmdistill.stores.errors import DataError, PromptError
 
 CLIENT_GONE = 499  # nginx's status for it
 COUNTS = (  # of `bench.records.Decoding`, that a response tells
@@ -111,7 +111,7 @@ def build_app(
             if recorder:
                 recorder.add(partial(exchange, response, request.headers.items()))
         except Exception as error:
-            known = isinstance(error, QueueFullError | HTTPException | DataError)
+            known = isinstance(error, QueueFullError | HTTPException | DataError | PromptError)
             outcome = "refused" if known else "error"
             raise
         finally:
@@ -151,7 +151,7 @@ def _api_error(error: Exception) -> HTTPException:
     ):
         routes = "POST /v1/chat/completions, GET /v1/models, /metrics, /health and the page /"
         return ApiError(error.status_code, f"this server has {routes}")
-    if isinstance(error, DataError):
+    if isinstance(error, DataError | PromptError):
         return ApiError(400, str(error), param="messages")
     if not isinstance(error, RequestValidationError):
         return explained(error)

@@ -20,15 +20,35 @@ MAX_STOP = 256  # characters of a stop string: as many are searched after each p
 MAX_FIELDS = 64  # of an object: each unknown one is an error to report
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
+    "best_of": (1,),
     "top_p": (1,),
+    "top_k": (-1, 0),
+    "min_p": (0,),
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
     "logprobs": (False,),
+    "top_logprobs": (0,),
     "logit_bias": ({},),
     "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),  # without tools
+    "functions": ([],),
+    "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "store": (False,),
+    "metadata": ({},),
+    "service_tier": ("auto", "default"),
 }
 """Values of unsupported parameters that change nothing; clients send them by default."""
+
+
+IN_MESSAGES: dict[str, tuple[Any, ...]] = {"annotations": ([],), "tool_calls": ([],)}
+"""The same in turns: clients send an earlier response back with them."""
 
 
 class StrictModel(BaseModel):
@@ -50,7 +70,7 @@ class ImageUrl(StrictModel):
     """A data URL, or a file:// URL below the media folder."""
 
     url: str
-    detail: Literal["auto"] = "auto"
+    detail: Literal["auto", "high"] = "auto"  # the target's own resolution
 
 
 class ContentPart(StrictModel):
@@ -71,6 +91,7 @@ class StreamOptions(StrictModel):
     """What a stream ends with."""
 
     include_usage: bool = False
+    include_obfuscation: bool = False  # padding that hides lengths; no event has it
 
 
 class ChatMessage(StrictModel):
@@ -82,9 +103,12 @@ class ChatMessage(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _text_is_a_part(cls, data: Any) -> Any:
-        if isinstance(data, Mapping) and isinstance(data.get("content"), str):
-            return {**data, "content": [{"type": "text", "text": data["content"]}]}
-        return data
+        if not isinstance(data, Mapping):
+            return data
+        kept = {name: value for name, value in data.items() if value not in IN_MESSAGES.get(name, ())}
+        if isinstance(kept.get("content"), str):
+            kept["content"] = [{"type": "text", "text": kept["content"]}]
+        return kept
 
 
 class ChatRequest(StrictModel):
@@ -148,7 +172,7 @@ def image_source(url: str, media: Path | None) -> Path | io.BytesIO:
         header, comma, data = url.partition(",")
         if not comma or not header.endswith(";base64"):
             raise ValueError("a data URL looks like data:image/png;base64,...")
-        return io.BytesIO(base64.b64decode(data, validate=True))
+        return io.BytesIO(base64.b64decode("".join(data.split()), validate=True))  # lines may be broken
     parts = urlsplit(url)
     if parts.scheme != "file":
         raise ValueError("images are not downloaded: send a data URL")

@@ -10,11 +10,12 @@ from threading import Event
 import torch
 
 from vlmdistill.drafters.core.drafter import Proposer
+from vlmdistill.drafters.core.target import room
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.decoding.clock import Cycle
 from vlmdistill.drafters.decoding.decoders import decode
 from vlmdistill.pipelines.bench.records import Decoding, chain_counts
-from vlmdistill.pipelines.data.responses.generate import open_pair, recorded, room
+from vlmdistill.pipelines.data.responses.generate import open_pair, recorded
 from vlmdistill.pipelines.data.responses.pieces import Piece, pieces
 from vlmdistill.pipelines.endpoint.chat import ChatRequest
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
@@ -55,7 +56,7 @@ class ServedDecoder:
             self.drafter if request.speculate else None,
             prompt,
             tree=self.tree,
-            max_new_tokens=min(limit, room(self.target, prompt)),
+            max_new_tokens=min(limit, room(self.target.info, prompt.length)),
             temperature=request.temperature,
             generator=generator,
         )

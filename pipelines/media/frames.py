@@ -199,13 +199,13 @@ def _film(path: Path, choose: Choose) -> SampledFrames:
             f"reading the video {path} needs PyAV: pip install 'vlmdistill[video]'"
         ) from None
     try:
-        footage = _count(av, path)
+        stream, footage = _count(av, path)
         indices = _chosen(footage, choose, f"video {path}")
-        frames_FHWC, seen = _decode(av, path, indices)
+        frames_FHWC, seen = _decode(av, path, stream, indices)
         if len(frames_FHWC) < len(set(indices)):  # the header promised more frames than can be decoded
             footage = Footage(seen, footage.fps)
             indices = _chosen(footage, choose, f"video {path}")
-            frames_FHWC, seen = _decode(av, path, indices)
+            frames_FHWC, seen = _decode(av, path, stream, indices)
     except OSError as error:
         raise MediaError(f"video {path} cannot be read: {error}") from None
     if (distinct := sorted(set(indices))) != list(indices):
@@ -213,16 +213,35 @@ def _film(path: Path, choose: Choose) -> SampledFrames:
     return SampledFrames(frames_FHWC, indices, footage)
 
 
-def _count(av: Any, path: Path) -> Footage:
-    """The number of frames by the packets, since headers may be wrong or missing."""
+def _count(av: Any, path: Path) -> tuple[int, Footage]:
+    """The index of the stream that is the film, and the number of its frames.
+
+    They are counted by the packets, since headers may be wrong or missing.
+    """
     with decoding(), av.open(str(path)) as container:
         if not container.streams.video:
             raise OSError("it holds no video stream")
-        stream = container.streams.video[0]
-        packets = [(p.pts, p.duration, p.dts) for p in container.demux(stream) if p.size]
-        header = stream.average_rate or stream.guessed_rate
-        tick = stream.time_base  # both are freed with the container
-    return Footage(len(packets), _rate(packets, tick, float(header) if header else None))
+        streams = [stream for stream in container.streams.video if not _is_picture(av, stream)]
+        if not streams:
+            raise OSError("it holds no video stream, only a picture such as cover art")
+        packets: dict[int, list[tuple[int | None, ...]]] = {stream.index: [] for stream in streams}
+        for packet in container.demux(streams):
+            if packet.size:
+                packets[packet.stream.index].append((packet.pts, packet.duration, packet.dts))
+        # The first stream may be a preview; the best one by FFmpeg's rules may be one, too.
+        best = container.streams.best("video")
+        order = sorted(streams, key=lambda stream: best is None or stream.index != best.index)
+        film = next((stream for stream in order if len(packets[stream.index]) > 1), order[0])
+        header = film.average_rate or film.guessed_rate
+        index, tick = film.index, film.time_base  # the stream is freed with the container
+    its = packets[index]
+    return index, Footage(len(its), _rate(its, tick, float(header) if header else None))
+
+
+def _is_picture(av: Any, stream: Any) -> bool:
+    """Whether a video stream is cover art or thumbnails, by what its container says."""
+    kinds = av.stream.Disposition
+    return bool(stream.disposition & (kinds.attached_pic | kinds.timed_thumbnails | kinds.still_image))
 
 
 def _rate(packets: Sequence[tuple[int | None, ...]], tick: Any, header: float | None) -> float | None:
@@ -243,14 +262,14 @@ def _rate(packets: Sequence[tuple[int | None, ...]], tick: Any, header: float | 
     return len(packets) / seconds
 
 
-def _decode(av: Any, path: Path, indices: Sequence[int]) -> tuple[Array, int]:
-    """The frames at these indices, each once, in order and upright, and the number of frames decoded."""
+def _decode(av: Any, path: Path, index: int, indices: Sequence[int]) -> tuple[Array, int]:
+    """The frames of a stream at these indices, each once, in order and upright, and how many were decoded."""
     wanted, seen = set(indices), 0
 
     def frames() -> Iterator[Array]:
         nonlocal seen
         with decoding(), av.open(str(path)) as container:
-            stream = container.streams.video[0]
+            stream = container.streams[index]
             stream.thread_type = "AUTO"
             for frame in container.decode(stream):
                 seen += 1

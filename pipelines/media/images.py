@@ -106,15 +106,28 @@ def large_images() -> Iterator[None]:
 def upright(image: Image.Image, mode: str = "RGB") -> Image.Image:
     """A copy in `mode`, rotated as its EXIF metadata says, without metadata; OSError if it is damaged.
 
-    16-bit pixels are scaled to 8 bits. Transparent pixels keep their hidden color, often black.
+    16-bit pixels are scaled to 8 bits. In RGB, transparent pixels are laid on white, as the processors of
+    transformers and vLLM do.
     """
     with decoding():
         image.load()
     turn, bits = _turn(image), _eight_bits(image)
     with decoding():
-        picture = bits.convert(mode)
+        picture = _on_white(bits) if mode == "RGB" else bits.convert(mode)
     picture.info = {}  # else the next reader might rotate it again
     return picture if turn is None else picture.transpose(turn)
+
+
+def _is_transparent(image: Image.Image) -> bool:
+    return "A" in image.getbands() or image.info.get("transparency") is not None
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    """An image in RGB. What hides behind transparent pixels, often black, is not seen."""
+    if not _is_transparent(image):
+        return image.convert("RGB")
+    white = Image.new("RGBA", image.size, "white")
+    return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
@@ -167,7 +180,8 @@ def data_url(file: str | Path) -> str:
     """
     with _naming(file), large_images(), open_image(file) as image:
         kind = image.format or ""
-        if kind in PLAIN_FORMATS and image.mode == "RGB" and _turn(image) is None:
+        plain = image.mode == "RGB" and not _is_transparent(image) and _turn(image) is None
+        if kind in PLAIN_FORMATS and plain:
             data = Path(file).read_bytes()
         else:
             kind, buffer = "PNG", io.BytesIO()

@@ -2,10 +2,13 @@
 
 import errno
 import io
+import unicodedata
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from vlmdistill.pipelines.media import frames
 from vlmdistill.pipelines.media.images import decoding, kind_of, name_of, open_image, upright
@@ -103,6 +106,9 @@ class MediaResolver:
         except OSError as error:  # for example a name that is too long
             hint = "write base64 as a data URL" if error.errno == errno.ENAMETOOLONG else "give a path"
             return BadRowError(f"missing {kind}", f"{media[:80]}: {error.strerror}: {hint}")
+        similar = next((other for path in paths if (other := _other_spelling(path))), None)
+        if similar:
+            return BadRowError(f"{kind} of another spelling", f"{media}: there is {similar}")
         return BadRowError(f"missing {kind}", " and ".join(map(str, dict.fromkeys(paths))))
 
     def _store(self, data: bytes) -> Path:
@@ -113,6 +119,35 @@ class MediaResolver:
             with atomic_write(path) as file:
                 file.write_bytes(data)
         return path
+
+
+def _other_spelling(path: Path) -> Path | None:
+    """The file that a name means on another system or in a URL; None if there is none.
+
+    It has backslashes, percent signs, other letters of a case, or another Unicode form of the same letters.
+    """
+    names = unquote(str(path)).replace("\\", "/").replace("\0", "").split("/")
+    found = Path(names[0] or "/")
+    for name in names[1:]:
+        if not (found / name).exists():
+            name = _names_in(found).get(_folded(name), "")
+        if not name:
+            return None
+        found = found / name
+    return found if found.is_file() else None
+
+
+@lru_cache(64)
+def _names_in(folder: Path) -> dict[str, str]:
+    """The names in a folder by what other systems take for the same."""
+    try:
+        return {_folded(path.name): path.name for path in folder.iterdir()}
+    except OSError:
+        return {}
+
+
+def _folded(name: str) -> str:
+    return unicodedata.normalize("NFC", name).casefold()
 
 
 def _image_format(data: bytes) -> str | None:

@@ -12,7 +12,8 @@ from vlmdistill.pipelines.targets.checkpoints.fingerprint import fingerprint
 from vlmdistill.pipelines.targets.checkpoints.folder import family_of, locate, weight_files
 from vlmdistill.pipelines.targets.checkpoints.info import target_info
 from vlmdistill.pipelines.targets.families.text_model import text_model
-from vlmdistill.pipelines.targets.loading import generation_of, processor_of, skeleton
+from vlmdistill.pipelines.targets.loading import check_parts, generation_of, processor_of, skeleton
+from vlmdistill.stores.errors import TargetError
 from vlmdistill.stores.schema import Feature
 
 BYTES = 2  # per number, in bfloat16
@@ -30,7 +31,14 @@ def describe(
     location = locate(name)
     family = family_of(location.config).load()
     model = skeleton(location.config)
-    folder = location.folder if not location.lacking else None  # of a complete checkpoint
+    folder, lacking = location.folder, location.lacking
+    if folder and not lacking:
+        try:
+            check_parts(folder, model)
+        except TargetError as error:
+            lacking = str(error)
+    if lacking:
+        folder = None
     generation = generation_of(location.folder) if location.folder is not None else None
     model.generation_config = generation or transformers.GenerationConfig()
     needed = folder is not None and getattr(generation, "eos_token_id", None) is None  # its EOS
@@ -49,7 +57,7 @@ def describe(
         "origin": location.origin,
         "folder": str(location.folder) if location.folder else None,
         "found": folder is not None,
-        "lacking": location.lacking,
+        "lacking": lacking,
         "class": type(model).__name__,
         "parameters": {"all": total, "text": language, "vision": total - language},
         "tied": head is embed,

@@ -3,7 +3,7 @@
 import logging
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -71,7 +71,9 @@ def load_for_capture(name: str, **options: Unpack[LoadOptions]) -> TargetModel:
     """As `load`, but a target that is too large for one GPU is spread over all that this process sees."""
     source = _Source(name, **options)
     if source.several_devices and source.fused:
-        return MultiDeviceTarget(**source.load())
+        spread = MultiDeviceTarget(**source.load())
+        spread.check_runs()
+        return spread
     return source.target()
 
 
@@ -146,8 +148,11 @@ class _Source:
         """The loaded target; TargetError if it fails its check, where nobody has shown such a one."""
         parts = self.load()
         if self.fused:
-            return VisionLanguageTarget(compiled=self.compiled, **parts)
+            fused = VisionLanguageTarget(compiled=self.compiled, **parts)
+            fused.check_runs()
+            return fused
         target = StockTarget(**parts)
+        target.check_runs()
         if not self.proven and self.family.model_type not in SHOWN:
             prove(target)
         return target
@@ -287,14 +292,38 @@ def processor_of(folder: Path, family: Family) -> Any:
         processor.chat_template = getattr(processor.tokenizer, "chat_template", None)
     if not processor.chat_template:
         raise TargetError(f"{folder} has no chat template: add chat_template.jinja of the published model")
-    with _in_one_line(f"{folder}: the chat template does not render"):
-        message = {"role": "user", "content": [{"type": "text", "text": _PROBE}]}
-        text = processor.apply_chat_template([message], add_generation_prompt=True)
-    if _PROBE not in text or "'type'" in text:
-        raise TargetError(
-            f"{folder}: the chat template is for text only: add chat_template.jinja of the published model"
-        )
+    _check_template(folder, processor)
     return processor
+
+
+def check_parts(folder: Path, model: Any) -> None:
+    """TargetError if the processor of a checkpoint does not load, or does not fit its model."""
+    family = family_of(folder / "config.json").load()
+    _check_together(folder, family, model, processor_of(folder, family))
+
+
+def _check_template(folder: Path, processor: Any) -> None:
+    """TargetError if the chat template does not render messages of parts."""
+
+    def rendered(content: Any) -> str:
+        message = {"role": "user", "content": content}
+        return str(processor.apply_chat_template([message], add_generation_prompt=True))
+
+    text_only = False
+    with suppress(Exception), quiet_transformers():  # it may join strings alone
+        text_only = _PROBE in rendered(_PROBE)
+    try:
+        with _in_one_line(f"{folder}: the chat template does not render"):
+            text = rendered([{"type": "text", "text": _PROBE}])
+        text_only = _PROBE not in text or "'type'" in text
+    except TargetError:
+        if not text_only:
+            raise
+    if text_only:
+        raise TargetError(
+            f"{folder}: the chat template is for text only: add chat_template.jinja of the published model, "
+            "or one that renders the parts (text, image) of a message"
+        )
 
 
 def _model(

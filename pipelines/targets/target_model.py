@@ -16,6 +16,7 @@ from msgspec import UNSET
 from torch import Tensor
 
 from vlmdistill.drafters.core.batch import Head
+from vlmdistill.drafters.core.target import room
 from vlmdistill.drafters.core.transfer import place
 from vlmdistill.drafters.decoding.acceptance import is_greedy
 from vlmdistill.pipelines.targets.batching import CPU_BATCH, HalveOnOom, pad
@@ -192,7 +193,8 @@ class TargetModel:
 
         Args:
             prompts: See `encode`.
-            max_new_tokens: Maximum length of a response, in tokens, EOS included.
+            max_new_tokens: Maximum length of a response, in tokens, EOS included; the target's last position
+                ends it, too.
             temperature: 1 is the target's own distribution.
             top_p: Share of probability that nucleus sampling keeps; 1 keeps all.
             seed: Seed of the sampling.
@@ -204,8 +206,8 @@ class TargetModel:
             or `length`.
 
         Raises:
-            DataError: A setting is out of range.
-            TargetError: A single prompt exceeds the memory.
+            DataError: A setting is out of range, or a prompt leaves no room for a response.
+            TargetError: A single prompt exceeds the memory, or has states that are not finite.
         """
         if max_new_tokens < 1 or not 0 <= temperature < float("inf") or not 0 < top_p <= 1:
             raise DataError(
@@ -213,13 +215,13 @@ class TargetModel:
                 f"temperature {temperature} (at least 0), top_p {top_p} (above 0, up to 1)"
             )
         sampler = Sampler(temperature, top_p, seed)
-        return self._halve_generate(
-            list(prompts),
-            lambda prompt: prompt.length + max_new_tokens,
-            lambda part: [
-                self.response(ids) for ids in self._generate(part, max_new_tokens, sampler, batch_size)
-            ],
-        )
+
+        def responses(part: Sequence[EncodedPrompt]) -> list[EncodedResponse]:
+            most = [min(max_new_tokens, room(self.info, prompt.length)) for prompt in part]
+            responses_ids = self._generate(part, max(most), sampler, batch_size)
+            return [self.response(ids[:limit]) for ids, limit in zip(responses_ids, most, strict=True)]
+
+        return self._halve_generate(list(prompts), lambda prompt: prompt.length + max_new_tokens, responses)
 
     def _generate(
         self,
@@ -248,11 +250,18 @@ class TargetModel:
                 "top_k": 0,
             }
         config = self._generation_config(max_new_tokens=max_new_tokens, **sampling)
+        length = inputs["input_ids"].shape[1]
+
+        def checked(ids_BL: Tensor, logits_BV: Tensor) -> Tensor:
+            if ids_BL.shape[1] == length:
+                self.check_finite(logits_BV)
+            return logits_BV
+
         gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
         with torch.inference_mode(), torch.random.fork_rng(devices=gpus):
             torch.manual_seed(sampler.seed)
-            out_BL = self.model.generate(**inputs, generation_config=config)
-        return [self._until_eos(ids) for ids in out_BL[:, inputs["input_ids"].shape[1] :].tolist()]
+            out_BL = self.model.generate(**inputs, generation_config=config, logits_processor=[checked])
+        return [self._until_eos(ids) for ids in out_BL[:, length:].tolist()]
 
     def _check_readable(self, prompts: Sequence[EncodedPrompt]) -> None:
         """PromptError for one that the stock model cannot read, not even alone."""
@@ -273,7 +282,8 @@ class TargetModel:
         inputs = self._stock_inputs([prompt])
         if inputs is None:
             return None
-        config = self._generation_config(max_new_tokens=max_new_tokens, do_sample=False)
+        most = min(max_new_tokens, room(self.info, prompt.length))
+        config = self._generation_config(max_new_tokens=most, do_sample=False)
         out_1L = self.model.generate(**inputs, generation_config=config)
         return self.response(out_1L[0, prompt.length :].tolist())
 
@@ -391,6 +401,7 @@ class TargetModel:
         if inputs is None:
             raise DataError(UNREADABLE)
         hidden_LD = self._states([prompt], [Transcript.of(prompt)], ())["hidden"][0]
+        self.check_finite(hidden_LD[-1:])
         mine_V = self.logits(hidden_LD[-1:])[0]
         stock_V = self.model(**inputs, logits_to_keep=1).logits[0, -1].float()
         allowed = (1e-3 if self.dtype == torch.float32 else 5e-2) * float(stock_V.abs().max())
@@ -401,6 +412,26 @@ class TargetModel:
                 f"(difference {worst:.3g}, allowed {allowed:.3g}): this checkpoint is not supported"
             )
         self._checked = True
+
+    def check_finite(self, hidden_BD: Tensor) -> None:
+        """PromptError for the first prompt whose last `hidden` state, or logits, are not finite.
+
+        Its response would be token 0 for ever, with and without a drafter alike.
+        """
+        finite_B = hidden_BD.isfinite().all(-1)
+        if finite_B.all():
+            return
+        cure = "its weights may be damaged: download the checkpoint again"
+        if self.dtype == torch.float16:
+            cure = "their range is too small for it: use --target-dtype bfloat16, or float32"
+        row = int(finite_B.logical_not().nonzero()[0])
+        raise PromptError(f"{self.name} gives states that are not finite in {self.dtype_name}: {cure}", row)
+
+    @torch.inference_mode()
+    def check_runs(self) -> None:
+        """`check_finite` of a prompt of one word."""
+        prompt = self.encode([{"role": "user", "content": [{"type": "text", "text": "Hello"}]}])
+        self.check_finite(self._states([prompt], [Transcript.of(prompt)], ())["hidden"][:, -1])
 
     @torch.inference_mode()
     def norm(self, state_ND: Tensor) -> Tensor:

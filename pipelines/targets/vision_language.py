@@ -25,6 +25,7 @@ from vlmdistill.pipelines.targets.generation import Prefilled, Sampler, generate
 from vlmdistill.pipelines.targets.target_kv_cache import BatchKVCache
 from vlmdistill.pipelines.targets.target_model import TargetModel
 from vlmdistill.pipelines.targets.text_layers import LayerInputs
+from vlmdistill.stores.errors import PromptError
 from vlmdistill.stores.schema import Feature
 
 HIDDEN_TEXT = Feature("hidden", "text")
@@ -71,22 +72,31 @@ class VisionLanguageTarget(TargetModel):
             layers,
             cache,
             lengths,
-            lambda numbers: self._admit([prompts[number] for number in numbers], cache),
+            lambda numbers: self._admit(prompts, numbers, cache),
             lambda hidden_BD: draw(self.logits(hidden_BD)),
             self.info.eos_ids,
             max_new_tokens,
         )
 
-    def _admit(self, prompts: Sequence[EncodedPrompt], cache: BatchKVCache) -> Prefilled:
-        """Read prompts into free slots of a cache."""
+    def _admit(
+        self, all_prompts: Sequence[EncodedPrompt], numbers: Sequence[int], cache: BatchKVCache
+    ) -> Prefilled:
+        """Read the prompts of these numbers into free slots of a cache."""
+        prompts = [all_prompts[number] for number in numbers]
         sequences = [Transcript.of(prompt) for prompt in prompts]
         admitted = cache.admit([prompt.length for prompt in prompts])
         hidden_BLD = self._states(prompts, sequences, (), admitted)["hidden"]
         last_B = torch.tensor([prompt.length - 1 for prompt in prompts])
         row_B = last_B + torch.arange(len(prompts)) * hidden_BLD.shape[1]
+        hidden_BD = hidden_BLD.flatten(0, 1).index_select(0, place(row_B, self.device))
+        try:
+            self.check_finite(hidden_BD)
+        except PromptError as error:
+            error.at = numbers[error.at]
+            raise
         next_ropes = [prompt.next_rope for prompt in prompts]
         return Prefilled(
-            hidden_BD=hidden_BLD.flatten(0, 1).index_select(0, place(row_B, self.device)),
+            hidden_BD=hidden_BD,
             rope_B=place(torch.tensor(next_ropes), self.device),
             last_rope=max(next_ropes),
         )
@@ -110,11 +120,15 @@ class VisionLanguageTarget(TargetModel):
         features: Collection[Feature] = (),
         on_encoded: Callable[[], None] = lambda: None,
     ) -> Batch:
-        """Start a new sequence: run a prompt and return its tokens with `features` and hidden.text."""
+        """Start a new sequence: run a prompt and return its tokens with `features` and hidden.text.
+
+        PromptError if its last state is not finite.
+        """
         self._prompt, self.sequence = prompt, self.sequence + 1
         wanted = {HIDDEN_TEXT, *features}
         with torch.inference_mode():
             states = self._prefill(prompt, {f.source for f in wanted}, on_encoded)
+            self.check_finite(states["hidden"][:, -1])
             return Transcript.of(prompt).batch({name: state[0] for name, state in states.items()}, wanted)
 
     def _prefill(

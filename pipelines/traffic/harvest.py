@@ -31,12 +31,18 @@ from vlmdistill.pipelines.media.resolver import BadRowError
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
 from vlmdistill.pipelines.traffic.logs import Exchange, Log, LogFile
 from vlmdistill.pipelines.traffic.policy import Policy
-from vlmdistill.pipelines.traffic.tokens import ResponseTokens, require_same_prompt, response_text
+from vlmdistill.pipelines.traffic.tokens import (
+    ResponseTokens,
+    require_same_prompt,
+    require_whole,
+    response_text,
+)
 from vlmdistill.pipelines.workspace.workspace import NAME, Workspace, only_writer
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError, one_line
 from vlmdistill.stores.progress import Progress, silent
 from vlmdistill.stores.schema import content_hash, utc
+from vlmdistill.stores.views.text_stats import words_of
 
 if TYPE_CHECKING:
     from vlmdistill.pipelines.targets.target_model import TargetModel
@@ -210,6 +216,7 @@ class _Harvest(ImportGate):
                     self.again.add(file.name)
 
     def _row(self, file: LogFile, exchange: Exchange) -> Row:
+        require_whole(exchange)
         said = response_text(exchange)
         messages, text = self.policy.redacted(exchange, said)
         if not isinstance(messages, list):
@@ -290,7 +297,7 @@ class _Harvest(ImportGate):
             raise BadRowError("refused by the processor", one_line(error)) from None
         if not found.changed[0]:
             require_same_prompt(found.exchange, encoded.ids_L.tolist())
-        words, repeated = len(found.text.split()), repetition(ids)
+        words, repeated = len(words_of(found.text)), repetition(ids)
         limit = min(self._filters.max_length or 2**31, self.target.info.max_position)
         if why := self._filters.reason(words, repeated, encoded.length + len(ids), limit):
             raise BadRowError(why)

@@ -4,7 +4,8 @@ A drafter is trained on what the target said token by token. A text has several 
 own counts only if it decodes to the text and has as many tokens as the server counted.
 """
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,6 +18,12 @@ if TYPE_CHECKING:
 Origin = Literal["ids", "logprobs", "text"]
 CUT = "\ufffd"  # ends a text whose last character was cut
 STOPS = ("stop", "stop_token_ids")  # of a request (the second of vLLM): what ends its response beside an EOS
+OWN_PROMPT = (
+    "chat_template",
+    "chat_template_kwargs",
+    "mm_processor_kwargs",
+)  # of vLLM: another prompt is read
+TRUNCATED = re.compile(r"\(litellm_truncated\b")
 BY_ID = "token_id:"  # vLLM writes tokens so with return_tokens_as_token_ids
 
 
@@ -107,6 +114,28 @@ def require_same_prompt(exchange: Exchange, ids: Sequence[int]) -> None:
     counted = _counted(exchange, "prompt_tokens")
     if counted is not None and counted != len(ids):
         raise BadRowError("another prompt", f"the server has read {counted} tokens, and it has {len(ids)}")
+
+
+def require_whole(exchange: Exchange) -> None:
+    """BadRowError if the log says that the prompt was another one, or has only a part of a text.
+
+    A prompt of the request's own template is known by its tokens, where the server has counted them.
+    """
+    own = [name for name in OWN_PROMPT if exchange.request.get(name)]
+    counted = _counted(exchange, "prompt_tokens") is not None
+    if own and not (counted or exchange.response.get("prompt_token_ids")):
+        raise BadRowError("another prompt", f"the request has its own {own[0]}")
+    if any(TRUNCATED.search(text) for text in _texts([exchange.messages, exchange.choice])):
+        raise BadRowError("cut text", "the log has a part of it: LiteLLM's spend logs cut long texts")
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a value of JSON."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(inner)
 
 
 def response_text(exchange: Exchange) -> str:

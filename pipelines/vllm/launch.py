@@ -120,7 +120,7 @@ def vllm_server(
         str(target.absolute()), dtype, drafter, program=vllm(python), whole_images=whole_images
     )
     command = [*serve, "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--served-model-name", name, "--generation-config", "vllm", "--mm-processor-cache-gb", "0"]
+    command += ["--served-model-name", name, "--mm-processor-cache-gb", "0"]
     command += ["--gpu-memory-utilization", str(SHARE), *more]
     log.parent.mkdir(parents=True, exist_ok=True)
     with terminable():
@@ -147,8 +147,12 @@ def serve_command(
     caching: bool = False,
     whole_images: bool = False,
 ) -> list[str]:
-    """`vllm serve` for this machine; `caching`: of prompts."""
-    command = [program, "serve", target, "--dtype", dtype]
+    """`vllm serve` for this machine; `caching`: of prompts.
+
+    Requests that set no sampling get vLLM's own: a checkpoint's `top_k` or `repetition_penalty` would give
+    other responses, at temperature 0 too, than those that a drafter was trained on and evaluated with.
+    """
+    command = [program, "serve", target, "--dtype", dtype, "--generation-config", "vllm"]
     if not caching:
         command.append("--no-enable-prefix-caching")
     if not torch.cuda.is_available():

@@ -108,7 +108,7 @@ def generate(
         tree: Shape of the draft tree: `total-depth-k` such as `30-3-8`, or `chain-5`; the drafter's own by
             default.
         temperature: 0 is greedy.
-        max_new_tokens: Maximum length of the response, in tokens.
+        max_new_tokens: Maximum length of the response, in tokens; it also ends at the target's last position.
         seed: Seed of the sampling at temperatures above 0.
 
     Yields:

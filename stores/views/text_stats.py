@@ -30,17 +30,30 @@ SIGN = re.compile(
     |;\s*$""",
     re.VERBOSE,
 )
+# Scripts without spaces: a Chinese or Japanese character is a word, and so are up to four of Thai, Lao,
+# Burmese or Khmer.
+CHARACTER = (
+    r"\u2e80-\u2fdf\u3005-\u3007\u3040-\u312f\u3400-\u9fff\uf900-\ufaff\uff66-\uff9d\U00020000-\U0003ffff"
+)
+LETTER = r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"
+MARK = r"\u3000-\u303f\uff00-\uff65"  # punctuation of these scripts
+WORD = re.compile(f"[{CHARACTER}]|[{LETTER}]{{1,4}}|[^\\s{CHARACTER}{LETTER}{MARK}]+")
 MARKUP = re.compile(r"^\s*(?:[#>*+-]+|\d+[.)])\s+|\*+|-{3,}|(?<!\w)_+|_+(?!\w)|https?://\S+")  # markdown
 
 
 def text_stats(text: str) -> dict[str, int | float | str]:
     """`words`, `code_ratio`, `repetition` and `sketch` of an answer, ready for `Sample.meta`."""
     return {
-        "words": len(text.split()),
+        "words": len(words_of(text)),
         "code_ratio": code_ratio(text),
         "repetition": repetition(text),
         "sketch": sketch(text),
     }
+
+
+def words_of(text: str) -> list[str]:
+    """The words of a text by its spaces, and of scripts without spaces by their characters."""
+    return WORD.findall(text)
 
 
 def code_ratio(text: str) -> float:
@@ -65,7 +78,7 @@ def code_ratio(text: str) -> float:
 
 def repetition(text: str) -> float:
     """The share of word 4-grams that occurred before in the same answer: near 1 for a loop."""
-    words = text.lower().split()
+    words = words_of(text.lower())
     grams = [tuple(words[at : at + NGRAM]) for at in range(len(words) - NGRAM + 1)]
     return round(1 - len(set(grams)) / len(grams), 4) if grams else 0.0
 

@@ -41,6 +41,8 @@ def test_the_command_names_what_was_written(
     words = [word for word in shlex.split(command.removeprefix("vLLM: ")) if "=" not in word]
     assert words[:3] == [str(Path("vllm").absolute()), "serve", str(EMBEDDED["demo"])]
     assert "--no-enable-prefix-caching" in words
+    # The checkpoint's own sampling is not that of training and evaluation.
+    assert words[words.index("--generation-config") + 1] == "vllm"
     drafting = json.loads(words[words.index("--speculative-config") + 1])
     assert drafting["model"] == str(Path("served").absolute())
     assert sorted(file.name for file in Path("served").iterdir()) == ["config.json", "model.safetensors"]

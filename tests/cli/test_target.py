@@ -9,7 +9,9 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+import transformers
 
+from tests import tiny
 from vlmdistill.cli.main import main
 from vlmdistill.drafters import catalogue
 from vlmdistill.pipelines.targets.checkpoints.registry import HUB, REGISTRY, shipped
@@ -42,6 +44,62 @@ def facts_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, A
     assert main(["target", *arguments, "--json"]) == 0
     facts: dict[str, Any] = json.loads(capsys.readouterr().out)
     return facts
+
+
+def lines_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """All that a command prints."""
+    capsys.readouterr()
+    main(["target", *arguments])
+    shown = capsys.readouterr()
+    return shown.out + shown.err
+
+
+JOINED = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}{% endfor %}"
+PRINTED = JOINED.replace("message['content'] +", "message['content'] | string +")
+
+
+@pytest.mark.parametrize("template", [JOINED, PRINTED])
+def test_a_template_for_text_is_named_by_show_and_check_alike(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], template: str
+) -> None:
+    folder = tiny.checkpoint("qwen2_5_vl", tmp_path / "model", layers=1)
+    (folder / "chat_template.jinja").write_text(template)
+    for command in ("show", "check"):
+        shown = lines_of(capsys, command, str(folder))
+        assert "chat_template.jinja" in shown
+        assert "str" not in shown.replace("string", "")  # no error of Python
+    assert facts_of(capsys, "show", str(folder))["found"] is False
+
+
+@pytest.mark.parametrize("command", ["show", "check"])
+def test_a_language_model_is_told_from_an_incomplete_download(
+    tmp_path: Path, command: str, failing: Callable[..., str]
+) -> None:
+    settings = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 40}
+    transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**settings, intermediate_size=16, num_attention_heads=2)
+    ).save_pretrained(tmp_path / "text")
+    line = failing("target", command, str(tmp_path / "text"))
+    assert "download" not in line
+    assert "vision-language" in line
+
+
+@pytest.mark.parametrize("command", ["show", "check"])
+@pytest.mark.parametrize("given", ["folder", "file", "converted"])
+def test_gguf_files_are_named_with_what_to_use_instead(
+    tmp_path: Path, command: str, given: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    if given == "converted":  # a folder with the configuration beside it
+        tiny.checkpoint("qwen2_5_vl", folder, layers=1)
+        (folder / "model.safetensors").rename(folder / "model.gguf")
+    else:
+        folder.mkdir()
+        (folder / "model.gguf").write_bytes(b"GGUF")
+    shown = lines_of(capsys, command, str(folder / "model.gguf" if given == "file" else folder))
+    assert "GGUF" in shown
+    assert "safetensors" in shown
+    assert "incomplete" not in shown
 
 
 def test_a_known_name_is_shown_without_weights(cache: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,9 +5,10 @@ A row becomes a `Conversation` or raises BadRowError: nothing is dropped silentl
 """
 
 import base64
+import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -16,8 +17,9 @@ from urllib.parse import unquote
 from vlmdistill.pipelines.data.prompts import columns, sources
 from vlmdistill.pipelines.data.prompts.augment import Message
 from vlmdistill.pipelines.data.prompts.sources import Row
+from vlmdistill.pipelines.media.images import kind_of
 from vlmdistill.pipelines.media.resolver import BadRowError, Media
-from vlmdistill.stores.errors import DataError, lone_surrogate
+from vlmdistill.stores.errors import DataError, lone_surrogate, one_line
 
 Format = Literal["auto", "llava", "sharegpt", "chat", "hf"]
 Sampling = Mapping[str, float | int]  # "fps" or "frames" of a video; empty: the target's own
@@ -29,11 +31,13 @@ ROLES = {
 }
 TOOLS = ("tool", "function", "function_call", "tool_call", "tool_response", "observation", "ipython")
 TURNS = ("messages", "conversations", "conversation", "items", "texts", "prompt")
+SPEAKERS = {"role", "from", "user", "human", "assistant"}  # keys of a turn, or of a pair of turns
 ASKING = ("chat/completions", "/responses")  # the requests of an OpenAI batch that are read
 FILES = {"image": ("image", "images"), "video": ("video", "videos")}
 COUNTS = ("frames", "nframes", "num_frames")  # keys for the number of frames of a video
 SAMPLING = ("fps", *COUNTS)
 CLIPS = ("video_start", "video_end", "start", "end", "start_time", "end_time", "start_sec", "end_sec")
+LONGEST_NAME = 1000  # of a file: longer ones are texts
 MOST = 2**31 - 1  # frames, or frames per second, of a video
 TAG = re.compile(r"\s*<(image|video)>\s*")
 
@@ -57,19 +61,25 @@ def detect(source: str, wanted: Format = "auto", ask: str | None = None) -> Form
         return wanted
     if path.is_dir():
         return "hf"
-    first, images = None, False
+    first, images, problem = None, False, None
     for row in sources.read(source):
         first = first or row
         if not isinstance(row.value, Mapping):
             continue
-        value = _request(row.value)
-        name, given = _turns(value)
+        try:
+            value = _request(row.value)
+            name, given = _turns(value)
+        except BadRowError as error:
+            problem = problem or error
+            continue
         pictured = value.keys() & {name for names in FILES.values() for name in names}
         images |= bool(pictured)
         if given is not None:
             return "chat" if name == "messages" else "llava" if pictured else "sharegpt"
         if value.keys() & {*columns.QUESTIONS, *columns.MORE[:1]} or (ask and pictured):
             return "hf"
+    if problem:
+        raise DataError(f"{source}: {first}: {problem}")
     if images:
         raise DataError(f"{source} has images and no questions: ask one, --ask 'Describe the image.'")
     raise DataError(
@@ -110,7 +120,23 @@ def conversation(
     if not users:
         raise BadRowError("no user turn")
     users[0]["content"] = media.untagged() + users[0]["content"]
-    return _ordered(messages, (*_unread(value, {*read, *media.columns}), *media.unread))
+    unread = _unread(value, {*read, *media.columns})
+    if not any(part["type"] in FILES for message in messages for part in message["content"]):
+        _require_no_media(value, unread)
+    return _ordered(messages, (*unread, *media.unread))
+
+
+def _require_no_media(value: Mapping[str, Any], unread: Collection[str]) -> None:
+    """BadRowError if a column that is not read has an image or a video: the question may be about it."""
+    for name in unread:
+        held = value.get(name)
+        held = held[0] if isinstance(held, list) else held
+        path = held.get("path") if isinstance(held, Mapping) else held
+        kind = kind_of(path) if isinstance(path, str) and len(path) < LONGEST_NAME else ""
+        if not kind and isinstance(held, Mapping) and isinstance(held.get("bytes"), bytes):
+            kind = "image"
+        if kind:
+            raise BadRowError(f"{kind} in another column", f"'{name}': name the column {kind}")
 
 
 def _unread(value: Mapping[str, Any], read: set[str]) -> list[str]:
@@ -134,10 +160,28 @@ def _request(value: Mapping[str, Any]) -> Mapping[str, Any]:
 def _turns(value: Mapping[str, Any]) -> tuple[str, list[Any] | None]:
     """The turns of a row, and their column; a pair of user and assistant text becomes two turns."""
     for name in TURNS:
-        items = value.get(name)
+        items = _decoded(name, value.get(name))
         if isinstance(items, list) and (not items or any(isinstance(item, Mapping) for item in items)):
             return name, [turn for item in items for turn in _spread(item)]
     return "", None
+
+
+def _decoded(name: str, value: Any) -> Any:
+    """The turns that JSON text in a column stands for; any other value as it is.
+
+    BadRowError if text in the place of turns looks like them, and is no JSON.
+    """
+    if not (isinstance(value, str) and re.match(r"\s*\[\s*\{", value)):
+        return value
+    try:
+        turns = json.loads(value)
+        speaking = [isinstance(turn, Mapping) and bool(turn.keys() & SPEAKERS) for turn in turns]
+        return turns if all(speaking) else value
+    except (ValueError, RecursionError) as error:
+        if name not in TURNS[:3]:  # other columns may hold a question
+            return value
+        detail = f"the column {name} is text that is not JSON ({one_line(error)}): write it as JSON"
+        raise BadRowError("conversation is text", detail) from None
 
 
 def _spread(item: Any) -> list[Any]:
@@ -164,19 +208,40 @@ def _ordered(messages: list[Message], unread: tuple[str, ...]) -> Conversation:
 
 
 class _MediaOfRow:
-    """The images and videos of a row's columns, which tags and parts use up in order."""
+    """The images and videos of a row's columns, which tags and parts use up in order.
+
+    A part may also name one by its `index`, from 0, again and again.
+    """
 
     def __init__(self, value: Mapping[str, Any], kind: Format, sampling: Sampling | None) -> None:
         self.value, self.kind, self.sampling = value, kind, sampling
         found = {what: next((n for n in names if value.get(n)), "") for what, names in FILES.items()}
         self.given = {what: _listed(value.get(name) or []) for what, name in found.items()}
-        self.placed: Counter[str] = Counter()
+        self.placed: Counter[str] = Counter()  # by tags, and by parts without an index
+        self.indexed = {what: set[int]() for what in FILES}
         self.tagged = kind == "llava" or any(self.given.values())  # else <image> is ordinary text
         self.columns = {*found.values(), *(SAMPLING if self.given["video"] else ())}
         self.unread: list[str] = []  # keys of parts
 
+    def of_part(self, what: str, part: Mapping[str, Any]) -> Media:
+        """The image or video of a part without a path: the one of its index, else the next."""
+        index = part.get("index")
+        if not isinstance(index, int):
+            return self.next(what)
+        if self.placed[what]:
+            raise _half_indexed(what)
+        given = self.given[what]
+        if not 0 <= index < len(given):
+            raise BadRowError(
+                f"{what} count", f"a part shows the {what} of index {index}, the row has {len(given)}"
+            )
+        self.indexed[what].add(index)
+        return given[index]
+
     def next(self, what: str) -> Media:
-        """The next image or video of the row, for a tag or a part without a path."""
+        """The next image or video of the row, for a tag or a part without a path or an index."""
+        if self.indexed[what]:
+            raise _half_indexed(what)
         given, at = self.given[what], self.placed[what]
         if at >= len(given):
             raise BadRowError(
@@ -193,7 +258,7 @@ class _MediaOfRow:
 
     def part(self, what: str, keys: Mapping[str, Any], media: Media) -> dict[str, Any]:
         """The part of an image or video with its own keys."""
-        used = {"type", what, f"{what}_url", "path", "url", "bytes", *SAMPLING}
+        used = {"type", what, f"{what}_url", "path", "url", "bytes", "index", *SAMPLING}
         self.unread += [f"{what}.{key}" for key in keys if keys[key] not in (None, "") and key not in used]
         if what == "image":
             return {"type": what, "media": media}
@@ -205,12 +270,17 @@ class _MediaOfRow:
         """The parts of media without tags, put first as in LLaVA. BadRowError if only some have tags."""
         parts = []
         for what, given in self.given.items():
-            if given and not self.placed[what]:
+            shown = self.placed[what] + len(self.indexed[what])
+            if given and not shown:
                 parts += [self.part(what, {}, media) for media in given]
-            elif len(given) != self.placed[what]:
-                counts = f"{self.placed[what]} <{what}> in the text, {len(given)} given"
+            elif len(given) != shown:
+                counts = f"{shown} <{what}> in the text, {len(given)} given"
                 raise BadRowError(f"{what} count", counts)
         return parts
+
+
+def _half_indexed(what: str) -> BadRowError:
+    return BadRowError(f"{what} count", f"some parts name their {what} by an index, and some do not")
 
 
 def _listed(found: Any) -> list[Media]:
@@ -260,7 +330,7 @@ def _message(turn: Any, media: _MediaOfRow) -> Message:
     if role not in ROLES:
         raise BadRowError("unknown role", f"{role}, in a turn with {', '.join(map(str, turn))}")
     name = next((name for name in ("content", "value", "text") if turn.get(name) is not None), "content")
-    content, outer = turn.get(name), media
+    content, outer = _parts_of_text(turn.get(name)), media
     own = _MediaOfRow(turn, media.kind, media.sampling)
     if any(own.given.values()):
         media = own
@@ -274,6 +344,19 @@ def _message(turn: Any, media: _MediaOfRow) -> Message:
     if not parts or (ROLES[role] != "user" and not any(part["type"] == "text" for part in parts)):
         raise BadRowError("empty turn", role)
     return {"role": ROLES[role], "content": parts}
+
+
+def _parts_of_text(content: Any) -> Any:
+    """The parts that JSON text as a whole content stands for; any other content as it is."""
+    if not (isinstance(content, str) and re.match(r'\s*\[\s*\{\s*"', content)):
+        return content
+    try:
+        parts = json.loads(content)
+    except (ValueError, RecursionError):
+        return content
+    kinds = [str(part.get("type")) if isinstance(part, Mapping) else "" for part in parts]
+    kinds = [kind.removeprefix("input_").removesuffix("_url") for kind in kinds]
+    return parts if kinds and all(kind in ("text", *FILES) for kind in kinds) else content
 
 
 def _parts(part: Any, media: _MediaOfRow) -> list[dict[str, Any]]:
@@ -306,7 +389,7 @@ def _parts(part: Any, media: _MediaOfRow) -> list[dict[str, Any]]:
     names = (what, f"{what}_url", "path", "url", "bytes")
     name = next((name for name in names if part.get(name)), None)
     given = {"bytes": part[name]} if name == "bytes" else part[name] if name else None
-    return [media.part(what, part, media.next(what) if given is None else _media(given))]
+    return [media.part(what, part, media.of_part(what, part) if given is None else _media(given))]
 
 
 def _whole(keys: Mapping[str, Any]) -> None:

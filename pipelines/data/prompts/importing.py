@@ -195,7 +195,8 @@ class ImportGate:
 
 def _cures(choices: Choices) -> dict[str, str]:
     """The options that may help, by the reason for which rows were left out."""
-    cures = {}
+    spelling = "write names as they are on this disk, with / and without %20"
+    cures = {f"{kind} of another spelling": spelling for kind in ("image", "video")}
     if choices.images_only:
         cures["video"] = f"targets of the family {choices.images_only} support images alone: choose another"
     if choices.images is None:

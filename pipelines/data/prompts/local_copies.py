@@ -173,9 +173,8 @@ def _read(places: Sequence[Place]) -> Iterator[tuple[Place, dict[str, Any]]]:
             size = parquet.metadata.row_group(group).num_rows
             if inside := [number for number in numbers if start <= number < start + size]:
                 with sources.reading_parquet(file, AGAIN):
-                    rows = (
-                        parquet.read_row_group(group).take([number - start for number in inside]).to_pylist()
-                    )
+                    table = parquet.read_row_group(group).take([number - start for number in inside])
+                    rows = sources.python_rows(table)
                 yield from (((file, number), row) for number, row in zip(inside, rows, strict=True))
             start += size
 
@@ -192,7 +191,7 @@ def _images(published: EvaluationSet, folder: Path, rows: Sequence[Mapping[str, 
     for file in sorted(folder.glob(files)):
         with sources.reading_parquet(file, AGAIN):
             table = pq.read_table(file, columns=[theirs, "image"], filters=[(theirs, "in", keys)])
-            found |= {row[theirs]: row["image"] for row in table.to_pylist()}
+            found |= {row[theirs]: row["image"] for row in sources.python_rows(table)}
     if not found:
         raise DataError(f"{published.name} in {folder}: {files} has none of its images: download it too")
     return found

@@ -11,14 +11,14 @@ import os
 import re
 import tarfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import IO, Any, Literal
 
-from vlmdistill.pipelines.media.images import kind_of
+from vlmdistill.pipelines.media.images import KINDS, kind_of
 from vlmdistill.pipelines.media.resolver import BadRowError
 from vlmdistill.stores.errors import DataError, lone_surrogate, one_line
 from vlmdistill.stores.suggestions import did_you_mean
@@ -37,6 +37,7 @@ REFUSED = {  # first bytes of a file -> what it is
 }
 TAR = 257  # offset of the magic bytes of a tar archive
 FILES = (".json", ".jsonl", ".parquet", ".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".csv", ".txt")
+ROWS = (".json", ".jsonl", ".parquet")  # of a folder that has images, too
 ROWS_AT_ONCE = 16  # of Parquet: they may hold images
 MOST_BYTES, MOST_NAME = 2**30, 2**20  # of a file in a tar archive, and of its name, which are read whole
 
@@ -242,7 +243,7 @@ def _values(batch: Any) -> Iterator[tuple[Any, BadRowError | None]]:
             batch = batch.set_column(at, its.name, batch.column(at).cast(pa.int64()))
     batch = batch.select([at for at, its in enumerate(batch.schema) if not pa.types.is_temporal(its.type)])
     try:
-        values = batch.to_pylist()
+        values = python_rows(batch)
     except (ValueError, OverflowError) as error:  # text that is not UTF-8, a date in a list
         if batch.num_rows == 1:
             yield None, BadRowError("unreadable value", one_line(error))
@@ -251,6 +252,43 @@ def _values(batch: Any) -> Iterator[tuple[Any, BadRowError | None]]:
                 yield from _values(batch.slice(at, 1))
     else:
         yield from ((value, None) for value in values)
+
+
+def python_rows(table: Any) -> list[dict[str, Any]]:
+    """The rows of an Arrow table or batch. Text of the type `arrow.json` becomes the value that it says.
+
+    `datasets` has this type for columns with values of several types. ValueError if one cannot be read.
+    """
+    rows: list[dict[str, Any]] = table.to_pylist()
+    for column in table.schema:
+        if not _holds_json(column.type):
+            continue
+        for row in rows:
+            row[column.name] = _without_json(row[column.name], column.type)
+    return rows
+
+
+def _holds_json(kind: Any) -> bool:
+    """Whether an Arrow type is `arrow.json`, or has it inside."""
+    import pyarrow as pa
+
+    inner = (kind.field(position).type for position in range(kind.num_fields))
+    return isinstance(kind, pa.JsonType) or any(map(_holds_json, inner))
+
+
+def _without_json(value: Any, kind: Any) -> Any:
+    """A value of an Arrow type, with JSON text in it read."""
+    import pyarrow as pa
+
+    if value is None or not _holds_json(kind):
+        return value
+    if isinstance(kind, pa.JsonType):
+        return json.loads(value)
+    if pa.types.is_struct(kind):
+        return {field.name: _without_json(value[field.name], field.type) for field in kind}
+    if pa.types.is_map(kind):
+        return [(key, _without_json(item, kind.item_type)) for key, item in value]
+    return [_without_json(item, kind.value_type) for item in value]
 
 
 def walk(folder: Path) -> Iterator[tuple[Path, OSError | None]]:
@@ -305,17 +343,32 @@ class _Member(tarfile.TarInfo):
 def _samples(file: IO[bytes], path: Path) -> Iterator[Row]:
     """The samples of a tar archive, as in WebDataset: consecutive files with one name but for the ending.
 
-    Members are read into memory, and no name of one is used as a path.
+    Members are read into memory, and no name of one is used as a path. DataError if files of a sample are
+    apart: each part would be a sample of its own, such as a question without its image.
     """
     try:
-        # Zeros end an archive, and another one may follow.
-        with tarfile.open(fileobj=file, mode="r|", tarinfo=_Member, ignore_zeros=True) as archive:
-            samples = groupby((one for one in archive if not one.isdir()), lambda one: _sample_name(one.name))
-            for number, (_, members) in enumerate(samples, 1):
+        with _tar(file, "r:") as archive:
+            _check_order(_members(archive), path)
+        file.seek(0)
+        with _tar(file, "r|") as archive:
+            for number, (_, members) in enumerate(groupby(_members(archive), _SampleOf()), 1):
                 value, problem = _sample(archive, members)
                 yield Row(str(path.resolve()), _stem(path), number, value, problem=problem)
     except (tarfile.TarError, ValueError, OverflowError, RecursionError) as error:
         raise DataError(f"{path} cannot be read as a tar archive: {one_line(error)}") from None
+
+
+def _tar(file: IO[bytes], mode: Literal["r:", "r|"]) -> tarfile.TarFile:
+    # Zeros end an archive, and another one may follow.
+    return tarfile.open(fileobj=file, mode=mode, tarinfo=_Member, ignore_zeros=True)
+
+
+def _members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """The files of an archive. Hidden ones are ignored, such as those that macOS adds for each file."""
+    for member in archive:
+        hidden = any(part.startswith(".") and part != ".." for part in PurePosixPath(member.name).parts)
+        if not (member.isdir() or hidden):
+            yield member
 
 
 def _sample_name(name: str) -> str:
@@ -324,12 +377,55 @@ def _sample_name(name: str) -> str:
     return folder + slash + (last.partition(".")[0] or last)
 
 
+def _ending(name: str) -> str:
+    """The rest of a member's name: `seg.png` of `a/000.seg.png`."""
+    return name[len(_sample_name(name)) + 1 :]
+
+
+class _SampleOf:
+    """The sample of each member: its name and number. Another one begins where a member comes again."""
+
+    def __init__(self) -> None:
+        self._name, self._number, self._seen = "", 0, set[str]()
+
+    def __call__(self, member: tarfile.TarInfo) -> tuple[str, int]:
+        name = _sample_name(member.name)
+        if name != self._name or member.name in self._seen:
+            self._name, self._number, self._seen = name, self._number + 1, set()
+        self._seen.add(member.name)
+        return name, self._number
+
+
+def _check_order(members: Iterator[tarfile.TarInfo], path: Path) -> None:
+    """DataError if files of a sample do not follow each other, or lie in two folders."""
+    kinds: dict[str, dict[str, str]] = {}  # of the files of each name, with one of them
+    for (name, _), group in groupby(members, _SampleOf()):
+        new = {kind_of(member.name) or _ending(member.name): member.name for member in group}
+        before = kinds.setdefault(name, new)
+        if before.keys() != new.keys():
+            raise DataError(
+                f"{path}: {min(new.values())} does not follow {min(before.values())}, so that they would be "
+                "two samples: sort the archive by name, as tar --sort=name does"
+            )
+    pictures: dict[str, str] = {}  # samples of images and videos alone, by the last part of their name
+    for name, its in kinds.items():
+        if its.keys() <= KINDS.keys():
+            pictures[PurePosixPath(name).name] = min(its.values())
+    for name, its in kinds.items():
+        picture = pictures.get(PurePosixPath(name).name)
+        if picture and "json" in its and not its.keys() & KINDS.keys():
+            raise DataError(
+                f"{path}: {its['json']} lies in another folder than {picture}, so that they would be two "
+                "samples: pack the files of a sample into one folder"
+            )
+
+
 def _sample(
     archive: tarfile.TarFile, members: Iterator[tarfile.TarInfo]
 ) -> tuple[dict[str, Any], BadRowError | None]:
     """The columns of one sample: of its JSON file, its images and videos, and its text as a caption."""
     value: dict[str, Any] = {}
-    media: dict[str, list[bytes]] = {}
+    media: dict[str, dict[str, bytes]] = {}  # by kind and name
     problem = None
     for member in members:
         content = archive.extractfile(member) if member.isreg() and not member.issparse() else None
@@ -339,7 +435,7 @@ def _sample(
             continue
         data, ending = content.read(), PurePosixPath(member.name).suffix.lower()
         if kind := kind_of(member.name):
-            media.setdefault(kind, []).append(data)
+            media.setdefault(kind, {})[member.name] = data
         elif ending in (".json", ".txt", ".caption"):
             try:
                 text = data.decode("utf-8-sig")
@@ -350,13 +446,69 @@ def _sample(
             if not isinstance(parsed, dict):
                 problem = problem or wrong or BadRowError("not an object", member.name[:200])
                 continue
+            if twice := [name for name in parsed if value.get(name, parsed[name]) != parsed[name]]:
+                detail = f"{member.name[:200]} has another '{twice[0]}' than a file before it"
+                problem = problem or BadRowError("two files of one sample", detail)
             value |= parsed
         else:
             value.setdefault(ending.lstrip(".") or member.name[:200], data[:1])  # counts as unread
     for kind, files in media.items():  # instead of the names that the JSON file has for them
-        value.pop(f"{kind}s", None)
-        value[kind] = files
+        named = value.pop(f"{kind}s", None) or value.get(kind)
+        shown = _shown(files, named)
+        value[kind] = [files[name] for name in shown]
+        value |= {_ending(name): files[name][:1] for name in files if name not in shown}  # unread
+        if not shown:
+            detail = f"{', '.join(files)[:200]}: number those of the prompt, as 000.0.png and 000.1.png"
+            problem = problem or BadRowError(f"several {kind}s", detail)
     return value, problem
+
+
+def _shown(files: Collection[str], named: Any) -> list[str]:
+    """The images of a sample that its prompt shows, in order; none if that cannot be told.
+
+    All if the row names as many, else those without a second ending or with a number in it: `000.seg.png`
+    beside `000.png` may be a mask.
+    """
+    names = named if isinstance(named, list) else [named]
+    by_leaf = {PurePosixPath(file).name: file for file in files}
+    leaves = [PurePosixPath(name).name for name in names if isinstance(name, str)]
+    if len(leaves) == len(by_leaf) == len(files) and set(leaves) == set(by_leaf):
+        return [by_leaf[leaf] for leaf in leaves]
+    second = {file: _ending(file).rpartition(".")[0] for file in files}
+    numbers = {file: [int(digits) for digits in re.findall(r"\d+", second[file])] for file in files}
+    shown = sorted(files, key=lambda file: numbers[file])
+    if len(files) > 1 and len(names) != len(files):
+        shown = [file for file in shown if not second[file] or numbers[file]]
+    return shown
+
+
+def _own_files(folder: Path, split: str) -> list[Path]:
+    """The files that hold the rows of a local dataset and are read here; none if `datasets` reads it.
+
+    `datasets` takes a folder with more images than JSON files for one of images alone. In a column of values
+    of several types it reads text that looks like JSON as what that text says.
+    """
+    import datasets
+    from datasets.data_files import DataFilesDict, get_data_patterns
+
+    builder, names = datasets.load_dataset_builder(str(folder)), set[str]()
+    if builder.name in ("imagefolder", "videofolder"):
+        names |= {path.name for path, _ in walk(folder)}
+        if names & {"metadata.csv", "metadata.jsonl", "metadata.parquet"}:
+            return []  # the rows of such a folder, by a convention of `datasets`
+        root = str(folder.resolve())
+        patterns = get_data_patterns(root)
+        by_split = DataFilesDict.from_patterns(patterns, root, allowed_extensions=[*ROWS])
+    elif builder.name == "json" and builder.config.field is None:
+        by_split = builder.config.data_files
+    else:
+        return []
+    files = by_split.get(split or "train", [])
+    if not files and not split:  # `train` may name the folder of the images
+        files = [str(path) for path, _ in walk(folder) if path.suffix.lower() in ROWS]
+    if not files and (csv := next((name for name in names if name.lower().endswith(".csv")), "")):
+        raise DataError(f"it has images and {csv}: move that into a folder of its own, and give --images")
+    return [Path(file) for file in files]
 
 
 def _dataset(source: str) -> Iterator[Row]:
@@ -373,10 +525,17 @@ def _dataset(source: str) -> Iterator[Row]:
     else:
         name, _, split = source.partition("@")
         name, _, subset = name.partition(":")
-    split = split or "train"
+    saved = (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
     number = 0
     try:
-        if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+        for file in _own_files(folder, split) if folder.is_dir() and not saved else ():
+            for row in read(str(file)):
+                number += 1
+                yield replace(row, source=source, dataset=Path(name).name, number=number)
+        if number:
+            return
+        split = split or "train"
+        if saved:
             loaded = datasets.load_from_disk(str(folder))
             if isinstance(loaded, Mapping) and split not in loaded:
                 raise DataError(f"no split '{split}': write {name}@SPLIT, with one of {', '.join(loaded)}")

@@ -10,6 +10,7 @@ import torch
 
 from vlmdistill.drafters.checkpoints.description import describe
 from vlmdistill.drafters.core.drafter import Proposer
+from vlmdistill.drafters.core.target import room
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.decoding import tree_search
 from vlmdistill.drafters.decoding.clock import Cycle
@@ -17,7 +18,6 @@ from vlmdistill.drafters.decoding.decoders import decode
 from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
 from vlmdistill.pipelines.data.responses.pieces import Piece, pieces
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
-from vlmdistill.pipelines.targets.encode import EncodedPrompt
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 from vlmdistill.pipelines.workspace.workspace import Workspace
@@ -42,14 +42,6 @@ def recorded(
             if ended():
                 return
             seconds = 0.0
-
-
-def room(target: VisionLanguageTarget, prompt: EncodedPrompt) -> int:
-    """The most tokens of a response to a prompt; DataError if the target has no position for any."""
-    left = int(target.info.max_position) - prompt.length
-    if left < 1:
-        raise DataError(f"the prompt has {prompt.length} tokens and leaves no room for a response")
-    return left
 
 
 class StreamedResponse:
@@ -144,7 +136,7 @@ def generate(
         guess,
         prompt,
         tree=shape,
-        max_new_tokens=min(max_new_tokens, room(target, prompt)),
+        max_new_tokens=min(max_new_tokens, room(target.info, prompt.length)),
         temperature=temperature,
         generator=generator,
     )

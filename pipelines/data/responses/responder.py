@@ -30,6 +30,7 @@ from vlmdistill.stores.errors import DataError, PromptError, TargetError, one_li
 from vlmdistill.stores.manifest import Commit
 from vlmdistill.stores.progress import Progress, silent
 from vlmdistill.stores.schema import content_hash
+from vlmdistill.stores.views.text_stats import words_of
 
 if TYPE_CHECKING:
     from vlmdistill.pipelines.targets.encode import EncodedPrompt, EncodedResponse
@@ -187,7 +188,7 @@ class Responder:
         self, prompt: Prompt, encoded: "EncodedPrompt", response: "EncodedResponse", seed: int
     ) -> ResponseRow:
         ids = [int(i) for i in response.ids]
-        words, repeated, length = len(response.text.split()), repetition(ids), encoded.length + len(ids)
+        words, repeated, length = len(words_of(response.text)), repetition(ids), encoded.length + len(ids)
         return self._row(
             prompt,
             ids=ids,

@@ -19,6 +19,10 @@ HUB_TIMEOUT = 5.0  # seconds until the hub counts as unreachable
 WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 CONVERT = "convert it: load it with transformers and call save_pretrained"
+GGUF = (
+    "GGUF files are not read: use the checkpoint that they were made from, with config.json and safetensors "
+    "files (base_model on the page of the hub names it)"
+)
 PROCESSOR = "processor_config.json"
 
 
@@ -35,6 +39,8 @@ def resolve(name: str) -> Path:
 def _local(name: str) -> Path | None:
     """The local folder of a name, complete or not; None if it is on the hub."""
     path = EMBEDDED.get(name, Path(name).expanduser())
+    if path.suffix.lower() == ".gguf":
+        raise TargetError(f"{name}: {GGUF}")
     if name in HUB and not (path / "config.json").is_file():
         return None  # a folder of that name may be its workspace
     return path if path.is_dir() else None
@@ -103,8 +109,17 @@ def cached(repository: str) -> Path | None:
 
 
 def family_of(config: Path) -> FamilyEntry:
-    """The family of a `config.json`."""
-    return entry(str(read_json(config.parent, config.name).get("model_type")))
+    """The family of a `config.json`; TargetError if it is that of a language model."""
+    settings = read_json(config.parent, config.name)
+    family = entry(str(settings.get("model_type")))
+    seeing = any(word in name for name in settings for word in ("vision", "visual", "image"))
+    parts = {name for name in settings if name.endswith("_config")} - {"quantization_config"}
+    if family.kind == "Found" and "model_type" in settings and not (seeing or parts):
+        raise TargetError(
+            f"{config.parent} is a language model without images (model_type '{family.model_type}'): use a "
+            "vision-language model, such as qwen2.5-vl-3b (`vlmdistill target list`)"
+        )
+    return family
 
 
 def known_family(name: str) -> FamilyEntry | None:
@@ -146,6 +161,8 @@ def weight_files(folder: Path) -> list[Path]:
     missing = [shard for shard in shards if not (folder / shard).is_file()]
     if missing or not shards:
         pickled = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
+        if _only_gguf(folder):
+            raise TargetError(f"{folder}: {GGUF}")
         if pickled and not any(folder.glob("*.safetensors")):
             raise TargetError(f"{folder} has {pickled[0]} and no safetensors files: {CONVERT}")
         which = f"{missing[0]} ({len(missing)} of {len(shards)} files)" if missing else INDEX
@@ -153,11 +170,17 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / shard for shard in shards]
 
 
+def _only_gguf(folder: Path) -> bool:
+    return any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors"))
+
+
 def read_json(folder: Path, name: str) -> dict[str, Any]:
     """Read a JSON object of the checkpoint; TargetError if it is missing or not one."""
     try:
         value = json.loads(read_bytes(folder / name))
     except FileNotFoundError:
+        if _only_gguf(folder):
+            raise TargetError(f"{folder}: {GGUF}") from None
         raise TargetError(f"{folder} has no {name}: not a checkpoint, or an incomplete download") from None
     except (OSError, ValueError, RecursionError) as error:
         raise TargetError(f"{folder / name} cannot be read: {error}") from None
@@ -215,7 +238,8 @@ def _from_hub(name: str, repository: str) -> Path:
         info = huggingface_hub.HfApi().model_info(repository, timeout=HUB_TIMEOUT)
         files = [file.rfilename for file in info.siblings or ()]
         if files and not any(file.endswith(".safetensors") for file in files):
-            raise LookupError(f"it has no safetensors files: {CONVERT}")
+            gguf = any(file.endswith(".gguf") for file in files)
+            raise LookupError(GGUF if gguf else f"it has no safetensors files: {CONVERT}")
         return Path(huggingface_hub.snapshot_download(repository, allow_patterns=list(WANTED)))
     except Exception as error:  # noqa: BLE001 - the hub's client raises anything; the user needs one line
         raise TargetError(

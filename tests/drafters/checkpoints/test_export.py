@@ -187,3 +187,15 @@ def test_no_more_tokens_are_drafted_than_the_drafter_has_heads(
 ) -> None:
     folder, _ = saved(tmp_path / "medusa", "medusa", **settings)
     assert export(folder, tmp_path / "served", "float32").draft_tokens == drafted
+
+
+@pytest.mark.parametrize(
+    ("tree", "drafted"), [("chain-3", 3), ("chain-7", 7), ("30-3-8", 4), ("chain-8-0.2", 4), ("2-0-1", 1)]
+)
+def test_as_many_tokens_are_drafted_as_the_drafters_chain_has(
+    tree: str, drafted: int, tmp_path: Path
+) -> None:
+    _, drafter = saved(tmp_path / "first")
+    drafter.tree = Tree.parse(tree)
+    folder = synthetic.save("eagle3", tmp_path / "eagle3", drafter)
+    assert export(folder, tmp_path / "served", "float32").draft_tokens == drafted

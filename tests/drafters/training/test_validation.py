@@ -180,6 +180,14 @@ def test_settings_that_cannot_validate_are_refused(store: Path, tmp_path: Path) 
         train(plan(store, tmp_path / "out", settings=("stages=[]", "validate_every=5"), **HOW))
 
 
+@pytest.mark.parametrize(("share", "told"), [(0.001, 1), (0.0, 0), (0.3, 0)])
+def test_samples_that_are_too_few_to_hold_one_out_are_told(
+    store: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, share: float, told: int
+) -> None:
+    train(plan(store, tmp_path / "out", settings=("steps=1",), held_out=share))
+    assert sum("--held-out" in record.getMessage() for record in caplog.records) == told
+
+
 # What is recorded
 
 

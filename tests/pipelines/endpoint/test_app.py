@@ -274,6 +274,10 @@ def test_the_script_of_the_page_reaches_the_server(server: Served, tmp_path: Pat
         ({"logprobs": True}, "logprobs"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"best_of": 2}, "best_of"),
+        ({"top_k": 5}, "top_k"),
+        ({"store": True}, "store"),
+        ({"metadata": {"a": "b"}}, "metadata"),
+        ({"tool_choice": "required"}, "tool_choice"),
         ({"temperature": -1}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
         ({"max_tokens": 0}, "max_tokens"),
@@ -313,6 +317,41 @@ def test_the_openai_client_raises_what_it_raises_for_openai(server: Served) -> N
         ask(server.client(), model="other")
     neutral = {"n": 1, "top_p": 1.0, "frequency_penalty": 0, "logprobs": False, "tools": [], "user": "me"}
     assert ask(server.client(), max_tokens=1, **neutral).usage.completion_tokens == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "min_tokens": 0, "ignore_eos": False},
+        {"store": False, "metadata": {}, "service_tier": "auto", "modalities": ["text"], "top_logprobs": 0},
+        {"tools": [], "tool_choice": "none", "parallel_tool_calls": True, "functions": []},
+        {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": True}},
+    ],
+)
+def test_what_changes_nothing_is_taken(server: Served, options: dict[str, Any]) -> None:
+    turns = [
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": "Hi.", "annotations": [], "tool_calls": [], "refusal": None},
+        {"role": "user", "content": QUESTION},
+    ]
+    body = json.dumps({"model": "demo", "messages": turns, "max_tokens": 1, **options}).encode()
+    status, given = server.request("POST", "/v1/chat/completions", body, Content_Type="application/json")
+    assert status == 200, given
+
+
+def test_an_image_may_have_broken_lines_and_ask_for_detail(server: Served) -> None:
+    header, data = data_url(Image.new("RGB", (84, 84), "blue")).split(",")
+    broken = "\n".join(data[start : start + 76] for start in range(0, len(data), 76))
+    images = [{"url": f"{header},{broken}\n", "detail": "high"}, {"url": f"{header},{data}"}]
+    lengths = []
+    for image in images:
+        content = [{"type": "image_url", "image_url": image}, {"type": "text", "text": "What is this?"}]
+        turns = [{"role": "user", "content": content}]
+        body = json.dumps({"model": "demo", "messages": turns, "max_tokens": 1}).encode()
+        status, given = server.request("POST", "/v1/chat/completions", body, Content_Type="application/json")
+        assert status == 200, given
+        lengths.append(json.loads(given)["usage"]["prompt_tokens"])
+    assert lengths[0] == lengths[1]
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"5", b"[" * 100_000, b"\xff", b'{"\\ud800": 1}'])

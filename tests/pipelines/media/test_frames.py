@@ -1,6 +1,8 @@
 """Frames of a video: the same out of every form of source, and one line for each that cannot be used."""
 
+import io
 import os
+import struct
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -84,6 +86,65 @@ def test_a_film_held_sideways_is_turned_upright(tmp_path: Path) -> None:
         path = tiny.film(tmp_path / f"{rotation}.mp4", MOVING, rotation=rotation)
         upright = np.rot90(MOVING, rotation // 90, (1, 2)).astype(int)
         assert np.abs(frames.read(path, every(1)).frames_FHWC - upright).mean() < 10
+
+
+def boxed(kind: bytes, content: bytes) -> bytes:
+    """A box of an MP4 file."""
+    return struct.pack(">I4s", 8 + len(content), kind) + content
+
+
+def add_cover(path: Path) -> None:
+    """Put cover art before the tracks of an MP4 file, as programs that edit tags do."""
+    buffer = io.BytesIO()
+    tiny.picture(20, 30).save(buffer, "JPEG")
+    art = boxed(b"covr", boxed(b"data", struct.pack(">II", 13, 0) + buffer.getvalue()))
+    handler = boxed(b"hdlr", bytes(8) + b"mdirappl" + bytes(9))
+    tags = boxed(b"udta", boxed(b"meta", bytes(4) + handler + boxed(b"ilst", art)))
+    data = path.read_bytes()
+    start = data.index(b"moov") - 4
+    assert data.index(b"mdat") < start, "offsets into the film stay as they are"
+    size = struct.unpack(">I", data[start : start + 4])[0]
+    index = boxed(b"moov", tags + data[start + 8 : start + size])
+    path.write_bytes(data[:start] + index + data[start + size :])
+
+
+def test_cover_art_is_not_the_film(tmp_path: Path) -> None:
+    path = tiny.film(tmp_path / "a.mp4", MOVING)
+    plain = frames.read(path, every(5))
+    add_cover(path)
+    with av.open(str(path)) as container:
+        assert [stream.width for stream in container.streams.video] == [20, 48]
+    tagged = frames.read(path, every(5))
+    assert tagged.footage == plain.footage
+    assert np.array_equal(tagged.frames_FHWC, plain.frames_FHWC)
+
+
+def test_a_file_of_sound_and_cover_art_is_no_video(tmp_path: Path) -> None:
+    path = tmp_path / "a.mp4"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("aac", rate=8000)
+        sound = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), "fltp", "mono")
+        sound.sample_rate = 8000
+        container.mux(stream.encode(sound))
+        container.mux(stream.encode())
+    add_cover(path)
+    with pytest.raises(DataError, match=r"a\.mp4"):
+        frames.probe(path)
+
+
+@pytest.mark.parametrize("suffix", ["mkv", "mp4"])
+def test_a_still_preview_is_not_the_film(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a.{suffix}"
+    with av.open(str(path), "w") as container:
+        preview = container.add_stream("mpeg4", rate=10, width=96, height=64, pix_fmt="yuv420p")
+        film = container.add_stream("mpeg4", rate=10, width=48, height=32, pix_fmt="yuv420p")
+        for stream, pictures in ((preview, tiny.clip(1, 96, 64)), (film, MOVING)):
+            for frame_HWC in pictures:
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(frame_HWC, format="rgb24")))
+            container.mux(stream.encode())
+    clip = frames.read(path, every(5))
+    assert clip.footage == Footage(12, 10)
+    assert clip.frames_FHWC.shape == (3, 32, 48, 3)
 
 
 def test_a_folder_in_the_order_of_its_numbers(tmp_path: Path) -> None:

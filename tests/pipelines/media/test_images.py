@@ -1,5 +1,7 @@
 """Pictures: upright and in RGB, whatever the file says about itself."""
 
+import base64
+import io
 import struct
 import sys
 from pathlib import Path
@@ -7,10 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from transformers.image_transforms import convert_to_rgb
 
 from tests import tiny
 from vlmdistill.pipelines.media import frames, images
 from vlmdistill.pipelines.media.images import MediaError, read_image, upright
+from vlmdistill.stores.schema import Array
 
 TURNED = {1: 0, 3: 2, 6: 3, 8: 1}  # orientation -> quarter turns counter-clockwise that make it upright
 
@@ -55,6 +59,51 @@ def test_a_folder_of_frames_is_turned_like_its_pictures(tmp_path: Path) -> None:
         tiny.picture(40, 24, number).save(tmp_path / f"{number}.jpg", exif=held(6, ODD))
     clip = frames.read(tmp_path, lambda footage: range(footage.total))
     assert clip.frames_FHWC.shape == (3, 40, 24, 3)
+
+
+def clear(mode: str) -> Image.Image:
+    """A picture whose left half is transparent, with black behind it."""
+    alpha_HW = np.full((24, 40), 255, np.uint8)
+    alpha_HW[:, :20] = 0
+    alpha_HW[:, 18:22] = 100
+    picture = tiny.picture(40, 24)
+    picture.paste((0, 0, 0), (0, 0, 20, 24))
+    picture.putalpha(Image.fromarray(alpha_HW))
+    if mode == "P":
+        return picture.quantize(16)
+    return picture.convert(mode)
+
+
+def sent(path: Path) -> Array:
+    """The pixels that a server sees which does not know transparency."""
+    content = base64.b64decode(images.data_url(path).partition(",")[2])
+    with Image.open(io.BytesIO(content)) as image:
+        return np.asarray(image)[..., :3]
+
+
+@pytest.mark.parametrize(
+    ("mode", "suffix"), [("RGBA", "png"), ("LA", "png"), ("P", "png"), ("RGBA", "gif"), ("RGBA", "webp")]
+)
+def test_transparent_pixels_are_what_the_processors_of_transformers_make_of_them(
+    tmp_path: Path, mode: str, suffix: str
+) -> None:
+    clear(mode).save(tmp_path / f"a.{suffix}", lossless=True)
+    with Image.open(tmp_path / f"a.{suffix}") as image:
+        theirs = convert_to_rgb(image, return_numpy=True)
+        ours = np.asarray(upright(image))
+    np.testing.assert_array_equal(ours, theirs)
+    assert (ours[:, :18] == 255).all()
+    np.testing.assert_array_equal(np.asarray(read_image(tmp_path / f"a.{suffix}")), ours)
+    np.testing.assert_array_equal(sent(tmp_path / f"a.{suffix}"), ours)
+
+
+def test_one_colour_may_be_transparent(tmp_path: Path) -> None:
+    picture = tiny.picture(40, 24)
+    picture.paste((1, 2, 3), (0, 0, 20, 24))
+    picture.save(tmp_path / "a.png", transparency=(1, 2, 3))
+    shown = np.asarray(read_image(tmp_path / "a.png"))
+    assert (shown[:, :20] == 255).all()
+    np.testing.assert_array_equal(sent(tmp_path / "a.png"), shown)
 
 
 @pytest.mark.parametrize("suffix", ["png", "tif", "jp2", "pgm"])

@@ -99,6 +99,27 @@ def test_tokens_are_those_of_the_server_or_checked_against_its_text_and_counts(
     assert {one[:-1] for one in eos} == {tuple(ids)}
 
 
+def test_what_was_cut_or_read_otherwise_is_dropped_without_counts_too(
+    workspace: Workspace, encoder: TargetModel
+) -> None:
+    cut = "What is ... (litellm_truncated 900 chars) ... in it?"
+    counted = {"prompt_tokens": encoder.encode(asked("Q 5?")["messages"]).length}
+    lines = [
+        exchange(0, request=asked(cut)),
+        exchange(1, response=said(ANSWER.format("(litellm_truncated skipped 12 chars) "))),
+        exchange(2, request=asked("Q 2?", chat_template="{{ messages }}")),
+        exchange(3, request=asked("Q 3?", mm_processor_kwargs={"max_pixels": 784})),
+        exchange(4, request=asked("Q 4?", chat_template_kwargs={})),
+        exchange(
+            5,
+            request=asked("Q 5?", chat_template_kwargs={"enable_thinking": False}),
+            response=said(ANSWER.format("no"), usage=counted),
+        ),
+    ]
+    made = taken(workspace, lines)
+    assert (made.kept, made.dropped) == (2, {"cut text": 2, "another prompt": 2})
+
+
 def test_a_response_that_a_stop_token_of_its_request_ended_gets_no_eos(
     workspace: Workspace, encoder: TargetModel
 ) -> None:

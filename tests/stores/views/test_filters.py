@@ -52,6 +52,20 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Store:
     return make(tmp_path_factory.mktemp("many"), [range(7), range(7, 30)])
 
 
+CHINESE = "图中是一只红色的苹果。放在桌子上。窗外下着小雨。远处有两个人撑着伞慢慢走过。"
+
+
+def test_words_are_counted_in_scripts_without_spaces_too(tmp_path: Path) -> None:
+    store = make(tmp_path)
+    texts = {"long": CHINESE, "short": "苹果。", "loop": "一只红色的苹果。" * 20, "spaced": PROSE}
+    with store.writer("u") as writer:
+        for number, text in enumerate(texts.values()):
+            writer.add(sample(number, **text_stats(text)))  # type: ignore[arg-type]
+    view = filter_store(store, "good", filters=["min_words", "max_repetition"])
+    assert dict(view.dropped) == {"fewer than 6 words": 1, "more than 0.3 repetition": 1}
+    assert text_stats(PROSE)["words"] == len(PROSE.split())
+
+
 def test_the_filters_of_the_papers_drop_what_they_name(store: Store) -> None:
     view = filter_store(store, "good", filters=["min_words", "max_code", "max_repetition", "unique"])
     assert dict(view.dropped) == {

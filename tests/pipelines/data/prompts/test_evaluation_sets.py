@@ -163,6 +163,18 @@ def test_a_set_is_read_from_its_published_layout(name: str, tmp_path: Path) -> N
     assert (prompt.split, prompt.dataset.partition("/")[0]) == ("eval", name)
 
 
+def test_a_column_of_several_types_holds_what_its_json_says(tmp_path: Path) -> None:
+    chartqa(tmp_path)
+    file = tmp_path / f"data/{SHARD}"
+    table = pq.read_table(file)
+    question = pa.array(['"Which bar is highest?"'], pa.json_())
+    pq.write_table(table.set_column(table.column_names.index("question"), "question", question), file)
+    (prompt,) = imported("chartqa@msd", tmp_path, tmp_path / "prompts.parquet")
+    assert "\n".join(part.get("text", "") for part in prompt.messages[-1]["content"]).startswith(
+        "\nWhich bar is highest?"
+    )
+
+
 def test_mmspec_keeps_its_topics_apart(tmp_path: Path) -> None:
     mmspec(tmp_path)
     assert imported("mmspec", tmp_path, tmp_path / "prompts.parquet")[0].dataset == "mmspec/general vqa"

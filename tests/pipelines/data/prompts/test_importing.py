@@ -49,6 +49,28 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "workspace" / "prompts.parquet"
 
 
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("img\\sub\\a.png", "img/sub/a.png"),
+        ("img/sub/B.JPG", "img/sub/b.jpg"),
+        ("IMG/Sub/b.jpg", "img/sub/b.jpg"),
+        ("img/c%20d.png", "img/c d.png"),
+        ("img/caf\u00e9.png", "img/cafe\u0301.png"),  # NFC, and NFD as macOS writes it
+    ],
+)
+def test_an_image_whose_name_is_spelled_otherwise_is_named(
+    tmp_path: Path, out: Path, name: str, file: str
+) -> None:
+    picture(tmp_path / file)
+    rows = [said("<image>\nWhat?", "x", image=name), said("Hello?", "x")]
+    (entry,) = skipped(import_prompts([write(tmp_path / "rows.json", rows)], out))
+    assert str(tmp_path / file) in entry["detail"]
+    with pytest.raises(DataError) as caught:
+        import_prompts([write(tmp_path / "rows.json", rows[:1])], out.with_name("other.parquet"))
+    assert "--images" not in str(caught.value)
+
+
 def test_llava_rows_keep_their_image_where_its_tag_stood(tmp_path: Path, out: Path) -> None:
     picture(tmp_path / "coco" / "1.jpg", 1)
     rows = [

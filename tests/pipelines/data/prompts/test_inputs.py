@@ -17,7 +17,7 @@ from tests.pipelines.data.prompts.rows import ALPACA, TALK, imported, one, packe
 from tests.thorough import count
 from vlmdistill.cli.prompts import prompts as command
 from vlmdistill.pipelines.data.prompts.formats import conversation
-from vlmdistill.pipelines.data.prompts.importing import import_prompts
+from vlmdistill.pipelines.data.prompts.importing import Choices, import_prompts
 from vlmdistill.pipelines.data.prompts.prompt_table import read
 from vlmdistill.pipelines.data.prompts.sources import Row
 from vlmdistill.pipelines.media.resolver import BadRowError
@@ -92,6 +92,81 @@ def test_a_row_says_how_its_videos_are_sampled(
     part = one(out.with_name("chosen"), said(text, "A ball.", video="1.mp4", **keys), fps=0.5).messages[0]
     assert part["content"][0]["fps"] == 0.5
     assert "frames" not in part["content"][0]
+
+
+def shown(number: int | None, text: str) -> list[dict[str, Any]]:
+    """An image by its index and a question, with all keys of parts, as rows of Parquet have them."""
+    keys = {"index": None, "text": None, "type": None}
+    return [{**keys, "type": "image", "index": number}, {**keys, "type": "text", "text": text}]
+
+
+@pytest.mark.parametrize(
+    ("indices", "names"),
+    [
+        ((0, 1), ["1.jpg", "2.jpg"]),
+        ((1, 0), ["2.jpg", "1.jpg"]),
+        ((1, 0, 1), ["2.jpg", "1.jpg", "2.jpg"]),
+        ((None, None), ["1.jpg", "2.jpg"]),
+    ],
+)
+def test_a_part_shows_the_image_of_its_index(out: Path, indices: Any, names: list[str]) -> None:
+    shutil.copy(out.parents[1] / "1.jpg", out.parents[1] / "2.jpg")
+    content = [part for index in indices for part in shown(index, "Is this blue?")]
+    row = {"images": ["1.jpg", "2.jpg"], "messages": [{"role": "user", "content": content}]}
+    assert [Path(path).name for path in one(out, row).files] == names
+
+
+@pytest.mark.parametrize("indices", [(0, 2), (0, -1), (0, None), (None, 1), (0,), (0, 0)])
+def test_images_that_no_index_or_two_say_are_refused(out: Path, indices: Any) -> None:
+    content = [part for index in indices for part in shown(index, "Is this blue?")]
+    row = {"images": ["1.jpg", "1.jpg"], "messages": [{"role": "user", "content": content}]}
+    assert refused(out, row)[0] == "image count"
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl"])
+@pytest.mark.parametrize("ask", [None, "Describe the image."])
+def test_a_conversation_may_be_json_text(tmp_path: Path, out: Path, name: str, ask: str | None) -> None:
+    talk = said("<image>\nWhat is this?", "A wall.")["conversations"]
+    rows = [{"image": "1.jpg", "conversations": json.dumps(talk)}]
+    summary = import_prompts([str(packed(tmp_path, name, rows))], out, choices=Choices(ask=ask))
+    assert (summary.added, summary.unread_columns) == (1, {})
+    assert [part.get("text") for part in read(out)[0].messages[0]["content"]] == [None, "What is this?"]
+
+
+@pytest.mark.parametrize("text", ['[{"a": 1}]', "[{x} for x in y]: is it Python?", "[{'role': 1}"])
+def test_a_question_that_looks_like_turns_stays_one(out: Path, text: str) -> None:
+    assert texts(one(out, {"prompt": text})) == [("user", text)]
+
+
+def test_parts_may_be_json_text(out: Path) -> None:
+    parts = [{"type": "image", "image": "1.jpg"}, {"type": "text", "text": "What is this?"}]
+    row = {"messages": [{"role": "user", "content": json.dumps(parts)}]}
+    assert [part.get("text") for part in one(out, row).messages[0]["content"]] == [None, "What is this?"]
+    for text in ('[{"type": "point", "x": 1}]: what is it?', '[{"type": ["point"]}]', "[1, 2]", '[{"a'):
+        prompt = one(out.with_name(str(len(text))), {"messages": [{"role": "user", "content": text}]})
+        assert texts(prompt) == [("user", text)]
+
+
+def test_a_conversation_that_is_other_text_is_not_replaced_by_a_question(tmp_path: Path, out: Path) -> None:
+    talk = said("<image>\nWhat is this?", "A wall.")["conversations"]
+    rows = [{"image": "1.jpg", "conversations": str(talk)}]
+    for ask in (None, "Describe the image."):
+        with pytest.raises(DataError, match="conversations") as caught:
+            import_prompts([str(packed(tmp_path, "a.jsonl", rows))], out, choices=Choices(ask=ask))
+        assert "--ask" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["file_name", "image_path", "picture"])
+def test_a_question_does_not_lose_an_image_in_another_column(out: Path, name: str) -> None:
+    reason, detail = refused(out, {**said("What is this?", "A wall."), name: "1.jpg"})
+    assert (reason, name in detail) == ("image in another column", True)
+    assert (
+        refused(out, {"question": "What moves?", name: {"path": "a/1.mp4"}})[0] == "video in another column"
+    )
+    assert refused(out, {"question": "Which?", name: ["1.jpg", "1.jpg"]})[0] == "image in another column"
+    # A name beside the image is a fact about it.
+    row = {**said("What is this?", "A wall."), "image": "1.jpg", name: "1.jpg"}
+    assert imported(out.with_name("other"), row).unread_columns == {name: 1}
 
 
 def test_sampling_of_a_row_that_is_overruled_need_not_make_sense(out: Path) -> None:

@@ -11,6 +11,7 @@ import shutil
 import sys
 import tarfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,79 @@ def test_a_folder_of_files_is_a_dataset(tmp_path: Path, out: Path, name: str) ->
     packed(tmp_path / "data", name, [said("<image>\nWhat is this?", "A wall.", image="beside.jpg")])
     assert import_prompts([str(tmp_path / "data")], out).added == 1
     assert read(out)[0].files == [str(tmp_path / "data" / "beside.jpg")]
+
+
+MIXED = [
+    {"messages": [{"role": "user", "content": "5"}, {"role": "assistant", "content": "A number."}]},
+    {
+        "messages": [
+            {
+                "role": "user",
+                "content": [{"type": "image", "image": "1.jpg"}, {"type": "text", "text": "What is this?"}],
+            },
+            {"role": "assistant", "content": [{"type": "text", "text": "A wall."}]},
+        ]
+    },
+    {"messages": [{"role": "user", "content": "What is a drafter?"}]},
+    {**said("<image>\nWho?", "Nobody."), "image": "1.jpg"},
+    {**said("<image>\nWhy?", "Because."), "image": ["1.jpg"]},
+]
+
+
+def contents(out: Path) -> list[Any]:
+    """What the prompts of a file say and show, and their references."""
+    return [
+        (
+            [part.get("text") or Path(part["path"]).name for part in prompt.messages[0]["content"]],
+            prompt.reference,
+        )
+        for prompt in read(out)
+    ]
+
+
+@pytest.mark.parametrize("form", ["folder", "saved", "parquet", "folder of Parquet"])
+def test_values_of_several_types_in_a_column_are_what_they_are_in_json(
+    tmp_path: Path, out: Path, form: str
+) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    shutil.copy(tmp_path / "1.jpg", folder)
+    rows = MIXED if form == "folder" else MIXED[1:]  # `datasets` makes a number of the first one's text
+    source = packed(folder, "rows.jsonl", rows)
+    import_prompts([str(source)], out)
+    expected = contents(out)
+    assert len(expected) == len(rows)
+    if form != "folder":
+        data = datasets.load_dataset(str(folder), data_files="*.jsonl", split="train")
+        source.unlink()
+    if form == "saved":
+        data.save_to_disk(str(folder))
+    elif form != "folder":
+        data.to_parquet(str(folder / "rows.parquet"))
+    again = out.with_name("again.parquet")
+    import_prompts([str(folder / "rows.parquet" if form == "parquet" else folder)], again)
+    assert contents(again) == expected
+
+
+@pytest.mark.parametrize("name", ["llava.json", "rows.jsonl", "rows.parquet"])
+def test_questions_beside_their_images_are_read(tmp_path: Path, out: Path, media: Path, name: str) -> None:
+    folder = tmp_path / "data"
+    (folder / "train").mkdir(parents=True)
+    for picture_name in ("1.jpg", "2.jpg", "3.jpg"):
+        shutil.copy(media / "1.jpg", folder / "train" / picture_name)
+    packed(folder, name, [said("<image>\nWhat?", "A wall.", image="train/2.jpg")])
+    assert import_prompts([str(folder)], out).added == 1
+    assert contents(out) == [(["2.jpg", "What?"], "A wall.")]
+
+
+def test_a_table_beside_images_is_named(tmp_path: Path, out: Path, media: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for name in ("1.jpg", "2.jpg"):
+        shutil.copy(media / "1.jpg", tmp_path / "data" / name)
+    (tmp_path / "data" / "rows.csv").write_text("image,question\n1.jpg,What is this?\n")
+    with pytest.raises(DataError, match=r"rows\.csv") as caught:
+        import_prompts([str(tmp_path / "data")], out)
+    assert "--ask" not in str(caught.value)
 
 
 def test_a_path_is_never_asked_of_the_hub(tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,6 +200,102 @@ def test_samples_of_a_tar_archive_are_rows(tmp_path: Path, out: Path, media: Pat
     assert [prompt.reference for prompt in prompts] == ["A wall.", "A wall.", "A ball."]
     assert [prompt.messages[0]["content"][0]["type"] for prompt in prompts] == ["image", "image", "video"]
     assert {Path(path).parent for prompt in prompts for path in prompt.files} == {out.parent / "images"}
+
+
+def picture(color: tuple[int, int, int]) -> bytes:
+    """A PNG file."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (30, 20), color).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+RED, BLUE = picture((255, 0, 0)), picture((0, 0, 255))
+
+
+def asked(number: int) -> dict[str, Any]:
+    """A row without a tag, which would also do without an image."""
+    return said(f"What is in picture {number}?", "A wall.")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("0.png", "1.png", "0.json", "1.json"),
+        ("0.json", "1.json", "0.png", "1.png"),
+        ("images/0.png", "images/1.png", "rows/0.json", "rows/1.json"),
+        ("rows/0.json", "rows/1.json", "images/0.png", "images/1.png"),
+    ],
+)
+def test_no_question_loses_the_image_that_is_packed_apart_from_it(
+    tmp_path: Path, out: Path, names: Sequence[str]
+) -> None:
+    members = [(name, RED if "png" in name else asked(int(Path(name).stem))) for name in names]
+    with pytest.raises(DataError, match=r"a\.tar.* 0\..*0\.|a\.tar.* rows/0\.json"):
+        import_prompts([tar(tmp_path / "a.tar", *members)], out, choices=Choices(limit=1))
+    assert not out.exists()
+
+
+def test_hidden_files_of_an_archive_part_no_sample(tmp_path: Path, out: Path) -> None:
+    apple = b"\0\5\x16\7" + bytes(200)
+    members = [
+        ("._0.png", apple),
+        ("0.png", RED),
+        ("x/.y/0.json", apple),
+        ("._0.json", apple),
+        ("0.json", asked(0)),
+    ]
+    summary = import_prompts([tar(tmp_path / "a.tar", *members)], out)
+    assert (summary.added, summary.skipped, summary.unread_columns) == (1, {}, {})
+    assert len(read(out)[0].files) == 1
+
+
+def test_archives_that_begin_to_count_anew_may_follow_each_other(tmp_path: Path, out: Path) -> None:
+    first = Path(tar(tmp_path / "1.tar", ("0.png", RED), ("0.json", asked(1)))).read_bytes()
+    second = Path(tar(tmp_path / "2.tar", ("0.png", BLUE), ("0.json", asked(2)))).read_bytes()
+    (tmp_path / "a.tar").write_bytes(first + second)
+    import_prompts([str(tmp_path / "a.tar")], out)
+    assert [len(prompt.files) for prompt in read(out)] == [1, 1]
+
+
+def test_two_files_of_a_sample_do_not_replace_each_other(tmp_path: Path, out: Path) -> None:
+    source = tar(
+        tmp_path / "a.tar",
+        ("0.a.json", asked(1)),
+        ("0.b.json", asked(2)),
+        ("1.json", {**asked(3), "caption": "A wall."}),
+        ("1.txt", b"A wall."),
+        ("1.more.json", {"id": "7"}),
+    )
+    summary = import_prompts([source], out)
+    assert (summary.added, sum(summary.skipped.values())) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("names", "named", "shown"),
+    [
+        (("0.png", "0.seg.png"), None, [RED]),  # a mask
+        (("0.depth.png", "0.png"), None, [BLUE]),
+        (("0.image.png", "0.json"), None, [RED]),
+        (("0.1.png", "0.0.png"), None, [BLUE, RED]),
+        (("0.10.png", "0.2.png"), None, [BLUE, RED]),
+        (("0.before.png", "0.after.png"), ["x/before.png", "x/after.png"], [RED, BLUE]),
+        (("0.after.png", "0.before.png"), ["0.before.png", "0.after.png"], [BLUE, RED]),
+        (("0.rgb.png", "0.seg.png"), None, None),
+    ],
+)
+def test_of_several_images_of_a_sample_those_are_shown_that_belong_to_it(
+    tmp_path: Path, out: Path, names: Sequence[str], named: list[str] | None, shown: list[bytes] | None
+) -> None:
+    pictures = [(name, its) for name, its in zip(names, (RED, BLUE), strict=True) if "png" in name]
+    row = {**asked(0), **({"images": named} if named else {})}
+    source = tar(tmp_path / "a.tar", *pictures, ("0.json", row), ("1.json", asked(1)))
+    summary = import_prompts([source], out)
+    first = read(out)[0]
+    if shown is None:
+        assert (summary.added, sum(summary.skipped.values())) == (1, 1)
+    else:
+        assert [Path(path).read_bytes() for path in first.files] == shown
+        assert sum(summary.unread_columns.values()) == len(pictures) - len(shown)
 
 
 def test_no_member_of_a_tar_archive_leads_out_of_it(tmp_path: Path, out: Path, media: Path) -> None:

@@ -32,6 +32,7 @@ from vlmdistill.pipelines.data.responses.responder import respond as respond_by_
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
 from vlmdistill.pipelines.workspace.workspace import only_writer
 from vlmdistill.stores.errors import DataError
+from vlmdistill.stores.views.text_stats import words_of
 
 pytestmark = pytest.mark.slow
 
@@ -72,12 +73,17 @@ def keys(out: Path) -> Counter[str]:
         ("one two three four five six", range(6), ""),
         ("round and round and round and round", [1, 2, 3] * 40, "repetition"),
         ("some words are said again, as one does", [*range(60), *range(20)], ""),
+        ("图中是一只红色的苹果。放在桌子上。", range(9), ""),
+        ("苹果。", range(3), "short"),
+        ("赤いリンゴがテーブルの上にあります。", range(9), ""),
+        ("แอปเปิลสีแดงวางอยู่บนโต๊ะไม้", range(20), ""),
+        ("ใช่", range(2), "short"),
         ("a very long tale of many more words", range(100), "over length"),
     ],
 )
 def test_filters_say_why(text: str, ids: Any, reason: str) -> None:
     limit = 130 if reason != "over length" else 99
-    assert Filters().reason(len(text.split()), repetition(list(ids)), 5 + len(ids), limit) == reason
+    assert Filters().reason(len(words_of(text)), repetition(list(ids)), 5 + len(ids), limit) == reason
 
 
 @pytest.mark.parametrize(
