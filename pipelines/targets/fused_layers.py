@@ -21,7 +21,7 @@ from vlmdistill.pipelines.targets.target_kv_cache import BatchKVCache, CacheShap
 from vlmdistill.stores.errors import TargetError
 
 MANY_KEYS = 1024
-"""From so many keys on, a GPU attends by `attend_few_rows`; below, its launches cost more than they save."""
+"""From so many keys on, masked rows attend by `attend_few_rows` on a GPU; below, its launches cost more."""
 Attend = Callable[[int, Tensor], Tensor]
 """The attention of layer i: from queries, keys and values [N, H, d] to [N, D]."""
 
@@ -87,7 +87,7 @@ class FusedLayers:
                 weight_GNS = (score_GNS if mask is None else score_GNS + mask).softmax(-1)
                 weight_S.add_(weight_GNS.mean((0, 1)))
             keys, values = rows_GSd[None, : self.kv_heads], rows_GSd[None, self.kv_heads :]
-            if cache[layer].is_cuda and keys.shape[2] >= MANY_KEYS:
+            if mask is not None and cache[layer].is_cuda and keys.shape[2] >= MANY_KEYS:
                 mixed = attend_few_rows(query[0], keys[0], values[0], mask, self.scale)
             else:
                 mixed = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=self.scale)
@@ -147,19 +147,18 @@ class FusedLayers:
 
 
 def attend_few_rows(
-    query_GNd: Tensor, key_GSd: Tensor, value_GSd: Tensor, mask_NS: Tensor | None, scale: float
+    query_GNd: Tensor, key_GSd: Tensor, value_GSd: Tensor, mask_NS: Tensor, scale: float
 ) -> Tensor:
-    """Attention as two products of matrices, for few queries and many keys on a GPU: [G, N, d].
+    """Masked attention as two products of matrices, for few queries and many keys on a GPU: [G, N, d].
 
     With a mask, PyTorch's kernels read all keys of a head in one block, so that a GPU of 132 processors has
-    work for as many of them as there are heads. Products spread over the keys.
+    work for as many of them as there are heads. Products spread over the keys. Without a mask, PyTorch's
+    flash kernel spreads over them as well, and is faster.
     """
     half = query_GNd.dtype.itemsize == 2
     key_GdS = key_GSd.transpose(1, 2)
     score_GNS = torch.bmm(query_GNd, key_GdS, out_dtype=torch.float32) if half else query_GNd @ key_GdS
-    score_GNS = score_GNS * scale
-    if mask_NS is not None:
-        score_GNS = score_GNS + mask_NS
+    score_GNS = score_GNS * scale + mask_NS
     return torch.bmm(score_GNS.softmax(-1).to(value_GSd.dtype), value_GSd)
 
 
