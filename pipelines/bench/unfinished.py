@@ -14,6 +14,7 @@ import msgspec
 
 from vlmdistill.pipelines.bench.records import Calibration, Count, Measurement, PromptResult, ShownResponse
 from vlmdistill.pipelines.data.responses.pieces import Amount
+from vlmdistill.stores.records import read_bytes
 from vlmdistill.stores.schema import content_hash
 
 
@@ -103,7 +104,7 @@ def interim(reports: Path) -> list[Interim]:
 def _read(files: Sequence[Path]) -> dict[tuple[float, int], Decoded]:
     """The prompts of all files; a line that was not written to its end is dropped."""
     done: dict[tuple[float, int], Decoded] = {}
-    for line in (line for file in files for line in file.read_bytes().split(b"\n")):
+    for line in (line for file in files for line in read_bytes(file).split(b"\n")):
         with suppress(msgspec.DecodeError, UnicodeDecodeError):
             one = msgspec.json.decode(line, type=Decoded)
             done[one.temperature, one.number] = one

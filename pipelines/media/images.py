@@ -12,6 +12,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from vlmdistill.stores.errors import DataError
+from vlmdistill.stores.records import regular
 
 KINDS = {
     "image": "apng avif bmp dib gif heic heif ico jfif jp2 jpe jpeg jpg pbm pgm png pnm ppm svg tga tif tiff "
@@ -66,6 +67,8 @@ def decoding() -> Iterator[None]:
 
 def open_image(file: Any, formats: tuple[str, ...] | None = None) -> Image.Image:
     """Open an image, in one of Pillow's `formats` or any; OSError if that is impossible."""
+    if isinstance(file, str | Path):
+        file = regular(file)
     try:
         with decoding():
             return Image.open(file, formats=formats)

@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from vlmdistill.drafters.decoding import hardware
+from vlmdistill.stores.records import read_bytes
 
 FILE = "rates.jsonl"
 LEAST = 2.0  # seconds; a shorter run says little
@@ -51,7 +52,7 @@ def record(root: Path, stage: str, tokens: float, seconds: float, engine: str = 
 def known(root: Path, stage: str, engine: str = "transformers") -> Rate | None:
     """The latest run of a stage on this hardware; None if there was none."""
     try:
-        lines = (root / FILE).read_bytes().splitlines()
+        lines = read_bytes(root / FILE).splitlines()
     except OSError:
         return None
     found = None
