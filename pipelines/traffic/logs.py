@@ -6,10 +6,11 @@ the status of HTTP around each. A line of a batch's output has its request in th
 DataError.
 """
 
+import errno
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +23,8 @@ from vlmdistill.pipelines.media.images import MediaError
 from vlmdistill.pipelines.media.resolver import BadRowError
 from vlmdistill.pipelines.media.urls import at_hand, copy_of, is_url
 from vlmdistill.stores.backends.opening import open_backend
-from vlmdistill.stores.errors import DataError, StoreError, one_line
+from vlmdistill.stores.errors import FOR_USER, DataError, StoreError, one_line
+from vlmdistill.stores.records import read_bytes
 
 REQUEST = ("request", "request_body", "body", "kwargs")
 RESPONSE = ("response", "response_body", "completion")
@@ -30,6 +32,7 @@ TIME = ("time", "timestamp", "request_time", "created_at", "created")
 FILES = (".jsonl", ".json", ".ndjson", ".gz", ".bz2", ".xz", ".parquet", ".log")
 MILLISECONDS = 1e11  # a time above this is not in seconds
 EARLIEST = 1e9  # in seconds: 2001
+MOST_SHOWN = 3  # unread files in a line
 
 
 @dataclass(frozen=True)
@@ -84,10 +87,10 @@ class LogFile:
             for row in sources.read(str(path)):
                 yield replace(row, source=self.name)
 
-    def media(self, name: str) -> bytes:
+    def media(self, name: str, most: int) -> bytes:
         """The content of an image or video that a line names; it must lie below the log's folder.
 
-        BadRowError if it is not there.
+        BadRowError if it is not there, or has more than `most` bytes.
         """
         kind = "media outside of the log"
         try:
@@ -96,15 +99,17 @@ class LogFile:
                 if not url.startswith(f"{self.folder}/"):
                     raise BadRowError(kind)
                 with _here(url) as copy:
-                    return copy.read_bytes()
+                    return read_bytes(copy, most)
             if "://" in name:
                 raise BadRowError("media is a URL", "the log must hold it, as bytes or as a file beside it")
             path = Path(self.folder, name).resolve()
             if not path.is_relative_to(Path(self.folder).resolve()):
                 raise BadRowError(kind)
-            return path.read_bytes()
+            return read_bytes(path, most)
         except (OSError, ValueError, DataError, MediaError) as error:
-            raise BadRowError("missing media", one_line(error)) from None
+            large = isinstance(error, OSError) and error.errno == errno.EFBIG
+            reason = "media too large" if large else "missing media"
+            raise BadRowError(reason, one_line(error)) from None
 
 
 @dataclass
@@ -112,11 +117,14 @@ class Log:
     """All files of some sources, and the requests of the batch files among them."""
 
     files: Sequence[LogFile]
+    unread: dict[str, str] = field(default_factory=dict)
+    """Folders and files below the sources that cannot be read -> why."""
 
     @classmethod
     def open(cls, names: Sequence[str]) -> "Log":
         """The files of these paths and URLs; DataError if one has none."""
-        return cls([file for name in names for file in _files(name)])
+        unread: dict[str, str] = {}
+        return cls([file for name in names for file in _files(name, unread)], unread)
 
     @cached_property
     def _asked(self) -> Mapping[str, Mapping[str, Any] | None]:
@@ -125,10 +133,12 @@ class Log:
         None for an id of several requests, as batches that count from 1 have them.
         """
         found: dict[str, Mapping[str, Any] | None] = {}
-        for one in (row.value for file in self.files for row in file.rows()):
-            if isinstance(one, Mapping) and _asks(one):
-                number, body = str(one["custom_id"]), one["body"]
-                found[number] = body if found.get(number, body) == body else None
+        for file in self.files:
+            with suppress(*FOR_USER):  # which `read` of that file raises, too
+                for row in file.rows():
+                    if isinstance(row.value, Mapping) and _asks(row.value):
+                        number, body = str(row.value["custom_id"]), row.value["body"]
+                        found[number] = body if found.get(number, body) == body else None
         return found
 
     def read(self, file: LogFile) -> Iterator[Exchange | tuple[Row, BadRowError]]:
@@ -167,8 +177,8 @@ class Log:
         return Exchange(row, value if request is None else request, response, _flat(headers), time)
 
 
-def _files(name: str) -> list[LogFile]:
-    """The files of a path or URL, by name; DataError if there is none."""
+def _files(name: str, unread: dict[str, str]) -> list[LogFile]:
+    """The files of a path or URL, by name; DataError if there is none. `unread` gets what is not readable."""
     if is_url(name):
         return _remote(name.rstrip("/"))
     if "://" in name:
@@ -179,14 +189,26 @@ def _files(name: str) -> list[LogFile]:
     if path.is_file():
         return [_local(path, path.resolve().parent)]
     found = []
-    for one, error in sources.walk(path):
-        if error:
-            raise DataError(f"{one} cannot be read: {error.strerror}")
-        if one.name.lower().endswith(FILES):
-            found.append(_local(one, path.resolve()))
+    for file, error in sources.walk(path):
+        try:
+            if error:
+                raise error
+            if file.name.lower().endswith(FILES):
+                found.append(_local(file, path.resolve()))
+        except OSError as reason:
+            unread[str(file)] = reason.strerror or str(reason)
+    if not found and unread:
+        raise DataError(unread_line(unread))
     if not found:
         raise DataError(f"{name} holds no log: its files end in none of {', '.join(FILES)}")
     return found
+
+
+def unread_line(unread: Mapping[str, str]) -> str:
+    """Which files and folders of a log could not be read, and why, in a line."""
+    shown = [why if name in why else f"{name} cannot be read: {why}" for name, why in unread.items()]
+    more = f"; and {len(shown) - MOST_SHOWN} more" if len(shown) > MOST_SHOWN else ""
+    return "; ".join(shown[:MOST_SHOWN]) + more
 
 
 def _local(path: Path, folder: Path) -> LogFile:

@@ -1,5 +1,6 @@
 """What a harvest keeps of logs, what it drops and why, and that nothing else is left of what it dropped."""
 
+import gzip
 import json
 from collections import Counter
 from dataclasses import replace
@@ -9,11 +10,14 @@ from typing import Any
 import pytest
 
 from tests import tiny
+from tests.fifos import fifo
 from tests.pipelines.traffic.conftest import ANSWER, NOW, asked, data_url, exchange, said, write
+from vlmdistill.cli.main import main
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.prompts.importing import import_prompts
 from vlmdistill.pipelines.data.responses import dataset
 from vlmdistill.pipelines.targets.target_model import TargetModel
+from vlmdistill.pipelines.traffic import harvest as traffic
 from vlmdistill.pipelines.traffic.harvest import MEDIA, Harvest, harvest
 from vlmdistill.pipelines.traffic.policy import Policy
 from vlmdistill.pipelines.workspace.workspace import Workspace
@@ -368,6 +372,54 @@ def test_a_damaged_line_costs_itself_alone(workspace: Workspace, tmp_path: Path)
     (tmp_path / "log.jsonl").write_bytes(b"\n".join([*lines, end]))
     made = harvest(workspace, [str(tmp_path / "log.jsonl")])
     assert (made.kept, made.dropped) == (2, {"text is not Unicode": 2})
+
+
+BAD_FILES: dict[str, bytes] = {
+    "an array that ends early": b"[%s, {" % json.dumps(exchange(7)).encode(),
+    "not UTF-8": b"\xff\xfe{}",
+    "cut gzip": gzip.compress(json.dumps(exchange(7)).encode())[:-20],
+    "zip": b"PK\x03\x04",
+}
+
+
+@pytest.mark.parametrize("what", BAD_FILES)
+def test_a_file_that_cannot_be_read_is_named_and_the_others_are_harvested(
+    workspace: Workspace, tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "logs/a.jsonl", [exchange(0)])
+    (tmp_path / "logs/b.jsonl").write_bytes(BAD_FILES[what])
+    write(tmp_path / "logs/c.jsonl", [exchange(1)])
+    logs = str(tmp_path / "logs")
+    assert main(["harvest", logs, "--runs", str(workspace.root.parent)]) == 1
+    assert "b.jsonl" in capsys.readouterr().err
+    assert len(prompt_table.read(workspace.prompts)) == 2 + what.startswith("an array")
+    again = harvest(workspace, [logs])
+    assert (again.files, again.unchanged, len(again.unread)) == (1, 2, 1)
+    (tmp_path / "logs/b.jsonl").unlink()
+    assert main(["harvest", logs, "--runs", str(workspace.root.parent)]) == 0
+
+
+def test_a_log_of_bad_files_alone_is_an_error(workspace: Workspace, tmp_path: Path) -> None:
+    (folder := tmp_path / "logs").mkdir()
+    (folder / "log.jsonl").write_bytes(b"\xff\xfe{}")
+    with fifo(folder / "pipe.jsonl"):
+        for log in (folder / "log.jsonl", folder):
+            with pytest.raises(DataError, match=r"log\.jsonl"):
+                harvest(workspace, [str(log)])
+
+
+def test_an_image_of_a_log_that_memory_cannot_hold_is_not_read(
+    workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, size in (("holes.png", 2**36), ("a.png", 600), ("b.png", 600)):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(size)
+    monkeypatch.setattr(traffic, "MOST_BYTES", 1000)
+    two = asked("And these?", "a.png")
+    two["messages"][0]["content"] += asked("Which?", "b.png")["messages"][0]["content"]
+    lines = [exchange(0, request=asked("Which?", "holes.png")), exchange(1, request=two), exchange(2)]
+    made = harvest(workspace, [str(write(tmp_path / "log.jsonl", lines))])
+    assert (made.kept, made.dropped) == (1, {"media too large": 2})
 
 
 def test_what_a_wrong_clock_puts_into_the_future_was_asked_at_the_harvest(workspace: Workspace) -> None:
