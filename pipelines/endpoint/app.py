@@ -18,9 +18,9 @@ from starlette.exceptions import HTTPException
 
 from vlmdistill.pipelines.data.responses.pieces import Piece
 from vlmdistill.pipelines.endpoint.chat import NEUTRAL, ChatRequest
-from vlmdistill.pipelines.endpoint.decoder_queue import DecoderQueue, QueueFullError
+from vlmdistill.pipelines.endpoint.decoder_queue import DecoderQueue, QueueClosedError, QueueFullError
 from vlmdistill.pipelines.endpoint.gate import ApiError, error_body, json_response
-from vlmdistill.pipelines.endpoint.hosting import application, explained, page
+from vlmdistill.pipelines.endpoint.hosting import STOPPABLE, application, explained, page
 from vlmdistill.pipelines.endpoint.metrics import ServingMetrics
 from vlmdistill.pipelines.endpoint.recorder import exchange
 from vlmdistill.pipelines.endpoint.served_decoder import ServedDecoder, ServedResponse
@@ -56,6 +56,7 @@ def build_app(
     name = switch.current.model
     app = application(key, hosts, _api_error)
     queue = DecoderQueue(queue_limit)
+    setattr(app.state, STOPPABLE, queue)
     metrics = ServingMetrics(queue, switch, recorder)
     started = int(time.time())
     script = source("report/replay.js") + source("endpoint/page.js")
@@ -94,6 +95,8 @@ def build_app(
         except QueueFullError:
             message = f"{queue_limit} requests are waiting: try again later"
             raise ApiError(429, message, code="queue_full") from None
+        except QueueClosedError as error:
+            raise _api_error(error) from None
         except _ClientGoneError:
             return Response(status_code=CLIENT_GONE)
 
@@ -111,7 +114,7 @@ def build_app(
             if recorder:
                 recorder.add(partial(exchange, response, dict(request.headers)))
         except Exception as error:
-            known = isinstance(error, QueueFullError | HTTPException | DataError)
+            known = isinstance(error, QueueFullError | QueueClosedError | HTTPException | DataError)
             outcome = "refused" if known else "error"
             raise
         finally:
@@ -153,6 +156,8 @@ def _api_error(error: Exception) -> HTTPException:
         return ApiError(error.status_code, f"this server has {routes}")
     if isinstance(error, DataError):
         return ApiError(400, str(error), param="messages")
+    if isinstance(error, QueueClosedError):
+        return ApiError(503, "this server ends: send the request again", code="server_stopped")
     if not isinstance(error, RequestValidationError):
         return explained(error)
     first = error.errors()[0]
@@ -196,6 +201,8 @@ class _Completion:
                     piece = await anext(rest, None)
                 except Exception as error:
                     yield f"data: {json.dumps(error_body(_api_error(error)))}\n\n"
+                    if isinstance(error, QueueClosedError):
+                        return
                     raise
         yield self._chunk({}, self._response.finish, decoding=self._decoding())
         if self._response.request.stream_options.include_usage:

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 OPEN = ("/", "/health")  # need no key: they show no data
 HOST = re.compile(r"(\[[^\]]*\]|[^:]*)(:\d*)?")  # a name or an address, and a port
 MAX_BODY = 32 * 1024**2  # bytes
-BODY_SECONDS = 60  # for each part of a body
+BODY_SECONDS = 120  # for a whole body
 MAX_BODIES = 8 * MAX_BODY  # of all requests that are read, wait or are decoded
 
 
@@ -57,14 +57,16 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse the request, or pass it on with a `receive` that counts the bytes of its body."""
         headers, held, whole = Headers(scope=scope), 0, False
+        latest = asyncio.get_running_loop().time() + BODY_SECONDS
         too_large = ApiError(413, f"the body is larger than {MAX_BODY} bytes: send smaller images")
 
         async def limited() -> Message:
             nonlocal held, whole
             try:
-                message = await asyncio.wait_for(receive(), None if whole else BODY_SECONDS)
+                async with asyncio.timeout_at(None if whole else latest):
+                    message = await receive()
             except TimeoutError:
-                raise ApiError(408, f"no more of the body came for {BODY_SECONDS} s") from None
+                raise ApiError(408, f"the body has not come within {BODY_SECONDS} s") from None
             whole = not message.get("more_body")
             size = len(message.get("body", b""))
             held, self._held = held + size, self._held + size
