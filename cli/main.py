@@ -37,7 +37,7 @@ from vlmdistill.cli.run import run
 from vlmdistill.cli.serve import serve
 from vlmdistill.cli.status import status
 from vlmdistill.cli.train import train
-from vlmdistill.stores.errors import FOR_USER, StoppedError, VlmdistillError, one_line
+from vlmdistill.stores.errors import FOR_USER, StoppedError, VlmdistillError, one_line, without_panics
 
 GROUPS = {"target": target.app, "store": store.app}
 COMMANDS = (
@@ -149,7 +149,8 @@ def _run(given: Sequence[str]) -> None:
 def _status(run: Callable[[], object], given: Sequence[str], debug: bool) -> int:
     """The exit status of what is run, whose errors are printed."""
     try:
-        run()
+        with without_panics():
+            run()
     except SystemExit as stop:
         if isinstance(stop, console.CommandTerminated):
             signal.raise_signal(signal.SIGTERM)

@@ -6,6 +6,8 @@ from collections.abc import AsyncGenerator, Generator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from vlmdistill.stores.errors import without_panics
+
 Item = TypeVar("Item")
 
 
@@ -63,10 +65,11 @@ class DecoderQueue:
 
         def work() -> None:
             try:
-                for item in items:
-                    if abandoned.is_set():
-                        break
-                    loop.call_soon_threadsafe(arrived.put_nowait, item)
+                with without_panics():
+                    for item in items:
+                        if abandoned.is_set():
+                            break
+                        loop.call_soon_threadsafe(arrived.put_nowait, item)
             finally:
                 items.close()
                 loop.call_soon_threadsafe(self.turn.release)

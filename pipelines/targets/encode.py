@@ -17,7 +17,7 @@ from vlmdistill.pipelines.targets.batching import out_of_memory
 from vlmdistill.pipelines.targets.checkpoints.folder import first_line
 from vlmdistill.pipelines.targets.families.family import IMAGE, VIDEO, Family, Inputs
 from vlmdistill.pipelines.targets.families.video import FrameProcessor, FrameSampling
-from vlmdistill.stores.errors import DataError, lone_surrogate
+from vlmdistill.stores.errors import DataError, lone_surrogate, without_panics
 from vlmdistill.stores.schema import Span
 
 Messages = Sequence[Mapping[str, Any]]
@@ -113,15 +113,16 @@ def encode(
     kinds = [part["type"] for turn in conversation for part in turn["content"]]
     metadata = [sampling.metadata for sampling in videos.samplings]
     try:
-        batch = processor.apply_chat_template(
-            conversation,
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-            processor_kwargs={"video_metadata": metadata, "do_sample_frames": False} if metadata else {},
-            **(variables or {}),
-        )
+        with without_panics():  # of a regular expression of the tokenizer
+            batch = processor.apply_chat_template(
+                conversation,
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=True,
+                return_tensors="pt",
+                processor_kwargs={"video_metadata": metadata, "do_sample_frames": False} if metadata else {},
+                **(variables or {}),
+            )
     except Exception as error:  # templates and processors raise anything
         refusal = MediaError if isinstance(error, OSError) or out_of_memory(error) else DataError
         raise refusal(f"the target's processor refuses this prompt: {first_line(error)}") from error

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from vlmdistill.pipelines.media.resolver import BadRowError
 from vlmdistill.pipelines.traffic.logs import Exchange
+from vlmdistill.stores.errors import PanicError, one_line, without_panics
 
 if TYPE_CHECKING:
     from vlmdistill.pipelines.targets.target_model import TargetModel
@@ -54,7 +55,11 @@ class ResponseTokens:
             return self._ended(ids) if ended else ids, origin
         if not altered and _reasoning(choice):
             raise BadRowError("reasoning without tokens")
-        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        try:
+            with without_panics():
+                ids = self._tokenizer.encode(text, add_special_tokens=False)
+        except PanicError as error:
+            raise BadRowError("text that the tokenizer refuses", one_line(error)) from None
         if self._text(ids) != text:
             raise BadRowError("text does not decode to itself")
         ids = self._ended(ids) if ended else ids

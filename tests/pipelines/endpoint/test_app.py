@@ -24,6 +24,7 @@ import pytest
 from PIL import Image
 from pydantic import ValidationError
 
+from tests import tiny
 from tests.drafters import synthetic
 from tests.served_app import Served, serving
 from tests.tiny import data_url
@@ -713,3 +714,15 @@ def test_a_server_that_ends_answers_all_requests_in_the_form_of_the_api(
             list(events)
         assert cut.value.code == "server_stopped"
         braked.permits.release(100)
+
+
+def test_a_request_on_which_the_tokenizer_panics_is_refused_in_the_form_of_the_api(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    target = load(str(tiny.panicking(tiny.checkpoint("qwen2_5_vl", tmp_path / "target"))))
+    with serving(ServedDecoder("demo", target)) as served:
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError):
+                ask(served.client(), tiny.PANIC, stream=stream)
+        assert ask(served.client(), "hello", max_tokens=1).usage.completion_tokens == 1
+    capfd.readouterr()

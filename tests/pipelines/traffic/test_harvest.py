@@ -475,3 +475,13 @@ def test_a_policy_is_read_from_toml_and_wrong_ones_say_what(tmp_path: Path) -> N
             Policy.read(file)
     with pytest.raises(DataError, match=r"missing\.toml"):
         Policy.read(tmp_path / "missing.toml")
+
+
+def test_a_response_on_which_the_tokenizer_panics_costs_itself_alone(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    target = tiny.panicking(tiny.checkpoint("qwen2_5_vl", tmp_path / "target"))
+    log = write(tmp_path / "log.jsonl", [exchange(0, response=said(tiny.PANIC)), exchange(1)])
+    made = harvest(Workspace.of(str(target), tmp_path / "runs"), [str(log)])
+    assert (made.kept, sum(made.dropped.values())) == (1, 1)
+    capfd.readouterr()
