@@ -15,6 +15,7 @@ from typing import Any
 
 from vlmdistill.pipelines.media.images import name_of
 from vlmdistill.stores.backends.local import atomic_write
+from vlmdistill.stores.clock import beyond
 from vlmdistill.stores.errors import one_line
 
 MEDIA = "media"
@@ -38,6 +39,7 @@ class Recorder:
         """
         self.folder, self.keep_seconds = folder, keep_seconds
         self.recorded = self.lost = 0
+        self._ahead: str | None = None  # how far the clock is ahead, None before it was looked at
         (folder / MEDIA).mkdir(parents=True, exist_ok=True)
         self._waiting = queue.Queue[tuple[float, Callable[[Keep], Mapping[str, Any]]] | None](WAITING)
         self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
@@ -106,10 +108,19 @@ class Recorder:
         oldest = now - self.keep_seconds
         first = time.strftime("%Y-%m-%d", time.gmtime(oldest))
         try:
-            for file in self.folder.glob("[0-9]*-[0-9]*-[0-9]*.jsonl"):
+            days = [*self.folder.glob("[0-9]*-[0-9]*-[0-9]*.jsonl")]
+            media = [*(self.folder / MEDIA).iterdir()]
+            if self._ahead is None:  # before anything is written under a wrong clock
+                self._ahead = beyond(now, [*days, *media])
+                if self._ahead:
+                    text = "nothing is removed from %s: %s; if it is right, start the server again"
+                    log.warning(text, self.folder, self._ahead)
+            if self._ahead:
+                return
+            for file in days:
                 if file.stem < first:
                     file.unlink(missing_ok=True)
-            for file in (self.folder / MEDIA).iterdir():
+            for file in media:
                 if file.stat().st_mtime < oldest - DAY:  # the lines of that day still name it
                     file.unlink(missing_ok=True)
         except OSError as error:

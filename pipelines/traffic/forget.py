@@ -18,9 +18,14 @@ from vlmdistill.pipelines.traffic.harvest import UNLISTED, audited, unlisted, un
 from vlmdistill.pipelines.workspace.parts import UNFINISHED
 from vlmdistill.pipelines.workspace.workspace import Workspace, only_writer
 from vlmdistill.stores.backends.local import left_over
+from vlmdistill.stores.clock import beyond, mark
+from vlmdistill.stores.errors import DataError
+from vlmdistill.stores.manifest import COMMITS
 from vlmdistill.stores.schema import utc
 from vlmdistill.stores.sharing.retention import expire
 from vlmdistill.stores.store import Store
+
+CLOCK = ".clock"  # its time is that of the last deletion
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +45,10 @@ class Forgotten:
 def forget(workspace: Workspace, older_than: float, *, dry_run: bool = False) -> Forgotten:
     """Delete the traffic that was asked more than so many seconds ago, from the whole workspace.
 
-    DataError if another run is writing to it, StoreError if the store is damaged or being written to.
+    DataError if another run is writing to it, or if the clock is far beyond the newest file: the same
+    deletion again is done. StoreError if the store is damaged or being written to.
     """
-    before = time.time() - older_than
+    before = _now(workspace, dry_run) - older_than
     folder, responses, file = workspace.traffic, workspace.responses, workspace.prompts
     with only_writer(folder), only_writer(responses), only_writer(file), only_writer(workspace.reports):
         prompts = prompt_table.read(file) if file.is_file() else []
@@ -76,6 +82,22 @@ def forget(workspace: Workspace, older_than: float, *, dry_run: bool = False) ->
             folder.mkdir(parents=True, exist_ok=True)
             audited(folder, {"when": utc(time.time()), "forgot": asdict(made)})
     return made
+
+
+def _now(workspace: Workspace, dry_run: bool) -> float:
+    """The time by which traffic is too old: that of the URL, if the workspace is at one."""
+    if workspace.parts:
+        return workspace.parts.there.now()
+    now, looked = time.time(), workspace.traffic / CLOCK
+    store = Path(workspace.features)
+    parts = (workspace.root, workspace.traffic, workspace.responses, workspace.reports, store / COMMITS)
+    files = [file for part in parts for file in part.glob("*") if file.is_file()]
+    far = beyond(now, files)
+    if not dry_run:
+        mark(looked)
+    if far:
+        raise DataError(f"{far} of {workspace.root}: if it is right, run the same command again")
+    return now
 
 
 def _left_over(workspace: Workspace) -> list[Path]:

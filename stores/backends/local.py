@@ -8,7 +8,6 @@ import os
 import secrets
 import shutil
 import stat
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -265,6 +264,7 @@ class Local(Backend):
 
     def seconds_idle(self, name: str) -> float:
         """By modification times."""
+        now = self.now()
         path = self.root / name
         try:
             times = [path.lstat().st_mtime]
@@ -272,7 +272,15 @@ class Local(Backend):
             return 0.0
         if not path.is_symlink():
             times += [info.st_mtime for _, info in self._walk(name)]
-        return max(0.0, time.time() - max(times))
+        return max(0.0, now - max(times))
+
+    def _stamp(self) -> float:
+        """Of a folder in staging."""
+        folder = self.workspace()
+        try:
+            return folder.stat().st_mtime
+        finally:
+            self.release(folder)
 
     def workspace(self, name: str | None = None) -> Path:
         """A locked folder in staging: the kernel drops the lock when the process ends, however it ends."""

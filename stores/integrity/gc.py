@@ -67,7 +67,7 @@ def _collect(store: Store, grace: float, dry_run: bool) -> list[Removed]:
     for name in garbage:
         try:
             with backend.try_lock(name) as locked:
-                if not locked or backend.seconds_idle(name) < grace:
+                if not locked or (grace and backend.seconds_idle(name) < grace):
                     continue
                 # A record may have come since. Under the lock no local writer can commit it now; others renew
                 # the age of a shard before they do.

@@ -234,3 +234,21 @@ def test_recorded_days_are_removed_with_their_images(decoder: ServedDecoder, tmp
     assert [file.name for file in (tmp_path / "media").iterdir()] == ["new"]
     assert not (tmp_path / "1999-01-01.jsonl").exists()
     assert len(list(tmp_path.glob("*.jsonl"))) == 1
+
+
+def test_a_clock_that_is_far_ahead_removes_no_recorded_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import time
+
+    now = time.time()
+    today = time.strftime("%Y-%m-%d", time.gmtime(now))
+    (tmp_path / "media").mkdir()
+    for name in (f"{today}.jsonl", "media/image"):
+        (tmp_path / name).write_text("{}\n")
+    with monkeypatch.context() as clock:
+        clock.setattr(time, "time", lambda: now + 400 * 86400)
+        with Recorder(tmp_path, keep_seconds=86400.0) as recorder:
+            recorder.add(lambda _: {})
+    assert {file.name for file in tmp_path.rglob("*")} >= {f"{today}.jsonl", "image"}
+    assert len([*tmp_path.glob("*.jsonl")]) == 2
