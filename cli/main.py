@@ -3,6 +3,7 @@
 The file of a command imports heavy packages inside its function, so that `vlmdistill --help` is fast.
 """
 
+import errno
 import functools
 import os
 import re
@@ -65,6 +66,7 @@ KEYWORDS = {evaluate: "eval", import_drafter: "import", list_names: "list"}  # n
 VERBS = {KEYWORDS.get(verb, verb.__name__): verb for verb in COMMANDS}
 
 KEPT = "finished work is kept; run the same command to continue"
+OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG)  # no fault of a program
 LEFT = {
     **dict.fromkeys(("responses", "features", "merge", "push", "pull", "run", "harvest", "adapt"), KEPT),
     "prompts": "nothing was imported",
@@ -170,6 +172,7 @@ def _status(run: Callable[[], object], given: Sequence[str], debug: bool) -> int
         if debug:
             traceback.print_exc()
         surprise = isinstance(error, OSError) and not debug and not _is_users(error, given)
+        surprise = surprise and getattr(error, "errno", None) not in OF_THE_DISK
         log = _logged() if surprise else ""
         console.note(f"error: {_line(error)}{log}")
         return 1

@@ -62,6 +62,17 @@ class StoppedError(VlmdistillError):
         self.signal = signal
 
 
+@contextmanager
+def naming(path: object) -> Iterator[None]:
+    """Say which file it was when a disk is full or fails: of a write, the system does not."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 class PanicError(VlmdistillError):
     """A library that is written in Rust has failed on what it was given."""
 

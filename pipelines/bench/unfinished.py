@@ -14,6 +14,7 @@ import msgspec
 
 from vlmdistill.pipelines.bench.records import Calibration, Count, Measurement, PromptResult, ShownResponse
 from vlmdistill.pipelines.data.responses.pieces import Amount
+from vlmdistill.stores.errors import naming
 from vlmdistill.stores.records import read_bytes
 from vlmdistill.stores.schema import content_hash
 
@@ -79,7 +80,7 @@ class Unfinished:
     def add(self, decoded: Decoded) -> None:
         """Append a prompt."""
         self._own.parent.mkdir(parents=True, exist_ok=True)
-        with self._own.open("ab") as file:
+        with naming(self._own), self._own.open("ab") as file:
             file.write(msgspec.json.encode(decoded) + b"\n")
 
     def remove(self) -> None:

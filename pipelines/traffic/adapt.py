@@ -46,7 +46,7 @@ from vlmdistill.pipelines.workspace import versions
 from vlmdistill.pipelines.workspace.versions import DrafterRound
 from vlmdistill.pipelines.workspace.workspace import Workspace, only_writer
 from vlmdistill.stores.backends.local import atomic_write
-from vlmdistill.stores.errors import DataError, TrainingError
+from vlmdistill.stores.errors import DataError, TrainingError, naming
 from vlmdistill.stores.manifest import VIEWS, record_names
 from vlmdistill.stores.records import read_bytes
 from vlmdistill.stores.schema import TIME, content_hash
@@ -337,7 +337,8 @@ class _Round:
             facts={**known, **(facts or {})},
         )
         self._file.unlink(missing_ok=True)
-        with (self._file.parent / METRICS).open("a", encoding="utf-8") as file:
+        metrics = self._file.parent / METRICS
+        with naming(metrics), metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(msgspec.to_builtins(made)) + "\n")
         return made
 

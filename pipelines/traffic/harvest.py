@@ -34,7 +34,7 @@ from vlmdistill.pipelines.traffic.policy import Policy
 from vlmdistill.pipelines.traffic.tokens import ResponseTokens, require_same_prompt, response_text
 from vlmdistill.pipelines.workspace.workspace import NAME, Workspace, only_writer
 from vlmdistill.stores.backends.local import atomic_write
-from vlmdistill.stores.errors import FOR_USER, DataError, one_line
+from vlmdistill.stores.errors import FOR_USER, DataError, naming, one_line
 from vlmdistill.stores.progress import Progress, silent
 from vlmdistill.stores.schema import content_hash, utc
 
@@ -339,7 +339,8 @@ class _Harvest(ImportGate):
     def _write(self) -> None:
         """Write the responses that are kept so far."""
         rows, self._rows = self._rows, []
-        with (self.workspace.traffic / UNLISTED).open("a") as file:
+        listed = self.workspace.traffic / UNLISTED
+        with naming(listed), listed.open("a") as file:
             file.writelines(f"{row.key}\n" for row in rows)
         name = content_hash(sorted(row.key for row in rows))
         dataset.write_part(self.workspace.responses, name, rows)
@@ -431,5 +432,5 @@ def _note(folder: Path, made: Harvest, read: Mapping[str, Any], policy: Policy) 
 
 def audited(folder: Path, line: Mapping[str, Any]) -> None:
     """Add a line to the audit."""
-    with (folder / AUDIT).open("a", encoding="utf-8") as file:
+    with naming(folder / AUDIT), (folder / AUDIT).open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")

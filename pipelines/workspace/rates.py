@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from vlmdistill.drafters.decoding import hardware
+from vlmdistill.stores.errors import naming
 from vlmdistill.stores.records import read_bytes
 
 FILE = "rates.jsonl"
@@ -45,7 +46,7 @@ def record(root: Path, stage: str, tokens: float, seconds: float, engine: str = 
         return
     now = f"{datetime.now():%Y-%m-%d %H:%M:%S}"
     line = Rate(stage=stage, engine=engine, where=here(), tokens=tokens, seconds=seconds, measured=now)
-    with (root / FILE).open("ab") as file:
+    with naming(root / FILE), (root / FILE).open("ab") as file:
         file.write(msgspec.json.encode(line) + b"\n")
 
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import blake3
 
-from vlmdistill.stores.errors import StoreError
+from vlmdistill.stores.errors import StoreError, naming
 from vlmdistill.stores.schema import Array
 
 BLOCK = 1 << 24
@@ -60,7 +60,8 @@ class Backend(ABC):
         """Write the first `size` bytes of a file into a local file."""
         with path.open("wb") as out:
             for block in self.blocks(name, 0, size):
-                out.write(block)
+                with naming(path):
+                    out.write(block)
 
     @abstractmethod
     def readinto(self, name: str, start: int, out: Array, on_part: Callable[[memoryview], None]) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from vlmdistill.stores.backends.backend import STAGING, Backend
 from vlmdistill.stores.backends.open_files import open_files
-from vlmdistill.stores.errors import StoreError
+from vlmdistill.stores.errors import StoreError, naming
 from vlmdistill.stores.records import open_regular
 from vlmdistill.stores.schema import Array
 
@@ -35,7 +35,8 @@ def sync(path: Path) -> None:
     """Force a file or a folder's entries to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        with naming(path):
+            os.fsync(handle)
     finally:
         os.close(handle)
 
@@ -57,7 +58,8 @@ def atomic_write(path: Path, *, alone: bool = False) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}" if alone else f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        yield aside
+        with naming(path):
+            yield aside
         shared(aside)
         sync(aside)
         aside.replace(path)
@@ -81,7 +83,8 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     new, old = (folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.{end}") for end in ("tmp", "old"))
     new.mkdir()
     try:
-        yield new
+        with naming(folder):
+            yield new
         for parent, _, names in os.walk(new):
             for path in (Path(parent, name) for name in names):
                 shared(path)
@@ -185,10 +188,11 @@ class Local(Backend):
         folder = self.workspace()
         ready = folder / "record"
         try:
-            if isinstance(data, bytes):
-                ready.write_bytes(data)
-            else:
-                _link(data, ready)
+            with naming(path):
+                if isinstance(data, bytes):
+                    ready.write_bytes(data)
+                else:
+                    _link(data, ready)
             sync(ready)
             made = into(ready, path)
         finally:
