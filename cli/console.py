@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from vlmdistill.cli import hints
 from vlmdistill.stores.errors import printable
 from vlmdistill.stores.errors import scaled as scaled
 from vlmdistill.stores.errors import size as size
@@ -190,11 +191,26 @@ held: ContextVar[ExitStack] = ContextVar("held")
 """What is closed at the end of the command."""
 
 
+opened: ContextVar["Workspace | None"] = ContextVar("opened", default=None)
+"""The workspace of the command."""
+
+
 def workspace(model: str, runs: str | None) -> "Workspace":
     """The workspace of a target, which is closed at the end of the command."""
     from vlmdistill.pipelines.workspace.workspace import Workspace
 
-    return held.get().enter_context(Workspace.of(model, runs))
+    found = Workspace.of(model, runs)
+    opened.set(found)
+    return held.get().enter_context(found)
+
+
+def beside(error: str) -> str:
+    """What is beside the command's workspace, if that is empty and an error names it: its end."""
+    found = opened.get()
+    if found is None or str(found.root) not in error:
+        return ""
+    there = found.beside()
+    return f"; {there}" if there else ""
 
 
 def loading(attention: str, dtype: str, *, compiled: bool = False) -> "Options":
@@ -255,8 +271,8 @@ def remark(text: str) -> None:
 
 
 def plain(text: str) -> str:
-    """Lines of text with all that controls a terminal escaped."""
-    return "\n".join(map(printable, text.split("\n")))
+    """Lines of text with all that controls a terminal escaped; suggested commands are completed."""
+    return "\n".join(map(printable, hints.in_text(text).split("\n")))
 
 
 class CommandTerminated(SystemExit):

@@ -5,20 +5,21 @@ The file of a command imports heavy packages inside its function, so that `vlmdi
 
 import errno
 import functools
+import inspect
 import os
 import re
 import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from vlmdistill.cli import console, store, target
+from vlmdistill.cli import console, hints, store, target
 from vlmdistill.cli.adapt import adapt
 from vlmdistill.cli.doctor import doctor
 from vlmdistill.cli.evaluate import evaluate
@@ -143,9 +144,18 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(given: Sequence[str]) -> None:
+    options = hints.given(given)
+    hints.repeated.set({name: _taken(verb, options) for name, verb in VERBS.items()})
+    console.opened.set(None)
     with ExitStack() as held:
         console.held.set(held)
         app(given, prog_name="vlmdistill")
+
+
+def _taken(verb: Callable[..., None], options: Mapping[str, str]) -> dict[str, str]:
+    """Those of the options that a command takes."""
+    names = inspect.signature(verb).parameters
+    return {name: value for name, value in options.items() if name.removeprefix("--") in names}
 
 
 def _status(run: Callable[[], object], given: Sequence[str], debug: bool) -> int:
@@ -174,7 +184,7 @@ def _status(run: Callable[[], object], given: Sequence[str], debug: bool) -> int
         surprise = isinstance(error, OSError) and not debug and not _is_users(error, given)
         surprise = surprise and getattr(error, "errno", None) not in OF_THE_DISK
         log = _logged() if surprise else ""
-        console.note(f"error: {_line(error)}{log}")
+        console.note(f"error: {_line(error)}{console.beside(str(error))}{log}")
         return 1
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]

@@ -141,8 +141,10 @@ class Store:
         try:
             record = read_record(backend, STORE, StoreRecord)
         except (FileNotFoundError, NotADirectoryError):
-            what = f"there is no feature store at {backend.url if path is backend else path}"
-            raise StoreError(f"{what}: make one with `vlmdistill features`") from None
+            where = backend.url if path is backend else path
+            inside = backend.size(f"features/{STORE}") is not None  # a workspace was named
+            cure = f"it is {where}/features" if inside else "make one with `vlmdistill features`"
+            raise StoreError(f"there is no feature store at {where}: {cure}") from None
         return cls(backend, record, report)
 
     @classmethod

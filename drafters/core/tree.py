@@ -41,8 +41,8 @@ class Tree:
             total, depth, k = map(int, parts)
             if depth + 2 > total or not 1 <= k < total:
                 raise DataError(
-                    f"no tree is '{text}': total-depth-k is {total} nodes with the root, {depth} levels after "
-                    f"the first (at most total - 2), and {k} best nodes of each (1 to total - 1)"
+                    f"no tree is '{text}': total-depth-k is {total} nodes with the root, {depth} levels "
+                    f"after the first (at most total - 2), and {k} best nodes of each (1 to total - 1)"
                 )
             return cls(total, depth, k)
         raise DataError(
