@@ -256,12 +256,12 @@ def rows(header: Sequence[str], lines: Sequence[Sequence[Any]]) -> None:
 
 def echo(text: str) -> None:
     """Print a line on stdout, without what controls a terminal: names may come from others."""
-    typer.echo(plain(text))
+    typer.echo(plain(hints.in_text(text)))
 
 
 def note(text: str) -> None:
     """Print a line on stderr, as `echo`."""
-    typer.echo(plain(text), err=True)
+    typer.echo(plain(hints.in_text(text)), err=True)
 
 
 def remark(text: str) -> None:
@@ -271,8 +271,8 @@ def remark(text: str) -> None:
 
 
 def plain(text: str) -> str:
-    """Lines of text with all that controls a terminal escaped; suggested commands are completed."""
-    return "\n".join(map(printable, hints.in_text(text).split("\n")))
+    """Lines of text with all that controls a terminal escaped."""
+    return "\n".join(map(printable, text.split("\n")))
 
 
 class CommandTerminated(SystemExit):
@@ -388,7 +388,7 @@ def waiting(what: str) -> AbstractContextManager[object]:
 
 class _Line(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
-        return plain(super().formatMessage(record))
+        return plain(hints.in_text(super().formatMessage(record)))
 
 
 class _ToStderr(logging.Handler):

@@ -39,6 +39,7 @@ from vlmdistill.cli.run import run
 from vlmdistill.cli.serve import serve
 from vlmdistill.cli.status import status
 from vlmdistill.cli.train import train
+from vlmdistill.cli.usage import CommandGroup
 from vlmdistill.stores.errors import FOR_USER, StoppedError, VlmdistillError, one_line, without_panics
 
 GROUPS = {"target": target.app, "store": store.app}
@@ -77,6 +78,7 @@ LEFT = {
 
 app = typer.Typer(
     name="vlmdistill",
+    cls=CommandGroup,
     no_args_is_help=True,
     rich_markup_mode=None,  # print square brackets as they are
     pretty_exceptions_enable=False,

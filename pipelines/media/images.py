@@ -37,6 +37,11 @@ class MediaError(DataError):
     """An image or a video cannot be read or processed on this machine; a retry may succeed."""
 
 
+def of_the_web(name: object) -> MediaError:
+    """The error of a URL that is not read."""
+    return MediaError(f"{name} is not read: download it, or give a file or an s3://, gs:// or az:// URL")
+
+
 def kind_of(name: str) -> str:
     """Whether a file is an image or a video, by its ending; empty for all others."""
     ending = Path(name).suffix[1:].lower()
@@ -149,6 +154,8 @@ def _naming(source: Any) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
+        if "://" in str(source):
+            raise of_the_web(source) from None
         raise MediaError(f"image {source} does not exist") from None
     except OSError as error:
         raise MediaError(f"image {source} cannot be read: {error}") from None

@@ -286,3 +286,31 @@ def test_a_workspace_in_place_of_its_store_names_the_store(
 ) -> None:
     make(tmp_path / "demo/features")
     assert f"{tmp_path}/demo/features" in failing("store", "info", str(tmp_path / "demo"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["report", "--format", "htm"], "'html'"),
+        (["list", "drafter"], "'drafters'"),
+        (["features", "--for", "wren", "--dtype", "float"], "'float16'"),
+        (["eval", "wren", "--temperature", "0,1"], "repeat the option"),
+        (["eval", "wren", "--limit", "0"], "1 or more"),
+        (["train", "wren", "--seed", "x"], "integer"),
+        (["serve", "--port", "70000"], "65535 or less"),
+        (["store", "gc", "x", "--grace", "y"], "number"),
+    ],
+)
+def test_a_value_that_is_refused_is_told_in_our_words(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    line = capsys.readouterr().err
+    assert said in line
+    assert "Input should" not in line
+    assert "Value error" not in line
+
+
+@pytest.mark.parametrize("option", ["--image", "--video"])
+def test_an_image_of_the_web_is_refused_by_its_whole_name(option: str, failing: Callable[..., str]) -> None:
+    assert "https://example.com/a.png" in failing("generate", "hi", option, "https://example.com/a.png")
