@@ -17,12 +17,13 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from vlmdistill.pipelines.data.responses.pieces import Piece
-from vlmdistill.pipelines.endpoint.chat import NEUTRAL, ChatRequest
+from vlmdistill.pipelines.endpoint.chat import ChatRequest
 from vlmdistill.pipelines.endpoint.decoder_queue import DecoderQueue, QueueClosedError, QueueFullError
 from vlmdistill.pipelines.endpoint.gate import ApiError, error_body, json_response
 from vlmdistill.pipelines.endpoint.hosting import STOPPABLE, application, explained, page
 from vlmdistill.pipelines.endpoint.metrics import ServingMetrics
 from vlmdistill.pipelines.endpoint.recorder import exchange
+from vlmdistill.pipelines.endpoint.refusals import refusal
 from vlmdistill.pipelines.endpoint.served_decoder import ServedDecoder, ServedResponse
 from vlmdistill.pipelines.endpoint.switch import Switch
 from vlmdistill.pipelines.media.recording import Recorder
@@ -160,14 +161,7 @@ def _api_error(error: Exception) -> HTTPException:
         return ApiError(503, "this server ends: send the request again", code="server_stopped")
     if not isinstance(error, RequestValidationError):
         return explained(error)
-    first = error.errors()[0]
-    param = ".".join(map(str, first["loc"][1:]))
-    if first["type"] == "json_invalid" or not param:
-        return ApiError(400, "the body is not a JSON object of Content-Type application/json")
-    if first["type"] == "extra_forbidden":
-        how = f": leave it out, or send {json.dumps(NEUTRAL[param][0])}" if param in NEUTRAL else ""
-        return ApiError(400, f"'{param}' is not supported{how}", param=param, code="unsupported_parameter")
-    return ApiError(400, f"'{param}' cannot be used: {first['msg']}", param=param, code="invalid_value")
+    return refusal(error.errors()[0])
 
 
 class _Completion:

@@ -315,6 +315,8 @@ def test_the_openai_client_raises_what_it_raises_for_openai(server: Served) -> N
     with pytest.raises(openai.NotFoundError, match="there is no model 'other': this server has 'demo'"):
         ask(server.client(), model="other")
     neutral = {"n": 1, "top_p": 1.0, "frequency_penalty": 0, "logprobs": False, "tools": [], "user": "me"}
+    neutral |= {"store": False, "metadata": {}, "tool_choice": "none", "parallel_tool_calls": True}
+    neutral |= {"modalities": ["text"], "extra_body": {"top_k": -1, "repetition_penalty": 1.0, "min_p": 0}}
     assert ask(server.client(), max_tokens=1, **neutral).usage.completion_tokens == 1
 
 
@@ -323,6 +325,47 @@ def test_a_body_that_is_no_request_is_refused(server: Served, body: bytes) -> No
     for kind in ("application/json", "text/plain"):
         status, given = server.request("POST", "/v1/chat/completions", body, Content_Type=kind)
         assert (status, json.loads(given)["error"]["type"]) == (400, "invalid_request_error")
+
+
+@pytest.mark.parametrize(
+    ("given", "code"),
+    [
+        ({"temperature": "hot"}, "invalid_type"),
+        ({"temperature": 3}, "decimal_above_max_value"),
+        ({"temperature": -1.5}, "decimal_below_min_value"),
+        ({"max_tokens": 0}, "integer_below_min_value"),
+        ({"max_tokens": 1.5}, "invalid_type"),
+        ({"seed": 2**70}, "integer_above_max_value"),
+        ({"stop": list("abcde")}, "array_above_max_length"),
+        ({"stop": [""]}, "string_below_min_length"),
+        ({"messages": "hi"}, "invalid_type"),
+        ({"messages": []}, "array_below_min_length"),
+        ({"messages": [5]}, "invalid_type"),
+        ({"messages": [{"role": "user"}]}, "missing_required_parameter"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "invalid_value"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "invalid_value"),
+        ({"model": None}, "missing_required_parameter"),
+        ({"stream_options": 5}, "invalid_type"),
+        ({"foo": 1}, "unsupported_parameter"),
+        ({"top_k": 5}, "unsupported_parameter"),
+    ],
+)
+def test_a_refusal_has_the_codes_of_the_api_and_no_words_of_the_library(
+    server: Served, given: dict[str, Any], code: str
+) -> None:
+    body = {"model": "demo", "messages": [{"role": "user", "content": QUESTION}], **given}
+    raw = json.dumps(body)
+    status, answer = server.request("POST", "/v1/chat/completions", raw, Content_Type="application/json")
+    error = json.loads(answer)["error"]
+    assert (status, error["code"]) == (400, code)
+    assert all(words not in error["message"] for words in ("Input should", "Value error", "validation"))
+    assert next(iter(given)) in (error["param"] or "")
+
+
+def test_base64_with_line_breaks_is_read(server: Served) -> None:
+    head, _, data = data_url(tiny.picture(60, 60)).partition(",")
+    broken = f"{head}," + "\n".join(data[at : at + 76] for at in range(0, len(data), 76))
+    assert ask(server.client(), shown(broken), max_tokens=1).usage.completion_tokens == 1
 
 
 def _bomb() -> str:
