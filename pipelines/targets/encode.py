@@ -87,6 +87,7 @@ def encode(
     model: Any,
     processor: Any,
     max_length: int,
+    max_characters: int,
     variables: Mapping[str, Any] | None = None,
 ) -> EncodedPrompt:
     """Run chat template, with `variables`, and processor once over OpenAI-like messages.
@@ -104,7 +105,13 @@ def encode(
         raise MediaError(f"this machine's memory is too small for this prompt: {first_line(error)}") from None
     if not conversation:
         raise DataError("a prompt needs at least one message")
-    for text in (part.get("text", "") for turn in conversation for part in turn["content"]):
+    texts = [part.get("text", "") for turn in conversation for part in turn["content"]]
+    if (characters := sum(map(len, texts))) > max_characters:  # before they are tokenized, which takes long
+        raise DataError(
+            f"the messages have {characters} characters: at most {max_characters} fit into the target's "
+            f"{max_length} positions"
+        )
+    for text in texts:
         if position := lone_surrogate(text):
             raise DataError(f"a prompt's text is not Unicode: a lone surrogate at position {position}")
         for placeholder in _placeholders(processor, family.visual_ids(model.config)):

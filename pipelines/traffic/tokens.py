@@ -26,6 +26,7 @@ class ResponseTokens:
 
     def __init__(self, target: "TargetModel") -> None:
         self._tokenizer, self._info = target.tokenizer, target.info
+        self._most = target.max_characters
 
     @cached_property
     def _by_text(self) -> Mapping[str, int]:
@@ -55,6 +56,8 @@ class ResponseTokens:
             return self._ended(ids) if ended else ids, origin
         if not altered and _reasoning(choice):
             raise BadRowError("reasoning without tokens")
+        if len(text) > self._most:
+            raise BadRowError("over length")
         try:
             with without_panics():
                 ids = self._tokenizer.encode(text, add_special_tokens=False)

@@ -186,12 +186,14 @@ def test_until_stop_is_the_text_before_the_first_stop_string(stop: list[str]) ->
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
     decoder: ServedDecoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    content = "a" * (decoder.max_characters + 1)
+    content = "a" * (decoder.target.max_characters + 1)
     request = ChatRequest.model_validate(
         {"model": "demo", "messages": [{"role": "user", "content": content}]}
     )
     encoded: list[object] = []
-    monkeypatch.setattr(type(decoder.target), "encode", lambda *given: encoded.append(given))
+    monkeypatch.setattr(
+        decoder.target.processor, "apply_chat_template", lambda *given, **named: encoded.append(given)
+    )
     with pytest.raises(DataError, match=str(len(content))):
         decoder.decode(request, None)
     assert not encoded

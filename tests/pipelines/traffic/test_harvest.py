@@ -485,3 +485,12 @@ def test_a_response_on_which_the_tokenizer_panics_costs_itself_alone(
     made = harvest(Workspace.of(str(target), tmp_path / "runs"), [str(log)])
     assert (made.kept, sum(made.dropped.values())) == (1, 1)
     capfd.readouterr()
+
+
+def test_texts_that_cannot_fit_are_dropped_before_they_are_tokenized(
+    workspace: Workspace, encoder: TargetModel
+) -> None:
+    long = "a " * encoder.max_characters
+    lines = [exchange(0, response=said(long)), exchange(1, request=asked(long)), exchange(2)]
+    made = taken(workspace, lines)
+    assert (made.kept, made.dropped) == (1, {"over length": 1, "refused by the processor": 1})
