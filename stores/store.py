@@ -433,9 +433,9 @@ class Store:
             StoreError: There is no such sample or feature, or the data are damaged; the error names the
                 shard, the array and the sample.
         """
-        row = self._find(key)
+        row = self._find(key) if isinstance(key, str) else None
         if row is None:
-            raise StoreError(f"{self.path} has no sample '{key}'")
+            raise StoreError(f"{self.path} has no sample {key!r}: `for key in store` gives the keys")
         chosen = self.choose(features)
         if features is None:
             chosen = tuple(feature for feature in chosen if self._held(feature, row))
