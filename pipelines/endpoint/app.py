@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from vlmdistill.pipelines.data.responses.pieces import Piece
 from vlmdistill.pipelines.endpoint.chat import ChatRequest
 from vlmdistill.pipelines.endpoint.decoder_queue import DecoderQueue, QueueClosedError, QueueFullError
-from vlmdistill.pipelines.endpoint.gate import ApiError, error_body, json_response
+from vlmdistill.pipelines.endpoint.gate import ApiError, error_body, json_response, server_stopped
 from vlmdistill.pipelines.endpoint.hosting import STOPPABLE, application, explained, page
 from vlmdistill.pipelines.endpoint.metrics import ServingMetrics
 from vlmdistill.pipelines.endpoint.recorder import exchange
@@ -158,7 +158,7 @@ def _api_error(error: Exception) -> HTTPException:
     if isinstance(error, DataError):
         return ApiError(400, str(error), param="messages")
     if isinstance(error, QueueClosedError):
-        return ApiError(503, "this server ends: send the request again", code="server_stopped")
+        return server_stopped()
     if not isinstance(error, RequestValidationError):
         return explained(error)
     return refusal(error.errors()[0])

@@ -27,6 +27,11 @@ class ApiError(HTTPException):
         self.param, self.code = param, code
 
 
+def server_stopped() -> ApiError:
+    """What a server answers that ends; clients of the API send the request again."""
+    return ApiError(503, "this server ends: send the request again", code="server_stopped")
+
+
 def json_response(content: Any, status: int = 200) -> Response:
     """JSON in ASCII: a message may quote half a character, which UTF-8 cannot encode."""
     return Response(json.dumps(content), status, media_type="application/json")
@@ -76,6 +81,13 @@ class Gate:
                 raise ApiError(429, "the requests here are too large together: try again later", code="busy")
             return message
 
+        started = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
         length = headers.get("content-length", "")
         scheme, _, given = headers.get("authorization", "").partition(" ")
         known = scheme.lower() == "bearer" and hmac.compare_digest(given.encode(), (self.key or "").encode())
@@ -90,6 +102,10 @@ class Gate:
             await error_response(too_large)(scope, receive, send)
         else:
             try:
-                await self.app(scope, limited, send)
+                await self.app(scope, limited, watched)
+            except asyncio.CancelledError:  # the server has ended, and waited for as long as it does
+                if started:
+                    raise
+                await error_response(server_stopped())(scope, receive, send)
             finally:
                 self._held -= held

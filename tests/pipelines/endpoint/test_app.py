@@ -771,3 +771,23 @@ def test_a_request_on_which_the_tokenizer_panics_is_refused_in_the_form_of_the_a
                 ask(served.client(), tiny.PANIC, stream=stream)
         assert ask(served.client(), "hello", max_tokens=1).usage.completion_tokens == 1
     capfd.readouterr()
+
+
+def test_a_server_that_ends_answers_whoever_still_sends(
+    decoder: ServedDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosting, "GRACE_SECONDS", 0)
+    monkeypatch.setattr(hosting, "ANSWER_SECONDS", 1)
+    with serving(decoder) as served, socket.create_connection(("127.0.0.1", served.port), 60) as client:
+        client.sendall(REQUEST % (b"POST /v1/chat/completions", 10**6) + b"{")
+        end = time.monotonic() + 60
+        while not server_of(served).server_state.tasks:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        server_of(served).should_exit = True
+        answer = b""
+        while part := client.recv(1000):
+            answer += part
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 503 ")
+    assert json.loads(body)["error"]["code"] == "server_stopped"

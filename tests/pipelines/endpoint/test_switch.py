@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tests.drafters import synthetic
 from tests.served_app import serving
 from vlmdistill.drafters.decoding.clock import Cycle, Laps
 from vlmdistill.pipelines.data.responses.generate import generate
+from vlmdistill.pipelines.endpoint import switch as switches
 from vlmdistill.pipelines.endpoint.chat import ChatRequest
 from vlmdistill.pipelines.endpoint.served_decoder import ServedDecoder, ServedResponse, open_decoder
 from vlmdistill.pipelines.endpoint.switch import Switch
@@ -252,3 +254,24 @@ def test_a_clock_that_is_far_ahead_removes_no_recorded_day(
             recorder.add(lambda _: {})
     assert {file.name for file in tmp_path.rglob("*")} >= {f"{today}.jsonl", "image"}
     assert len([*tmp_path.glob("*.jsonl")]) == 2
+
+
+class Stalled(Switch):
+    """Looks on a disk that does not answer."""
+
+    began, answers = threading.Event(), threading.Event()
+
+    def look(self) -> None:
+        self.began.set()
+        self.answers.wait(400)
+
+
+def test_a_disk_that_does_not_answer_holds_up_no_end(
+    fresh: Workspace, decoder: ServedDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(switches, "WAITED", 0.1)
+    stalled = Stalled(decoder, fresh, "hawk")
+    with stalled.following(0.01):
+        assert stalled.began.wait(60)
+    assert not stalled.answers.is_set()
+    stalled.answers.set()
