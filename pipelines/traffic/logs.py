@@ -7,7 +7,11 @@ DataError.
 """
 
 import errno
+import hashlib
 import json
+import os
+import tempfile
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -23,7 +27,7 @@ from vlmdistill.pipelines.media.images import MediaError
 from vlmdistill.pipelines.media.resolver import BadRowError
 from vlmdistill.pipelines.media.urls import at_hand, copy_of, is_url
 from vlmdistill.stores.backends.opening import open_backend
-from vlmdistill.stores.errors import FOR_USER, DataError, StoreError, one_line
+from vlmdistill.stores.errors import FOR_USER, DataError, StoreError, naming, one_line
 from vlmdistill.stores.records import read_bytes
 
 REQUEST = ("request", "request_body", "body", "kwargs")
@@ -112,6 +116,49 @@ class LogFile:
             raise BadRowError(reason, one_line(error)) from None
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where a request stands in the file of `BatchRequests`."""
+
+    start: int
+    length: int
+    digest: bytes
+
+
+class BatchRequests:
+    """The requests of batches by their ids, on a disk under no name: a batch may be larger than memory."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 (closed, and gone, with this object)
+        weakref.finalize(self, self._file.close)
+        self._places: dict[str, _Place | None] = {}
+
+    def __contains__(self, number: str) -> bool:
+        return number in self._places
+
+    def add(self, number: str, body: Mapping[str, Any]) -> None:
+        """Keep a request; of several with one id, as batches that count from 1 have them, none is got."""
+        content = json.dumps(body, sort_keys=True).encode()
+        digest = hashlib.sha256(content).digest()
+        if number not in self._places:
+            start = self._file.seek(0, os.SEEK_END)
+            with naming(tempfile.gettempdir()):
+                self._file.write(content)
+            self._places[number] = _Place(start, len(content), digest)
+            return
+        known = self._places[number]
+        if known is not None and known.digest != digest:
+            self._places[number] = None
+
+    def get(self, number: str) -> Mapping[str, Any] | None:
+        """The request of an id, None if there is none, or several."""
+        place = self._places.get(number)
+        if place is None:
+            return None
+        self._file.seek(place.start)
+        return _object(json.loads(self._file.read(place.length)))
+
+
 @dataclass
 class Log:
     """All files of some sources, and the requests of the batch files among them."""
@@ -127,18 +174,14 @@ class Log:
         return cls([file for name in names for file in _files(name, unread)], unread)
 
     @cached_property
-    def _asked(self) -> Mapping[str, Mapping[str, Any] | None]:
-        """The requests of batches by custom id: what answers them may stand in any other file.
-
-        None for an id of several requests, as batches that count from 1 have them.
-        """
-        found: dict[str, Mapping[str, Any] | None] = {}
+    def _asked(self) -> "BatchRequests":
+        """The requests of batches: what answers them may stand in any other file."""
+        found = BatchRequests()
         for file in self.files:
             with suppress(*FOR_USER):  # which `read` of that file raises, too
                 for row in file.rows():
                     if isinstance(row.value, Mapping) and _asks(row.value):
-                        number, body = str(row.value["custom_id"]), row.value["body"]
-                        found[number] = body if found.get(number, body) == body else None
+                        found.add(str(row.value["custom_id"]), row.value["body"])
         return found
 
     def read(self, file: LogFile) -> Iterator[Exchange | tuple[Row, BadRowError]]:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import tracemalloc
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from vlmdistill.pipelines.data.responses import dataset
 from vlmdistill.pipelines.targets.target_model import TargetModel
 from vlmdistill.pipelines.traffic import harvest as traffic
 from vlmdistill.pipelines.traffic.harvest import MEDIA, Harvest, harvest
+from vlmdistill.pipelines.traffic.logs import Exchange, Log
 from vlmdistill.pipelines.traffic.policy import Policy
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import DataError
@@ -494,3 +496,25 @@ def test_texts_that_cannot_fit_are_dropped_before_they_are_tokenized(
     lines = [exchange(0, response=said(long)), exchange(1, request=asked(long)), exchange(2)]
     made = taken(workspace, lines)
     assert (made.kept, made.dropped) == (1, {"over length": 1, "refused by the processor": 1})
+
+
+def test_the_requests_of_a_batch_are_never_all_in_memory(tmp_path: Path) -> None:
+    large = 100_000 * "x"
+    requests = [{"custom_id": f"r{at}", "body": asked(f"{at}? {large}")} for at in range(100)]
+    answers = [{"custom_id": f"r{at}", "response": {"body": said("A.")}} for at in range(100)]
+    write(tmp_path / "input.jsonl", requests)
+    write(tmp_path / "output.jsonl", answers)
+    log = Log.open([str(tmp_path)])
+    tracemalloc.start()
+    try:
+        found = [
+            len(str(one.messages))
+            for file in log.files
+            for one in log.read(file)
+            if isinstance(one, Exchange)
+        ]
+        assert tracemalloc.get_traced_memory()[1] < 30 * len(large)
+    finally:
+        tracemalloc.stop()
+    assert len(found) == 100
+    assert min(found) > len(large)
