@@ -508,10 +508,10 @@ def test_the_requests_of_a_batch_are_never_all_in_memory(tmp_path: Path) -> None
     tracemalloc.start()
     try:
         found = [
-            len(str(one.messages))
+            len(str(line.messages))
             for file in log.files
-            for one in log.read(file)
-            if isinstance(one, Exchange)
+            for line in log.read(file)
+            if isinstance(line, Exchange)
         ]
         assert tracemalloc.get_traced_memory()[1] < 30 * len(large)
     finally:
