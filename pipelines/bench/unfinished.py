@@ -96,7 +96,7 @@ def interim(reports: Path) -> list[Interim]:
         alike.setdefault(file.name.split(".")[1], []).append(file)
     found = []
     for files in alike.values():
-        with suppress(FileNotFoundError):  # it has ended meanwhile
+        with suppress(OSError):  # it has ended meanwhile, or is no file
             if decoded := _read(files):
                 found.append(Interim(decoded, max(file.stat().st_mtime for file in files)))
     return sorted(found, key=lambda one: -one.written)

@@ -9,7 +9,7 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from vlmdistill.pipelines.endpoint.gate import ApiError, error_body
+from vlmdistill.pipelines.endpoint.gate import RETRY_SECONDS, ApiError, error_body
 
 HEADER_SECONDS = 10  # for the headers of a request, from the end of the one before it
 UNREAD_SECONDS = 60  # in which a client reads none of what waits for it
@@ -117,4 +117,5 @@ def _refusal() -> bytes:
     error = ApiError(503, "the server has too many connections: try again later", code="busy")
     body = json.dumps(error_body(error))
     head = "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    head += f"Retry-After: {RETRY_SECONDS}\r\n"
     return f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()

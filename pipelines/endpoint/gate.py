@@ -16,6 +16,7 @@ OPEN = ("/", "/health")  # need no key: they show no data
 HOST = re.compile(r"(\[[^\]]*\]|[^:]*)(:\d*)?")  # a name or an address, and a port
 MAX_BODY = 32 * 1024**2  # bytes
 BODY_SECONDS = 120  # for a whole body
+PASSING, RETRY_SECONDS = (429, 503), "1"  # what another try may not meet, and when to try
 MAX_BODIES = 8 * MAX_BODY  # of all requests that are read, wait or are decoded
 
 
@@ -46,7 +47,10 @@ def error_body(error: HTTPException) -> dict[str, Any]:
 
 def error_response(error: HTTPException) -> Response:
     """The response to a request that fails with `error`."""
-    return json_response(error_body(error), error.status_code)
+    response = json_response(error_body(error), error.status_code)
+    if error.status_code in PASSING:
+        response.headers["Retry-After"] = RETRY_SECONDS
+    return response
 
 
 class Gate:

@@ -12,6 +12,7 @@ from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.checkpoints.export import export
 from vlmdistill.drafters.checkpoints.initial import Initial
 from vlmdistill.drafters.decoding.tree_search import FILE, kept
+from vlmdistill.pipelines.bench.unfinished import interim
 from vlmdistill.pipelines.media import frames
 from vlmdistill.pipelines.media.images import data_url, read_image
 from vlmdistill.pipelines.traffic.harvest import harvest
@@ -58,6 +59,12 @@ def test_an_image_of_a_log_that_is_a_fifo_drops_its_line_alone(tmp_path: Path) -
     with fifo(tmp_path / "pipe.png"):
         made = harvest(Workspace.of("demo", tmp_path / "runs"), [str(log)])
     assert (made.kept, made.dropped) == (1, {"missing media": 1})
+
+
+def test_an_unfinished_evaluation_that_is_a_fifo_is_none(tmp_path: Path) -> None:
+    (tmp_path / "reports").mkdir()
+    with fifo(tmp_path / "reports/.abc.0.unfinished"):
+        assert interim(tmp_path / "reports") == []
 
 
 def test_records_beside_a_drafter_that_are_fifos_are_refused(tmp_path: Path) -> None:

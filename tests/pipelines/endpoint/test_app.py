@@ -724,6 +724,7 @@ def test_idle_connections_give_way_and_busy_ones_do_not(
         with pytest.raises(openai.InternalServerError) as refused:
             ask(served.client())
         assert (refused.value.status_code, refused.value.code) == (503, "busy")
+        assert int(refused.value.response.headers["Retry-After"])
         braked.permits.release(100)
         assert [one.result(60).usage.completion_tokens for one in answers] == [1, 1, 1]
         assert served.request("GET", "/health")[0] == 200
@@ -755,6 +756,7 @@ def test_a_server_that_ends_answers_all_requests_in_the_form_of_the_api(
             with pytest.raises(openai.InternalServerError) as refused:
                 one.result(60)
             assert (refused.value.status_code, refused.value.code) == (503, "server_stopped")
+            assert int(refused.value.response.headers["Retry-After"])
         with pytest.raises(openai.APIError) as cut:
             list(events)
         assert cut.value.code == "server_stopped"
