@@ -27,15 +27,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "tools": ([],),
     "response_format": ({"type": "text"},),
-    "repetition_penalty": (1,),
-    "top_k": (-1, 0),
-    "min_p": (0,),
-    "store": (False,),
-    "metadata": ({},),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "modalities": (["text"],),
-    "service_tier": ("auto", "default"),
 }
 """Values of unsupported parameters that change nothing; clients send them by default."""
 
@@ -59,7 +50,7 @@ class ImageUrl(StrictModel):
     """A data URL, or a file:// URL below the media folder."""
 
     url: str
-    detail: Literal["auto", "high"] = "auto"  # each image is read in the size that its processor has it
+    detail: Literal["auto"] = "auto"
 
 
 class ContentPart(StrictModel):
@@ -152,7 +143,7 @@ def image_source(url: str, media: Path | None) -> Path | io.BytesIO:
         header, comma, data = url.partition(",")
         if not comma or not header.endswith(";base64"):
             raise ValueError("a data URL looks like data:image/png;base64,...")
-        return io.BytesIO(base64.b64decode("".join(data.split()), validate=True))
+        return io.BytesIO(base64.b64decode(data, validate=True))
     parts = urlsplit(url)
     if parts.scheme != "file":
         raise ValueError("images are not downloaded: send a data URL")
