@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from vlmdistill.pipelines.media.images import name_of
+from vlmdistill.stores.backends.clock import beyond
 from vlmdistill.stores.backends.local import atomic_write
-from vlmdistill.stores.clock import beyond
 from vlmdistill.stores.errors import one_line
 
 MEDIA = "media"

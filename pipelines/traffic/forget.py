@@ -17,8 +17,8 @@ from vlmdistill.pipelines.data.responses import dataset
 from vlmdistill.pipelines.traffic.harvest import UNLISTED, audited, unlisted, unnamed
 from vlmdistill.pipelines.workspace.parts import UNFINISHED
 from vlmdistill.pipelines.workspace.workspace import Workspace, only_writer
+from vlmdistill.stores.backends.clock import beyond, mark
 from vlmdistill.stores.backends.local import left_over
-from vlmdistill.stores.clock import beyond, mark
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.manifest import COMMITS
 from vlmdistill.stores.schema import utc

@@ -14,8 +14,8 @@ import polars as pl
 from msgspec.structs import replace
 
 from vlmdistill.stores.backends.backend import Backend, writing
+from vlmdistill.stores.backends.clock import beyond
 from vlmdistill.stores.backends.local import Local
-from vlmdistill.stores.clock import beyond
 from vlmdistill.stores.commits import LEDGER
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.index.arrow import frame_of, read_arrow
@@ -48,7 +48,7 @@ class Expired:
 def time_of(store: Store) -> float:
     """The time by which samples are too old, in seconds since 1970.
 
-    Of a store on a disk, StoreError when the clock is far beyond its newest file: see `stores.clock`.
+    Of a store on a disk, StoreError when the clock is far beyond its newest file, see `backends.clock`.
     """
     backend = store.backend
     if not isinstance(backend, Local):
