@@ -93,7 +93,7 @@ def _now(workspace: Workspace, dry_run: bool) -> float:
     parts = (workspace.root, workspace.traffic, workspace.responses, workspace.reports, store / COMMITS)
     files = [file for part in parts for file in part.glob("*") if file.is_file()]
     far = beyond(now, files)
-    if not dry_run:
+    if not dry_run and files:
         mark(looked)
     if far:
         raise DataError(f"{far} of {workspace.root}: if it is right, run the same command again")
