@@ -3,7 +3,6 @@
 import secrets
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from threading import Event
 
@@ -21,7 +20,6 @@ from vlmdistill.pipelines.endpoint.chat import ChatRequest
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 from vlmdistill.pipelines.workspace.workspace import Workspace, checkpoint_folder
-from vlmdistill.stores.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -35,18 +33,8 @@ class ServedDecoder:
     tree: Tree | None = None  # None: the drafter's own
     max_new_tokens: int = 512  # of a request that sets no limit
 
-    @cached_property
-    def max_characters(self) -> int:
-        """More characters than this have more tokens than the target has positions."""
-        return int(self.target.info.max_position * max(map(len, self.target.tokenizer.get_vocab())))
-
     def decode(self, request: ChatRequest, media: Path | None) -> tuple[int, Iterator[Cycle]]:
         """The length of the prompt and the cycles; DataError or ApiError when the prompt cannot be used."""
-        if request.characters > self.max_characters:  # before they are tokenized, which takes long
-            raise DataError(
-                f"the messages have {request.characters} characters: at most {self.max_characters} fit into "
-                f"the target's {self.target.info.max_position} positions"
-            )
         prompt = self.target.encode(request.conversation(media))
         limit = request.max_completion_tokens or request.max_tokens or self.max_new_tokens
         seed = secrets.randbits(63) if request.seed is None else request.seed
