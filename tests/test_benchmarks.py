@@ -1,9 +1,11 @@
-"""The benchmark of the store runs on what it makes, and its accounts are whole."""
+"""Benchmarks run on what they make, and their accounts are whole."""
 
+import json
 from pathlib import Path
 
 import pytest
 
+from benchmarks import gpu
 from benchmarks.store import GOALS, measure, samples
 
 pytestmark = pytest.mark.slow
@@ -17,3 +19,16 @@ def test_the_store_is_measured_against_the_disk_and_one_file_per_sample(tmp_path
     for ratio in GOALS:
         low, middle, high = found["quartiles of ratios"][ratio]
         assert 0 < low <= middle <= high
+
+
+def test_the_figures_of_a_gpu_are_rehearsed_on_a_cpu(tmp_path: Path) -> None:
+    """All parts but those that need a workspace with trained drafters."""
+    parts = [name for name in gpu.PARTS if name not in ("exactness", "deepspeed")]
+    out = tmp_path / "figures.json"
+    options = ["--shape", "tiny", "--device", "cpu", "--parts", ",".join(parts), "--out", str(out)]
+    assert gpu.main(options) == 0
+    figures = {figure["name"]: figure["value"] for figure in json.loads(out.read_text())}
+    assert all(f"part {name}, s" in figures for name in parts)
+    phases = sum(figures[f"chain-3 {phase}, ms"] for phase in ("draft", "verify", "accept"))
+    assert phases == pytest.approx(figures["chain-3 cycle, ms"], rel=0.5)
+    assert figures["eagle2: loss / official"] == pytest.approx(1, abs=1e-3)

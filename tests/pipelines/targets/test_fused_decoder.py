@@ -140,6 +140,10 @@ def test_compiled_steps_are_one_program_whatever_is_committed(
         prompt = target.encode(PROMPTS[shown])
         assert greedy(compiled, prompt, 24) == greedy(target, prompt, 24)
     assert counted.frame_count == 1
+    long = target.encode(tiny.message("what " * 200))
+    assert long.length < 1024 < long.length + 80  # where a table of rotary factors would have grown
+    assert greedy(compiled, long, 80) == greedy(target, long, 80)
+    assert counted.frame_count == 2  # for the larger cache
     ids_N, depth_N, visible_NN = tree(0)
     for one in (compiled, target):
         one.prefill(target.encode(PROMPTS["one"]))
@@ -148,7 +152,7 @@ def test_compiled_steps_are_one_program_whatever_is_committed(
         torch.testing.assert_close(*states, atol=3e-5, rtol=1e-4)
         for one in (compiled, target):
             one.commit(visible_NN[-1].nonzero()[:, 0].tolist())
-    assert counted.frame_count == 2
+    assert counted.frame_count == 3
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # of the compiler itself
