@@ -56,7 +56,7 @@ def build_app(
     switch = decoder if isinstance(decoder, Switch) else Switch(decoder)
     name = switch.current.model
     app = application(key, hosts, _api_error)
-    queue = DecoderQueue(queue_limit)
+    queue = DecoderQueue(queue_limit, switch.current.thread)
     setattr(app.state, STOPPABLE, queue)
     metrics = ServingMetrics(queue, switch, recorder)
     started = int(time.time())

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Generator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from typing import Any, TypeVar
 
 from vlmdistill.stores.errors import without_panics
@@ -20,12 +20,12 @@ class QueueClosedError(Exception):
 
 
 class DecoderQueue:
-    """Runs generators in one thread, first come, first served. `limit` of them may wait."""
+    """Runs generators in a decoder's thread, first come, first served. `limit` of them may wait."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, thread: Executor) -> None:
         self.limit = limit
         self.turn = asyncio.Lock()  # held while a generator runs; asyncio's lock is fair
-        self._thread = ThreadPoolExecutor(1, "decoder")
+        self._thread = thread
         self._closed = asyncio.Event()
         self._waiting: set[asyncio.Task[Any]] = set()
         self._running: set[asyncio.Queue[Any]] = set()

@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event
@@ -22,6 +23,14 @@ from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 from vlmdistill.pipelines.workspace.workspace import Workspace, checkpoint_folder
 
 
+def decoder_thread() -> Executor:
+    """A thread that a target is loaded, warmed up and decodes in.
+
+    The CUDA graphs of compiled steps can be replayed in the thread alone that has recorded them.
+    """
+    return ThreadPoolExecutor(1, "decoder")
+
+
 @dataclass(frozen=True)
 class ServedDecoder:
     """A target and a drafter in one process. It decodes one response at a time."""
@@ -32,6 +41,7 @@ class ServedDecoder:
     drafter_name: str | None = None
     tree: Tree | None = None  # None: the drafter's own
     max_new_tokens: int = 512  # of a request that sets no limit
+    thread: Executor = field(default_factory=decoder_thread, repr=False, compare=False)
 
     def decode(self, request: ChatRequest, media: Path | None) -> tuple[int, Iterator[Cycle]]:
         """The length of the prompt and the cycles; DataError or ApiError when the prompt cannot be used."""
@@ -139,10 +149,22 @@ def open_decoder(
     max_new_tokens: int = 512,
     how: Options | None = None,
 ) -> ServedDecoder:
-    """Load a target and a drafter, see `open_pair`, and decode a few tokens.
+    """Load a target and a drafter, see `open_pair`, and decode a few tokens, all in the decoder's thread.
 
     They compile and allocate what the first request would wait for.
     """
+    thread = decoder_thread()
+    return thread.submit(_warmed_up, thread, workspace, drafter, tree, max_new_tokens, how).result()
+
+
+def _warmed_up(
+    thread: Executor,
+    workspace: Workspace,
+    drafter: str | None,
+    tree: str | None,
+    max_new_tokens: int,
+    how: Options | None,
+) -> ServedDecoder:
     target, proposer, shape = open_pair(workspace, drafter, tree, how)
     local = checkpoint_folder(workspace.model)
     decoder = ServedDecoder(
@@ -152,6 +174,7 @@ def open_decoder(
         workspace.trained(drafter).name if drafter else None,
         shape,
         max_new_tokens,
+        thread,
     )
     hello = {"model": decoder.model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
     for speculative in (False, True) if drafter else (False,):

@@ -38,10 +38,12 @@ from vlmdistill.pipelines.endpoint.decoder_queue import DecoderQueue
 from vlmdistill.pipelines.endpoint.served_decoder import (
     ServedDecoder,
     ServedResponse,
+    decoder_thread,
     open_decoder,
     until_stop,
 )
 from vlmdistill.pipelines.targets.loading import load
+from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import DataError
 
@@ -667,9 +669,29 @@ def test_requests_share_one_limit_of_bytes(braked: Braked, monkeypatch: pytest.M
         assert ask(served.client(), "x" * 400, max_tokens=1).usage.completion_tokens == 1
 
 
+def test_the_target_answers_in_the_thread_that_warmed_it_up(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+    prefill = VisionLanguageTarget.prefill
+
+    def noted(self: VisionLanguageTarget, *args: Any, **options: Any) -> Any:
+        threads.append(threading.current_thread())
+        return prefill(self, *args, **options)
+
+    monkeypatch.setattr(VisionLanguageTarget, "prefill", noted)
+    decoder = open_decoder(workspace, "sparrow")
+    warm_ups = len(threads)
+    for used in (decoder, replace(decoder, drafter=None)):
+        with serving(used) as served:
+            ask(served.client(), max_tokens=2)
+    assert len(threads) == warm_ups + 2 > 2
+    assert len(set(threads)) == 1  # a CUDA graph is replayed where it was recorded
+
+
 def test_a_slow_reader_blocks_no_one() -> None:
     async def read() -> None:
-        queue = DecoderQueue(1)
+        queue = DecoderQueue(1, decoder_thread())
         slow = queue.stream(one for one in range(1000))
         assert await anext(slow) == 0
         assert [one async for one in queue.stream(one for one in "abc")] == ["a", "b", "c"]
