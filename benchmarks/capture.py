@@ -200,6 +200,7 @@ def encoding(model: str, images: int, threads: int) -> None:
                 model=target.model,
                 processor=target.processor,
                 max_length=2**20,
+                max_characters=2**20,
             )
             return sum(span.length for span in prompt.spans)
 

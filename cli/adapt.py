@@ -69,6 +69,7 @@ def adapt(
     from vlmdistill.drafters.checkpoints.description import describe
     from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
     from vlmdistill.pipelines.traffic.policy import Policy
+    from vlmdistill.stores.errors import DataError
     from vlmdistill.stores.schema import seconds
 
     rules = Policy.read(policy, share=share, max_age=max_age, media=media, redact=redact)
@@ -77,6 +78,7 @@ def adapt(
     describe(workspace.drafter(drafter))  # before torch
     checkpoint(model)
     from vlmdistill.pipelines.traffic import adapt as traffic
+    from vlmdistill.pipelines.traffic.logs import unread_line
 
     how = traffic.Adaptation(
         sources=tuple(source),
@@ -97,6 +99,8 @@ def adapt(
         start = time.monotonic()
         made = traffic.adapt(workspace, drafter, how, bar=console.progress, say=console.remark)
         _show(made, as_json)
+        if pause is None and (unread := (made.facts.get("harvest") or {}).get("unread")):
+            raise DataError(f"the round is done without a part of the logs: {unread_line(unread)}")
         if pause is None:
             raise typer.Exit(0 if made.published else NOT_PUBLISHED)
         time.sleep(max(0.0, pause - (time.monotonic() - start)))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from vlmdistill.cli import hints
 from vlmdistill.stores.errors import printable
 from vlmdistill.stores.errors import scaled as scaled
 from vlmdistill.stores.errors import size as size
@@ -197,11 +198,26 @@ held: ContextVar[ExitStack] = ContextVar("held")
 """What is closed at the end of the command."""
 
 
+opened: ContextVar["Workspace | None"] = ContextVar("opened", default=None)
+"""The workspace of the command."""
+
+
 def workspace(model: str, runs: str | None) -> "Workspace":
     """The workspace of a target, which is closed at the end of the command."""
     from vlmdistill.pipelines.workspace.workspace import Workspace
 
-    return held.get().enter_context(Workspace.of(model, runs))
+    found = Workspace.of(model, runs)
+    opened.set(found)
+    return held.get().enter_context(found)
+
+
+def beside(error: str) -> str:
+    """What is beside the command's workspace, if that is empty and an error names it: its end."""
+    found = opened.get()
+    if found is None or str(found.root) not in error:
+        return ""
+    there = found.beside()
+    return f"; {there}" if there else ""
 
 
 def loading(attention: str, dtype: str, *, compiled: bool = False) -> "Options":
@@ -247,12 +263,12 @@ def rows(header: Sequence[str], lines: Sequence[Sequence[Any]]) -> None:
 
 def echo(text: str) -> None:
     """Print a line on stdout, without what controls a terminal: names may come from others."""
-    typer.echo(plain(text))
+    typer.echo(plain(hints.in_text(text)))
 
 
 def note(text: str) -> None:
     """Print a line on stderr, as `echo`."""
-    typer.echo(plain(text), err=True)
+    typer.echo(plain(hints.in_text(text)), err=True)
 
 
 def remark(text: str) -> None:
@@ -379,7 +395,7 @@ def waiting(what: str) -> AbstractContextManager[object]:
 
 class _Line(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
-        return plain(super().formatMessage(record))
+        return plain(hints.in_text(super().formatMessage(record)))
 
 
 class _ToStderr(logging.Handler):

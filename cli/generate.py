@@ -11,11 +11,13 @@ def generate(
     text: Annotated[str, typer.Argument(help="The question.")],
     model: console.Model = "demo",
     image: Annotated[
-        list[str] | None, typer.Option(metavar="FILE|URL", help="An image; may be repeated.")
+        list[str] | None, typer.Option(metavar="FILE|URL", help="An image, of s3:// too; may be repeated.")
     ] = None,
     video: Annotated[
         list[str] | None,
-        typer.Option(metavar="FILE|URL", help="A video file, or a folder of frames; may be repeated."),
+        typer.Option(
+            metavar="FILE|URL", help="A video file, or a folder of frames, of s3:// too; may be repeated."
+        ),
     ] = None,
     fps: Annotated[
         float | None,

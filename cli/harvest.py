@@ -56,15 +56,18 @@ def harvest(
 
     Harvesting the same logs again adds what is new. Responses keep the tokens that the server sent; without
     any they are tokenized and checked. What is dropped is counted by reason, and nothing of it is kept. Each
-    harvest is a line of traffic/audit.jsonl in the workspace.
+    harvest is a line of traffic/audit.jsonl in the workspace. A file that cannot be read is named, the others
+    are harvested, and the exit status is 1.
     """
     from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
     from vlmdistill.pipelines.traffic.policy import Policy
+    from vlmdistill.stores.errors import DataError
 
     rules = Policy.read(policy, share=share, max_age=max_age, media=media, redact=redact)
     workspace = console.workspace(model, runs)
     checkpoint(model)  # before torch
     from vlmdistill.pipelines.traffic import harvest as traffic
+    from vlmdistill.pipelines.traffic.logs import unread_line
 
     with console.progress("harvesting", "exchanges") as report:
         made = traffic.harvest(
@@ -76,3 +79,5 @@ def harvest(
             progress=report,
         )
     console.result(asdict(made), as_json)
+    if made.unread:
+        raise DataError(f"the rest is harvested, but {unread_line(made.unread)}")

@@ -3,21 +3,23 @@
 The file of a command imports heavy packages inside its function, so that `vlmdistill --help` is fast.
 """
 
+import errno
 import functools
+import inspect
 import os
 import re
 import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from vlmdistill.cli import console, store, target
+from vlmdistill.cli import console, hints, store, target
 from vlmdistill.cli.adapt import adapt
 from vlmdistill.cli.doctor import doctor
 from vlmdistill.cli.evaluate import evaluate
@@ -37,7 +39,8 @@ from vlmdistill.cli.run import run
 from vlmdistill.cli.serve import serve
 from vlmdistill.cli.status import status
 from vlmdistill.cli.train import train
-from vlmdistill.stores.errors import FOR_USER, StoppedError, VlmdistillError, one_line
+from vlmdistill.cli.usage import CommandGroup
+from vlmdistill.stores.errors import FOR_USER, StoppedError, VlmdistillError, one_line, without_panics
 
 GROUPS = {"target": target.app, "store": store.app}
 COMMANDS = (
@@ -65,6 +68,7 @@ KEYWORDS = {evaluate: "eval", import_drafter: "import", list_names: "list"}  # n
 VERBS = {KEYWORDS.get(verb, verb.__name__): verb for verb in COMMANDS}
 
 KEPT = "finished work is kept; run the same command to continue"
+OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG)  # no fault of a program
 LEFT = {
     **dict.fromkeys(("responses", "features", "merge", "push", "pull", "run", "harvest", "adapt"), KEPT),
     "prompts": "nothing was imported",
@@ -74,6 +78,7 @@ LEFT = {
 
 app = typer.Typer(
     name="vlmdistill",
+    cls=CommandGroup,
     no_args_is_help=True,
     rich_markup_mode=None,  # print square brackets as they are
     pretty_exceptions_enable=False,
@@ -141,15 +146,25 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(given: Sequence[str]) -> None:
+    options = hints.given(given)
+    hints.repeated.set({name: _taken(verb, options) for name, verb in VERBS.items()})
+    console.opened.set(None)
     with ExitStack() as held:
         console.held.set(held)
         app(given, prog_name="vlmdistill")
 
 
+def _taken(verb: Callable[..., None], options: Mapping[str, str]) -> dict[str, str]:
+    """Those of the options that a command takes."""
+    names = inspect.signature(verb).parameters
+    return {name: value for name, value in options.items() if name.removeprefix("--") in names}
+
+
 def _status(run: Callable[[], object], given: Sequence[str], debug: bool) -> int:
     """The exit status of what is run, whose errors are printed."""
     try:
-        run()
+        with without_panics():
+            run()
     except SystemExit as stop:
         if isinstance(stop, console.CommandTerminated):
             signal.raise_signal(signal.SIGTERM)
@@ -169,8 +184,9 @@ def _status(run: Callable[[], object], given: Sequence[str], debug: bool) -> int
         if debug:
             traceback.print_exc()
         surprise = isinstance(error, OSError) and not debug and not _is_users(error, given)
+        surprise = surprise and getattr(error, "errno", None) not in OF_THE_DISK
         log = _logged() if surprise else ""
-        console.note(f"error: {_line(error)}{log}")
+        console.note(f"error: {_line(error)}{console.beside(str(error))}{log}")
         return 1
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]

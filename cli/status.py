@@ -1,15 +1,17 @@
 """`vlmdistill status`: what is in a workspace, what is missing, and what comes next."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
-from vlmdistill.cli import console
+from vlmdistill.cli import console, hints
 
 
 def status(model: console.Model = "demo", runs: console.Runs = None, as_json: console.Json = False) -> None:
     """Show what the workspace holds, what is missing or stale, and the next command."""
     from vlmdistill.pipelines.status import status as read
 
-    found = read(console.workspace(model, runs))
+    workspace = console.workspace(model, runs)
+    found = read(workspace)
+    found = replace(found, next=hints.completed(found.next))
     if as_json:
         console.result(asdict(found), as_json)
         return
@@ -47,3 +49,5 @@ def status(model: console.Model = "demo", runs: console.Runs = None, as_json: co
     for line in found.stale:
         console.note(f"stale: {line}")
     console.echo(f"\nnext: {found.next}" if found.next else "\nnothing is missing")
+    if beside := workspace.beside():
+        console.note(beside)

@@ -292,17 +292,16 @@ def gc(
     as_json: console.Json = False,
 ) -> None:
     """Remove files that no record refers to, as killed writers leave them; never those of a live writer."""
-    import time
-
     from vlmdistill.stores.integrity.gc import Removed, collect
     from vlmdistill.stores.schema import seconds
-    from vlmdistill.stores.sharing.retention import expire
+    from vlmdistill.stores.sharing.retention import expire, time_of
     from vlmdistill.stores.store import Store
 
     opened, facts = Store.open(store), dict[str, object]()
     removed = list[Removed]()
     if older_than is not None:
-        expired = expire(opened, time.time() - seconds(older_than, "--older-than"), dry_run=dry_run)
+        age = seconds(older_than, "--older-than")
+        expired = expire(opened, time_of(opened) - age, dry_run=dry_run)
         removed += [Removed(*one) for one in expired.removed.items()]
         facts = {"samples": len(expired.keys), "untimed": expired.untimed}
     removed += collect(opened, grace=grace, dry_run=dry_run)

@@ -21,6 +21,7 @@ import numpy as np
 import xxhash
 
 from vlmdistill.stores.backends.backend import Backend
+from vlmdistill.stores.errors import naming
 from vlmdistill.stores.schema import CHUNK_FILE, Array, Rows
 
 CHUNK_ROWS = 256
@@ -120,6 +121,7 @@ class HashedFile:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
         self._file = path.open("xb", buffering=BUFFER)
         self._hash = blake3.blake3()
         self._syncing: Future[None] | None = None
@@ -129,7 +131,8 @@ class HashedFile:
     def write(self, data: Any) -> None:
         """Append bytes or a contiguous array."""
         view = memoryview(data).cast("B")
-        _write_hashed(self._file.write, self._hash.update, view)
+        with naming(self._path):
+            _write_hashed(self._file.write, self._hash.update, view)
         self.bytes += len(view)
         self._unsynced += len(view) if len(view) >= LARGE else 0
         # An fdatasync of what is written, so that closing does not wait for all of it.
@@ -141,13 +144,15 @@ class HashedFile:
     def _wait(self) -> None:
         syncing, self._syncing = self._syncing, None
         if syncing is not None:
-            syncing.result()
+            with naming(self._path):
+                syncing.result()
 
     def close(self) -> tuple[int, str]:
         """Force it to the disk; (bytes, blake3)."""
         self._wait()
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with naming(self._path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
         self._file.close()
         return self.bytes, self._hash.hexdigest()
 

@@ -1,6 +1,7 @@
 """Errors for the user: one line that says what is wrong and what to do."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 
 class VlmdistillError(Exception):
@@ -59,6 +60,35 @@ class StoppedError(VlmdistillError):
     def __init__(self, text: str, signal: int) -> None:
         super().__init__(text)
         self.signal = signal
+
+
+@contextmanager
+def naming(path: object) -> Iterator[None]:
+    """Say which file it was when a disk is full or fails: of a write, the system does not."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+class PanicError(VlmdistillError):
+    """A library that is written in Rust has failed on what it was given."""
+
+
+@contextmanager
+def without_panics() -> Iterator[None]:
+    """Turn a panic of such a library into a PanicError.
+
+    pyo3 raises it as a type of its own that is no Exception, so that it passes every handler of errors.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise PanicError(f"a library failed: {one_line(error)[:300]}") from error
 
 
 def printable(text: str) -> str:

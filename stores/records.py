@@ -1,4 +1,4 @@
-"""Reading small files that another program may have written: regular ones only, JSON of a declared type."""
+"""Reading files that another program may have written: regular ones only, JSON of a declared type."""
 
 import errno
 import os
@@ -13,6 +13,16 @@ from vlmdistill.stores.errors import DataError, one_line
 T = TypeVar("T")
 
 
+def regular(path: str | Path) -> Path:
+    """The path of a file, for a library that opens it by itself.
+
+    IsADirectoryError for all that is no regular file, which the library may wait for without an end.
+    """
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise _not_regular(path)
+    return Path(path)
+
+
 def open_regular(path: str | Path) -> int:
     """A descriptor for reading a file.
 
@@ -22,12 +32,22 @@ def open_regular(path: str | Path) -> int:
     if stat.S_ISREG(os.fstat(handle).st_mode):
         return handle
     os.close(handle)
-    raise OSError(errno.EISDIR, "it is no regular file", str(path))
+    raise _not_regular(path)
 
 
-def read_bytes(path: str | Path) -> bytes:
-    """The content of a file; IsADirectoryError for all that is no regular file."""
+def _not_regular(path: str | Path) -> OSError:
+    return OSError(errno.EISDIR, "it is no regular file", str(path))
+
+
+def read_bytes(path: str | Path, most: int | None = None) -> bytes:
+    """The content of a file; IsADirectoryError for all that is no regular file.
+
+    An OSError with errno EFBIG for a file of more than `most` bytes, of which nothing is read.
+    """
     with open(open_regular(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if most is not None and size > most:
+            raise OSError(errno.EFBIG, f"it has {size} bytes, more than {most}", str(path))
         return file.read()
 
 

@@ -11,7 +11,7 @@ import time
 import typing
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import numpy.typing as npt
@@ -22,6 +22,7 @@ from vlmdistill.stores.errors import DataError, one_line
 from vlmdistill.stores.suggestions import did_you_mean
 
 SCHEMA_VERSION = 1
+T = TypeVar("T")
 CHUNK_FILE = "c/0/0"  # the one file of rows in the folder of an array
 
 Array = npt.NDArray[Any]
@@ -90,6 +91,14 @@ def as_features(features: Collection[str | Feature] | Feature) -> tuple[Feature,
     return tuple(one if isinstance(one, Feature) else Feature.parse(one) for one in given)
 
 
+def held(features: Mapping[Feature, T], wanted: Feature, what: str) -> T:
+    """The states of a feature; DataError when this sample or batch was read without it."""
+    if wanted not in features:
+        names = ", ".join(sorted(feature.name for feature in features)) or "none"
+        raise DataError(f"the {what} lacks {wanted.name}, it has {names}: name it in `features`")
+    return features[wanted]
+
+
 @dataclass(frozen=True)
 class Span:
     """A run of visual tokens: an image, or tokens of a video without text between them.
@@ -145,10 +154,10 @@ class Sample:
             Its states [T, U or M, hidden size], in the dtype of the store; bfloat16 as uint16.
 
         Raises:
-            DataError: It is not the name of a feature.
-            KeyError: The sample was read without it: name it in `features`.
+            DataError: It is not the name of a feature, or the sample was read without it: name it in
+                `features`.
         """
-        return self.features[Feature.parse(name)]
+        return held(self.features, Feature.parse(name), "sample")
 
     def rows(self, where: Where) -> int:
         """Count the rows of a feature.

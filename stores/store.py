@@ -141,8 +141,10 @@ class Store:
         try:
             record = read_record(backend, STORE, StoreRecord)
         except (FileNotFoundError, NotADirectoryError):
-            what = f"there is no feature store at {backend.url if path is backend else path}"
-            raise StoreError(f"{what}: make one with `vlmdistill features`") from None
+            where = backend.url if path is backend else path
+            inside = backend.size(f"features/{STORE}") is not None  # a workspace was named
+            cure = f"it is {where}/features" if inside else "make one with `vlmdistill features`"
+            raise StoreError(f"there is no feature store at {where}: {cure}") from None
         return cls(backend, record, report)
 
     @classmethod
@@ -431,9 +433,9 @@ class Store:
             StoreError: There is no such sample or feature, or the data are damaged; the error names the
                 shard, the array and the sample.
         """
-        row = self._find(key)
+        row = self._find(key) if isinstance(key, str) else None
         if row is None:
-            raise StoreError(f"{self.path} has no sample '{key}'")
+            raise StoreError(f"{self.path} has no sample {key!r}: `for key in store` gives the keys")
         chosen = self.choose(features)
         if features is None:
             chosen = tuple(feature for feature in chosen if self._held(feature, row))

@@ -13,7 +13,7 @@ import openai
 from fastapi import FastAPI
 
 from vlmdistill.pipelines.endpoint.app import build_app
-from vlmdistill.pipelines.endpoint.hosting import server
+from vlmdistill.pipelines.endpoint.hosting import Server, server
 from vlmdistill.pipelines.endpoint.served_decoder import ServedDecoder
 from vlmdistill.pipelines.endpoint.switch import Switch
 
@@ -24,6 +24,7 @@ class Served:
 
     port: int
     opened: ExitStack
+    running: Server | None = None  # None: in another process
 
     def client(self, key: str = "none") -> openai.OpenAI:
         url = f"http://127.0.0.1:{self.port}/v1"
@@ -70,7 +71,7 @@ def running_app(app: FastAPI) -> Iterator[Served]:
     thread.start()
     try:
         with ExitStack() as opened:
-            yield Served(listener.getsockname()[1], opened)
+            yield Served(listener.getsockname()[1], opened, running)
     finally:
         running.should_exit = True
         thread.join(30)

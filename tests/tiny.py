@@ -169,6 +169,19 @@ def tokenizer(folder: Path, specials: tuple[str, ...], vocabulary: int, template
     return fast
 
 
+PANIC = 40 * "a" + "!"
+
+
+def panicking(folder: Path) -> Path:
+    """Give a checkpoint a regular expression on which its tokenizer panics at the text PANIC."""
+    file = folder / "tokenizer.json"
+    read = json.loads(file.read_text())
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    read["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, read["pre_tokenizer"]]}
+    file.write_text(json.dumps(read))
+    return folder
+
+
 def write_json(folder: Path, name: str, **values: Any) -> None:
     (folder / name).write_text(json.dumps(values, indent=2))
 

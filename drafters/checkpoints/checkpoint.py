@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.checkpoints.description import FORMAT, SAMPLES, describe
+from vlmdistill.drafters.checkpoints.weights import read_weights
 from vlmdistill.drafters.core.batch import Head
 from vlmdistill.drafters.core.config import DrafterConfig, TrainConfig, at_least
 from vlmdistill.drafters.core.drafter import Drafter, Proposer
@@ -93,7 +94,7 @@ def load(folder: Path, head: Head, info: TargetInfo, *, provenance: Provenance |
             )
     file = folder / "model.safetensors"
     try:
-        weights = load_file(file)  # on the CPU: what is copied to a GPU has the dtype of the target
+        weights = read_weights(file)  # what is copied to a GPU has the dtype of the target
     except (FileNotFoundError, SafetensorError) as error:
         reason = one_line(error)[:300]
         raise TrainingError(f"{file} is missing or corrupt ({reason}); train the drafter again") from None

@@ -8,16 +8,17 @@ from typing import Any
 
 import msgspec
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.checkpoints.description import describe
+from vlmdistill.drafters.checkpoints.weights import read_weights
 from vlmdistill.drafters.core.batch import Head
 from vlmdistill.drafters.core.serving import KEY, Exportable, unserved
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.stores.errors import TrainingError
+from vlmdistill.stores.records import read_bytes, regular
 from vlmdistill.stores.schema import Provenance, TargetInfo
 
 DRAFT_TOKENS = 4  # of a served chain, where the drafter has as many and its own tree is no chain
@@ -132,9 +133,9 @@ def _holds(
 ) -> bool:
     """Whether a folder has exactly these settings, weights and further files."""
     try:
-        there = load_file(folder / "model.safetensors")
-        others = {name: torch.load(folder / name, weights_only=True) for name in files}
-        same = json.loads((folder / "config.json").read_text()) == json.loads(json.dumps(settings))
+        there = read_weights(folder / "model.safetensors")
+        others = {name: torch.load(regular(folder / name), weights_only=True) for name in files}
+        same = json.loads(read_bytes(folder / "config.json")) == json.loads(json.dumps(settings))
     except Exception:  # noqa: BLE001 (bytes of a stranger: the unpickler raises what it meets)
         return False
     return same and _equal(there, weights) and all(_equal(others[name], one) for name, one in files.items())

@@ -10,12 +10,12 @@ import torch
 from blake3 import blake3
 from msgspec.structs import replace
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.checkpoints import published
 from vlmdistill.drafters.checkpoints.description import describe, trained_on
+from vlmdistill.drafters.checkpoints.weights import read_weights
 from vlmdistill.drafters.core.batch import Head
 from vlmdistill.drafters.core.config import DrafterConfig, ModelConfig
 from vlmdistill.drafters.core.drafter import Drafter
@@ -97,7 +97,7 @@ class Initial:
         try:
             config = from_dict(catalogue.config(description["drafter"]), description["config"])
             info = TargetInfo.from_dict(description["target"])
-            weights = load_file(file)
+            weights = read_weights(file)
             digest = blake3(max_threads=blake3.AUTO).update_mmap(file)
         except (OSError, SafetensorError, DataError, KeyError) as error:
             raise TrainingError(f"{folder} cannot begin a run ({one_line(error)})") from None

@@ -16,11 +16,11 @@ import msgspec
 import torch
 from blake3 import blake3
 from msgspec import Meta
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.checkpoints import checkpoint
+from vlmdistill.drafters.checkpoints.weights import read_weights
 from vlmdistill.drafters.core.batch import Head
 from vlmdistill.drafters.core.config import DrafterConfig
 from vlmdistill.drafters.core.drafter import Drafter
@@ -169,7 +169,7 @@ def _tensors(file: Path, prefix: str) -> dict[str, Tensor]:
     tensors: Any
     try:
         if file.suffix == ".safetensors":
-            tensors = load_file(file)
+            tensors = read_weights(file)
         else:
             tensors = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # noqa: BLE001 (bytes of a stranger: the unpickler raises what it meets)

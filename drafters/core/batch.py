@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from vlmdistill.drafters.core.transfer import place, place_all
+from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.loader.tensors import as_torch
-from vlmdistill.stores.schema import Feature, FrozenTables, Where, as_features
+from vlmdistill.stores.schema import Feature, FrozenTables, Where, as_features, held
 
 
 @dataclass(frozen=True)
@@ -154,10 +155,11 @@ class Batch:
             Its states [T, U or M, hidden size].
 
         Raises:
-            DataError: It is not the name of a feature.
-            KeyError: The feature was not read: name it in `features`, or in `needs` of a drafter.
+            DataError: It is not the name of a feature, or the feature was not read: name it in `features`, or
+                in `needs` of a drafter.
         """
-        return self.features[Feature(source, where) if where else Feature.parse(source)]
+        wanted = Feature(source, where) if where else Feature.parse(source)
+        return held(self.features, wanted, "batch")
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "Batch":
         """Move the batch; to a GPU through pinned memory, without waiting for it.
@@ -204,11 +206,11 @@ class Batch:
 
         Raises:
             DataError: A name is not a feature.
-            KeyError: The batch lacks one of them; the error names it.
+            DataError: The batch lacks one of them; the error names it.
         """
         kept = as_features(features)
         if lacking := sorted(feature.name for feature in {*kept} - {*self.features}):
-            raise KeyError(f"the batch lacks {', '.join(lacking)}")
+            raise DataError(f"the batch lacks {', '.join(lacking)}")
         return self.having({feature: self.features[feature] for feature in kept})
 
     @cached_property

@@ -29,15 +29,22 @@ class Tree:
 
     @classmethod
     def parse(cls, text: str) -> "Tree":
-        """Read `30-3-8`, `chain-5` or `chain-8-0.3`; DataError on other text."""
+        """Read `30-3-8`, `chain-5` or `chain-8-0.3`; DataError on other text.
+
+        Also on a tree that would draft what can never be verified, as of numbers in another order.
+        """
         parts = text.split("-")
         if found := re.fullmatch(r"chain-([1-9]\d{0,3})(?:-(0\.(?!0+$)\d{1,4}))?", text):
             length = int(found[1])
             return cls(length + 1, length - 1, 1, float(found[2] or 0))
         if len(parts) == 3 and all(re.fullmatch(r"\d{1,4}", part) for part in parts):
-            tree = cls(*map(int, parts))
-            if tree.total >= 2 and tree.k >= 1:
-                return tree
+            total, depth, k = map(int, parts)
+            if depth + 2 > total or not 1 <= k < total:
+                raise DataError(
+                    f"no tree is '{text}': total-depth-k is {total} nodes with the root, {depth} levels "
+                    f"after the first (at most total - 2), and {k} best nodes of each (1 to total - 1)"
+                )
+            return cls(total, depth, k)
         raise DataError(
             f"'{text}' is not a tree: write total-depth-k, such as 30-3-8, or chain-5, or chain-8-0.3"
         )

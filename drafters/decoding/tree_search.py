@@ -24,6 +24,7 @@ from vlmdistill.drafters.decoding.clock import timed
 from vlmdistill.drafters.decoding.decoders import speculate
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError, TrainingError
+from vlmdistill.stores.records import read_bytes
 
 FILE = "trees.json"  # in the folder of a drafter
 FIRST_ROUND = 2  # prompts
@@ -142,7 +143,7 @@ def keep(folder: Path, best: BestTree) -> None:
 
 def _read(folder: Path) -> list[BestTree]:
     try:
-        return msgspec.json.decode((folder / FILE).read_bytes(), type=list[BestTree])
+        return msgspec.json.decode(read_bytes(folder / FILE), type=list[BestTree])
     except FileNotFoundError:
         return []
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -23,6 +23,7 @@ from vlmdistill.drafters.training.trackers import About, Tracker, opened
 from vlmdistill.drafters.training.unroll import Unrolled
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import TrainingError, one_line
+from vlmdistill.stores.records import read_bytes
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ class Metrics:
         self._trackers = [opened(name, about) for name in dict.fromkeys(trackers)]
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            lines = self._file.read_bytes().splitlines(keepends=True) if self._file.exists() else []
+            lines = read_bytes(self._file).splitlines(keepends=True) if self._file.exists() else []
             with atomic_write(self._file, alone=True) as new:
                 new.write_bytes(b"".join(line for line in lines if _is_kept(line, done, history)))
         except OSError as error:

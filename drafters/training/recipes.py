@@ -29,7 +29,9 @@ def resolve(drafter: str, recipe: str, settings: Sequence[str] = ()) -> DrafterC
 
 
 def as_texts(settings: Mapping[str, Any]) -> list[str]:
-    """Settings as `resolve` takes them."""
+    """Settings as `resolve` takes them; DataError if they are no mapping."""
+    if not isinstance(settings, Mapping):
+        raise DataError(f"settings={settings!r}: give a mapping, such as {{'steps': 100}}")
     return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
 
 

@@ -32,6 +32,7 @@ from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.errors import LostError, StoreError, TrainingError, one_line
 from vlmdistill.stores.manifest import Record, seal, unseal
+from vlmdistill.stores.records import read_bytes, regular
 from vlmdistill.stores.retry import retried
 from vlmdistill.stores.schema import SCHEMA_VERSION
 from vlmdistill.stores.sharing.part import Copy
@@ -181,7 +182,7 @@ def read(folder: Path) -> Saved | None:
     """The record of the checkpoint in a folder, if any; TrainingError when it is damaged."""
     file = folder / RECORD
     try:
-        return unseal(file.read_bytes(), Saved, RECORD)
+        return unseal(read_bytes(file), Saved, RECORD)
     except FileNotFoundError:
         return None
     except (OSError, StoreError, ValueError):
@@ -195,7 +196,7 @@ def tensors(folder: Path, saved: Saved, expected: Mapping[str, PartEntry]) -> di
     """
     file = folder / saved.file
     try:
-        if _hash(file) != saved.checksum:
+        if _hash(regular(file)) != saved.checksum:
             raise _damaged(file)
         values = load_file(file)
     except (OSError, SafetensorError, ValueError):

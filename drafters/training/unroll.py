@@ -73,7 +73,7 @@ def unroll(
         `scores`, by hop.
 
     Raises:
-        KeyError: The batch lacks a feature.
+        DataError: The batch lacks a feature.
 
     Example:
         >>> losses = vlmdistill.unroll(drafter, batch, config.schedule[0])

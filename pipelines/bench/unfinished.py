@@ -15,6 +15,8 @@ import msgspec
 from vlmdistill.pipelines.bench.records import Calibration, Count, Measurement, PromptResult, ShownResponse
 from vlmdistill.pipelines.data.responses.pieces import Amount
 from vlmdistill.stores.backends.local import atomic_write
+from vlmdistill.stores.errors import naming
+from vlmdistill.stores.records import read_bytes
 from vlmdistill.stores.schema import content_hash
 
 
@@ -79,7 +81,7 @@ class Unfinished:
     def add(self, decoded: Decoded) -> None:
         """Append a prompt."""
         self._own.parent.mkdir(parents=True, exist_ok=True)
-        with self._own.open("ab") as file:
+        with naming(self._own), self._own.open("ab") as file:
             file.write(msgspec.json.encode(decoded) + b"\n")
 
     def remove(self) -> None:
@@ -91,7 +93,7 @@ class Unfinished:
 def strip(reports: Path, wanted: Callable[[Decoded], bool]) -> None:
     """Leave the wanted prompts alone in all files; what was not written to its end goes, too."""
     for file in reports.glob(".*.unfinished"):
-        lines = file.read_bytes().splitlines(keepends=True)
+        lines = read_bytes(file).splitlines(keepends=True)
         kept = [line for line in lines if (one := _parsed(line)) and wanted(one)]
         if not kept:
             file.unlink()
@@ -107,7 +109,7 @@ def interim(reports: Path) -> list[Interim]:
         alike.setdefault(file.name.split(".")[1], []).append(file)
     found = []
     for files in alike.values():
-        with suppress(FileNotFoundError):  # it has ended meanwhile
+        with suppress(OSError):  # it has ended meanwhile, or is no file
             if decoded := _read(files):
                 found.append(Interim(decoded, max(file.stat().st_mtime for file in files)))
     return sorted(found, key=lambda one: -one.written)
@@ -116,7 +118,7 @@ def interim(reports: Path) -> list[Interim]:
 def _read(files: Sequence[Path]) -> dict[tuple[float, int], Decoded]:
     """The prompts of all files; a line that was not written to its end is dropped."""
     done: dict[tuple[float, int], Decoded] = {}
-    for line in (line for file in files for line in file.read_bytes().split(b"\n")):
+    for line in (line for file in files for line in read_bytes(file).split(b"\n")):
         if one := _parsed(line):
             done[one.temperature, one.number] = one
     return done

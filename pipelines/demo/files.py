@@ -49,7 +49,7 @@ def write(folder: Path, *, images: int, dialogues: int, seed: int, split: Side =
     texts, not the target's.
     """
     rng = random.Random(f"demo data {split} {seed}")
-    made = Written(folder / "images", folder / "llava.json", folder / "sharegpt.json")
+    made = Written(folder / "images", folder / "demo-scenes.json", folder / "demo-chats.json")
     made.images.mkdir(parents=True, exist_ok=True)
     records = []
     for number, scene in enumerate(_distinct(images, lambda: random_scene(rng, split))):
@@ -75,7 +75,7 @@ def write_videos(
     which the demo target samples.
     """
     rng = random.Random(f"demo videos {split} {seed}")
-    made = WrittenVideos(folder / "videos", folder / "llava-videos.json")
+    made = WrittenVideos(folder / "videos", folder / "demo-videos.json")
     made.videos.mkdir(parents=True, exist_ok=True)
     records = []
     for number, clip in enumerate(_distinct(videos, lambda: random_clip(rng, split))):

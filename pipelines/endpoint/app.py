@@ -17,12 +17,13 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from vlmdistill.pipelines.data.responses.pieces import Piece
-from vlmdistill.pipelines.endpoint.chat import NEUTRAL, ChatRequest
-from vlmdistill.pipelines.endpoint.decoder_queue import DecoderQueue, QueueFullError
-from vlmdistill.pipelines.endpoint.gate import ApiError, error_body, json_response
-from vlmdistill.pipelines.endpoint.hosting import application, explained, page
+from vlmdistill.pipelines.endpoint.chat import ChatRequest
+from vlmdistill.pipelines.endpoint.decoder_queue import DecoderQueue, QueueClosedError, QueueFullError
+from vlmdistill.pipelines.endpoint.gate import ApiError, error_body, json_response, server_stopped
+from vlmdistill.pipelines.endpoint.hosting import STOPPABLE, application, explained, page
 from vlmdistill.pipelines.endpoint.metrics import ServingMetrics
 from vlmdistill.pipelines.endpoint.recorder import exchange
+from vlmdistill.pipelines.endpoint.refusals import refusal
 from vlmdistill.pipelines.endpoint.served_decoder import ServedDecoder, ServedResponse
 from vlmdistill.pipelines.endpoint.switch import Switch
 from vlmdistill.pipelines.media.recording import Recorder
@@ -55,7 +56,8 @@ def build_app(
     switch = decoder if isinstance(decoder, Switch) else Switch(decoder)
     name = switch.current.model
     app = application(key, hosts, _api_error)
-    queue = DecoderQueue(queue_limit)
+    queue = DecoderQueue(queue_limit, switch.current.thread)
+    setattr(app.state, STOPPABLE, queue)
     metrics = ServingMetrics(queue, switch, recorder)
     started = int(time.time())
     script = source("report/replay.js") + source("endpoint/page.js")
@@ -94,6 +96,8 @@ def build_app(
         except QueueFullError:
             message = f"{queue_limit} requests are waiting: try again later"
             raise ApiError(429, message, code="queue_full") from None
+        except QueueClosedError as error:
+            raise _api_error(error) from None
         except _ClientGoneError:
             return Response(status_code=CLIENT_GONE)
 
@@ -111,7 +115,8 @@ def build_app(
             if recorder:
                 recorder.add(partial(exchange, response, request.headers.items()))
         except Exception as error:
-            known = isinstance(error, QueueFullError | HTTPException | DataError | PromptError)
+            refusals = (QueueFullError, QueueClosedError, HTTPException, DataError, PromptError)
+            known = isinstance(error, refusals)
             outcome = "refused" if known else "error"
             raise
         finally:
@@ -153,16 +158,11 @@ def _api_error(error: Exception) -> HTTPException:
         return ApiError(error.status_code, f"this server has {routes}")
     if isinstance(error, DataError | PromptError):
         return ApiError(400, str(error), param="messages")
+    if isinstance(error, QueueClosedError):
+        return server_stopped()
     if not isinstance(error, RequestValidationError):
         return explained(error)
-    first = error.errors()[0]
-    param = ".".join(map(str, first["loc"][1:]))
-    if first["type"] == "json_invalid" or not param:
-        return ApiError(400, "the body is not a JSON object of Content-Type application/json")
-    if first["type"] == "extra_forbidden":
-        how = f": leave it out, or send {json.dumps(NEUTRAL[param][0])}" if param in NEUTRAL else ""
-        return ApiError(400, f"'{param}' is not supported{how}", param=param, code="unsupported_parameter")
-    return ApiError(400, f"'{param}' cannot be used: {first['msg']}", param=param, code="invalid_value")
+    return refusal(error.errors()[0])
 
 
 class _Completion:
@@ -196,6 +196,8 @@ class _Completion:
                     piece = await anext(rest, None)
                 except Exception as error:
                     yield f"data: {json.dumps(error_body(_api_error(error)))}\n\n"
+                    if isinstance(error, QueueClosedError):
+                        return
                     raise
         yield self._chunk({}, self._response.finish, decoding=self._decoding())
         if self._response.request.stream_options.include_usage:

@@ -136,11 +136,6 @@ class ChatRequest(StrictModel):
             kept["stop"] = [kept["stop"]]
         return kept
 
-    @property
-    def characters(self) -> int:
-        """The length of all its texts."""
-        return sum(len(part.text) for message in self.messages for part in message.content)
-
     def conversation(self, media: Path | None) -> list[dict[str, Any]]:
         """The messages as a target encodes them; ApiError names the image that cannot be used.
 

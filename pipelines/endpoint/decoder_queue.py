@@ -3,8 +3,10 @@
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Generator
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import Executor
+from typing import Any, TypeVar
+
+from vlmdistill.stores.errors import without_panics
 
 Item = TypeVar("Item")
 
@@ -13,18 +15,43 @@ class QueueFullError(Exception):
     """As many requests wait as are allowed to."""
 
 
-class DecoderQueue:
-    """Runs generators in one thread, first come, first served. `limit` of them may wait."""
+class QueueClosedError(Exception):
+    """The queue is closed: nothing begins any more, or what ran has not ended in time."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit, self.waiting = limit, 0
+
+class DecoderQueue:
+    """Runs generators in a decoder's thread, first come, first served. `limit` of them may wait."""
+
+    def __init__(self, limit: int, thread: Executor) -> None:
+        self.limit = limit
         self.turn = asyncio.Lock()  # held while a generator runs; asyncio's lock is fair
-        self._thread = ThreadPoolExecutor(1, "decoder")
+        self._thread = thread
+        self._closed = asyncio.Event()
+        self._waiting: set[asyncio.Task[Any]] = set()
+        self._running: set[asyncio.Queue[Any]] = set()
+
+    @property
+    def waiting(self) -> int:
+        """How many wait for their turn."""
+        return len(self._waiting)
+
+    def close(self) -> None:
+        """Begin nothing any more: who waits, or comes, gets QueueClosedError."""
+        self._closed.set()
+        for task in self._waiting:
+            task.cancel()
+
+    def give_up(self) -> None:
+        """Whose generator runs gets QueueClosedError, and it is closed after its current step."""
+        for arrived in self._running:
+            arrived.put_nowait(QueueClosedError())
 
     async def stream(
         self, items: Generator[Item], abandoned: threading.Event | None = None
     ) -> AsyncGenerator[Item]:
         """The items of a generator that runs in the decoder's thread; QueueFullError when too many wait.
+
+        QueueClosedError after `close` and `give_up`.
 
         The generator does not wait for a slow reader. It is closed after its current step when the reader
         closes this stream or is cancelled; a reader that still waits for its turn gives it up. `abandoned` is
@@ -32,20 +59,17 @@ class DecoderQueue:
         """
         if self.turn.locked() and self.waiting >= self.limit:
             raise QueueFullError
-        self.waiting += 1
-        try:
-            await self.turn.acquire()
-        finally:
-            self.waiting -= 1
+        await self._take_turn()
         loop, abandoned = asyncio.get_running_loop(), abandoned or threading.Event()
-        arrived: asyncio.Queue[Item | None] = asyncio.Queue()
+        arrived: asyncio.Queue[Item | QueueClosedError | None] = asyncio.Queue()
 
         def work() -> None:
             try:
-                for item in items:
-                    if abandoned.is_set():
-                        break
-                    loop.call_soon_threadsafe(arrived.put_nowait, item)
+                with without_panics():
+                    for item in items:
+                        if abandoned.is_set():
+                            break
+                        loop.call_soon_threadsafe(arrived.put_nowait, item)
             finally:
                 items.close()
                 loop.call_soon_threadsafe(self.turn.release)
@@ -53,9 +77,30 @@ class DecoderQueue:
 
         done = loop.run_in_executor(self._thread, work)
         done.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # the reader may be gone
+        self._running.add(arrived)
         try:
             while (item := await arrived.get()) is not None:
+                if isinstance(item, QueueClosedError):
+                    raise item
                 yield item
             await done  # raises what the generator raised
         finally:
+            self._running.discard(arrived)
             abandoned.set()
+
+    async def _take_turn(self) -> None:
+        """Wait for the lock, which is then held."""
+        if self._closed.is_set():
+            raise QueueClosedError
+        task = asyncio.current_task()
+        assert task is not None
+        self._waiting.add(task)
+        try:
+            await self.turn.acquire()
+        except asyncio.CancelledError:
+            if not self._closed.is_set():
+                raise
+            task.uncancel()
+            raise QueueClosedError from None
+        finally:
+            self._waiting.discard(task)

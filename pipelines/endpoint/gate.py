@@ -15,7 +15,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 OPEN = ("/", "/health")  # need no key: they show no data
 HOST = re.compile(r"(\[[^\]]*\]|[^:]*)(:\d*)?")  # a name or an address, and a port
 MAX_BODY = 32 * 1024**2  # bytes
-BODY_SECONDS = 60  # for each part of a body
+BODY_SECONDS = 120  # for a whole body
+PASSING, RETRY_SECONDS = (429, 503), "1"  # what another try may not meet, and when to try
 MAX_BODIES = 8 * MAX_BODY  # of all requests that are read, wait or are decoded
 
 
@@ -25,6 +26,11 @@ class ApiError(HTTPException):
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
         super().__init__(status, message)
         self.param, self.code = param, code
+
+
+def server_stopped() -> ApiError:
+    """What a server answers that ends; clients of the API send the request again."""
+    return ApiError(503, "this server ends: send the request again", code="server_stopped")
 
 
 def json_response(content: Any, status: int = 200) -> Response:
@@ -41,7 +47,10 @@ def error_body(error: HTTPException) -> dict[str, Any]:
 
 def error_response(error: HTTPException) -> Response:
     """The response to a request that fails with `error`."""
-    return json_response(error_body(error), error.status_code)
+    response = json_response(error_body(error), error.status_code)
+    if error.status_code in PASSING:
+        response.headers["Retry-After"] = RETRY_SECONDS
+    return response
 
 
 class Gate:
@@ -57,14 +66,16 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse the request, or pass it on with a `receive` that counts the bytes of its body."""
         headers, held, whole = Headers(scope=scope), 0, False
+        latest = asyncio.get_running_loop().time() + BODY_SECONDS
         too_large = ApiError(413, f"the body is larger than {MAX_BODY} bytes: send smaller images")
 
         async def limited() -> Message:
             nonlocal held, whole
             try:
-                message = await asyncio.wait_for(receive(), None if whole else BODY_SECONDS)
+                async with asyncio.timeout_at(None if whole else latest):
+                    message = await receive()
             except TimeoutError:
-                raise ApiError(408, f"no more of the body came for {BODY_SECONDS} s") from None
+                raise ApiError(408, f"the body has not come within {BODY_SECONDS} s") from None
             whole = not message.get("more_body")
             size = len(message.get("body", b""))
             held, self._held = held + size, self._held + size
@@ -73,6 +84,13 @@ class Gate:
             if self._held > MAX_BODIES:
                 raise ApiError(429, "the requests here are too large together: try again later", code="busy")
             return message
+
+        started = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
 
         length = headers.get("content-length", "")
         scheme, _, given = headers.get("authorization", "").partition(" ")
@@ -88,6 +106,10 @@ class Gate:
             await error_response(too_large)(scope, receive, send)
         else:
             try:
-                await self.app(scope, limited, send)
+                await self.app(scope, limited, watched)
+            except asyncio.CancelledError:  # the server has ended, and waited for as long as it does
+                if started:
+                    raise
+                await error_response(server_stopped())(scope, receive, send)
             finally:
                 self._held -= held

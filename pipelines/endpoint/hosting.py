@@ -1,20 +1,23 @@
 """What every HTTP server of vlmdistill has: the gate, time limits, errors, and pages that load nothing."""
 
 import asyncio
+import socket
 from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, Response
 from starlette.exceptions import HTTPException
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from vlmdistill.pipelines.endpoint.connections import Capacity, Connection
 from vlmdistill.pipelines.endpoint.gate import ApiError, Gate, error_response
 from vlmdistill.stores.errors import DataError
 
 GRACE_SECONDS = 10  # for running responses, after SIGINT or SIGTERM
-HEADER_SECONDS = 10  # for the headers of the first request of a connection
+ANSWER_SECONDS = 5  # to send what they are answered if that is not enough
+STOPPABLE = "stoppable"
 POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src '{}'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -52,23 +55,33 @@ def page(html: str, script: str, **headers: str) -> Response:
     return HTMLResponse(html.encode(errors="replace"), headers=safe | headers)  # of JSON
 
 
-class Connection(H11Protocol):
-    """Closes a connection that has not sent the headers of its first request after HEADER_SECONDS."""
+class Stoppable(Protocol):
+    """What answers requests, and is told that the server ends."""
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the time."""
-        super().connection_made(transport)
-        self.loop.call_later(HEADER_SECONDS, self._close_if_silent)
+    def close(self) -> None:
+        """Answer what waits, and take no more."""
 
-    def _close_if_silent(self) -> None:
-        first: object = self.cycle
-        if first is None:
-            self.transport.close()
+    def give_up(self) -> None:
+        """Answer what is running."""
 
 
-def server(app: FastAPI) -> uvicorn.Server:
-    """A server that ends at SIGINT or SIGTERM: running responses have GRACE_SECONDS more."""
-    return uvicorn.Server(
+class Server(uvicorn.Server):
+    """Ends at SIGINT or SIGTERM: what waits is answered, running responses have GRACE_SECONDS more."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Answer all requests, then close their connections."""
+        app: Any = self.config.app
+        stoppable: Stoppable | None = getattr(app.state, STOPPABLE, None)
+        if stoppable is not None:
+            stoppable.close()
+            asyncio.get_running_loop().call_later(GRACE_SECONDS, stoppable.give_up)
+        await super().shutdown(sockets)
+
+
+def server(app: FastAPI) -> Server:
+    """A server of an application, whose `app.state.stoppable` is told of its end."""
+    capacity = Capacity.now()
+    return Server(
         uvicorn.Config(
             app,
             http=Connection,
@@ -78,6 +91,8 @@ def server(app: FastAPI) -> uvicorn.Server:
             log_level="warning",
             access_log=False,
             server_header=False,
-            timeout_graceful_shutdown=GRACE_SECONDS,
+            limit_concurrency=capacity.connections + 1,
+            backlog=capacity.at_once,
+            timeout_graceful_shutdown=GRACE_SECONDS + ANSWER_SECONDS,
         )
     )

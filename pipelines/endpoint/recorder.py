@@ -6,6 +6,7 @@ from typing import Any
 from vlmdistill.pipelines.endpoint.chat import image_source
 from vlmdistill.pipelines.endpoint.served_decoder import ServedResponse
 from vlmdistill.pipelines.media.recording import Headers, Keep
+from vlmdistill.stores.records import read_bytes
 
 
 def exchange(response: ServedResponse, headers: Headers, keep: Keep) -> dict[str, Any]:
@@ -39,6 +40,6 @@ def _request(response: ServedResponse, keep: Keep) -> dict[str, Any]:
         for part, given in zip(turn["content"], message.content, strict=True):
             if given.image_url is not None:
                 source = image_source(given.image_url.url, response.media)
-                content = source.read_bytes() if isinstance(source, Path) else source.getvalue()
+                content = read_bytes(source) if isinstance(source, Path) else source.getvalue()
                 part["image_url"] = {"url": keep(content)}
     return found

@@ -2,8 +2,8 @@
 
 import secrets
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from threading import Event
 
@@ -21,7 +21,14 @@ from vlmdistill.pipelines.endpoint.chat import ChatRequest
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 from vlmdistill.pipelines.workspace.workspace import Workspace, checkpoint_folder
-from vlmdistill.stores.errors import DataError
+
+
+def decoder_thread() -> Executor:
+    """A thread that a target is loaded, warmed up and decodes in.
+
+    The CUDA graphs of compiled steps can be replayed in the thread alone that has recorded them.
+    """
+    return ThreadPoolExecutor(1, "decoder")
 
 
 @dataclass(frozen=True)
@@ -34,19 +41,10 @@ class ServedDecoder:
     drafter_name: str | None = None
     tree: Tree | None = None  # None: the drafter's own
     max_new_tokens: int = 512  # of a request that sets no limit
-
-    @cached_property
-    def max_characters(self) -> int:
-        """More characters than this have more tokens than the target has positions."""
-        return int(self.target.info.max_position * max(map(len, self.target.tokenizer.get_vocab())))
+    thread: Executor = field(default_factory=decoder_thread, repr=False, compare=False)
 
     def decode(self, request: ChatRequest, media: Path | None) -> tuple[int, Iterator[Cycle]]:
         """The length of the prompt and the cycles; DataError or ApiError when the prompt cannot be used."""
-        if request.characters > self.max_characters:  # before they are tokenized, which takes long
-            raise DataError(
-                f"the messages have {request.characters} characters: at most {self.max_characters} fit into "
-                f"the target's {self.target.info.max_position} positions"
-            )
         prompt = self.target.encode(request.conversation(media))
         limit = request.max_completion_tokens or request.max_tokens or self.max_new_tokens
         seed = secrets.randbits(63) if request.seed is None else request.seed
@@ -151,10 +149,22 @@ def open_decoder(
     max_new_tokens: int = 512,
     how: Options | None = None,
 ) -> ServedDecoder:
-    """Load a target and a drafter, see `open_pair`, and decode a few tokens.
+    """Load a target and a drafter, see `open_pair`, and decode a few tokens, all in the decoder's thread.
 
     They compile and allocate what the first request would wait for.
     """
+    thread = decoder_thread()
+    return thread.submit(_warmed_up, thread, workspace, drafter, tree, max_new_tokens, how).result()
+
+
+def _warmed_up(
+    thread: Executor,
+    workspace: Workspace,
+    drafter: str | None,
+    tree: str | None,
+    max_new_tokens: int,
+    how: Options | None,
+) -> ServedDecoder:
     target, proposer, shape = open_pair(workspace, drafter, tree, how)
     local = checkpoint_folder(workspace.model)
     decoder = ServedDecoder(
@@ -164,6 +174,7 @@ def open_decoder(
         workspace.trained(drafter).name if drafter else None,
         shape,
         max_new_tokens,
+        thread,
     )
     hello = {"model": decoder.model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
     for speculative in (False, True) if drafter else (False,):

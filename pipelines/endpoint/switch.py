@@ -15,6 +15,7 @@ from vlmdistill.pipelines.endpoint.trial import Trials
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import FOR_USER, VlmdistillError, one_line
 
+WAITED = 10.0  # seconds at the end, for a look at the versions
 log = logging.getLogger("vlmdistill.pipelines")
 
 
@@ -68,7 +69,7 @@ class Switch:
         finally:
             ended.set()
             if seconds:
-                thread.join()
+                thread.join(WAITED)  # not for ever: a disk of the network may not answer
             if self.workspace:
                 self.trials.tell(self.workspace)
 

@@ -16,6 +16,7 @@ from PIL import Image
 
 from vlmdistill.pipelines.media.images import MediaError, decoding, kind_of, open_image, upright
 from vlmdistill.pipelines.media.urls import at_hand, is_url
+from vlmdistill.stores.records import regular
 from vlmdistill.stores.schema import Array
 
 GIF_MILLISECONDS = 100  # of a frame without a duration, as in browsers
@@ -89,7 +90,7 @@ def digest(path: Path) -> str:
 
     hasher = blake3()
     for file in files(path):
-        hasher.update_mmap(file)
+        hasher.update_mmap(regular(file))
     return str(hasher.hexdigest()[:32])
 
 
@@ -218,7 +219,7 @@ def _count(av: Any, path: Path) -> tuple[int, Footage]:
 
     They are counted by the packets, since headers may be wrong or missing.
     """
-    with decoding(), av.open(str(path)) as container:
+    with decoding(), av.open(str(regular(path))) as container:
         if not container.streams.video:
             raise OSError("it holds no video stream")
         streams = [stream for stream in container.streams.video if not _is_picture(av, stream)]
@@ -268,7 +269,7 @@ def _decode(av: Any, path: Path, index: int, indices: Sequence[int]) -> tuple[Ar
 
     def frames() -> Iterator[Array]:
         nonlocal seen
-        with decoding(), av.open(str(path)) as container:
+        with decoding(), av.open(str(regular(path))) as container:
             stream = container.streams[index]
             stream.thread_type = "AUTO"
             for frame in container.decode(stream):

@@ -12,6 +12,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from vlmdistill.stores.errors import DataError
+from vlmdistill.stores.records import regular
 
 KINDS = {
     "image": "apng avif bmp dib gif heic heif ico jfif jp2 jpe jpeg jpg pbm pgm png pnm ppm svg tga tif tiff "
@@ -34,6 +35,11 @@ TURNS = {
 
 class MediaError(DataError):
     """An image or a video cannot be read or processed on this machine; a retry may succeed."""
+
+
+def of_the_web(name: object) -> MediaError:
+    """The error of a URL that is not read."""
+    return MediaError(f"{name} is not read: download it, or give a file or an s3://, gs:// or az:// URL")
 
 
 def kind_of(name: str) -> str:
@@ -66,6 +72,8 @@ def decoding() -> Iterator[None]:
 
 def open_image(file: Any, formats: tuple[str, ...] | None = None) -> Image.Image:
     """Open an image, in one of Pillow's `formats` or any; OSError if that is impossible."""
+    if isinstance(file, str | Path):
+        file = regular(file)
     try:
         with decoding():
             return Image.open(file, formats=formats)
@@ -159,6 +167,8 @@ def _naming(source: Any) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
+        if "://" in str(source):
+            raise of_the_web(source) from None
         raise MediaError(f"image {source} does not exist") from None
     except OSError as error:
         raise MediaError(f"image {source} cannot be read: {error}") from None

@@ -23,8 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from vlmdistill.pipelines.media.images import name_of
+from vlmdistill.stores.backends.clock import beyond
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError, one_line
+from vlmdistill.stores.records import read_bytes
 
 MEDIA, POLICY, DAYS = "media", "policy.toml", "[0-9]*-[0-9]*-[0-9]*.jsonl"
 DAY = 86400.0
@@ -50,6 +52,7 @@ class Recorder:
         self.folder, self.keep_seconds = folder, keep_seconds
         self.header_names = named_headers(folder / POLICY)
         self.recorded = self.lost = 0
+        self._ahead: str | None = None  # how far the clock is ahead, None before it was looked at
         if not folder.is_dir():
             folder.mkdir(PRIVATE_FOLDER, parents=True)
         (folder / MEDIA).mkdir(PRIVATE_FOLDER, exist_ok=True)
@@ -133,10 +136,19 @@ class Recorder:
         oldest = now - self.keep_seconds
         first = time.strftime("%Y-%m-%d", time.gmtime(oldest))
         try:
-            for file in self.folder.glob(DAYS):
+            days = [*self.folder.glob(DAYS)]
+            media = [*(self.folder / MEDIA).iterdir()]
+            if self._ahead is None:  # before anything is written under a wrong clock
+                self._ahead = beyond(now, [*days, *media])
+                if self._ahead:
+                    text = "nothing is removed from %s: %s; if it is right, start the server again"
+                    log.warning(text, self.folder, self._ahead)
+            if self._ahead:
+                return
+            for file in days:
                 if file.stem < first:
                     file.unlink(missing_ok=True)
-            for file in (self.folder / MEDIA).iterdir():
+            for file in media:
                 if file.stat().st_mtime < oldest - DAY:  # the lines of that day still name it
                     file.unlink(missing_ok=True)
         except OSError as error:
@@ -149,7 +161,7 @@ def named_headers(policy: Path) -> frozenset[str]:
     DataError if it cannot be read.
     """
     try:
-        rules = tomllib.loads(policy.read_text(encoding="utf-8"))
+        rules = tomllib.loads(read_bytes(policy).decode())
     except FileNotFoundError:
         return frozenset()
     except (OSError, ValueError) as error:

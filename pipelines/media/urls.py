@@ -7,7 +7,7 @@ import contextlib
 import os
 from pathlib import Path
 
-from vlmdistill.pipelines.media.images import MediaError
+from vlmdistill.pipelines.media.images import MediaError, of_the_web
 from vlmdistill.stores.backends.backend import Backend
 from vlmdistill.stores.backends.local import atomic_folder, atomic_write
 from vlmdistill.stores.backends.opening import open_backend
@@ -55,6 +55,8 @@ def at_hand(name: str | Path, again: bool = False) -> Path:
     A copy that exists is not fetched `again` otherwise. MediaError when the URL cannot be read.
     """
     if not is_url(name):
+        if "://" in str(name):
+            raise of_the_web(name)
         return Path(name)
     url, path = str(name), copy_of(str(name))
     if path.exists() and not again:

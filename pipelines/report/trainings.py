@@ -12,6 +12,7 @@ from vlmdistill.drafters.checkpoints.description import describe
 from vlmdistill.pipelines.bench.records import Training
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import DataError, TrainingError
+from vlmdistill.stores.records import read_bytes
 
 MOST = 160  # points of a curve: with more, each is the mean of its steps
 METRICS = "metrics.jsonl"  # see `drafters.training.progress`
@@ -75,7 +76,7 @@ def files(workspace: Workspace) -> Iterator[Path]:
 def _read(workspace: Workspace, name: str) -> TrainingRun | None:
     file = workspace.drafter(f"{name}.training") / METRICS
     try:
-        written, lines = file.stat().st_mtime, [*_lines(file.read_bytes())]
+        written, lines = file.stat().st_mtime, [*_lines(read_bytes(file))]
     except OSError:
         return None
     steps = [(one, shares) for one, shares in lines if one.loss is not None]

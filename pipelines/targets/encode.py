@@ -17,7 +17,7 @@ from vlmdistill.pipelines.targets.batching import out_of_memory
 from vlmdistill.pipelines.targets.checkpoints.folder import first_line
 from vlmdistill.pipelines.targets.families.family import IMAGE, VIDEO, Family, Inputs
 from vlmdistill.pipelines.targets.families.video import FrameProcessor, FrameSampling
-from vlmdistill.stores.errors import DataError, lone_surrogate
+from vlmdistill.stores.errors import DataError, lone_surrogate, without_panics
 from vlmdistill.stores.schema import Span
 
 Messages = Sequence[Mapping[str, Any]]
@@ -87,6 +87,7 @@ def encode(
     model: Any,
     processor: Any,
     max_length: int,
+    max_characters: int,
     variables: Mapping[str, Any] | None = None,
 ) -> EncodedPrompt:
     """Run chat template, with `variables`, and processor once over OpenAI-like messages.
@@ -104,7 +105,13 @@ def encode(
         raise MediaError(f"this machine's memory is too small for this prompt: {first_line(error)}") from None
     if not conversation:
         raise DataError("a prompt needs at least one message")
-    for text in (part.get("text", "") for turn in conversation for part in turn["content"]):
+    texts = [part.get("text", "") for turn in conversation for part in turn["content"]]
+    if (characters := sum(map(len, texts))) > max_characters:  # before they are tokenized, which takes long
+        raise DataError(
+            f"the messages have {characters} characters: at most {max_characters} fit into the target's "
+            f"{max_length} positions"
+        )
+    for text in texts:
         if position := lone_surrogate(text):
             raise DataError(f"a prompt's text is not Unicode: a lone surrogate at position {position}")
         for placeholder in _placeholders(processor, family.visual_ids(model.config)):
@@ -113,15 +120,16 @@ def encode(
     kinds = [part["type"] for turn in conversation for part in turn["content"]]
     metadata = [sampling.metadata for sampling in videos.samplings]
     try:
-        batch = processor.apply_chat_template(
-            conversation,
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-            processor_kwargs={"video_metadata": metadata, "do_sample_frames": False} if metadata else {},
-            **(variables or {}),
-        )
+        with without_panics():  # of a regular expression of the tokenizer
+            batch = processor.apply_chat_template(
+                conversation,
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=True,
+                return_tensors="pt",
+                processor_kwargs={"video_metadata": metadata, "do_sample_frames": False} if metadata else {},
+                **(variables or {}),
+            )
     except Exception as error:  # templates and processors raise anything
         refusal = MediaError if isinstance(error, OSError) or out_of_memory(error) else DataError
         raise refusal(f"the target's processor refuses this prompt: {first_line(error)}") from error

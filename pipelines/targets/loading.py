@@ -34,7 +34,7 @@ from vlmdistill.pipelines.targets.stock.check import prove
 from vlmdistill.pipelines.targets.stock.target import StockTarget
 from vlmdistill.pipelines.targets.target_model import TargetModel
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
-from vlmdistill.stores.errors import TargetError
+from vlmdistill.stores.errors import TargetError, without_panics
 
 ATTENTION = ("sdpa", "eager", "flash_attention_2")
 _PROBE = "probe"  # a message to try a chat template with
@@ -383,7 +383,7 @@ def _check_together(folder: Path, family: Family, model: Any, processor: Any) ->
 def _in_one_line(what: str) -> Iterator[None]:
     """Turn any exception about a broken file into a TargetError of one line."""
     try:
-        with quiet_transformers():
+        with quiet_transformers(), without_panics():
             yield
     except Exception as error:  # noqa: BLE001
         raise TargetError(f"{what}: {first_line(error)}") from None

@@ -153,6 +153,11 @@ class TargetModel:
 
     # Prompts and responses
 
+    @cached_property
+    def max_characters(self) -> int:
+        """More characters than this have more tokens than the target has positions."""
+        return int(self.info.max_position * max(map(len, self.tokenizer.get_vocab())))
+
     def encode(self, messages: Messages) -> EncodedPrompt:
         """Encode a conversation: chat template, tokens, pixels and rotary positions.
 
@@ -173,6 +178,7 @@ class TargetModel:
             model=self.model,
             processor=self.processor,
             max_length=self.info.max_position,
+            max_characters=self.max_characters,
             variables={} if self._switch is None else {self._switch: thinks(self.thinking, messages)},
         )
 

@@ -5,6 +5,7 @@ it was. What trains is fixed by a view when the capture has ended; more traffic 
 """
 
 import json
+import logging
 import statistics
 import time
 from collections import Counter
@@ -37,18 +38,22 @@ from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.flow import ProgressBar
 from vlmdistill.pipelines.traffic.harvest import EVAL_SHARE, harvest
+from vlmdistill.pipelines.traffic.logs import unread_line
 from vlmdistill.pipelines.traffic.policy import Policy
 from vlmdistill.pipelines.traffic.replay import replay
 from vlmdistill.pipelines.workspace import versions
 from vlmdistill.pipelines.workspace.versions import DrafterRound
 from vlmdistill.pipelines.workspace.workspace import Workspace, only_writer
 from vlmdistill.stores.backends.local import atomic_write
-from vlmdistill.stores.errors import DataError, TrainingError
+from vlmdistill.stores.errors import DataError, TrainingError, naming
 from vlmdistill.stores.manifest import VIEWS, record_names
+from vlmdistill.stores.records import read_bytes
 from vlmdistill.stores.schema import TIME, content_hash
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.views.expressions import Filter
 from vlmdistill.stores.views.filters import filter_store
+
+log = logging.getLogger("vlmdistill.pipelines")
 
 PLAN, METRICS = "plan.json", "metrics.jsonl"
 TIMED = 8  # steps by which the length of a step is measured
@@ -147,7 +152,7 @@ class _Round:
     def _begun(self, number: int) -> RoundPlan | None:
         """The plan of the round of that number, if it was stopped."""
         try:
-            found = msgspec.json.decode(self._file.read_bytes(), type=RoundPlan)
+            found = msgspec.json.decode(read_bytes(self._file), type=RoundPlan)
         except (FileNotFoundError, msgspec.DecodeError):
             return None
         return found if found.number == number else None
@@ -203,6 +208,8 @@ class _Round:
         before = self.plan.harvested or {"kept": 0}
         self.plan.harvested = {**asdict(made), "kept": made.kept + before["kept"]}
         self.say(f"harvested  {made.kept} of {made.exchanges} exchanges, {made.known} known before")
+        if made.unread:
+            log.warning("the rest is harvested, but %s", unread_line(made.unread))
 
     def _capture(self) -> None:
         file = self.workspace.prompts
@@ -329,7 +336,8 @@ class _Round:
             facts={**known, **(facts or {})},
         )
         self._file.unlink(missing_ok=True)
-        with (self._file.parent / METRICS).open("a", encoding="utf-8") as file:
+        metrics = self._file.parent / METRICS
+        with naming(metrics), metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(msgspec.to_builtins(made)) + "\n")
         return made
 

@@ -24,15 +24,18 @@ from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.responses import dataset
 from vlmdistill.pipelines.traffic.harvest import UNLISTED, audited, unlisted, unnamed
 from vlmdistill.pipelines.workspace.workspace import Workspace, only_writer
+from vlmdistill.stores.backends.clock import beyond, mark
 from vlmdistill.stores.backends.local import left_over
 from vlmdistill.stores.backends.remote import remove_unsent
 from vlmdistill.stores.errors import DataError
+from vlmdistill.stores.manifest import COMMITS
 from vlmdistill.stores.schema import utc
 from vlmdistill.stores.sharing.retention import expire
 from vlmdistill.stores.store import Store
 
 PARTS = ("prompts", "responses", "reports", "traffic")  # of a workspace, which may hold texts
 PAGES = "*.html"  # in the folder of reports
+CLOCK = ".clock"  # its time is that of the last deletion
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +55,10 @@ class Forgotten:
 def forget(workspace: Workspace, older_than: float, *, dry_run: bool = False) -> Forgotten:
     """Delete the traffic that was asked more than so many seconds ago, from the whole workspace.
 
-    DataError if another run is writing to it, or still reads prompts; StoreError if the store is damaged or
-    being written to.
+    DataError if another run is writing to it, or still reads prompts, or if the clock is far beyond the
+    newest file: the same deletion again is done. StoreError if the store is damaged or being written to.
     """
-    before = time.time() - older_than
+    before = _now(workspace, dry_run) - older_than
     # At a URL, what an inner block has changed is published before what an outer one has.
     with only_writer(workspace.reports, wait=True) as reports, only_writer(workspace.prompts) as listed:
         reports.deletes = listed.deletes = not dry_run
@@ -98,6 +101,22 @@ def forget(workspace: Workspace, older_than: float, *, dry_run: bool = False) ->
             "end, or stop them, and run it again"
         )
     return made
+
+
+def _now(workspace: Workspace, dry_run: bool) -> float:
+    """The time by which traffic is too old: that of the URL, if the workspace is at one."""
+    if workspace.parts:
+        return workspace.parts.there.now()
+    now, looked = time.time(), workspace.traffic / CLOCK
+    store = Path(workspace.features)
+    parts = (workspace.root, workspace.traffic, workspace.responses, workspace.reports, store / COMMITS)
+    files = [file for part in parts for file in part.glob("*") if file.is_file()]
+    far = beyond(now, files)
+    if not dry_run and files:
+        mark(looked)
+    if far:
+        raise DataError(f"{far} of {workspace.root}: if it is right, run the same command again")
+    return now
 
 
 def _expire(workspace: Workspace, before: float, old: Collection[str], dry_run: bool) -> tuple[set[str], int]:

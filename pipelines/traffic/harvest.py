@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any
 from vlmdistill.pipelines.data.prompts import formats, prompt_table
 from vlmdistill.pipelines.data.prompts.importing import Choices, ImportGate, import_rows
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt, media_parts
-from vlmdistill.pipelines.data.prompts.sources import Row
+from vlmdistill.pipelines.data.prompts.sources import MOST_BYTES, Row
 from vlmdistill.pipelines.data.responses import dataset
 from vlmdistill.pipelines.data.responses.dataset import ResponseRow
 from vlmdistill.pipelines.data.responses.quality import repetition
 from vlmdistill.pipelines.media.images import name_of
 from vlmdistill.pipelines.media.resolver import BadRowError
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
-from vlmdistill.pipelines.traffic.logs import Exchange, Log, LogFile
+from vlmdistill.pipelines.traffic.logs import Exchange, Log, LogFile, unread_line
 from vlmdistill.pipelines.traffic.policy import Policy
 from vlmdistill.pipelines.traffic.tokens import (
     ResponseTokens,
@@ -39,7 +39,7 @@ from vlmdistill.pipelines.traffic.tokens import (
 )
 from vlmdistill.pipelines.workspace.workspace import NAME, Workspace, only_writer
 from vlmdistill.stores.backends.local import atomic_write
-from vlmdistill.stores.errors import DataError, one_line
+from vlmdistill.stores.errors import FOR_USER, DataError, naming, one_line
 from vlmdistill.stores.progress import Progress, silent
 from vlmdistill.stores.schema import content_hash, utc
 from vlmdistill.stores.views.text_stats import words_of
@@ -72,6 +72,7 @@ class Harvest:
     unchanged: int  # that an earlier harvest with this policy has read
     exchanges: int  # read now
     kept: int
+    unread: dict[str, str]  # files and folders that could not be read -> why
     train: int  # of those
     eval: int
     known: int  # kept by an earlier harvest
@@ -95,8 +96,9 @@ def harvest(
     """Take what the policy allows from logs into the workspace; `round_name` defaults to today's date (UTC).
 
     `eval_share` of the conversations is held out. `progress` gets the number of exchanges read. DataError if
-    a log cannot be read, if the responses of the workspace are another target's, or if another run is
-    writing to it. What was kept before stays as it is.
+    no log can be read, if the responses of the workspace are another target's, or if another run is
+    writing to it. A file that cannot be read is named in `unread`, and the others are harvested. What was
+    kept before stays as it is.
     """
     from vlmdistill.pipelines.targets.loading import load_encoder
 
@@ -129,6 +131,8 @@ def harvest(
             noted.save()  # first: it says which responses have no prompt yet
             part.save()
             media = _sweep(workspace)
+        if not job.exchanges and all(file.name in logs.unread for file in logs.files):
+            raise DataError(unread_line(logs.unread))
         made = Harvest(
             when=utc(now.timestamp()),
             round=round_name,
@@ -139,6 +143,7 @@ def harvest(
             unchanged=len(logs.files) - len(files),
             exchanges=job.exchanges,
             kept=len(job.kept),
+            unread=logs.unread,
             **job.sides(summary.out),
             known=summary.skipped.pop(KNOWN, 0),
             dropped=dict((job.dropped + summary.skipped).most_common()),
@@ -200,7 +205,7 @@ class _Harvest(ImportGate):
 
     def rows(self, file: LogFile) -> Iterator[Row]:
         """The conversations of a log file that the policy allows, with the bytes of their media."""
-        for found in self.logs.read(file):
+        for found in self._lines(file):
             self.exchanges += 1
             if self.exchanges % 100 == 0:
                 self.progress(self.exchanges, 0)
@@ -215,6 +220,14 @@ class _Harvest(ImportGate):
                 if error.reason in ELSEWHERE:
                     self.again.add(file.name)
 
+    def _lines(self, file: LogFile) -> Iterator[Exchange | tuple[Row, BadRowError]]:
+        """The lines of a log file, up to where it can be read."""
+        try:
+            yield from self.logs.read(file)
+        except FOR_USER as error:
+            self.logs.unread[file.name] = one_line(error)
+            self.again.add(file.name)
+
     def _row(self, file: LogFile, exchange: Exchange) -> Row:
         require_whole(exchange)
         said = response_text(exchange)
@@ -225,20 +238,25 @@ class _Harvest(ImportGate):
         turns = [dict(message) for message in formats.conversation(row, "chat").messages]
         if turns[-1]["role"] != "user":
             raise BadRowError("no question", "the conversation does not end with a turn of the user")
+        room = MOST_BYTES  # for the media of a row, which memory holds
         for turn in turns:
-            turn["content"] = [self._part(file, part) for part in turn["content"]]
+            parts = []
+            for part in turn["content"]:
+                parts.append(self._part(file, part, room))
+                room -= len(parts[-1].get("bytes", b""))
+            turn["content"] = parts
         media = self._within_budget(turns)
         changed = messages != exchange.messages, text != said
         self._pending[row.source, row.number] = _Pending(exchange, text, changed, media)
         return replace(row, value={"messages": turns})
 
-    def _part(self, file: LogFile, part: Mapping[str, Any]) -> dict[str, Any]:
-        """A part of a message as a row has it, media as bytes."""
+    def _part(self, file: LogFile, part: Mapping[str, Any], room: int) -> dict[str, Any]:
+        """A part of a message as a row has it, media as bytes; BadRowError if they are more than `room`."""
         if part["type"] == "text":
             return dict(part)
         media = part["media"]
         sampling = {name: part[name] for name in ("fps", "frames") if name in part}
-        content = media if isinstance(media, bytes) else file.media(media)
+        content = media if isinstance(media, bytes) else file.media(media, room)
         return {"type": part["type"], "bytes": content, **sampling}
 
     def _within_budget(self, turns: Sequence[Mapping[str, Any]]) -> dict[str, int]:
@@ -329,7 +347,8 @@ class _Harvest(ImportGate):
     def _write(self) -> None:
         """Write the responses that are kept so far."""
         rows, self._rows = self._rows, []
-        with (self.workspace.traffic / UNLISTED).open("a") as file:
+        listed = self.workspace.traffic / UNLISTED
+        with naming(listed), listed.open("a") as file:
             file.writelines(f"{row.key}\n" for row in rows)
         name = content_hash(sorted(row.key for row in rows))
         dataset.write_part(self.workspace.responses, name, rows)
@@ -421,5 +440,5 @@ def _note(folder: Path, made: Harvest, read: Mapping[str, Any], policy: Policy) 
 
 def audited(folder: Path, line: Mapping[str, Any]) -> None:
     """Add a line to the audit."""
-    with (folder / AUDIT).open("a", encoding="utf-8") as file:
+    with naming(folder / AUDIT), (folder / AUDIT).open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")

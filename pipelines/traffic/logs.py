@@ -6,10 +6,15 @@ the status of HTTP around each. A line of a batch's output has its request in th
 DataError.
 """
 
+import errno
+import hashlib
 import json
+import os
+import tempfile
+import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +28,8 @@ from vlmdistill.pipelines.media.resolver import BadRowError
 from vlmdistill.pipelines.media.urls import copy_of, fetch, is_url
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.backends.opening import open_backend
-from vlmdistill.stores.errors import DataError, StoreError, one_line
+from vlmdistill.stores.errors import FOR_USER, DataError, StoreError, naming, one_line
+from vlmdistill.stores.records import read_bytes
 
 REQUEST = ("request", "request_body", "body", "kwargs")
 RESPONSE = ("response", "response_body", "completion")
@@ -32,6 +38,7 @@ TIME = ("time", "timestamp", "request_time", "created_at", "created")
 FILES = (".jsonl", ".json", ".ndjson", ".gz", ".bz2", ".xz", ".parquet", ".log")
 MILLISECONDS = 1e11  # a time above this is not in seconds
 EARLIEST = 1e9  # in seconds: 2001
+MOST_SHOWN = 3  # unread files in a line
 
 
 @dataclass(frozen=True)
@@ -94,10 +101,10 @@ class LogFile:
             for row in sources.read(str(path)):
                 yield replace(row, source=self.name)
 
-    def media(self, name: str) -> bytes:
+    def media(self, name: str, most: int) -> bytes:
         """The content of an image or video that a line names; it must lie below the log's folder.
 
-        BadRowError if it is not there.
+        BadRowError if it is not there, or has more than `most` bytes.
         """
         kind = "media outside of the log"
         try:
@@ -106,15 +113,60 @@ class LogFile:
                 if not url.startswith(f"{self.folder}/"):
                     raise BadRowError(kind)
                 with self.copies(url) as copy:
-                    return copy.read_bytes()
+                    return read_bytes(copy, most)
             if "://" in name:
                 raise BadRowError("media is a URL", "the log must hold it, as bytes or as a file beside it")
             path = Path(self.folder, name).resolve()
             if not path.is_relative_to(Path(self.folder).resolve()):
                 raise BadRowError(kind)
-            return path.read_bytes()
+            return read_bytes(path, most)
         except (OSError, ValueError, DataError, MediaError) as error:
-            raise BadRowError("missing media", one_line(error)) from None
+            large = isinstance(error, OSError) and error.errno == errno.EFBIG
+            reason = "media too large" if large else "missing media"
+            raise BadRowError(reason, one_line(error)) from None
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a request stands in the file of `BatchRequests`."""
+
+    start: int
+    length: int
+    digest: bytes
+
+
+class BatchRequests:
+    """The requests of batches by their ids, on a disk under no name: a batch may be larger than memory."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 (closed, and gone, with this object)
+        weakref.finalize(self, self._file.close)
+        self._places: dict[str, _Place | None] = {}
+
+    def __contains__(self, number: str) -> bool:
+        return number in self._places
+
+    def add(self, number: str, body: Mapping[str, Any]) -> None:
+        """Keep a request; of several with one id, as batches that count from 1 have them, none is got."""
+        content = json.dumps(body, sort_keys=True).encode()
+        digest = hashlib.sha256(content).digest()
+        if number not in self._places:
+            start = self._file.seek(0, os.SEEK_END)
+            with naming(tempfile.gettempdir()):
+                self._file.write(content)
+            self._places[number] = _Place(start, len(content), digest)
+            return
+        known = self._places[number]
+        if known is not None and known.digest != digest:
+            self._places[number] = None
+
+    def get(self, number: str) -> Mapping[str, Any] | None:
+        """The request of an id, None if there is none, or several."""
+        place = self._places.get(number)
+        if place is None:
+            return None
+        self._file.seek(place.start)
+        return _object(json.loads(self._file.read(place.length)))
 
 
 @dataclass
@@ -122,24 +174,24 @@ class Log:
     """All files of some sources, and the requests of the batch files among them."""
 
     files: Sequence[LogFile]
+    unread: dict[str, str] = field(default_factory=dict)
+    """Folders and files below the sources that cannot be read -> why."""
 
     @classmethod
     def open(cls, names: Sequence[str], workspace: Workspace) -> "Log":
         """The files of these paths and URLs; DataError if one has none."""
-        copies = Copies(workspace)
-        return cls([file for name in names for file in _files(name, copies)])
+        copies, unread = Copies(workspace), dict[str, str]()
+        return cls([file for name in names for file in _files(name, copies, unread)], unread)
 
     @cached_property
-    def _asked(self) -> Mapping[str, Mapping[str, Any] | None]:
-        """The requests of batches by custom id: what answers them may stand in any other file.
-
-        None for an id of several requests, as batches that count from 1 have them.
-        """
-        found: dict[str, Mapping[str, Any] | None] = {}
-        for one in (row.value for file in self.files for row in file.rows()):
-            if isinstance(one, Mapping) and _asks(one):
-                number, body = str(one["custom_id"]), one["body"]
-                found[number] = body if found.get(number, body) == body else None
+    def _asked(self) -> "BatchRequests":
+        """The requests of batches: what answers them may stand in any other file."""
+        found = BatchRequests()
+        for file in self.files:
+            with suppress(*FOR_USER):  # which `read` of that file raises, too
+                for row in file.rows():
+                    if isinstance(row.value, Mapping) and _asks(row.value):
+                        found.add(str(row.value["custom_id"]), row.value["body"])
         return found
 
     def read(self, file: LogFile) -> Iterator[Exchange | tuple[Row, BadRowError]]:
@@ -179,8 +231,8 @@ class Log:
         return Exchange(row, asked, response, _flat(headers), time, _names(value.get("header_names")))
 
 
-def _files(name: str, copies: "Copies") -> list[LogFile]:
-    """The files of a path or URL, by name; DataError if there is none."""
+def _files(name: str, copies: "Copies", unread: dict[str, str]) -> list[LogFile]:
+    """The files of a path or URL, by name; DataError if there is none. `unread` gets what is not readable."""
     if is_url(name):
         return _remote(name.rstrip("/"), copies)
     if "://" in name:
@@ -191,14 +243,26 @@ def _files(name: str, copies: "Copies") -> list[LogFile]:
     if path.is_file():
         return [_local(path, path.resolve().parent, copies)]
     found = []
-    for one, error in sources.walk(path):
-        if error:
-            raise DataError(f"{one} cannot be read: {error.strerror}")
-        if one.name.lower().endswith(FILES):
-            found.append(_local(one, path.resolve(), copies))
+    for file, error in sources.walk(path):
+        try:
+            if error:
+                raise error
+            if file.name.lower().endswith(FILES):
+                found.append(_local(file, path.resolve(), copies))
+        except OSError as reason:
+            unread[str(file)] = reason.strerror or str(reason)
+    if not found and unread:
+        raise DataError(unread_line(unread))
     if not found:
         raise DataError(f"{name} holds no log: its files end in none of {', '.join(FILES)}")
     return found
+
+
+def unread_line(unread: Mapping[str, str]) -> str:
+    """Which files and folders of a log could not be read, and why, in a line."""
+    shown = [why if name in why else f"{name} cannot be read: {why}" for name, why in unread.items()]
+    more = f"; and {len(shown) - MOST_SHOWN} more" if len(shown) > MOST_SHOWN else ""
+    return "; ".join(shown[:MOST_SHOWN]) + more
 
 
 def _local(path: Path, folder: Path, copies: "Copies") -> LogFile:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from vlmdistill.pipelines.media.resolver import BadRowError
 from vlmdistill.pipelines.traffic.logs import Exchange
+from vlmdistill.stores.errors import PanicError, one_line, without_panics
 
 if TYPE_CHECKING:
     from vlmdistill.pipelines.targets.target_model import TargetModel
@@ -32,6 +33,7 @@ class ResponseTokens:
 
     def __init__(self, target: "TargetModel") -> None:
         self._tokenizer, self._info = target.tokenizer, target.info
+        self._most = target.max_characters
 
     @cached_property
     def _by_text(self) -> Mapping[str, int]:
@@ -61,7 +63,13 @@ class ResponseTokens:
             return self._ended(ids) if ended else ids, origin
         if not altered and _reasoning(choice):
             raise BadRowError("reasoning without tokens")
-        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        if len(text) > self._most:
+            raise BadRowError("over length")
+        try:
+            with without_panics():
+                ids = self._tokenizer.encode(text, add_special_tokens=False)
+        except PanicError as error:
+            raise BadRowError("text that the tokenizer refuses", one_line(error)) from None
         if self._text(ids) != text:
             raise BadRowError("text does not decode to itself")
         ids = self._ended(ids) if ended else ids

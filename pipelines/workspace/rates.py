@@ -11,6 +11,8 @@ import msgspec
 import torch
 
 from vlmdistill.drafters.decoding import hardware
+from vlmdistill.stores.errors import naming
+from vlmdistill.stores.records import read_bytes
 
 FILE = "rates.jsonl"
 LEAST = 2.0  # seconds; a shorter run says little
@@ -44,14 +46,14 @@ def record(root: Path, stage: str, tokens: float, seconds: float, engine: str = 
         return
     now = f"{datetime.now():%Y-%m-%d %H:%M:%S}"
     line = Rate(stage=stage, engine=engine, where=here(), tokens=tokens, seconds=seconds, measured=now)
-    with (root / FILE).open("ab") as file:
+    with naming(root / FILE), (root / FILE).open("ab") as file:
         file.write(msgspec.json.encode(line) + b"\n")
 
 
 def known(root: Path, stage: str, engine: str = "transformers") -> Rate | None:
     """The latest run of a stage on this hardware; None if there was none."""
     try:
-        lines = (root / FILE).read_bytes().splitlines()
+        lines = read_bytes(root / FILE).splitlines()
     except OSError:
         return None
     found = None

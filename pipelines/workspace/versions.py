@@ -16,6 +16,7 @@ import msgspec
 from vlmdistill.pipelines.workspace.workspace import Workspace, only_writer
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError
+from vlmdistill.stores.records import read_bytes
 from vlmdistill.stores.schema import utc
 
 DIGITS = 12
@@ -42,7 +43,7 @@ def rounds(workspace: Workspace, name: str, again: bool = False) -> list[Drafter
     for file in sorted(workspace.rounds(name, again=again).glob("*.json")):
         if file.stem.isdecimal() and len(file.stem) == DIGITS:
             try:
-                found.append(msgspec.json.decode(file.read_bytes(), type=DrafterRound))
+                found.append(msgspec.json.decode(read_bytes(file), type=DrafterRound))
             except (OSError, msgspec.DecodeError) as error:
                 raise DataError(f"{file} cannot be read ({error}): copy it back, or remove it") from None
     return found

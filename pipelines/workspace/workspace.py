@@ -35,6 +35,7 @@ from vlmdistill.stores.store import require_room
 log = logging.getLogger("vlmdistill.pipelines")
 RUNS_VARIABLE = "VLMDISTILL_RUNS"
 NO_DRAFTER = (".rounds", ".adapt")  # what `adapt` keeps beside drafters
+MOST_NAMED = 3  # workspaces in a line
 NAME = re.compile(r"\w[\w.-]*")  # of a drafter or an evaluation: a file, never in another folder
 
 
@@ -137,6 +138,13 @@ class Workspace:
             self.parts.fetch(part)
         return self.root / (name or part)
 
+    def beside(self) -> str:
+        """Which workspaces are beside this one, if it is empty and local; empty if there are none."""
+        if self.parts or _holds_work(self.root) or not self.root.parent.is_dir():
+            return ""
+        others = sorted(folder for folder in self.root.parent.iterdir() if _holds_work(folder))
+        return ", ".join(f"{folder} is not empty: --model {folder.name}" for folder in others[:MOST_NAMED])
+
     def __enter__(self) -> "Workspace":
         return self
 
@@ -223,3 +231,9 @@ def only_writer(where: str | Path, wait: bool = False) -> Iterator[Publishing]:
         part = found.part_of(folder) if found else None
         with found.writing(part, wait) if found and part else nullcontext(Publishing()) as publishing:
             yield publishing
+
+
+def _holds_work(root: Path) -> bool:
+    """Whether a workspace has prompts, features or drafters."""
+    files = ("prompts.parquet", "features/store.json", "drafters/*/config.json")
+    return any(next(root.glob(file), None) is not None for file in files)

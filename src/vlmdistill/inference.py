@@ -84,8 +84,8 @@ def generate(
     target: VisionLanguageTarget,
     prompt: str | Sequence[Mapping[str, Any]],
     *,
-    images: Sequence["str | Path | Image"] = (),
-    videos: Sequence[str | Path] = (),
+    images: "str | Path | Image | Sequence[str | Path | Image]" = (),
+    videos: str | Path | Sequence[str | Path] = (),
     drafter: Proposer | str | Path | None = None,
     tree: str | None = None,
     temperature: float = 0.0,
@@ -101,8 +101,8 @@ def generate(
     Args:
         target: See `load_target`. It decodes one response at a time: beginning another ends this one.
         prompt: The text of a question, or a list of messages in the format of OpenAI.
-        images: Image files or PIL images; they precede the text.
-        videos: Video files or folders of frames; they follow the images.
+        images: Image files or PIL images, or one; they precede the text.
+        videos: Video files or folders of frames, or one; they follow the images.
         drafter: A drafter, or what `load_drafter` takes to load one for this response; None decodes one token
             at a time.
         tree: Shape of the draft tree: `total-depth-k` such as `30-3-8`, or `chain-5`; the drafter's own by
@@ -145,8 +145,8 @@ def generate(
 
 def _messages(
     prompt: str | Sequence[Mapping[str, Any]],
-    images: Sequence["str | Path | Image"],
-    videos: Sequence[str | Path],
+    images: "str | Path | Image | Sequence[str | Path | Image]",
+    videos: str | Path | Sequence[str | Path],
 ) -> Sequence[Mapping[str, Any]]:
     """One user turn, or the conversation that was given."""
     if not isinstance(prompt, str):
@@ -155,6 +155,11 @@ def _messages(
         return prompt
     if not prompt.strip():
         raise DataError("the prompt is empty: write what to ask, such as 'Describe the image.'")
-    content = [{"type": "image", "image": image} for image in images]
-    content += [{"type": "video", "video": str(video)} for video in videos]
+    content = [{"type": "image", "image": image} for image in _several(images)]
+    content += [{"type": "video", "video": str(video)} for video in _several(videos)]
     return [{"role": "user", "content": [*content, {"type": "text", "text": prompt}]}]
+
+
+def _several(given: Any) -> Sequence[Any]:
+    """What was given as one or as several: a text or an image is one, though it can be iterated."""
+    return given if isinstance(given, list | tuple) else [given]

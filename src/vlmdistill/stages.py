@@ -1,11 +1,14 @@
 """The stages of the flow as functions: each does what the command of its name does, in the same workspace."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, ParamSpec, Protocol, TypeVar
 
 from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.checkpoints import export as exports
@@ -32,9 +35,10 @@ from vlmdistill.pipelines.report.results import DrafterResult
 from vlmdistill.pipelines.status import WorkspaceStatus
 from vlmdistill.pipelines.targets.checkpoints.template import Thinking
 from vlmdistill.pipelines.workspace.workspace import Workspace
-from vlmdistill.stores.errors import DataError
+from vlmdistill.stores.errors import DataError, VlmdistillError
 from vlmdistill.stores.progress import Progress, silent
 
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 Runs = str | Path | None
 
 
@@ -45,11 +49,36 @@ class StageProgress(Protocol):
         """`done` of `total` parts of `stage`, where 0 means that the total is unknown, and a remark."""
 
 
+Given = ParamSpec("Given")
+Returned = TypeVar("Returned")
+
+
+def in_api_words(function: Callable[Given, Returned]) -> Callable[Given, Returned]:
+    """The function, whose errors name its arguments and not the options of the command: `eval_share`."""
+    options = {f"--{name.replace('_', '-')}": name for name in inspect.signature(function).parameters}
+
+    def worded(text: str) -> str:
+        parts = text.split("`")  # within backquotes are commands, which stay
+        parts[::2] = [OPTION.sub(lambda match: options.get(match[0], match[0]), part) for part in parts[::2]]
+        return "`".join(parts)
+
+    @functools.wraps(function)
+    def called(*args: Given.args, **named: Given.kwargs) -> Returned:
+        try:
+            return function(*args, **named)
+        except VlmdistillError as error:
+            error.args = tuple(worded(one) if isinstance(one, str) else one for one in error.args)
+            raise
+
+    return called
+
+
 def _of(progress: StageProgress | None, stage: str) -> Progress:
     """The progress of one stage."""
     return partial(progress, stage) if progress else silent
 
 
+@in_api_words
 def prompts(
     *sources: str | Path,
     model: str = "demo",
@@ -95,6 +124,7 @@ def prompts(
         )
 
 
+@in_api_words
 def responses(
     *,
     model: str = "demo",
@@ -145,6 +175,7 @@ def responses(
         return summary
 
 
+@in_api_words
 def features(
     drafters: Sequence[str] | None = None,
     *,
@@ -230,6 +261,7 @@ class TrainedDrafter:
     """Of each hop, the share of drafted tokens that the target would choose, on samples kept apart."""
 
 
+@in_api_words
 def train(
     drafter: str,
     *,
@@ -293,15 +325,16 @@ def train(
     )
 
 
+@in_api_words
 def evaluate(
     *drafters: str,
     model: str = "demo",
     runs: Runs = None,
     name: str = "",
-    temperatures: Sequence[float] = (0.0,),
+    temperatures: float | Sequence[float] = (0.0,),
     limit: int = 100,
     max_new_tokens: int = 512,
-    trees: Sequence[str] = (),
+    trees: str | Sequence[str] = (),
     seed: int = 0,
     threads: int = 0,
     anyway: bool = False,
@@ -314,10 +347,10 @@ def evaluate(
         model: The target; see `prompts`.
         runs: Folder or URL of the workspaces.
         name: Name of the evaluation, to find it.
-        temperatures: 0 is greedy.
+        temperatures: One or several; 0 is greedy.
         limit: Decode at most so many prompts.
         max_new_tokens: Maximum length of a response, in tokens.
-        trees: Draft trees, such as `chain-5` or `auto`; none: each drafter's own.
+        trees: Draft trees, or one, such as `chain-5` or `auto`; none: each drafter's own.
         seed: Of sampling.
         threads: CPU threads; 0: one or all, whichever decodes faster.
         anyway: Start also where free disk or memory will not suffice.
@@ -338,10 +371,10 @@ def evaluate(
     if not drafters:
         raise DataError("evaluate() names no drafter: give at least one, such as 'wren'")
     settings = bench.Settings(
-        temperatures=tuple(dict.fromkeys(temperatures)),
+        temperatures=_numbers("temperatures", temperatures),
         limit=limit,
         max_new_tokens=max_new_tokens,
-        trees=bench.trees_of(trees),
+        trees=bench.trees_of([trees] if isinstance(trees, str) else trees),
         seed=seed,
         threads=threads,
     )
@@ -352,6 +385,15 @@ def evaluate(
     return [one for ranking in rank(made) for one in ranking.results]
 
 
+def _numbers(name: str, given: float | Sequence[float]) -> tuple[float, ...]:
+    """One number or several; DataError for anything else."""
+    several = given if isinstance(given, list | tuple) else [given]
+    if not all(isinstance(one, int | float) for one in several):
+        raise DataError(f"{name}={given!r}: give numbers, such as [0, 1]")
+    return tuple(dict.fromkeys(several))
+
+
+@in_api_words
 def report(
     *,
     model: str = "demo",
@@ -385,6 +427,7 @@ def report(
         return found.page
 
 
+@in_api_words
 def export(
     drafter: str | Path,
     out: str | Path,
@@ -415,6 +458,7 @@ def export(
         return exports.export(workspace.trained(str(drafter)), Path(out), dtype)
 
 
+@in_api_words
 def status(*, model: str = "demo", runs: Runs = None) -> WorkspaceStatus:
     """What a workspace holds, what is missing or stale, and the next command; as `vlmdistill status`.
 

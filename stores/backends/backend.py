@@ -1,17 +1,18 @@
 """What a store needs of a file system: exclusive creation of whole files, listings, reads of ranges."""
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
 import blake3
 
-from vlmdistill.stores.errors import StoreError
+from vlmdistill.stores.errors import StoreError, naming
 from vlmdistill.stores.schema import Array
 
 BLOCK = 1 << 24
@@ -27,6 +28,7 @@ class Backend(ABC):
 
     url: str
     is_local: bool
+    _ahead: float | None = None  # the clock that stamps files, against the monotonic one of this process
     exclusive = True  # whether of several that create a file at once, one alone is told so
 
     @abstractmethod
@@ -58,7 +60,8 @@ class Backend(ABC):
         """Write the first `size` bytes of a file into a local file."""
         with path.open("wb") as out:
             for block in self.blocks(name, 0, size):
-                out.write(block)
+                with naming(path):
+                    out.write(block)
 
     @abstractmethod
     def readinto(self, name: str, start: int, out: Array, on_part: Callable[[memoryview], None]) -> None:
@@ -120,7 +123,26 @@ class Backend(ABC):
 
     @abstractmethod
     def seconds_idle(self, name: str) -> float:
-        """Seconds since the last write to a file or to anything below a folder; 0 when it is missing."""
+        """Seconds since the last write to a file or to anything below a folder; 0 when it is missing.
+
+        By the clock that stamps the files, see `now`.
+        """
+
+    def now(self) -> float:
+        """The time by the clock that stamps files here, which may be a server's; seconds since 1970.
+
+        That of this machine where nothing can be written, or nothing is stamped.
+        """
+        if self._ahead is None:
+            stamped = 0.0
+            with suppress(OSError, StoreError):
+                stamped = self._stamp()
+            self._ahead = (stamped or time.time()) - time.monotonic()
+        return self._ahead + time.monotonic()
+
+    @abstractmethod
+    def _stamp(self) -> float:
+        """Write something, remove it, and say when it was written; 0 if that is not known."""
 
     @contextmanager
     def try_lock(self, name: str) -> Iterator[bool]:

@@ -8,7 +8,6 @@ import os
 import secrets
 import shutil
 import stat
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +17,7 @@ import numpy as np
 
 from vlmdistill.stores.backends.backend import STAGING, Backend
 from vlmdistill.stores.backends.open_files import open_files
-from vlmdistill.stores.errors import StoreError
+from vlmdistill.stores.errors import StoreError, naming
 from vlmdistill.stores.records import open_regular
 from vlmdistill.stores.schema import Array
 
@@ -36,7 +35,8 @@ def sync(path: Path) -> None:
     """Force a file or a folder's entries to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        with naming(path):
+            os.fsync(handle)
     finally:
         os.close(handle)
 
@@ -61,7 +61,8 @@ def atomic_write(path: Path, *, alone: bool = False, private: bool = False) -> I
     try:
         if private:
             os.close(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-        yield aside
+        with naming(path):
+            yield aside
         if not private:
             shared(aside)
         sync(aside)
@@ -86,7 +87,8 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     new, old = (folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.{end}") for end in ("tmp", "old"))
     new.mkdir()
     try:
-        yield new
+        with naming(folder):
+            yield new
         for parent, _, names in os.walk(new):
             for path in (Path(parent, name) for name in names):
                 shared(path)
@@ -190,10 +192,11 @@ class Local(Backend):
         folder = self.workspace()
         ready = folder / "record"
         try:
-            if isinstance(data, bytes):
-                ready.write_bytes(data)
-            else:
-                _link(data, ready)
+            with naming(path):
+                if isinstance(data, bytes):
+                    ready.write_bytes(data)
+                else:
+                    _link(data, ready)
             sync(ready)
             made = into(ready, path)
         finally:
@@ -269,6 +272,7 @@ class Local(Backend):
 
     def seconds_idle(self, name: str) -> float:
         """By modification times."""
+        now = self.now()
         path = self.root / name
         try:
             times = [path.lstat().st_mtime]
@@ -276,7 +280,15 @@ class Local(Backend):
             return 0.0
         if not path.is_symlink():
             times += [info.st_mtime for _, info in self._walk(name)]
-        return max(0.0, time.time() - max(times))
+        return max(0.0, now - max(times))
+
+    def _stamp(self) -> float:
+        """Of a folder in staging."""
+        folder = self.workspace()
+        try:
+            return folder.stat().st_mtime
+        finally:
+            self.release(folder)
 
     def workspace(self, name: str | None = None) -> Path:
         """A locked folder in staging: the kernel drops the lock when the process ends, however it ends."""

@@ -2,9 +2,9 @@
 
 import contextlib
 import errno
+import secrets
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -15,7 +15,16 @@ from urllib.parse import unquote
 import fsspec
 import numpy as np
 
-from vlmdistill.stores.backends.backend import BLOCK, REQUESTS, Backend, T, U, check_wanted, truncated
+from vlmdistill.stores.backends.backend import (
+    BLOCK,
+    REQUESTS,
+    STAGING,
+    Backend,
+    T,
+    U,
+    check_wanted,
+    truncated,
+)
 from vlmdistill.stores.backends.local import Locks
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.schema import Array
@@ -254,7 +263,17 @@ class Remote(Backend):
     def seconds_idle(self, name: str) -> float:
         """By the modification times that the object store reports; 0 where it reports none."""
         times = [_modified(info) for info in self._find(name).values()]
-        return max(0.0, time.time() - max(times)) if times and all(times) else 0.0
+        return max(0.0, self.now() - max(times)) if times and all(times) else 0.0
+
+    def _stamp(self) -> float:
+        """Of an empty object in staging."""
+        name = f"{STAGING}/probe-{secrets.token_hex(8)}"
+        self.create(name, b"")
+        try:
+            with self._request(name):
+                return _modified(self._fs.info(self._path(name)))
+        finally:
+            self.remove(name)
 
     def workspace(self, name: str | None = None) -> Path:
         """A locked temporary folder of this machine: shards are built here and sent.

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from vlmdistill.stores.backends.backend import Backend
-from vlmdistill.stores.errors import StoreError, one_line
+from vlmdistill.stores.errors import StoreError, naming, one_line
 from vlmdistill.stores.manifest import Entry, damaged, digest
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def write_arrow(path: Path, frame: "pl.DataFrame") -> Entry:
     whole = any(kind in (pl.Categorical, pl.Enum) for kind in kinds)  # a file has one dictionary a column
     parts = frame.iter_slices(max(1, len(frame)) if whole else BATCH_ROWS)
     schema = _require_plain(frame.clear().to_arrow(compat_level=pl.CompatLevel.oldest()).schema)
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, schema) as writer:
+    with naming(path), pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, schema) as writer:
         for part in parts:
             writer.write_table(part.to_arrow(compat_level=pl.CompatLevel.oldest()).combine_chunks())
     state = blake3.blake3()

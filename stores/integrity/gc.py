@@ -98,7 +98,7 @@ def _collect_one(store: Store, grace: float, dry_run: bool) -> tuple[list[Remove
                 if not locked:
                     held.append(name)
                     continue
-                if backend.seconds_idle(name) < grace:
+                if grace and backend.seconds_idle(name) < grace:
                     continue
                 # A record may have come since. Under the lock no local writer can commit it now; others renew
                 # the age of a shard before they do.

@@ -102,8 +102,8 @@ class Epoch(Iterator[PackedSamples]):
         start_state: Mapping[str, Any] | None = None,
         keep: int = 1,
     ) -> None:
-        if token_budget < 1:
-            raise StoreError(f"tokens={token_budget}: a batch holds 1 or more")
+        if not isinstance(token_budget, int) or token_budget < 1:
+            raise StoreError(f"tokens={token_budget!r}: a batch holds 1 or more")
         if not 0 <= rank < world:
             raise StoreError(f"rank={rank}: the ranks of world={world} count from 0 to {world - 1}")
         self._store = store

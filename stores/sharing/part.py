@@ -34,6 +34,7 @@ from vlmdistill.stores.backends.backend import STREAMS, Backend
 from vlmdistill.stores.backends.local import atomic_write, locked
 from vlmdistill.stores.errors import DataError, LostError, StoreError, one_line
 from vlmdistill.stores.manifest import Count, Record, Short, seal, unseal
+from vlmdistill.stores.records import regular
 from vlmdistill.stores.schema import SCHEMA_VERSION
 
 VERSIONS, FILES = "versions", "files"
@@ -394,7 +395,7 @@ def _holds(path: Path, stored: Stored) -> bool:
 
 
 def _digest(path: Path) -> str:
-    return blake3.blake3(max_threads=blake3.blake3.AUTO).update_mmap(path).hexdigest()
+    return blake3.blake3(max_threads=blake3.blake3.AUTO).update_mmap(regular(path)).hexdigest()
 
 
 def _inside(name: str) -> bool:

@@ -6,6 +6,7 @@ the old shard finds its files gone, and says so; one that begins later sees the 
 have left may hold any sample, so all of it goes. What another process still writes to is an error.
 """
 
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -13,7 +14,10 @@ import polars as pl
 from msgspec.structs import replace
 
 from vlmdistill.stores.backends.backend import Backend, writing
+from vlmdistill.stores.backends.clock import beyond
+from vlmdistill.stores.backends.local import Local
 from vlmdistill.stores.commits import LEDGER
+from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.index.arrow import frame_of, read_arrow
 from vlmdistill.stores.index.tables import read_table, write_table
 from vlmdistill.stores.integrity.gc import collect_all
@@ -40,6 +44,20 @@ class Expired:
     keys: frozenset[str]
     untimed: int  # samples that stay, since nothing says when they were asked
     removed: Mapping[str, int]  # files and folders, and the bytes of each
+
+
+def time_of(store: Store) -> float:
+    """The time by which samples are too old, in seconds since 1970.
+
+    Of a store on a disk, StoreError when the clock is far beyond its newest file, see `backends.clock`.
+    """
+    backend = store.backend
+    if not isinstance(backend, Local):
+        return backend.now()
+    now = time.time()
+    if far := beyond(now, (backend.root / name for name in backend.list_files(""))):
+        raise StoreError(f"{far} of {store.path}: if it is right, `touch {store.path}/store.json` and repeat")
+    return now
 
 
 def expire(store: Store, before: float, *, keys: Iterable[str] = (), dry_run: bool = False) -> Expired:

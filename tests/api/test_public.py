@@ -220,6 +220,7 @@ def refused(demo_folder: Path) -> dict[str, Callable[[], object]]:
     lookahead = vlmdistill.load_drafter("lookahead", target)
     workers = DataLoader(vlmdistill.StoreDataset(store), batch_size=None, num_workers=1)
     turn = [{"role": "user", "content": "Hello"}]
+    untyped: Any = vlmdistill  # for values of a wrong type
     batches, generate = partial(vlmdistill.iterate_batches, store), partial(vlmdistill.generate, target)
     return {
         "there is no feature store at nowhere": lambda: vlmdistill.open_store("nowhere"),
@@ -232,6 +233,15 @@ def refused(demo_folder: Path) -> dict[str, Callable[[], object]]:
         "'embed' is not a feature": lambda: store["scene-0"].feature("embed"),
         "'layer.text' is not a feature": lambda: target.capture([], [], ["layer.text"]),
         "tokens=-1": lambda: batches(tokens=-1),
+        "tokens='1k'": lambda: untyped.iterate_batches(store, tokens="1k"),
+        "has no sample 0": lambda: untyped.open_store(store.path)[0],
+        "the batch lacks layer2.text": lambda: next(batches()).feature("layer2.text"),
+        "the sample lacks layer2.text": lambda: store["scene-0"].feature("layer2.text"),
+        "eval_share 7": lambda: vlmdistill.prompts("demo", eval_share=7),
+        "limit 0": lambda: vlmdistill.prompts("demo", limit=0),
+        "settings=['steps=3']": lambda: untyped.train("wren", settings=["steps=3"]),
+        "temperatures='0'": lambda: untyped.evaluate("wren", temperatures="0"),
+        "one.png does not exist": lambda: generate("What?", images="one.png"),
         "rank=3": lambda: vlmdistill.StoreDataset(store, rank=3),
         "late": lambda: batches(view="late"),
         "set num_workers=0": lambda: next(iter(workers)),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from PIL import Image
 
 from tests.cli.conftest import dialogues
 from tests.drafters import synthetic
+from tests.stores.samples import make
 from vlmdistill.cli.main import main
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import TargetError
@@ -229,3 +231,86 @@ def test_videos_are_refused_at_import_for_a_target_without_video(
     assert "targets of the family llava-1.5 support images alone" in capfd.readouterr().err
     assert main(["generate", "What?", "--video", "clip.gif", "--model", llava]) == 1
     assert "targets of the family llava-1.5 support images, not videos" in capfd.readouterr().err
+
+
+def suggested(text: str) -> list[str]:
+    """The commands within backquotes, and that of `status`."""
+    return [*re.findall(r"`(vlmdistill [^`]*)`", text), *re.findall(r"^next: (.*)$", text, re.M)]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["status"],
+        ["train", "eagle3"],
+        ["eval", "sparrow"],
+        ["report"],
+        ["export", "sparrow", "--out", "out"],
+        ["responses"],
+        ["features", "--for", "wren"],
+    ],
+)
+@pytest.mark.parametrize("spelling", ["--model={} --runs={}", "-m {} --runs {}", "--runs {1} --model {0}"])
+def test_a_suggested_command_is_for_the_workspace_that_was_asked(
+    arguments: list[str], spelling: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = spelling.format("demo-video", "other").split()
+    main([*arguments, *options])
+    commands = suggested("\n".join(capsys.readouterr()))
+    assert commands
+    for command in commands:
+        words = command.split()
+        assert "demo-video" in words
+        assert words[words.index("--runs") + 1] == "other"
+
+
+def test_a_suggested_command_has_no_option_that_was_not_given(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["train", "eagle3"])
+    (command,) = suggested(capsys.readouterr().err)
+    assert "--runs" not in command
+
+
+@pytest.mark.parametrize("arguments", [["status"], ["report"], ["export", "sparrow", "--out", "out"]])
+def test_an_empty_workspace_names_the_one_beside_it(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    synthetic.save("sparrow", Path("runs/demo-large/drafters/sparrow"))
+    main(arguments)
+    assert "--model demo-large" in "\n".join(capsys.readouterr())
+    main([*arguments, "--model", "demo-large"])
+    assert "not empty" not in "\n".join(capsys.readouterr())
+
+
+def test_a_workspace_in_place_of_its_store_names_the_store(
+    tmp_path: Path, failing: Callable[..., str]
+) -> None:
+    make(tmp_path / "demo/features")
+    assert f"{tmp_path}/demo/features" in failing("store", "info", str(tmp_path / "demo"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["report", "--format", "htm"], "'html'"),
+        (["list", "drafter"], "'drafters'"),
+        (["features", "--for", "wren", "--dtype", "float"], "'float16'"),
+        (["eval", "wren", "--temperature", "0,1"], "repeat the option"),
+        (["eval", "wren", "--limit", "0"], "1 or more"),
+        (["train", "wren", "--seed", "x"], "integer"),
+        (["serve", "--port", "70000"], "65535 or less"),
+        (["store", "gc", "x", "--grace", "y"], "number"),
+    ],
+)
+def test_a_value_that_is_refused_is_told_in_our_words(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    line = capsys.readouterr().err
+    assert said in line
+    assert "Input should" not in line
+    assert "Value error" not in line
+
+
+@pytest.mark.parametrize("option", ["--image", "--video"])
+def test_an_image_of_the_web_is_refused_by_its_whole_name(option: str, failing: Callable[..., str]) -> None:
+    assert "https://example.com/a.png" in failing("generate", "hi", option, "https://example.com/a.png")

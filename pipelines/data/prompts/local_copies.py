@@ -19,6 +19,7 @@ from vlmdistill.pipelines.data.prompts.sources import Row
 from vlmdistill.pipelines.media.resolver import BadRowError
 from vlmdistill.stores.errors import DataError, one_line
 from vlmdistill.stores.progress import Progress, silent
+from vlmdistill.stores.records import regular
 
 AGAIN = ": download it again"
 
@@ -120,7 +121,7 @@ def _places(published: EvaluationSet, files: Sequence[Path]) -> list[Place]:
             places += [(file, number) for number, _ in enumerate(sources.read(str(file)))]
             continue
         with sources.reading_parquet(file, AGAIN):
-            if column and column not in (names := pq.read_schema(file).names):
+            if column and column not in (names := pq.read_schema(regular(file)).names):
                 raise _other_layout(published, file, f"no column '{column}'", names)
             kept: Any = range(pq.read_metadata(file).num_rows)
             if column:
@@ -168,7 +169,7 @@ def _read(places: Sequence[Place]) -> Iterator[tuple[Place, dict[str, Any]]]:
                     yield (file, number), row.value if isinstance(row.value, dict) else {}
             continue
         with sources.reading_parquet(file, AGAIN):
-            parquet, start = pq.ParquetFile(file), 0
+            parquet, start = pq.ParquetFile(regular(file)), 0
         for group in range(parquet.num_row_groups):
             size = parquet.metadata.row_group(group).num_rows
             if inside := [number for number in numbers if start <= number < start + size]:
@@ -190,7 +191,7 @@ def _images(published: EvaluationSet, folder: Path, rows: Sequence[Mapping[str, 
         return found
     for file in sorted(folder.glob(files)):
         with sources.reading_parquet(file, AGAIN):
-            table = pq.read_table(file, columns=[theirs, "image"], filters=[(theirs, "in", keys)])
+            table = pq.read_table(regular(file), columns=[theirs, "image"], filters=[(theirs, "in", keys)])
             found |= {row[theirs]: row["image"] for row in sources.python_rows(table)}
     if not found:
         raise DataError(f"{published.name} in {folder}: {files} has none of its images: download it too")

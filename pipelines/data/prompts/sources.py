@@ -12,15 +12,17 @@ import re
 import tarfile
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Literal
 
+from vlmdistill.pipelines.data.prompts.json_rows import parse, rows_of
 from vlmdistill.pipelines.media.images import KINDS, kind_of
 from vlmdistill.pipelines.media.resolver import BadRowError
 from vlmdistill.stores.errors import DataError, lone_surrogate, one_line
+from vlmdistill.stores.records import open_regular
 from vlmdistill.stores.suggestions import did_you_mean
 
 COMPRESSED: dict[bytes, Callable[..., Any]] = {
@@ -103,14 +105,24 @@ def read(source: str, media: bool = False) -> Iterator[Row]:
     if media and path.is_dir() and not split:
         yield from _folder(path)
         return
-    if not path.is_file():
+    if not path.exists() or path.is_dir():
         yield from _dataset(source)
         return
-    with path.open("rb") as plain:
-        start = plain.read(8)
-    opened = next((function for magic, function in COMPRESSED.items() if start.startswith(magic)), open)
     try:
-        with opened(path, "rb") as file:
+        handle = open_regular(path)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+    with open(handle, "rb") as plain:
+        start = plain.read(8)
+        plain.seek(0)
+        yield from _unpacked(plain, start, path)
+
+
+def _unpacked(plain: IO[bytes], start: bytes, path: Path) -> Iterator[Row]:
+    """The rows of an open file, which may be compressed, as its first bytes say."""
+    unpack = next((function for magic, function in COMPRESSED.items() if start.startswith(magic)), None)
+    try:
+        with nullcontext(plain) if unpack is None else unpack(plain, "rb") as file:
             yield from _file(file, path)
     except (OSError, lzma.LZMAError, zlib.error, EOFError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # not of a decompressor
@@ -131,19 +143,9 @@ def _file(file: IO[bytes], path: Path) -> Iterator[Row]:
         )
     if start.startswith(PARQUET):
         return _parquet(file, path)
-    content = file.read()
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        if not content.lstrip().startswith(b"{"):
-            raise DataError(
-                f"{path} is neither UTF-8 text nor Parquet ({error.reason} at byte {error.start})"
-            ) from None
-        text = content.decode("utf-8-sig", "surrogateescape")  # JSON lines, of which some are damaged
-    rows = _array(text, path) if text.lstrip().startswith("[") else _lines(text)
     return (
         Row(str(path.resolve()), _stem(path), number, value, line, problem)
-        for number, (value, line, problem) in rows
+        for number, (value, line, problem) in rows_of(file, path)
     )
 
 
@@ -153,60 +155,6 @@ def _stem(path: Path) -> str:
     while (end := Path(name).suffix.lower()) in FILES:
         name = name[: -len(end)]
     return name or path.name
-
-
-Numbered = tuple[int, tuple[Any, int, BadRowError | None]]  # row number: value, line, problem
-
-
-def _lines(text: str) -> Iterator[Numbered]:
-    """JSON lines, or one object over several lines. Rows are numbered by their line."""
-    for number, line in enumerate(text.split("\n"), 1):
-        if lone_surrogate(line):
-            yield number, (None, number, BadRowError("text is not Unicode"))
-        elif line.strip():
-            value, problem = _parse(line)
-            if problem and number == 1 and isinstance(whole := _parse(text)[0], Mapping):
-                yield 1, (whole, 1, None)
-                return
-            yield number, (value, number, problem)
-
-
-def _parse(text: str) -> tuple[Any, BadRowError | None]:
-    try:
-        return json.loads(text), None
-    except json.JSONDecodeError as error:
-        where = f"{error.msg} at column {error.colno}: {text[:40].strip()!r}"
-    except (ValueError, RecursionError) as error:  # a number of too many digits; nested too deeply
-        where = one_line(error)
-    return None, BadRowError("invalid JSON", where)
-
-
-def _array(text: str, path: Path) -> Iterator[Numbered]:
-    """The items of a JSON array, with the line on which each begins."""
-    decoder, blank = json.JSONDecoder(), re.compile(r"\s*")
-
-    def skip(at: int) -> int:
-        match = blank.match(text, at)
-        return match.end() if match else at
-
-    at = skip(text.index("[") + 1)
-    number, line, seen = 0, 1, 0
-    try:
-        while text[at : at + 1] != "]":
-            number, line, seen = number + 1, line + text.count("\n", seen, at), at
-            value, at = decoder.raw_decode(text, at)
-            yield number, (value, line, None)
-            at = skip(at)
-            if text[at : at + 1] == ",":
-                at = skip(at + 1)
-            elif text[at : at + 1] != "]":
-                raise json.JSONDecodeError("Expecting ',' or ']'", text, at)
-        if (after := skip(at + 1)) < len(text):
-            raise json.JSONDecodeError("Text after the end of the array", text, after)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path} is not valid JSON: {error.msg} at line {error.lineno}") from None
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is not valid JSON: {one_line(error)} at line {line}") from None
 
 
 @contextmanager
@@ -442,7 +390,7 @@ def _sample(
             except UnicodeDecodeError as error:
                 problem = problem or BadRowError("not UTF-8", f"{member.name[:200]}: {error.reason}")
                 continue
-            parsed, wrong = _parse(text) if ending == ".json" else ({"caption": text}, None)
+            parsed, wrong = parse(text) if ending == ".json" else ({"caption": text}, None)
             if not isinstance(parsed, dict):
                 problem = problem or wrong or BadRowError("not an object", member.name[:200])
                 continue

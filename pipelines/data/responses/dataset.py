@@ -26,6 +26,7 @@ from vlmdistill.pipelines.data.spool import Spool
 from vlmdistill.pipelines.targets.checkpoints.template import Thinking, check_thinking
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError
+from vlmdistill.stores.records import regular
 from vlmdistill.stores.schema import Array, content_hash
 
 if TYPE_CHECKING:
@@ -233,7 +234,7 @@ def _read(path: Path, columns: Sequence[str]) -> Any:
     import pyarrow.parquet as pq
 
     try:
-        return pq.read_table(path, columns=list(columns))
+        return pq.read_table(regular(path), columns=list(columns))
     except (OSError, pa.ArrowInvalid) as error:
         raise _damaged(path, error) from None
 
@@ -244,7 +245,7 @@ def _batches(path: Path, columns: Sequence[str]) -> Iterator[Any]:
     import pyarrow.parquet as pq
 
     try:
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(regular(path)) as file:
             for batch in file.iter_batches(AT_ONCE, columns=list(columns)):
                 yield batch.select(list(columns)).replace_schema_metadata()
     except (OSError, pa.ArrowInvalid) as error:

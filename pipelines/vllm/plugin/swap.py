@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from vlmdistill.drafters.checkpoints.weights import read_weights
 from vlmdistill.drafters.core.serving import KEY
+from vlmdistill.stores.records import read_bytes, regular
 
 SETTINGS, WEIGHTS = "config.json", "model.safetensors"
 METHODS = ("eagle", "eagle3", "dflash", "dspark", "medusa")
@@ -54,7 +55,7 @@ class Swap:
             initialize_layerwise_reload(model)
             config.model = folder  # where vLLM looks for a mask of DFlash
             try:
-                model.load_weights(load_file(Path(folder) / WEIGHTS).items())
+                model.load_weights(read_weights(Path(folder) / WEIGHTS).items())
             finally:
                 config.model = used
                 finalize_layerwise_reload(model, config)
@@ -95,11 +96,11 @@ def differs(folder: Path, used: Path) -> str:
 
 def _described(folder: Path) -> dict[str, Any]:
     """What versions of a drafter have in common: settings, target, and the shapes of weights by name."""
-    settings = json.loads((folder / SETTINGS).read_text())
+    settings = json.loads(read_bytes(folder / SETTINGS))
     feeding = settings.pop(KEY)
     trained = feeding.pop("trained") or {}
     target = {name: trained.get(name) for name in ("config_hash", "weights_hash")}
-    with safe_open(folder / WEIGHTS, framework="pt") as file:
+    with safe_open(regular(folder / WEIGHTS), framework="pt") as file:
         slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (it is no mapping)
         shapes = {key: (one.get_shape(), one.get_dtype()) for key, one in slices.items()}
     return {**settings, **feeding, **target, **shapes}

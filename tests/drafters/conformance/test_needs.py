@@ -25,7 +25,7 @@ from vlmdistill.drafters.training.trainer import train
 from vlmdistill.drafters.training.unroll import unroll
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
-from vlmdistill.stores.errors import TrainingError
+from vlmdistill.stores.errors import DataError, TrainingError
 from vlmdistill.stores.schema import Feature
 
 EVERYTHING = [Feature.parse(name) for name in ALL]
@@ -62,7 +62,7 @@ def test_each_declared_feature_counts_and_no_other_does(
     for feature in needs:
         changed = {**rich.features, feature: rich.features[feature].flip(-1)}
         assert not torch.equal(made(drafter, rich.having(changed))[0], exact[0]), feature
-        with pytest.raises(KeyError, match=f"lacks {feature.name}"):
+        with pytest.raises(DataError, match=f"lacks {feature.name}"):
             made(drafter, rich.only(needs - {feature}))
 
 

@@ -80,3 +80,9 @@ def test_the_demo_has_videos_if_asked_for(tmp_path: Path) -> None:
     videos = [part for part in parts if part["type"] == "video"]
     assert {part["frames"] for part in videos} == {24}
     assert len({Path(part["path"]).read_bytes() for part in videos}) == len(videos) == 7
+
+
+def test_datasets_of_the_demo_have_names_of_their_own(tmp_path: Path) -> None:
+    amount = DemoSize(2, 2, videos=1, held_out=(1, 1, 1))
+    found = import_demo(tmp_path / "demo", tmp_path / "prompts.parquet", amount).datasets
+    assert found.keys() == {"demo-scenes", "demo-chats", "demo-videos"}

@@ -6,13 +6,15 @@ import hashlib
 import json
 import random
 import re
+import resource
 import shutil
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ import pytest
 from PIL import Image
 from pydantic import ValidationError
 
+from tests import tiny
 from tests.drafters import synthetic
 from tests.served_app import Served, serving
 from tests.tiny import data_url
@@ -29,16 +32,18 @@ from vlmdistill.drafters.decoding.clock import Cycle
 from vlmdistill.pipelines.data.responses.generate import generate
 from vlmdistill.pipelines.data.responses.pieces import Piece
 from vlmdistill.pipelines.demo import scenes
-from vlmdistill.pipelines.endpoint import chat, gate, hosting
+from vlmdistill.pipelines.endpoint import chat, connections, gate, hosting
 from vlmdistill.pipelines.endpoint.chat import ChatRequest
 from vlmdistill.pipelines.endpoint.decoder_queue import DecoderQueue
 from vlmdistill.pipelines.endpoint.served_decoder import (
     ServedDecoder,
     ServedResponse,
+    decoder_thread,
     open_decoder,
     until_stop,
 )
 from vlmdistill.pipelines.targets.loading import load
+from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import DataError
 
@@ -183,12 +188,14 @@ def test_until_stop_is_the_text_before_the_first_stop_string(stop: list[str]) ->
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
     decoder: ServedDecoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    content = "a" * (decoder.max_characters + 1)
+    content = "a" * (decoder.target.max_characters + 1)
     request = ChatRequest.model_validate(
         {"model": "demo", "messages": [{"role": "user", "content": content}]}
     )
     encoded: list[object] = []
-    monkeypatch.setattr(type(decoder.target), "encode", lambda *given: encoded.append(given))
+    monkeypatch.setattr(
+        decoder.target.processor, "apply_chat_template", lambda *given, **named: encoded.append(given)
+    )
     with pytest.raises(DataError, match=str(len(content))):
         decoder.decode(request, None)
     assert not encoded
@@ -361,6 +368,41 @@ def test_a_body_that_is_no_request_is_refused(server: Served, body: bytes) -> No
         assert (status, json.loads(given)["error"]["type"]) == (400, "invalid_request_error")
 
 
+@pytest.mark.parametrize(
+    ("given", "code"),
+    [
+        ({"temperature": "hot"}, "invalid_type"),
+        ({"temperature": 3}, "decimal_above_max_value"),
+        ({"temperature": -1.5}, "decimal_below_min_value"),
+        ({"max_tokens": 0}, "integer_below_min_value"),
+        ({"max_tokens": 1.5}, "invalid_type"),
+        ({"seed": 2**70}, "integer_above_max_value"),
+        ({"stop": list("abcde")}, "array_above_max_length"),
+        ({"stop": [""]}, "string_below_min_length"),
+        ({"messages": "hi"}, "invalid_type"),
+        ({"messages": []}, "array_below_min_length"),
+        ({"messages": [5]}, "invalid_type"),
+        ({"messages": [{"role": "user"}]}, "missing_required_parameter"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "invalid_value"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "invalid_value"),
+        ({"model": None}, "missing_required_parameter"),
+        ({"stream_options": 5}, "invalid_type"),
+        ({"foo": 1}, "unsupported_parameter"),
+        ({"top_k": 5}, "unsupported_parameter"),
+    ],
+)
+def test_a_refusal_has_the_codes_of_the_api_and_no_words_of_the_library(
+    server: Served, given: dict[str, Any], code: str
+) -> None:
+    body = {"model": "demo", "messages": [{"role": "user", "content": QUESTION}], **given}
+    raw = json.dumps(body)
+    status, answer = server.request("POST", "/v1/chat/completions", raw, Content_Type="application/json")
+    error = json.loads(answer)["error"]
+    assert (status, error["code"]) == (400, code)
+    assert all(words not in error["message"] for words in ("Input should", "Value error", "validation"))
+    assert next(iter(given)) in (error["param"] or "")
+
+
 def _bomb() -> str:
     return data_url(Image.new("1", (9000, 9000)))
 
@@ -443,8 +485,8 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read(
 @pytest.mark.parametrize(
     ("limit", "sent", "status"),
     [
-        ((hosting, "HEADER_SECONDS"), b"", b""),
-        ((hosting, "HEADER_SECONDS"), b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n", b""),
+        ((connections, "HEADER_SECONDS"), b"", b""),
+        ((connections, "HEADER_SECONDS"), b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n", b""),
         (
             (gate, "BODY_SECONDS"),
             b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -627,12 +669,180 @@ def test_requests_share_one_limit_of_bytes(braked: Braked, monkeypatch: pytest.M
         assert ask(served.client(), "x" * 400, max_tokens=1).usage.completion_tokens == 1
 
 
+def test_the_target_answers_in_the_thread_that_warmed_it_up(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+    prefill = VisionLanguageTarget.prefill
+
+    def noted(self: VisionLanguageTarget, *args: Any, **options: Any) -> Any:
+        threads.append(threading.current_thread())
+        return prefill(self, *args, **options)
+
+    monkeypatch.setattr(VisionLanguageTarget, "prefill", noted)
+    decoder = open_decoder(workspace, "sparrow")
+    warm_ups = len(threads)
+    for used in (decoder, replace(decoder, drafter=None)):
+        with serving(used) as served:
+            ask(served.client(), max_tokens=2)
+    assert len(threads) == warm_ups + 2 > 2
+    assert len(set(threads)) == 1  # a CUDA graph is replayed where it was recorded
+
+
 def test_a_slow_reader_blocks_no_one() -> None:
     async def read() -> None:
-        queue = DecoderQueue(1)
+        queue = DecoderQueue(1, decoder_thread())
         slow = queue.stream(one for one in range(1000))
         assert await anext(slow) == 0
         assert [one async for one in queue.stream(one for one in "abc")] == ["a", "b", "c"]
         assert [one async for one in slow] == list(range(1, 1000))
 
     asyncio.run(asyncio.wait_for(read(), 30))
+
+
+def server_of(served: Served) -> hosting.Server:
+    assert served.running is not None
+    return served.running
+
+
+def outlives(client: socket.socket, byte: bytes) -> bool:
+    """Whether a connection stays open for a client that sends a byte now and then."""
+    client.settimeout(0.02)
+    for _ in range(250):
+        try:
+            client.sendall(byte)
+            if client.recv(1000) == b"":
+                return False
+        except TimeoutError:
+            pass
+        except OSError:
+            return False
+    return True
+
+
+REQUEST = b"%s HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("key", "sent", "byte"),
+    [
+        (KEY, REQUEST % (b"GET /health", 0), b"G"),
+        (KEY, REQUEST % (b"GET /health", 0), b"\r\n"),
+        (KEY, REQUEST % (b"GET /health", 10**6), b"x"),
+        (KEY, 2 * (REQUEST % (b"GET /health", 0)), b"G"),
+        (KEY, REQUEST % (b"POST /v1/chat/completions", 10**6), b"x"),
+        (None, REQUEST % (b"POST /v1/chat/completions", 10**6), b"x"),
+    ],
+)
+def test_a_client_that_sends_a_byte_now_and_then_does_not_keep_its_connection(
+    decoder: ServedDecoder, monkeypatch: pytest.MonkeyPatch, key: str | None, sent: bytes, byte: bytes
+) -> None:
+    monkeypatch.setattr(connections, "HEADER_SECONDS", 0.3)
+    monkeypatch.setattr(gate, "BODY_SECONDS", 0.3)
+    with (
+        serving(decoder, key=key) as served,
+        socket.create_connection(("127.0.0.1", served.port)) as client,
+    ):
+        client.sendall(sent)
+        assert not outlives(client, byte)
+
+
+def test_a_client_that_reads_nothing_does_not_keep_its_connection(
+    decoder: ServedDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "UNREAD_SECONDS", 0.3)
+    with serving(decoder) as served, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", served.port))
+        client.sendall(200 * (REQUEST % (b"GET /", 0)))
+        end = time.monotonic() + 60
+        while server_of(served).server_state.connections:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+
+
+def test_idle_connections_give_way_and_busy_ones_do_not(
+    braked: Braked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections.Capacity, "now", lambda: connections.Capacity(3, 2))
+    with ExitStack() as opened, serving(braked) as served, ThreadPoolExecutor(3) as pool:
+        at = ("127.0.0.1", served.port)
+        for _ in range(9):
+            opened.enter_context(socket.create_connection(at)).sendall(b"GET")
+        answers = [pool.submit(ask, served.client(), max_tokens=1) for _ in range(3)]
+        end = time.monotonic() + 60
+        while len(server_of(served).server_state.tasks) < 3:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        with pytest.raises(openai.InternalServerError) as refused:
+            ask(served.client())
+        assert (refused.value.status_code, refused.value.code) == (503, "busy")
+        assert int(refused.value.response.headers["Retry-After"])
+        braked.permits.release(100)
+        assert [one.result(60).usage.completion_tokens for one in answers] == [1, 1, 1]
+        assert served.request("GET", "/health")[0] == 200
+
+
+@pytest.mark.parametrize("allowed", [20, 96, 1024, 10**6])
+def test_a_server_leaves_descriptors_for_files(allowed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "_open_descriptors", lambda: 15)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (allowed, allowed))
+    capacity = connections.Capacity.now()
+    assert capacity.connections >= 1
+    assert capacity.at_once >= 1
+    assert capacity.connections + 3 * capacity.at_once <= allowed - 15
+
+
+def test_a_server_that_ends_answers_all_requests_in_the_form_of_the_api(
+    braked: Braked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(braked, queue_limit=9) as served, ThreadPoolExecutor(4) as pool:
+        braked.permits.release(3)
+        events = iter(ask(served.client(), stream=True))
+        while not next(events).choices[0].delta.content:
+            pass
+        waiting = [pool.submit(ask, served.client(), stream=bool(one)) for one in (0, 1, 0, 1)]
+        served.wait_for("requests_waiting", 4)
+        monkeypatch.setattr(hosting, "GRACE_SECONDS", 0.5)
+        server_of(served).should_exit = True
+        for one in waiting:
+            with pytest.raises(openai.InternalServerError) as refused:
+                one.result(60)
+            assert (refused.value.status_code, refused.value.code) == (503, "server_stopped")
+            assert int(refused.value.response.headers["Retry-After"])
+        with pytest.raises(openai.APIError) as cut:
+            list(events)
+        assert cut.value.code == "server_stopped"
+        braked.permits.release(100)
+
+
+def test_a_request_on_which_the_tokenizer_panics_is_refused_in_the_form_of_the_api(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    target = load(str(tiny.panicking(tiny.checkpoint("qwen2_5_vl", tmp_path / "target"))))
+    with serving(ServedDecoder("demo", target)) as served:
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError):
+                ask(served.client(), tiny.PANIC, stream=stream)
+        assert ask(served.client(), "hello", max_tokens=1).usage.completion_tokens == 1
+    capfd.readouterr()
+
+
+def test_a_server_that_ends_answers_whoever_still_sends(
+    decoder: ServedDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosting, "GRACE_SECONDS", 0)
+    monkeypatch.setattr(hosting, "ANSWER_SECONDS", 1)
+    with serving(decoder) as served, socket.create_connection(("127.0.0.1", served.port), 60) as client:
+        client.sendall(REQUEST % (b"POST /v1/chat/completions", 10**6) + b"{")
+        end = time.monotonic() + 60
+        while not server_of(served).server_state.tasks:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        server_of(served).should_exit = True
+        answer = b""
+        while part := client.recv(1000):
+            answer += part
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 503 ")
+    assert json.loads(body)["error"]["code"] == "server_stopped"

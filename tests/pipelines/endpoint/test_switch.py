@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tests.drafters import synthetic
 from tests.served_app import serving
 from vlmdistill.drafters.decoding.clock import Cycle, Laps
 from vlmdistill.pipelines.data.responses.generate import generate
+from vlmdistill.pipelines.endpoint import switch as switches
 from vlmdistill.pipelines.endpoint.chat import ChatRequest
 from vlmdistill.pipelines.endpoint.served_decoder import ServedDecoder, ServedResponse, open_decoder
 from vlmdistill.pipelines.endpoint.switch import Switch
@@ -236,3 +238,42 @@ def test_recorded_days_are_removed_with_their_images(decoder: ServedDecoder, tmp
     assert [file.name for file in (tmp_path / "media").iterdir()] == ["new"]
     assert not (tmp_path / "1999-01-01.jsonl").exists()
     assert len(list(tmp_path.glob("*.jsonl"))) == 1
+
+
+def test_a_clock_that_is_far_ahead_removes_no_recorded_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import time
+
+    now = time.time()
+    today = time.strftime("%Y-%m-%d", time.gmtime(now))
+    (tmp_path / "media").mkdir()
+    for name in (f"{today}.jsonl", "media/image"):
+        (tmp_path / name).write_text("{}\n")
+    with monkeypatch.context() as clock:
+        clock.setattr(time, "time", lambda: now + 400 * 86400)
+        with Recorder(tmp_path, keep_seconds=86400.0) as recorder:
+            recorder.add(lambda _: {})
+    assert {file.name for file in tmp_path.rglob("*")} >= {f"{today}.jsonl", "image"}
+    assert len([*tmp_path.glob("*.jsonl")]) == 2
+
+
+class Stalled(Switch):
+    """Looks on a disk that does not answer."""
+
+    began, answers = threading.Event(), threading.Event()
+
+    def look(self) -> None:
+        self.began.set()
+        self.answers.wait(400)
+
+
+def test_a_disk_that_does_not_answer_holds_up_no_end(
+    fresh: Workspace, decoder: ServedDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(switches, "WAITED", 0.1)
+    stalled = Stalled(decoder, fresh, "hawk")
+    with stalled.following(0.01):
+        assert stalled.began.wait(60)
+    assert not stalled.answers.is_set()
+    stalled.answers.set()

@@ -197,3 +197,13 @@ def test_a_placeholder_typed_by_the_user(checkpoint: Checkpoint, family: str) ->
     for images in ([], [tiny.picture(40, 40)]):
         with pytest.raises(DataError, match="placeholder"):
             target.encode(tiny.message(f"an {target.processor.image_token} here", *images))
+
+
+def test_a_text_on_which_the_tokenizer_panics_is_refused_and_the_next_is_not(
+    copy: Callable[[str], Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    target = load(str(tiny.panicking(copy("qwen2_5_vl"))))
+    with pytest.raises(DataError, match="processor refuses this prompt"):
+        target.encode(tiny.message(tiny.PANIC))
+    assert target.encode(tiny.message("hello")).length
+    capfd.readouterr()  # what the library wrote

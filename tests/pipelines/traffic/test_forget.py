@@ -1,5 +1,6 @@
 """Deletion by age: nothing of a forgotten request is in any file of the workspace, and the rest is whole."""
 
+import os
 import shutil
 import tempfile
 import time
@@ -360,3 +361,20 @@ def test_the_command_says_what_it_deleted(
     assert main(["forget", "--older-than", "1w", "--dry-run", *where]) == 0
     assert "prompts    3" in capsys.readouterr().out
     assert "30d" in failing("forget", "--older-than", "a while", *where)
+
+
+def test_a_clock_that_is_far_ahead_deletes_nothing_unless_it_is_said_twice(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as clock:
+        clock.setattr(time, "time", lambda: NOW + 400 * DAY)
+        for dry_run in (True, False):
+            with pytest.raises(DataError, match="400 days"):
+                forget(workspace, 30 * DAY, dry_run=dry_run)
+    assert len(prompt_table.read(workspace.prompts)) == 7
+    long_ago = NOW - 90 * DAY
+    for file in workspace.root.rglob("*"):
+        os.utime(file, (long_ago, long_ago))  # nothing was written since, and the clock is right
+    with pytest.raises(DataError, match="again"):
+        forget(workspace, DAY / 2)
+    assert forget(workspace, DAY / 2).prompts == 6

@@ -1,7 +1,9 @@
 """What a harvest keeps of logs, what it drops and why, and that nothing else is left of what it dropped."""
 
+import gzip
 import json
 import sys
+import tracemalloc
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +12,16 @@ from typing import Any
 import pytest
 
 from tests import tiny
+from tests.fifos import fifo
 from tests.pipelines.traffic.conftest import ANSWER, NOW, asked, data_url, exchange, said, write
+from vlmdistill.cli.main import main
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.prompts.importing import import_prompts
 from vlmdistill.pipelines.data.responses import dataset
 from vlmdistill.pipelines.targets.target_model import TargetModel
+from vlmdistill.pipelines.traffic import harvest as traffic
 from vlmdistill.pipelines.traffic.harvest import MEDIA, Harvest, harvest
+from vlmdistill.pipelines.traffic.logs import Exchange, Log
 from vlmdistill.pipelines.traffic.policy import Policy
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import DataError
@@ -450,6 +456,54 @@ def test_a_damaged_line_costs_itself_alone(workspace: Workspace, tmp_path: Path)
     assert (made.kept, made.dropped) == (2, {"text is not Unicode": 2})
 
 
+BAD_FILES: dict[str, bytes] = {
+    "an array that ends early": b"[%s, {" % json.dumps(exchange(7)).encode(),
+    "not UTF-8": b"\xff\xfe{}",
+    "cut gzip": gzip.compress(json.dumps(exchange(7)).encode())[:-20],
+    "zip": b"PK\x03\x04",
+}
+
+
+@pytest.mark.parametrize("what", BAD_FILES)
+def test_a_file_that_cannot_be_read_is_named_and_the_others_are_harvested(
+    workspace: Workspace, tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "logs/a.jsonl", [exchange(0)])
+    (tmp_path / "logs/b.jsonl").write_bytes(BAD_FILES[what])
+    write(tmp_path / "logs/c.jsonl", [exchange(1)])
+    logs = str(tmp_path / "logs")
+    assert main(["harvest", logs, "--runs", str(workspace.root.parent)]) == 1
+    assert "b.jsonl" in capsys.readouterr().err
+    assert len(prompt_table.read(workspace.prompts)) == 2 + what.startswith("an array")
+    again = harvest(workspace, [logs])
+    assert (again.files, again.unchanged, len(again.unread)) == (1, 2, 1)
+    (tmp_path / "logs/b.jsonl").unlink()
+    assert main(["harvest", logs, "--runs", str(workspace.root.parent)]) == 0
+
+
+def test_a_log_of_bad_files_alone_is_an_error(workspace: Workspace, tmp_path: Path) -> None:
+    (folder := tmp_path / "logs").mkdir()
+    (folder / "log.jsonl").write_bytes(b"\xff\xfe{}")
+    with fifo(folder / "pipe.jsonl"):
+        for log in (folder / "log.jsonl", folder):
+            with pytest.raises(DataError, match=r"log\.jsonl"):
+                harvest(workspace, [str(log)])
+
+
+def test_an_image_of_a_log_that_memory_cannot_hold_is_not_read(
+    workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, size in (("holes.png", 2**36), ("a.png", 600), ("b.png", 600)):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(size)
+    monkeypatch.setattr(traffic, "MOST_BYTES", 1000)
+    two = asked("And these?", "a.png")
+    two["messages"][0]["content"] += asked("Which?", "b.png")["messages"][0]["content"]
+    lines = [exchange(0, request=asked("Which?", "holes.png")), exchange(1, request=two), exchange(2)]
+    made = harvest(workspace, [str(write(tmp_path / "log.jsonl", lines))])
+    assert (made.kept, made.dropped) == (1, {"media too large": 2})
+
+
 def test_what_a_wrong_clock_puts_into_the_future_was_asked_at_the_harvest(workspace: Workspace) -> None:
     taken(workspace, [exchange(0, time=4e9)])
     assert (prompt_table.read(workspace.prompts)[0].time or 0) < 4e9
@@ -503,3 +557,44 @@ def test_a_policy_is_read_from_toml_and_wrong_ones_say_what(tmp_path: Path) -> N
             Policy.read(file)
     with pytest.raises(DataError, match=r"missing\.toml"):
         Policy.read(tmp_path / "missing.toml")
+
+
+def test_a_response_on_which_the_tokenizer_panics_costs_itself_alone(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    target = tiny.panicking(tiny.checkpoint("qwen2_5_vl", tmp_path / "target"))
+    log = write(tmp_path / "log.jsonl", [exchange(0, response=said(tiny.PANIC)), exchange(1)])
+    made = harvest(Workspace.of(str(target), tmp_path / "runs"), [str(log)])
+    assert (made.kept, sum(made.dropped.values())) == (1, 1)
+    capfd.readouterr()
+
+
+def test_texts_that_cannot_fit_are_dropped_before_they_are_tokenized(
+    workspace: Workspace, encoder: TargetModel
+) -> None:
+    long = "a " * encoder.max_characters
+    lines = [exchange(0, response=said(long)), exchange(1, request=asked(long)), exchange(2)]
+    made = taken(workspace, lines)
+    assert (made.kept, made.dropped) == (1, {"over length": 1, "refused by the processor": 1})
+
+
+def test_the_requests_of_a_batch_are_never_all_in_memory(workspace: Workspace, tmp_path: Path) -> None:
+    large = 100_000 * "x"
+    requests = [{"custom_id": f"r{at}", "body": asked(f"{at}? {large}")} for at in range(100)]
+    answers = [{"custom_id": f"r{at}", "response": {"body": said("A.")}} for at in range(100)]
+    write(tmp_path / "input.jsonl", requests)
+    write(tmp_path / "output.jsonl", answers)
+    log = Log.open([str(tmp_path)], workspace)
+    tracemalloc.start()
+    try:
+        found = [
+            len(str(line.messages))
+            for file in log.files
+            for line in log.read(file)
+            if isinstance(line, Exchange)
+        ]
+        assert tracemalloc.get_traced_memory()[1] < 30 * len(large)
+    finally:
+        tracemalloc.stop()
+    assert len(found) == 100
+    assert min(found) > len(large)

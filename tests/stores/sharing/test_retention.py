@@ -1,5 +1,7 @@
 """Deletion by age: what is too old leaves the disk, the rest stays readable, whoever is killed or at work."""
 
+import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +11,7 @@ import pytest
 from tests.stores.samples import MORE, make, more, same, sample, write
 from vlmdistill.cli.main import main
 from vlmdistill.stores.errors import DataError, StoreError
+from vlmdistill.stores.integrity.gc import collect
 from vlmdistill.stores.integrity.verify import verify
 from vlmdistill.stores.schema import Feature, Sample, seconds
 from vlmdistill.stores.sharing.merge import send
@@ -133,3 +136,37 @@ def test_the_command_deletes_by_age_and_refuses_what_is_no_age(
     assert [seconds(text, "--age") for text in ("90s", "2h", "1.5d", "1w")] == [90, 7200, 129600, 604800]
     with pytest.raises(DataError, match="--age"):
         seconds("-1d", "--age")
+
+
+def test_a_clock_that_is_far_ahead_deletes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: Callable[..., str]
+) -> None:
+    now = time.time()
+    made = make(tmp_path / "of today")
+    write(made, "a", [sample(0, time=int(now) - 86400)])
+    with monkeypatch.context() as clock:
+        clock.setattr(time, "time", lambda: now + 400 * 86400)
+        assert "400 days" in failing("store", "gc", made.path, "--older-than", "30d")
+    assert main(["store", "gc", made.path, "--older-than", "30d"]) == 0
+    assert Store.open(made.path).keys() == {"k0000"}
+    for file in Path(made.path).rglob("*"):
+        os.utime(file, (now - 90 * 86400, now - 90 * 86400))  # a store of long ago, by a right clock
+    failing("store", "gc", made.path, "--older-than", "1h")
+    os.utime(Path(made.path, "store.json"))
+    assert main(["store", "gc", made.path, "--older-than", "1h"]) == 0
+    assert not Store.open(made.path).keys()
+
+
+@pytest.mark.parametrize("url", ["{tmp}/there", "memory://{name}"])
+def test_garbage_is_as_old_as_the_clock_says_that_stamps_it(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make(url.format(tmp=tmp_path, name=tmp_path.name))
+    write(store, "a", [sample(0)])
+    left = "shards/b-0123456789abcdef/index.arrow"  # of a writer at work, maybe on another machine
+    store.backend.replace(left, b"x")
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 400 * 86400)
+    assert collect(store) == []
+    assert store.backend.size(left) == 1
+    assert [one.name for one in collect(store, grace=0)] == ["shards/b-0123456789abcdef"]
