@@ -65,7 +65,6 @@ class Position:
     total: Count = 0  # optimizer steps done in all
     reader: dict[str, Any] | None = None  # how far the epoch has been read, see `Epoch.state`
     history: list[HeldOut] = field(default_factory=list)
-    shards: dict[str, float] = field(default_factory=dict)  # of a growing store: how often each was read
 
     @property
     def best(self) -> HeldOut | None:
@@ -76,7 +75,7 @@ class Position:
 class Saved(Record, frozen=True, kw_only=True):
     """The record of a checkpoint."""
 
-    MOST: ClassVar[int] = 1 << 24  # bytes: it names the shards of a growing store
+    MOST: ClassVar[int] = 1 << 24  # bytes: it has all measurements of the run
 
     schema: Annotated[int, Meta(ge=1, le=SCHEMA_VERSION)] = SCHEMA_VERSION
     format: Literal[1] = 1
