@@ -200,3 +200,10 @@ def test_a_dry_run_of_eval_takes_its_time_from_earlier_evaluations_on_this_machi
     assert seconds == pytest.approx(5 * (plain + 2 * drafted) / len(rows))
     assert main(["eval", "absent", "--dry-run"]) == 1
     assert len([*reports.glob("*.json")]) == 2
+
+
+def test_an_embedded_target_is_said_not_to_know_prompts_of_ones_own(capsys: Output) -> None:
+    assert main(["prompts", "demo", "--limit", "4"]) == 0
+    assert "--model" not in capsys.readouterr().err
+    assert main(["prompts", dialogues(3)]) == 0
+    assert "--model" in capsys.readouterr().err
