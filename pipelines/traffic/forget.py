@@ -22,7 +22,7 @@ from vlmdistill.pipelines.bench.records import Evaluation, PromptResult
 from vlmdistill.pipelines.bench.unfinished import Decoded
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.responses import dataset
-from vlmdistill.pipelines.traffic.harvest import UNLISTED, audited, unlisted, unnamed
+from vlmdistill.pipelines.traffic.harvest import MEDIA, UNLISTED, audited, unlisted, unnamed
 from vlmdistill.pipelines.workspace.workspace import Workspace, only_writer
 from vlmdistill.stores.backends.local import left_over
 from vlmdistill.stores.backends.remote import remove_unsent
@@ -52,9 +52,10 @@ class Forgotten:
 def forget(workspace: Workspace, older_than: float, *, dry_run: bool = False) -> Forgotten:
     """Delete the traffic that was asked more than so many seconds ago, from the whole workspace.
 
-    DataError if another run is writing to it, or still reads prompts; StoreError if the store is damaged or
-    being written to.
+    DataError if another run is writing to it, or still reads prompts, or if it has links, whose files would
+    stay; StoreError if the store is damaged or being written to.
     """
+    _require_no_links(workspace)
     before = time.time() - older_than
     # At a URL, what an inner block has changed is published before what an outer one has.
     with only_writer(workspace.reports, wait=True) as reports, only_writer(workspace.prompts) as listed:
@@ -98,6 +99,17 @@ def forget(workspace: Workspace, older_than: float, *, dry_run: bool = False) ->
             "end, or stop them, and run it again"
         )
     return made
+
+
+def _require_no_links(workspace: Workspace) -> None:
+    """DataError on a link below the parts, each of which may itself be one to a folder."""
+    parts = [workspace.root / name for name in (*PARTS[1:], MEDIA, "features")]
+    paths = [workspace.prompts, *(path for part in parts for path in part.rglob("*"))]
+    if linked := [path for path in paths if path.is_symlink()]:
+        raise DataError(
+            f"{linked[0]} is a symbolic link, and what it leads to would stay: put the file or folder itself "
+            "there, and run it again"
+        )
 
 
 def _expire(workspace: Workspace, before: float, old: Collection[str], dry_run: bool) -> tuple[set[str], int]:

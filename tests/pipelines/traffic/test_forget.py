@@ -301,6 +301,29 @@ def test_what_a_running_command_still_reads_is_no_success(held_out: Workspace) -
     assert not raw(held_out, "Zebedee")
 
 
+@pytest.mark.parametrize("name", ["prompts.parquet", "responses/part-*", "harvested/*", "features/shards/*"])
+def test_a_link_to_what_would_stay_is_no_success(workspace: Workspace, tmp_path: Path, name: str) -> None:
+    linked = next(workspace.root.glob(name))
+    elsewhere = linked.rename(tmp_path / "elsewhere")
+    linked.symlink_to(elsewhere)
+    with pytest.raises(DataError, match="symbolic link"):
+        forget(workspace, 30 * DAY)
+    linked.unlink()
+    elsewhere.rename(linked)
+    assert forget(workspace, 30 * DAY).prompts == 3
+    assert not raw(workspace, "Zebedee")
+
+
+def test_a_part_may_be_a_link_to_a_folder(workspace: Workspace, tmp_path: Path) -> None:
+    for part in ("responses", "harvested", "features"):
+        (workspace.root / part).rename(tmp_path / part)
+        (workspace.root / part).symlink_to(tmp_path / part)
+    made = forget(workspace, 30 * DAY)
+    assert (made.samples, made.responses, made.media) == (2, 3, 2)
+    assert not raw(workspace, "Zebedee")
+    assert len([*(tmp_path / "harvested").iterdir()]) == 2
+
+
 def test_shards_that_a_killed_process_was_sending_go(
     held_out: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
