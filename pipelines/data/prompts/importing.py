@@ -157,11 +157,11 @@ def import_rows(
         }
         prompts = {key: prompt for key, prompt in prompts.items() if key not in outdated}
         for key, (prompt, tie) in job.made.items():
-            # The split stays; the paths may have changed.
             earlier = prompts.get(key)
+            if earlier and earlier.time is not None:  # its response is traffic's, and deleted with it
+                continue
+            # The split stays; the paths may have changed.
             split = earlier.split if earlier else job.sides.of(tie, choices.eval_share)
-            if earlier and earlier.time is not None:  # its response is still traffic's
-                prompt = dataclasses.replace(prompt, dataset=earlier.dataset, time=earlier.time)
             prompts[key] = dataclasses.replace(prompt, split=split)
         job.gate.close()
         write(out, prompts.values())

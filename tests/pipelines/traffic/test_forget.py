@@ -1,5 +1,6 @@
 """Deletion by age: nothing of a forgotten request is in any file of the workspace, and the rest is whole."""
 
+import base64
 import shutil
 import tempfile
 import time
@@ -203,6 +204,21 @@ def test_the_response_to_a_prompt_that_is_imported_too_is_deleted(
     assert (made.responses, made.prompts) == (3, 3)
     assert not raw(held_out, "Zebedee")
     assert raw(held_out, "Florence")
+
+
+def test_a_harvested_image_does_not_become_the_one_of_an_import(workspace: Workspace, tmp_path: Path) -> None:
+    image, row = tmp_path / "board.png", {"type": "image", "image": "board.png"}
+    file = tmp_path / "mine.jsonl"
+    for content in (lines("Zebedee", OLD, 0)[1], lines("Florence", NEW, 50)[1]):
+        shown_part, text = content["request"]["messages"][0]["content"]
+        image.write_bytes(base64.b64decode(shown_part["image_url"]["url"].partition(",")[2]))
+        question = {**text, "text": "Is Zebedee on board 1?"}
+        write(file, [{"messages": [{"role": "user", "content": [row, question]}]}])
+        before = len(prompt_table.read(workspace.prompts))
+        import_prompts([str(file)], workspace.prompts)
+    assert len(prompt_table.read(workspace.prompts)) == before + 1
+    assert forget(workspace, 30 * DAY).responses == 3
+    assert len(dataset.keys(workspace.responses)) == 3
 
 
 def test_traffic_does_not_answer_a_prompt_that_was_imported(tmp_path: Path) -> None:
