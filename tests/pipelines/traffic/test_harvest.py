@@ -512,3 +512,10 @@ def test_a_policy_is_read_from_toml_and_wrong_ones_say_what(tmp_path: Path) -> N
             Policy.read(file)
     with pytest.raises(DataError, match=r"missing\.toml"):
         Policy.read(tmp_path / "missing.toml")
+
+
+def test_of_what_is_dropped_no_list_has_a_line(workspace: Workspace) -> None:
+    broken = "data:image/png;base64,bm8gaW1hZ2U="
+    made = taken(workspace, [exchange(0), exchange(1, request=asked("What is it?", broken))])
+    assert (made.kept, made.dropped) == (1, {"unreadable image": 1})
+    assert not workspace.prompts.with_suffix(".skipped.jsonl").read_text()
