@@ -169,7 +169,7 @@ def named_headers(policy: Path) -> frozenset[str]:
     lists = [rules.get(name, {}) for name in ("allow", "deny")]
     if not all(isinstance(one, dict) for one in lists):
         raise DataError(f"{policy} cannot be used: allow and deny are tables")
-    return frozenset(name.lower() for one in lists for name in one)
+    return frozenset(name.strip().lower() for one in lists for name in one)
 
 
 def _make_private(path: Path) -> None:

@@ -22,7 +22,7 @@ from vlmdistill.pipelines.bench.records import Evaluation, PromptResult
 from vlmdistill.pipelines.bench.unfinished import Decoded
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.responses import dataset
-from vlmdistill.pipelines.traffic.harvest import UNLISTED, audited, unlisted, unnamed
+from vlmdistill.pipelines.traffic.harvest import MEDIA, UNLISTED, audited, unlisted, unnamed
 from vlmdistill.pipelines.workspace.workspace import Workspace, only_writer
 from vlmdistill.stores.backends.clock import beyond, mark
 from vlmdistill.stores.backends.local import left_over
@@ -55,9 +55,11 @@ class Forgotten:
 def forget(workspace: Workspace, older_than: float, *, dry_run: bool = False) -> Forgotten:
     """Delete the traffic that was asked more than so many seconds ago, from the whole workspace.
 
-    DataError if another run is writing to it, or still reads prompts, or if the clock is far beyond the
-    newest file: the same deletion again is done. StoreError if the store is damaged or being written to.
+    DataError if another run is writing to it, or still reads prompts, if it has links, whose files would stay,
+    or if the clock is far beyond the newest file: the same deletion again is done. StoreError if the store is
+    damaged or being written to.
     """
+    _require_no_links(workspace)
     before = _now(workspace, dry_run) - older_than
     # At a URL, what an inner block has changed is published before what an outer one has.
     with only_writer(workspace.reports, wait=True) as reports, only_writer(workspace.prompts) as listed:
@@ -67,7 +69,7 @@ def forget(workspace: Workspace, older_than: float, *, dry_run: bool = False) ->
         with only_writer(workspace.traffic) as noted, only_writer(workspace.responses) as answered:
             noted.deletes = answered.deletes = not dry_run
             old = {one.key for one in prompts if one.time is not None and one.time < before}
-            old |= unlisted(workspace).difference(one.key for one in prompts)
+            old |= unlisted(workspace, prompts)
             samples, size = _expire(workspace, before, old, dry_run)
             old |= samples
             left = [one for one in prompts if one.key not in old]
@@ -117,6 +119,17 @@ def _now(workspace: Workspace, dry_run: bool) -> float:
     if far:
         raise DataError(f"{far} of {workspace.root}: if it is right, run the same command again")
     return now
+
+
+def _require_no_links(workspace: Workspace) -> None:
+    """DataError on a link below the parts, each of which may itself be one to a folder."""
+    parts = [workspace.root / name for name in (*PARTS[1:], MEDIA, "features")]
+    paths = [workspace.prompts, *(path for part in parts for path in part.rglob("*"))]
+    if linked := [path for path in paths if path.is_symlink()]:
+        raise DataError(
+            f"{linked[0]} is a symbolic link, and what it leads to would stay: put the file or folder itself "
+            "there, and run it again"
+        )
 
 
 def _expire(workspace: Workspace, before: float, old: Collection[str], dry_run: bool) -> tuple[set[str], int]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from vlmdistill.pipelines.data.prompts import sources
@@ -34,6 +35,8 @@ from vlmdistill.stores.records import read_bytes
 REQUEST = ("request", "request_body", "body", "kwargs")
 RESPONSE = ("response", "response_body", "completion")
 BODY = ("user", "model")  # what a policy may name of the request itself
+HEADERS = ("headers", "extra_headers")  # of a request; the second one by clients that log
+PLAIN = (str, int, float, NoneType)  # of what a policy meets
 TIME = ("time", "timestamp", "request_time", "created_at", "created")
 FILES = (".jsonl", ".json", ".ndjson", ".gz", ".bz2", ".xz", ".parquet", ".log")
 MILLISECONDS = 1e11  # a time above this is not in seconds
@@ -78,12 +81,14 @@ class Exchange:
 
         Empty if the request has none of the name; None if the log does not tell.
         """
-        if name in BODY and self.request.get(name) is not None:
-            return [str(self.request[name])]
+        asked = self.request.get(name) if name in BODY else None
+        if not isinstance(asked, PLAIN):
+            return None
+        body = [] if asked is None else [str(asked)]
         logged = self.headers is not None and (self.header_names is None or name in self.header_names)
         if self.headers is None or not logged:
-            return [] if name in BODY else None
-        return self.headers.get(name, [])
+            return body if name in BODY else None
+        return [*body, *self.headers.get(name, [])]
 
 
 @dataclass(frozen=True)
@@ -316,13 +321,13 @@ def _asks(value: Mapping[str, Any]) -> bool:
 
 def _body(value: Mapping[str, Any], names: Sequence[str]) -> tuple[Mapping[str, Any] | None, Any, list[Any]]:
     """The body under the first of these names, the status of HTTP around it, and what has headers."""
-    found = next((value[name] for name in names if value.get(name) is not None), None)
-    headers, status = [value.get("headers")], value.get("status_code")
-    found = _object(found)
+    given = [value[name] for name in names if value.get(name) is not None]
+    objects = [value, *(one for one in map(_object, given) if one)]
+    headers, status = [one.get(name) for one in objects for name in HEADERS], value.get("status_code")
+    found = _object(given[0]) if given else None
     if found and "body" in found:
-        headers.append(found.get("headers"))
         status, found = found.get("status_code", status), _object(found["body"])
-    return found, status, headers
+    return found, status, [*headers, value.get("request_headers")]
 
 
 def _flat(given: Sequence[Any]) -> dict[str, list[str]] | None:
@@ -336,7 +341,9 @@ def _flat(given: Sequence[Any]) -> dict[str, list[str]] | None:
     flat: dict[str, list[str]] = {}
     for headers in given:
         for name, value in _pairs(_parsed(headers)):
-            values = value if isinstance(value, list) else [value]
+            values = (value if isinstance(value, list) else [value]) or [""]
+            if not all(isinstance(one, PLAIN) for one in values):
+                raise BadRowError("unreadable headers")
             flat.setdefault(name.strip().lower(), []).extend(str(one).strip() for one in values)
     return flat
 
@@ -351,13 +358,15 @@ def _names(given: Any) -> Collection[str] | None:
 
 
 def _pairs(headers: Any) -> list[tuple[str, Any]]:
-    if not headers:
+    if headers is None:
         return []
     if isinstance(headers, Mapping):
         return [(str(name), value) for name, value in headers.items()]
     pairs = []
     for one in headers if isinstance(headers, list) else [None]:
-        pair = [one.get("name", one.get("key")), one.get("value")] if isinstance(one, Mapping) else one
+        pair = one
+        if isinstance(one, Mapping) and "value" in one:
+            pair = [one.get("name", one.get("key")), one["value"]]
         if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str)):
             raise BadRowError("unreadable headers")
         pairs.append((pair[0], pair[1]))

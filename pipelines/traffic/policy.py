@@ -8,7 +8,9 @@ import importlib
 import re
 import signal
 import tomllib
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -107,10 +109,10 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 return "no time"
             if exchange.time < now - self.seconds:
                 return "too old"
-        if not all(_allows(exchange.values(name.lower()), list_) for name, list_ in self.allow.items()):
+        if not all(_allows(exchange.values(_named(name)), list_) for name, list_ in self.allow.items()):
             return "not allowed"
         for name, patterns in self.deny.items():
-            values = exchange.values(name.lower())
+            values = exchange.values(_named(name))
             if values is None:
                 return "unknown headers"
             if _denies(values, patterns):
@@ -156,6 +158,10 @@ def _is_stop(error: BaseException) -> bool:
     return stopped or isinstance(error, KeyboardInterrupt)
 
 
+def _named(name: str) -> str:
+    return name.strip().lower()
+
+
 def _allows(values: Sequence[str] | None, patterns: str | Sequence[str]) -> bool:
     """Whether there are values, and one of the patterns matches each."""
     listed = [patterns] if isinstance(patterns, str) else patterns
@@ -165,8 +171,25 @@ def _allows(values: Sequence[str] | None, patterns: str | Sequence[str]) -> bool
 
 
 def _denies(values: Sequence[str], patterns: str | Sequence[str]) -> bool:
-    """Whether one of the patterns matches one of the values, or all of them as a text, in any case."""
+    """Whether one of the patterns matches one of the values, or all of them as a text, in any case and form.
+
+    A value may have others within it, joined by a gateway, and parameters or quotes.
+    """
     listed = [patterns] if isinstance(patterns, str) else patterns
-    parts = [part.strip() for value in values for part in value.split(",")]
-    texts = {*values, *parts, ", ".join(values)} if values else set()
-    return any(fnmatchcase(text.casefold(), one.casefold()) for text in texts for one in listed)
+    meant = [form for value in values for form in _decoded(value)]
+    parts = [part.strip(" \t\"'") for value in meant for part in re.split(r"[,;\r\n]", value)]
+    texts = {_folded(text) for text in (*meant, *parts, ", ".join(values))} if values else set()
+    return any(fnmatchcase(text, _folded(pattern)) for text in texts for pattern in listed)
+
+
+def _decoded(value: str) -> list[str]:
+    """A value, and what it says if it is UTF-8: servers read headers as Latin-1."""
+    with suppress(UnicodeError):
+        return [value, value.encode("latin-1").decode()]
+    return [value]
+
+
+def _folded(text: str) -> str:
+    """A text that is equal for all cases, widths and compositions of its letters; nothing invisible."""
+    same = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
+    return "".join(letter for letter in same if unicodedata.category(letter)[0] != "C").strip()

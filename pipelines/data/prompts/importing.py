@@ -52,7 +52,7 @@ class Choices:
     by_dataset: bool = False  # the same prompt in two datasets is two prompts
     images_only: str = ""  # the family of a target that reads no videos
     media: str = "images"  # the folder beside the file that keeps media of the rows themselves
-    private: bool = False  # of skipped rows, list the reason alone
+    private: bool = False  # list no skipped rows
 
     @property
     def sampling(self) -> dict[str, float | int]:
@@ -139,7 +139,7 @@ def import_rows(
             if job.left:
                 job.read(rows, its_kind)
         skipped_file = out.with_suffix(".skipped.jsonl")
-        _write_skipped(skipped_file, job.skipped, job.sources)
+        _write_skipped(skipped_file, [] if choices.private else job.skipped, job.sources)
         reasons = Counter(entry["reason"] for entry in job.skipped)
         if not (job.made or gate):
             counts = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common()) or "no rows"
@@ -157,8 +157,11 @@ def import_rows(
         }
         prompts = {key: prompt for key, prompt in prompts.items() if key not in outdated}
         for key, (prompt, tie) in job.made.items():
+            earlier = prompts.get(key)
+            if earlier and earlier.time is not None:  # its response is traffic's, and deleted with it
+                continue
             # The split stays; the paths may have changed.
-            split = prompts[key].split if key in prompts else job.sides.of(tie, choices.eval_share)
+            split = earlier.split if earlier else job.sides.of(tie, choices.eval_share)
             prompts[key] = dataclasses.replace(prompt, split=split)
         job.gate.close()
         write(out, prompts.values())
@@ -350,8 +353,7 @@ class _Import:
 
     def _skip(self, row: Row, error: BadRowError) -> None:
         entry = {"source": row.source, "row": row.number, "line": row.line}
-        detail = "" if self.choices.private else error.detail
-        self.skipped.append({**entry, "reason": error.reason, "detail": detail})
+        self.skipped.append({**entry, "reason": error.reason, "detail": error.detail})
         self.gate.skipped(row)
 
     def _take(self, row: Row, talk: Conversation) -> None:

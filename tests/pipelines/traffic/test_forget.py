@@ -1,5 +1,6 @@
 """Deletion by age: nothing of a forgotten request is in any file of the workspace, and the rest is whole."""
 
+import base64
 import os
 import shutil
 import tempfile
@@ -155,8 +156,9 @@ def test_a_page_is_gone_before_what_tells_that_it_must(
     assert not raw(workspace, "Zebedee")
 
 
+@pytest.mark.parametrize("other", ["nothing", "harvest", "prompts", "both"])
 def test_what_a_killed_harvest_left_without_a_prompt_is_deleted(
-    workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str
 ) -> None:
     def killed(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -168,6 +170,11 @@ def test_what_a_killed_harvest_left_without_a_prompt_is_deleted(
             harvest(workspace, [str(log)])
     log.unlink()
     assert raw(workspace, "Dougal")
+    if other in ("prompts", "both"):
+        import_prompts([str(asking(tmp_path, "Dougal", 1))], workspace.prompts)
+    if other in ("harvest", "both"):
+        later = write(tmp_path / "later.jsonl", texts("Ermintrude", NEW))
+        assert harvest(workspace, [str(later)]).kept == 3
     assert forget(workspace, 30 * DAY).responses == 6
     assert not raw(workspace, "Dougal")
     assert raw(workspace, "Florence")
@@ -183,6 +190,49 @@ def texts(word: str, when: float, count: int = 3) -> list[dict[str, Any]]:
         }
         for number in range(count)
     ]
+
+
+def asking(folder: Path, word: str, count: int = 3) -> Path:
+    """A file of the same questions, which is imported and no traffic."""
+    return write(folder / "asking.jsonl", [one["request"] for one in texts(word, OLD, count)])
+
+
+def test_the_response_to_a_prompt_that_is_imported_too_is_deleted(
+    held_out: Workspace, tmp_path: Path
+) -> None:
+    import_prompts([str(asking(tmp_path, "Zebedee"))], held_out.prompts)
+    made = forget(held_out, 30 * DAY)
+    assert (made.responses, made.prompts) == (3, 3)
+    assert not raw(held_out, "Zebedee")
+    assert raw(held_out, "Florence")
+
+
+def test_a_harvested_image_does_not_become_the_one_of_an_import(workspace: Workspace, tmp_path: Path) -> None:
+    image, row = tmp_path / "board.png", {"type": "image", "image": "board.png"}
+    file = tmp_path / "mine.jsonl"
+    for content in (lines("Zebedee", OLD, 0)[1], lines("Florence", NEW, 50)[1]):
+        shown_part, text = content["request"]["messages"][0]["content"]
+        image.write_bytes(base64.b64decode(shown_part["image_url"]["url"].partition(",")[2]))
+        question = {**text, "text": "Is Zebedee on board 1?"}
+        write(file, [{"messages": [{"role": "user", "content": [row, question]}]}])
+        before = len(prompt_table.read(workspace.prompts))
+        import_prompts([str(file)], workspace.prompts)
+    assert len(prompt_table.read(workspace.prompts)) == before + 1
+    assert forget(workspace, 30 * DAY).responses == 3
+    assert len(dataset.keys(workspace.responses)) == 3
+
+
+def test_traffic_does_not_answer_a_prompt_that_was_imported(tmp_path: Path) -> None:
+    here = Workspace.of("demo", tmp_path / "runs")
+    import_prompts([str(asking(tmp_path, "Zebedee"))], here.prompts)
+    log = write(tmp_path / "log.jsonl", [*texts("Zebedee", OLD), *texts("Florence", NEW)])
+    made = harvest(here, [str(log)])
+    assert (made.known, made.kept) == (3, 3)
+    forget(here, 30 * DAY)
+    assert raw(here, "Zebedee") == [str(here.prompts), "prompts"]
+    assert dataset.keys(here.responses) == {
+        one.key for one in prompt_table.read(here.prompts) if one.time is not None
+    }
 
 
 @pytest.fixture
@@ -266,6 +316,29 @@ def test_what_a_running_command_still_reads_is_no_success(held_out: Workspace) -
         assert holding(held_out.root, b"Zebedee") == [str(folder / "prompts")]
     assert forget(held_out, 30 * DAY).prompts == 0
     assert not raw(held_out, "Zebedee")
+
+
+@pytest.mark.parametrize("name", ["prompts.parquet", "responses/part-*", "harvested/*", "features/shards/*"])
+def test_a_link_to_what_would_stay_is_no_success(workspace: Workspace, tmp_path: Path, name: str) -> None:
+    linked = next(workspace.root.glob(name))
+    elsewhere = linked.rename(tmp_path / "elsewhere")
+    linked.symlink_to(elsewhere)
+    with pytest.raises(DataError, match="symbolic link"):
+        forget(workspace, 30 * DAY)
+    linked.unlink()
+    elsewhere.rename(linked)
+    assert forget(workspace, 30 * DAY).prompts == 3
+    assert not raw(workspace, "Zebedee")
+
+
+def test_a_part_may_be_a_link_to_a_folder(workspace: Workspace, tmp_path: Path) -> None:
+    for part in ("responses", "harvested", "features"):
+        (workspace.root / part).rename(tmp_path / part)
+        (workspace.root / part).symlink_to(tmp_path / part)
+    made = forget(workspace, 30 * DAY)
+    assert (made.samples, made.responses, made.media) == (2, 3, 2)
+    assert not raw(workspace, "Zebedee")
+    assert len([*(tmp_path / "harvested").iterdir()]) == 2
 
 
 def test_shards_that_a_killed_process_was_sending_go(

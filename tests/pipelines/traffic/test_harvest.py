@@ -249,6 +249,14 @@ def test_a_redaction_that_ends_as_it_is_imported_is_refused(
         ([["x-list", "b"], ["X-LIST", "No"]], "no", True),
         ({"x-list": "TRUE"}, "true", True),
         ({"x-list": ""}, "*", True),
+        ({"x-list": "b; no=1; no"}, "no", True),
+        ({"x-list": "b\nno"}, "no", True),
+        ({"x-list": '"no"'}, "no ", True),
+        ({"x-list": []}, "*", True),
+        ({"x-list": "Jose\u0301"}, "jos\u00e9", True),
+        ({"x-list": "jos\u00c3\u00a9"}, "jos\u00e9", True),  # UTF-8 that was read as Latin-1
+        ({"x-list": "\uff4e\uff4f"}, "no", True),
+        ({"x-list": "n\u200bo\x00"}, "no", True),
         ({"x-list": ["b", "maybe"]}, "no", False),
         ({}, "*", False),
     ],
@@ -262,8 +270,30 @@ def test_a_deny_list_meets_each_value_in_any_case(
 
 def test_a_header_of_the_gateway_hides_none_of_the_request(workspace: Workspace) -> None:
     inner = {"headers": {"x-list": "yes"}, "body": asked("What?")}
-    line = exchange(0, request=inner, headers={"x-list": "no"})
-    assert taken(workspace, [line], deny={"x-list": "no"}).dropped == {"denied": 1}
+    plain = {**asked("What?"), "user": "bob"}
+    lines = [
+        exchange(0, request=inner, headers={"x-list": "no"}),
+        exchange(1, request={**plain, "headers": {"x-list": "no"}}, headers={}),
+        exchange(2, request={**plain, "extra_headers": {"x-list": "no"}}, headers={}),
+        exchange(3, request=plain, headers={}, request_headers={"x-list": "no"}),
+        exchange(4, request=plain, headers={"user": "ann"}),
+    ]
+    made = taken(workspace, lines, deny={" X-List": "no", "user": "ann"})
+    assert made.dropped == {"denied": len(lines)}
+
+
+@pytest.mark.parametrize(
+    "headers",
+    ["", 0, False, {"x-list": [["no"]]}, {"x-list": {"value": "no"}}, [{"name": "x-list", "values": ["no"]}]],
+)
+def test_headers_of_another_form_are_not_taken_for_none(workspace: Workspace, headers: Any) -> None:
+    made = taken(workspace, [exchange(0, headers=headers)], deny={"x-list": "no"})
+    assert made.dropped == {"unreadable headers": 1}
+
+
+def test_a_user_that_is_no_text_is_unknown(workspace: Workspace) -> None:
+    lines = [exchange(0, request=asked("What?", user=user)) for user in (["ann"], {"id": "ann"})]
+    assert taken(workspace, lines, deny={"user": "ann"}).dropped == {"unknown headers": 2}
 
 
 def test_what_the_log_does_not_tell_is_dropped(workspace: Workspace) -> None:
@@ -543,7 +573,7 @@ def test_what_was_there_before_keeps_its_dataset_and_files_of_earlier_versions_a
     after = {one.key: one for one in prompt_table.read(workspace.prompts)}
     assert replace(after[before.key], split=before.split) == before
     assert len(after) == 2
-    assert before.key in dataset.keys(workspace.responses)
+    assert before.key not in dataset.keys(workspace.responses)  # nothing would say when to delete it
 
 
 def test_a_policy_is_read_from_toml_and_wrong_ones_say_what(tmp_path: Path) -> None:
@@ -598,3 +628,10 @@ def test_the_requests_of_a_batch_are_never_all_in_memory(workspace: Workspace, t
         tracemalloc.stop()
     assert len(found) == 100
     assert min(found) > len(large)
+
+
+def test_of_what_is_dropped_no_list_has_a_line(workspace: Workspace) -> None:
+    broken = "data:image/png;base64,bm8gaW1hZ2U="
+    made = taken(workspace, [exchange(0), exchange(1, request=asked("What is it?", broken))])
+    assert (made.kept, made.dropped) == (1, {"unreadable image": 1})
+    assert not workspace.prompts.with_suffix(".skipped.jsonl").read_text()
