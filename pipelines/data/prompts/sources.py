@@ -171,9 +171,29 @@ def _lines(text: str) -> Iterator[Numbered]:
             yield number, (value, number, problem)
 
 
+class _Decoder(json.JSONDecoder):
+    """Reads JSON, and notes the keys that an object has twice with different values."""
+
+    def __init__(self) -> None:
+        super().__init__(object_pairs_hook=self._object)
+        self._twice: list[str] = []
+
+    def problem(self) -> BadRowError | None:
+        """What is wrong with what was read since the last call."""
+        twice, self._twice = self._twice, []
+        return BadRowError("a key twice", f"'{twice[0]}' has two values") if twice else None
+
+    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        value = dict(pairs)
+        if len(value) < len(pairs):
+            self._twice += [key for key, item in pairs if value[key] != item]
+        return value
+
+
 def _parse(text: str) -> tuple[Any, BadRowError | None]:
+    decoder = _Decoder()
     try:
-        return json.loads(text), None
+        return decoder.decode(text), decoder.problem()
     except json.JSONDecodeError as error:
         where = f"{error.msg} at column {error.colno}: {text[:40].strip()!r}"
     except (ValueError, RecursionError) as error:  # a number of too many digits; nested too deeply
@@ -183,7 +203,7 @@ def _parse(text: str) -> tuple[Any, BadRowError | None]:
 
 def _array(text: str, path: Path) -> Iterator[Numbered]:
     """The items of a JSON array, with the line on which each begins."""
-    decoder, blank = json.JSONDecoder(), re.compile(r"\s*")
+    decoder, blank = _Decoder(), re.compile(r"\s*")
 
     def skip(at: int) -> int:
         match = blank.match(text, at)
@@ -195,7 +215,7 @@ def _array(text: str, path: Path) -> Iterator[Numbered]:
         while text[at : at + 1] != "]":
             number, line, seen = number + 1, line + text.count("\n", seen, at), at
             value, at = decoder.raw_decode(text, at)
-            yield number, (value, line, None)
+            yield number, (value, line, decoder.problem())
             at = skip(at)
             if text[at : at + 1] == ",":
                 at = skip(at + 1)
