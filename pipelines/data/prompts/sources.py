@@ -4,7 +4,9 @@ A bad row is yielded with its problem; a file that cannot be read raises DataErr
 """
 
 import bz2
+import csv
 import gzip
+import io
 import json
 import lzma
 import os
@@ -14,7 +16,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Literal
 
@@ -36,7 +38,9 @@ REFUSED = {  # first bytes of a file -> what it is
     b"ARROW1": "an Arrow file",
 }
 TAR = 257  # offset of the magic bytes of a tar archive
-FILES = (".json", ".jsonl", ".parquet", ".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".csv", ".txt")
+FILES = (".json", ".jsonl", ".parquet", ".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".csv", ".tsv", ".txt")
+SAME = ("id", "key", "__key__")  # columns that two files of a sample may have
+TABLES = {".csv": ",", ".tsv": "\t"}
 ROWS = (".json", ".jsonl", ".parquet")  # of a folder that has images, too
 ROWS_AT_ONCE = 16  # of Parquet: they may hold images
 MOST_BYTES, MOST_NAME = 2**30, 2**20  # of a file in a tar archive, and of its name, which are read whole
@@ -140,7 +144,10 @@ def _file(file: IO[bytes], path: Path) -> Iterator[Row]:
                 f"{path} is neither UTF-8 text nor Parquet ({error.reason} at byte {error.start})"
             ) from None
         text = content.decode("utf-8-sig", "surrogateescape")  # JSON lines, of which some are damaged
-    rows = _array(text, path) if text.lstrip().startswith("[") else _lines(text)
+    if separator := _separator(path.name):
+        rows = _table(text, separator, path)
+    else:
+        rows = _array(text, path) if text.lstrip().startswith("[") else _lines(text)
     return (
         Row(str(path.resolve()), _stem(path), number, value, line, problem)
         for number, (value, line, problem) in rows
@@ -169,6 +176,33 @@ def _lines(text: str) -> Iterator[Numbered]:
                 yield 1, (whole, 1, None)
                 return
             yield number, (value, number, problem)
+
+
+def _separator(name: str) -> str:
+    """What separates the values of a table in text; empty for other files."""
+    endings = Path(name.lower()).suffixes
+    return next((separator for end, separator in TABLES.items() if end in endings), "")
+
+
+def _table(text: str, separator: str, path: Path) -> Iterator[Numbered]:
+    """The rows of a table in text. Values stay as they are: `None`, `NA` and `007` may be answers."""
+    csv.field_size_limit(MOST_BYTES)  # images in base64
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
+    names, number = list[str](), 0
+    try:
+        for values in reader:
+            if not names:
+                names = values
+                if twice := [name for name in names if names.count(name) > 1]:
+                    raise DataError(f"{path} has two columns {twice[0]!r}: rename one")
+            elif values:
+                number += 1
+                problem = None
+                if len(values) > len(names):
+                    problem = BadRowError("too many values", f"{len(values)}, for {len(names)} columns")
+                yield number, (dict(zip(names, values, strict=False)), reader.line_num, problem)
+    except csv.Error as error:
+        raise DataError(f"{path} is no table: {error} at line {reader.line_num}") from None
 
 
 class _Decoder(json.JSONDecoder):
@@ -466,8 +500,13 @@ def _sample(
             if not isinstance(parsed, dict):
                 problem = problem or wrong or BadRowError("not an object", member.name[:200])
                 continue
-            if twice := [name for name in parsed if value.get(name, parsed[name]) != parsed[name]]:
-                detail = f"{member.name[:200]} has another '{twice[0]}' than a file before it"
+            same = SAME if ending == ".json" else parsed.keys()  # a caption may be in both
+            if twice := [
+                name
+                for name in parsed.keys() & value.keys()
+                if name not in same or value[name] != parsed[name]
+            ]:
+                detail = f"{member.name[:200]} has '{twice[0]}', as a file before it"
                 problem = problem or BadRowError("two files of one sample", detail)
             value |= parsed
         else:
@@ -492,21 +531,25 @@ def _shown(files: Collection[str], named: Any) -> list[str]:
     names = named if isinstance(named, list) else [named]
     by_leaf = {PurePosixPath(file).name: file for file in files}
     leaves = [PurePosixPath(name).name for name in names if isinstance(name, str)]
-    if len(leaves) == len(by_leaf) == len(files) and set(leaves) == set(by_leaf):
-        return [by_leaf[leaf] for leaf in leaves]
+    by_ending = {_ending(file): file for file in files}
+    for by_name in (by_leaf, by_ending):
+        if len(leaves) == len(by_name) == len(files) and set(leaves) == set(by_name):
+            return [by_name[leaf] for leaf in leaves]
     second = {file: _ending(file).rpartition(".")[0] for file in files}
     numbers = {file: [int(digits) for digits in re.findall(r"\d+", second[file])] for file in files}
     shown = sorted(files, key=lambda file: numbers[file])
     if len(files) > 1 and len(names) != len(files):
         shown = [file for file in shown if not second[file] or numbers[file]]
-    return shown
+    has_order = all(numbers[file] != numbers[after] for file, after in pairwise(shown))
+    return shown if has_order else []
 
 
 def _own_files(folder: Path, split: str) -> list[Path]:
     """The files that hold the rows of a local dataset and are read here; none if `datasets` reads it.
 
     `datasets` takes a folder with more images than JSON files for one of images alone. In a column of values
-    of several types it reads text that looks like JSON as what that text says.
+    of several types it reads text that looks like JSON as what that text says, and in a CSV file it takes
+    `None` and `NA` for no value.
     """
     import datasets
     from datasets.data_files import DataFilesDict, get_data_patterns
@@ -519,7 +562,7 @@ def _own_files(folder: Path, split: str) -> list[Path]:
         root = str(folder.resolve())
         patterns = get_data_patterns(root)
         by_split = DataFilesDict.from_patterns(patterns, root, allowed_extensions=[*ROWS])
-    elif builder.name == "json" and builder.config.field is None:
+    elif _is_plain(builder.config) and builder.name in ("json", "csv"):
         by_split = builder.config.data_files
     else:
         return []
@@ -529,6 +572,13 @@ def _own_files(folder: Path, split: str) -> list[Path]:
     if not files and (csv := next((name for name in names if name.lower().endswith(".csv")), "")):
         raise DataError(f"it has images and {csv}: move that into a folder of its own, and give --images")
     return [Path(file) for file in files]
+
+
+def _is_plain(config: Any) -> bool:
+    """Whether a folder does not say how `datasets` shall read its JSON or CSV files."""
+    settings, usual = vars(config), vars(type(config)())
+    where = {"name", "version", "data_dir", "data_files", "description", "sep"}
+    return all(settings[name] == usual[name] for name in settings.keys() & usual.keys() - where)
 
 
 def _dataset(source: str) -> Iterator[Row]:

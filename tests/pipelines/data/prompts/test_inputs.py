@@ -263,6 +263,30 @@ def test_a_key_with_two_values_is_refused(tmp_path: Path, out: Path, lines: bool
     assert (summary.added, summary.skipped) == (1, {"a key twice": 1})
 
 
+@pytest.mark.parametrize("folder", [True, False])
+@pytest.mark.parametrize(("name", "separator"), [("rows.csv", ","), ("rows.tsv", "\t")])
+def test_values_of_a_table_stay_as_they_are(
+    tmp_path: Path, out: Path, folder: bool, name: str, separator: str
+) -> None:
+    rows = [["question", "hint", "A", "B", "C"], ["Which?", "N/A", "1", "007", "None"]]
+    rows += [["Whose?", "", "1.50", "null", '"two\nlines"']]
+    source = tmp_path / "set" / name
+    source.parent.mkdir()
+    source.write_bytes("\r\n".join(map(separator.join, rows)).encode("utf-8-sig"))
+    assert import_prompts([str(source.parent if folder else source)], out).added == 2
+    asked = ["Which?\nN/A\nA. 1\nB. 007\nC. None", "Whose?\nA. 1.50\nB. null\nC. two\nlines"]
+    assert [text for prompt in read(out) for _, text in texts(prompt)] == asked
+
+
+@pytest.mark.parametrize(
+    "text", ["question,question\nWho?,Which?\n", 'question\n"Who?\n', 'question\n"a"b\n']
+)
+def test_a_broken_table_is_refused(tmp_path: Path, out: Path, text: str) -> None:
+    (tmp_path / "rows.csv").write_text(text)
+    with pytest.raises(DataError, match=r"rows\.csv"):
+        import_prompts([str(tmp_path / "rows.csv")], out)
+
+
 @pytest.mark.parametrize("ask", [None, "Describe the image."])
 def test_a_conversation_may_be_lists_of_its_keys(tmp_path: Path, out: Path, ask: str | None) -> None:
     talk = {"from": ["human", "gpt"], "value": ["<image>\nWhat is this?", "A wall."]}
