@@ -5,7 +5,9 @@ The caller chooses the frames: it gets their number and rate, and `read` decodes
 Shapes: F frames, H height, W width, C colors (red, green, blue).
 """
 
+import math
 import re
+import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -263,6 +265,21 @@ def _rate(packets: Sequence[tuple[int | None, ...]], tick: Any, header: float | 
     return len(packets) / seconds
 
 
+def _matrix(av: Any, frame: Any) -> tuple[int, ...]:
+    """How a frame is displayed: the matrix of ISO/IEC 14496-12, 6.2.2, by rows."""
+    data = frame.side_data.get(av.sidedata.sidedata.Type.DISPLAYMATRIX)
+    return struct.unpack("9i", bytes(data)) if data else (1, 0, 0, 0, 1, 0, 0, 0, 1)
+
+
+def _turned(frame_HWC: Array, matrix: Sequence[int]) -> Array:
+    """A frame upright, and mirrored where its matrix says so."""
+    right, down = matrix[:2], matrix[3:5]  # where steps to the right and down lead on the display
+    if right[0] * down[1] < right[1] * down[0]:
+        frame_HWC, right = frame_HWC[:, ::-1], (-right[0], -right[1])
+    clockwise = math.degrees(math.atan2(right[1], right[0]))
+    return np.rot90(frame_HWC, -round(clockwise / 90))
+
+
 def _decode(av: Any, path: Path, index: int, indices: Sequence[int]) -> tuple[Array, int]:
     """The frames of a stream at these indices, each once, in order and upright, and how many were decoded."""
     wanted, seen = set(indices), 0
@@ -275,8 +292,7 @@ def _decode(av: Any, path: Path, index: int, indices: Sequence[int]) -> tuple[Ar
             for frame in container.decode(stream):
                 seen += 1
                 if seen - 1 in wanted:
-                    # Both angles are counterclockwise.
-                    yield np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))
+                    yield _turned(frame.to_ndarray(format="rgb24"), _matrix(av, frame))
                 if seen > max(wanted, default=0):
                     break
 

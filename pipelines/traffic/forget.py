@@ -55,9 +55,9 @@ class Forgotten:
 def forget(workspace: Workspace, older_than: float, *, dry_run: bool = False) -> Forgotten:
     """Delete the traffic that was asked more than so many seconds ago, from the whole workspace.
 
-    DataError if another run is writing to it, or still reads prompts, if it has links, whose files would stay,
-    or if the clock is far beyond the newest file: the same deletion again is done. StoreError if the store is
-    damaged or being written to.
+    DataError if another run is writing to it, or still reads prompts; if it has links, whose files would
+    stay; or if the clock is far beyond the newest file: the same deletion again is done. StoreError if the
+    store is damaged or being written to.
     """
     _require_no_links(workspace)
     before = _now(workspace, dry_run) - older_than

@@ -6,6 +6,7 @@ The question includes all text that belongs to it: Alpaca's `input`, a `context`
 import re
 import string
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 
 from vlmdistill.pipelines.media.resolver import BadRowError
@@ -31,12 +32,14 @@ def turns_of(row: Mapping[str, Any]) -> tuple[list[Turn], set[str]] | None:
     question = max(questions.values(), key=len)
     if any(text.strip() not in question for text in questions.values()):
         raise BadRowError("several questions", f"in the columns {', '.join(questions)}: keep one of them")
-    more, choices = _texts(row, MORE), _choices(row)
+    more, choices = _values(row, MORE), _choices(row)
     lines = [text for text in more.values() if not _has(question, rf"^(\w[\w ]*:)?\s*{_exactly(text)}\s*$")]
     shown = (rf"\b{letter}[.):\]]\s*{_exactly(choice)}(?!\w)" for letter, choice in choices.items())
     if not all(_has(question, pattern) for pattern in shown):
         lines += [f"{letter}. {choice}" for letter, choice in choices.items()]
-    history = [pair for pair in _list(row.get("history")) if _pair(pair)]
+    history = _list(row.get("history"))
+    if not all(map(_pair, history)):
+        raise BadRowError("history", "give it as pairs of texts: a question and its response")
     turns = [turn for pair in history for turn in _round(*pair)]
     reference = next((row[name] for name in REFERENCES if row.get(name)), None)
     turns += _round("\n".join([question, *lines]), reference)
@@ -56,6 +59,17 @@ def _texts(row: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, str]:
     return {name: text for name, text in found.items() if isinstance(text, str) and text.strip()}
 
 
+def _values(row: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, str]:
+    """The columns of these names that hold text, or a number, which readers of CSV files make of digits."""
+    return _texts({name: _written(row.get(name)) for name in names}, names)
+
+
+def _written(value: Any) -> Any:
+    """A number or a truth value as text; NaN, which means that there is none, and all else as it is."""
+    is_number = isinstance(value, bool | int | float | Decimal) and value == value
+    return str(value) if is_number else value
+
+
 def _exactly(text: str) -> str:
     return re.escape(text.strip())
 
@@ -73,11 +87,12 @@ def lettered(choices: Sequence[str]) -> dict[str, str]:
 
 def _choices(row: Mapping[str, Any]) -> dict[str, str]:
     """The choices of a row by their letters: a list of texts, or a column for each letter."""
-    listed: list[Any] = next((row[name] for name in CHOICES if _list(row.get(name))), [])
+    given: list[Any] = next((row[name] for name in CHOICES if _list(row.get(name))), [])
+    listed = [_written(choice) for choice in given]
     if listed and all(isinstance(choice, str) for choice in listed):
         named = lettered(listed)
         return {letter: re.sub(rf"^\(?{letter}[.):]\s+", "", choice) for letter, choice in named.items()}
-    found = _texts(row, tuple(LETTERS))
+    found = _values(row, tuple(LETTERS))
     return found if "A" in found else {}  # else a column that happens to have such a name
 
 

@@ -61,7 +61,7 @@ def detect(source: str, wanted: Format = "auto", ask: str | None = None) -> Form
         return wanted
     if path.is_dir():
         return "hf"
-    first, images, problem = None, False, None
+    first, images, problem, texts = None, False, None, False
     for row in sources.read(source):
         first = first or row
         if not isinstance(row.value, Mapping):
@@ -74,10 +74,15 @@ def detect(source: str, wanted: Format = "auto", ask: str | None = None) -> Form
             continue
         pictured = value.keys() & {name for names in FILES.values() for name in names}
         images |= bool(pictured)
+        if given is not None and (pictured or name == "messages"):
+            return "chat" if name == "messages" else "llava"
+        texts |= given is not None  # ShareGPT, unless a later row has images
         if given is not None:
-            return "chat" if name == "messages" else "llava" if pictured else "sharegpt"
+            continue
         if value.keys() & {*columns.QUESTIONS, *columns.MORE[:1]} or (ask and pictured):
-            return "hf"
+            return "sharegpt" if texts else "hf"
+    if texts:
+        return "sharegpt"
     if problem:
         raise DataError(f"{source}: {first}: {problem}")
     if images:
@@ -167,10 +172,14 @@ def _turns(value: Mapping[str, Any]) -> tuple[str, list[Any] | None]:
 
 
 def _decoded(name: str, value: Any) -> Any:
-    """The turns that JSON text in a column stands for; any other value as it is.
+    """The turns that JSON text or a list for each key stands for; any other value as it is.
+
+    `datasets` writes a sequence of objects as one object of lists.
 
     BadRowError if text in the place of turns looks like them, and is no JSON.
     """
+    if isinstance(value, Mapping) and value.keys() & SPEAKERS:
+        return _transposed(value)
     if not (isinstance(value, str) and re.match(r"\s*\[\s*\{", value)):
         return value
     try:
@@ -182,6 +191,15 @@ def _decoded(name: str, value: Any) -> Any:
             return value
         detail = f"the column {name} is text that is not JSON ({one_line(error)}): write it as JSON"
         raise BadRowError("conversation is text", detail) from None
+
+
+def _transposed(lists: Mapping[str, Any]) -> Any:
+    """The objects of an object of lists; any other value as it is."""
+    if not all(isinstance(items, list) for items in lists.values()):
+        return lists
+    if len({len(items) for items in lists.values()}) > 1:
+        raise BadRowError("conversation of lists", f"the lists of {', '.join(lists)} differ in length")
+    return [dict(zip(lists, items, strict=True)) for items in zip(*lists.values(), strict=True)]
 
 
 def _spread(item: Any) -> list[Any]:
@@ -200,6 +218,8 @@ def _ordered(messages: list[Message], unread: tuple[str, ...]) -> Conversation:
     if system and messages[: len(system)] != system:
         raise BadRowError("late system turn")
     first = next(index for index, message in enumerate(spoken) if message["role"] == "user")
+    if any(part["type"] in FILES for message in spoken[:first] for part in message["content"]):
+        raise BadRowError("image before the first question", "the assistant shows it: give it to a user")
     kept = spoken[first:]
     for before, after in pairwise(kept):
         if before["role"] == after["role"]:
@@ -219,14 +239,15 @@ class _MediaOfRow:
         self.given = {what: _listed(value.get(name) or []) for what, name in found.items()}
         self.placed: Counter[str] = Counter()  # by tags, and by parts without an index
         self.indexed = {what: set[int]() for what in FILES}
-        self.tagged = kind == "llava" or any(self.given.values())  # else <image> is ordinary text
+        named = any(name in value for names in FILES.values() for name in names)  # maybe null
+        self.tagged = kind == "llava" or named  # else <image> is ordinary text
         self.columns = {*found.values(), *(SAMPLING if self.given["video"] else ())}
         self.unread: list[str] = []  # keys of parts
 
     def of_part(self, what: str, part: Mapping[str, Any]) -> Media:
         """The image or video of a part without a path: the one of its index, else the next."""
-        index = part.get("index")
-        if not isinstance(index, int):
+        index = _index(part.get("index"), what)
+        if index is None:
             return self.next(what)
         if self.placed[what]:
             raise _half_indexed(what)
@@ -277,6 +298,18 @@ class _MediaOfRow:
                 counts = f"{shown} <{what}> in the text, {len(given)} given"
                 raise BadRowError(f"{what} count", counts)
         return parts
+
+
+def _index(value: Any, what: str) -> int | None:
+    """The index in a part; None if it has none. Columns with nulls hold numbers as 1.0, others as text."""
+    if value is None or value == "" or value != value:  # NaN
+        return None
+    try:
+        if not isinstance(value, bool) and float(value) == int(float(value)):
+            return int(float(value))
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise BadRowError(f"{what} count", f"the index of a part is {str(value)[:40]!r}: give a number from 0")
 
 
 def _half_indexed(what: str) -> BadRowError:
@@ -336,7 +369,7 @@ def _message(turn: Any, media: _MediaOfRow) -> Message:
         media = own
     parts: list[dict[str, Any]] = []
     for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
-        parts += _parts(part, media)
+        parts += _parts(part, media, tagged=media.tagged and ROLES[role] != "assistant")
     if media is own:
         parts = own.untagged() + parts
         outer.unread += own.unread
@@ -359,8 +392,11 @@ def _parts_of_text(content: Any) -> Any:
     return parts if kinds and all(kind in ("text", *FILES) for kind in kinds) else content
 
 
-def _parts(part: Any, media: _MediaOfRow) -> list[dict[str, Any]]:
-    """The parts of one content item: several if its text has <image> tags."""
+def _parts(part: Any, media: _MediaOfRow, tagged: bool) -> list[dict[str, Any]]:
+    """The parts of one content item: several if its text is `tagged` and has <image> tags.
+
+    A response writes <image>, and shows none.
+    """
     if isinstance(part, str):
         part = {"type": "text", "text": part}
     kind = ""
@@ -378,7 +414,7 @@ def _parts(part: Any, media: _MediaOfRow) -> list[dict[str, Any]]:
         if position := lone_surrogate(text):
             raise BadRowError("text is not Unicode", f"unpaired surrogate at character {position}")
         made: list[dict[str, Any]] = []
-        for index, piece in enumerate(TAG.split(text) if media.tagged else [text]):
+        for index, piece in enumerate(TAG.split(text) if tagged else [text]):
             if index % 2:
                 made.append(media.tag(piece))
             elif piece.strip():

@@ -40,10 +40,30 @@ def rows_of(file: IO[bytes], path: Path) -> Iterator[Numbered]:
     yield from _lines(file, path, is_json=first == b"{")
 
 
+class Decoder(json.JSONDecoder):
+    """Reads JSON, and notes the keys that an object has twice with different values."""
+
+    def __init__(self) -> None:
+        super().__init__(object_pairs_hook=self._object)
+        self._twice: list[str] = []
+
+    def problem(self) -> BadRowError | None:
+        """What is wrong with what was read since the last call."""
+        twice, self._twice = self._twice, []
+        return BadRowError("a key twice", f"'{twice[0]}' has two values") if twice else None
+
+    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        value = dict(pairs)
+        if len(value) < len(pairs):
+            self._twice += [key for key, item in pairs if value[key] != item]
+        return value
+
+
 def parse(text: str) -> tuple[Any, BadRowError | None]:
     """The value of JSON text, or what is wrong with it."""
+    decoder = Decoder()
     try:
-        return json.loads(text), None
+        return decoder.decode(text), decoder.problem()
     except json.JSONDecodeError as error:
         where = f"{error.msg} at column {error.colno}: {text[:40].strip()!r}"
     except (ValueError, RecursionError) as error:  # a number of too many digits; nested too deeply
@@ -130,7 +150,7 @@ class _Array:
     _decode: codecs.IncrementalDecoder = field(
         default_factory=lambda: codecs.getincrementaldecoder("utf-8-sig")()
     )
-    _json: json.JSONDecoder = field(default_factory=json.JSONDecoder)
+    _json: Decoder = field(default_factory=Decoder)
 
     def items(self) -> Iterator[Numbered]:
         """The items, with the line on which each begins."""
@@ -141,7 +161,7 @@ class _Array:
             while self._next_character() != "]":
                 number += 1
                 line = self._line_at(self._at)
-                yield number, (self._item(), line, None)
+                yield number, (self._item(), line, self._json.problem())
                 if self._next_character() == ",":
                     self._at += 1
             self._at += 1
@@ -155,6 +175,7 @@ class _Array:
     def _item(self) -> Any:
         """The item at this place: it ends before a comma or bracket, since `12` may go on as `123`."""
         while True:
+            self._json.problem()  # of an item whose text was not complete
             try:
                 value, end = self._json.raw_decode(self._text, self._at)
                 end = _past_blanks(self._text, end)

@@ -14,11 +14,12 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Literal
 
 from vlmdistill.pipelines.data.prompts.json_rows import parse, rows_of
+from vlmdistill.pipelines.data.prompts.text_tables import separator_of, table_rows
 from vlmdistill.pipelines.media.images import KINDS, kind_of
 from vlmdistill.pipelines.media.resolver import BadRowError
 from vlmdistill.stores.errors import DataError, lone_surrogate, one_line
@@ -38,7 +39,8 @@ REFUSED = {  # first bytes of a file -> what it is
     b"ARROW1": "an Arrow file",
 }
 TAR = 257  # offset of the magic bytes of a tar archive
-FILES = (".json", ".jsonl", ".parquet", ".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".csv", ".txt")
+FILES = (".json", ".jsonl", ".parquet", ".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".csv", ".tsv", ".txt")
+SAME = ("id", "key", "__key__")  # columns that two files of a sample may have
 ROWS = (".json", ".jsonl", ".parquet")  # of a folder that has images, too
 ROWS_AT_ONCE = 16  # of Parquet: they may hold images
 MOST_BYTES, MOST_NAME = 2**30, 2**20  # of a file in a tar archive, and of its name, which are read whole
@@ -143,9 +145,13 @@ def _file(file: IO[bytes], path: Path) -> Iterator[Row]:
         )
     if start.startswith(PARQUET):
         return _parquet(file, path)
+    if separator := separator_of(path.name):
+        rows = table_rows(file, separator, path)
+    else:
+        rows = rows_of(file, path)
     return (
         Row(str(path.resolve()), _stem(path), number, value, line, problem)
-        for number, (value, line, problem) in rows_of(file, path)
+        for number, (value, line, problem) in rows
     )
 
 
@@ -394,8 +400,13 @@ def _sample(
             if not isinstance(parsed, dict):
                 problem = problem or wrong or BadRowError("not an object", member.name[:200])
                 continue
-            if twice := [name for name in parsed if value.get(name, parsed[name]) != parsed[name]]:
-                detail = f"{member.name[:200]} has another '{twice[0]}' than a file before it"
+            same = SAME if ending == ".json" else parsed.keys()  # a caption may be in both
+            if twice := [
+                name
+                for name in parsed.keys() & value.keys()
+                if name not in same or value[name] != parsed[name]
+            ]:
+                detail = f"{member.name[:200]} has '{twice[0]}', as a file before it"
                 problem = problem or BadRowError("two files of one sample", detail)
             value |= parsed
         else:
@@ -420,21 +431,25 @@ def _shown(files: Collection[str], named: Any) -> list[str]:
     names = named if isinstance(named, list) else [named]
     by_leaf = {PurePosixPath(file).name: file for file in files}
     leaves = [PurePosixPath(name).name for name in names if isinstance(name, str)]
-    if len(leaves) == len(by_leaf) == len(files) and set(leaves) == set(by_leaf):
-        return [by_leaf[leaf] for leaf in leaves]
+    by_ending = {_ending(file): file for file in files}
+    for by_name in (by_leaf, by_ending):
+        if len(leaves) == len(by_name) == len(files) and set(leaves) == set(by_name):
+            return [by_name[leaf] for leaf in leaves]
     second = {file: _ending(file).rpartition(".")[0] for file in files}
     numbers = {file: [int(digits) for digits in re.findall(r"\d+", second[file])] for file in files}
     shown = sorted(files, key=lambda file: numbers[file])
     if len(files) > 1 and len(names) != len(files):
         shown = [file for file in shown if not second[file] or numbers[file]]
-    return shown
+    has_order = all(numbers[file] != numbers[after] for file, after in pairwise(shown))
+    return shown if has_order else []
 
 
 def _own_files(folder: Path, split: str) -> list[Path]:
     """The files that hold the rows of a local dataset and are read here; none if `datasets` reads it.
 
     `datasets` takes a folder with more images than JSON files for one of images alone. In a column of values
-    of several types it reads text that looks like JSON as what that text says.
+    of several types it reads text that looks like JSON as what that text says, and in a CSV file it takes
+    `None` and `NA` for no value.
     """
     import datasets
     from datasets.data_files import DataFilesDict, get_data_patterns
@@ -447,7 +462,7 @@ def _own_files(folder: Path, split: str) -> list[Path]:
         root = str(folder.resolve())
         patterns = get_data_patterns(root)
         by_split = DataFilesDict.from_patterns(patterns, root, allowed_extensions=[*ROWS])
-    elif builder.name == "json" and builder.config.field is None:
+    elif _is_plain(builder.config) and builder.name in ("json", "csv"):
         by_split = builder.config.data_files
     else:
         return []
@@ -457,6 +472,13 @@ def _own_files(folder: Path, split: str) -> list[Path]:
     if not files and (csv := next((name for name in names if name.lower().endswith(".csv")), "")):
         raise DataError(f"it has images and {csv}: move that into a folder of its own, and give --images")
     return [Path(file) for file in files]
+
+
+def _is_plain(config: Any) -> bool:
+    """Whether a folder does not say how `datasets` shall read its JSON or CSV files."""
+    settings, usual = vars(config), vars(type(config)())
+    where = {"name", "version", "data_dir", "data_files", "description", "sep"}
+    return all(settings[name] == usual[name] for name in settings.keys() & usual.keys() - where)
 
 
 def _dataset(source: str) -> Iterator[Row]:

@@ -88,6 +88,28 @@ def test_a_film_held_sideways_is_turned_upright(tmp_path: Path) -> None:
         assert np.abs(frames.read(path, every(1)).frames_FHWC - upright).mean() < 10
 
 
+@pytest.mark.parametrize(
+    ("matrix", "displayed"),
+    [
+        ((-1, 0, 0, 1), MOVING[:, :, ::-1]),
+        ((1, 0, 0, -1), MOVING[:, ::-1]),
+        ((0, 1, 1, 0), MOVING.transpose(0, 2, 1, 3)),
+        ((0, -1, -1, 0), MOVING[:, ::-1, ::-1].transpose(0, 2, 1, 3)),
+    ],
+)
+def test_a_mirrored_film_is_shown_as_players_show_it(
+    tmp_path: Path, matrix: tuple[int, ...], displayed: np.ndarray[Any, Any]
+) -> None:
+    path = tiny.film(tmp_path / "a.mp4", MOVING)
+    content = bytearray(path.read_bytes())
+    at = content.index(b"tkhd") + 44  # the matrix of the first version of this box
+    right, down = ([number << 16 for number in pair] for pair in (matrix[:2], matrix[2:]))
+    content[at : at + 36] = struct.pack(">9i", *right, 0, *down, 0, 0, 0, 1 << 30)
+    path.write_bytes(content)
+    shown = frames.read(path, every(1)).frames_FHWC
+    assert np.abs(shown - displayed.astype(int)).mean() < 10
+
+
 def boxed(kind: bytes, content: bytes) -> bytes:
     """A box of an MP4 file."""
     return struct.pack(">I4s", 8 + len(content), kind) + content

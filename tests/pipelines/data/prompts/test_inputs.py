@@ -106,7 +106,10 @@ def shown(number: int | None, text: str) -> list[dict[str, Any]]:
         ((0, 1), ["1.jpg", "2.jpg"]),
         ((1, 0), ["2.jpg", "1.jpg"]),
         ((1, 0, 1), ["2.jpg", "1.jpg", "2.jpg"]),
+        ((1.0, 0.0), ["2.jpg", "1.jpg"]),
+        (("1", "0"), ["2.jpg", "1.jpg"]),
         ((None, None), ["1.jpg", "2.jpg"]),
+        ((math.nan, math.nan), ["1.jpg", "2.jpg"]),
     ],
 )
 def test_a_part_shows_the_image_of_its_index(out: Path, indices: Any, names: list[str]) -> None:
@@ -116,7 +119,9 @@ def test_a_part_shows_the_image_of_its_index(out: Path, indices: Any, names: lis
     assert [Path(path).name for path in one(out, row).files] == names
 
 
-@pytest.mark.parametrize("indices", [(0, 2), (0, -1), (0, None), (None, 1), (0,), (0, 0)])
+@pytest.mark.parametrize(
+    "indices", [(0, 2), (0, -1), (0, None), (None, 1), (0,), (0, 0), (0, "b"), (True, False), (0.5, 1)]
+)
 def test_images_that_no_index_or_two_say_are_refused(out: Path, indices: Any) -> None:
     content = [part for index in indices for part in shown(index, "Is this blue?")]
     row = {"images": ["1.jpg", "1.jpg"], "messages": [{"role": "user", "content": content}]}
@@ -201,6 +206,10 @@ def test_a_list_of_frames_is_refused_and_a_size_is_counted(out: Path) -> None:
         ({"input": "Who are you?", "output": "Me."}, "Who are you?"),
         ({"question": "Who?", "context": "A king.", "answer": "He."}, "Who?\nA king."),
         ({"question": "Which?", "choices": ["1", "2"], "hint": "Odd."}, "Which?\nOdd.\nA. 1\nB. 2"),
+        ({"question": "Which?", "choices": [1, 2.5, False]}, "Which?\nA. 1\nB. 2.5\nC. False"),
+        ({"question": "Which?", "A": 1, "B": "two", "C": 3}, "Which?\nA. 1\nB. two\nC. 3"),
+        ({"instruction": "Square it.", "input": 12}, "Square it.\n12"),
+        ({"question": "Which?", "hint": math.nan}, "Which?"),
         ({"question": "Which?", "A": "one", "B": "two", "answer": "B"}, "Which?\nA. one\nB. two"),
         ({"question": "Is it (A) one or (B) two?", "options": ["one", "two"]}, "Is it (A) one or (B) two?"),
         ({"question": "Who?", "query": "Answer shortly: Who?"}, "Answer shortly: Who?"),
@@ -216,6 +225,77 @@ def test_columns_before_the_question_are_asked(out: Path) -> None:
     roles = [role for role, _ in texts(read(out)[-1])]
     assert roles == ["system", "user", "assistant", "user", "assistant", "user"]
     assert texts(read(out)[-1])[-1][1] == "Summarise the text.\nOnce upon a time."
+
+
+@pytest.mark.parametrize("history", [[["Hello", "Hi"], ["Well?", None]], [{"user": "Hello"}], ["Hello"]])
+def test_earlier_turns_that_are_no_pairs_are_not_left_out(out: Path, history: Any) -> None:
+    assert refused(out, {**ALPACA, "history": history})[0] == "history"
+
+
+def test_a_tag_in_a_response_is_text(out: Path) -> None:
+    prompt = one(out, said("What is this?", "An <image> tag.", image="1.jpg"))
+    assert [part["type"] for part in prompt.messages[0]["content"]] == ["image", "text"]
+    assert prompt.reference == "An <image> tag."
+    later = one(out.with_name("later"), said("One?", "Yes.", "<image> Two?", image="1.jpg"), turns="last")
+    assert [part["type"] for part in later.messages[-1]["content"]] == ["image", "text"]
+
+
+def test_a_response_before_the_first_question_does_not_take_an_image_along(out: Path) -> None:
+    shown = {"role": "assistant", "content": [{"type": "image", "image": "1.jpg"}, "Look!"]}
+    asked = {"role": "user", "content": "What is this?"}
+    assert refused(out, {"messages": [shown, asked]})[0] == "image before the first question"
+
+
+@pytest.mark.parametrize("lost", [{}, {"image": None}])
+def test_a_row_that_lost_its_image_is_no_text_row(out: Path, lost: dict[str, Any]) -> None:
+    """Whichever row is the first of the file."""
+    text, picture = said("Hello?", "Hi."), said("<image>\nWhat is this?", "A wall.", image="1.jpg")
+    summary = imported(out, text, said("<image>\nWhat is that?", "A door.", **lost), picture)
+    assert (summary.added, summary.skipped) == (2, {"image count": 1})
+
+
+@pytest.mark.parametrize("lines", [True, False])
+def test_a_key_with_two_values_is_refused(tmp_path: Path, out: Path, lines: bool) -> None:
+    rows = ['{"question": "Who?", "id": {"a": 1, "a": 2}}', '{"question": "Which?", "question": "Which?"}']
+    source = tmp_path / "rows.json"
+    source.write_text("\n".join(rows) if lines else f"[{','.join(rows)}]")
+    summary = import_prompts([str(source)], out)
+    assert (summary.added, summary.skipped) == (1, {"a key twice": 1})
+
+
+@pytest.mark.parametrize("folder", [True, False])
+@pytest.mark.parametrize(("name", "separator"), [("rows.csv", ","), ("rows.tsv", "\t")])
+def test_values_of_a_table_stay_as_they_are(
+    tmp_path: Path, out: Path, folder: bool, name: str, separator: str
+) -> None:
+    rows = [["question", "hint", "A", "B", "C"], ["Which?", "N/A", "1", "007", "None"]]
+    rows += [["Whose?", "", "1.50", "null", '"two\nlines"']]
+    source = tmp_path / "set" / name
+    source.parent.mkdir()
+    source.write_bytes("\r\n".join(map(separator.join, rows)).encode("utf-8-sig"))
+    assert import_prompts([str(source.parent if folder else source)], out).added == 2
+    asked = ["Which?\nN/A\nA. 1\nB. 007\nC. None", "Whose?\nA. 1.50\nB. null\nC. two\nlines"]
+    assert [text for prompt in read(out) for _, text in texts(prompt)] == asked
+
+
+@pytest.mark.parametrize(
+    "text", ["question,question\nWho?,Which?\n", 'question\n"Who?\n', 'question\n"a"b\n']
+)
+def test_a_broken_table_is_refused(tmp_path: Path, out: Path, text: str) -> None:
+    (tmp_path / "rows.csv").write_text(text)
+    with pytest.raises(DataError, match=r"rows\.csv"):
+        import_prompts([str(tmp_path / "rows.csv")], out)
+
+
+@pytest.mark.parametrize("ask", [None, "Describe the image."])
+def test_a_conversation_may_be_lists_of_its_keys(tmp_path: Path, out: Path, ask: str | None) -> None:
+    talk = {"from": ["human", "gpt"], "value": ["<image>\nWhat is this?", "A wall."]}
+    rows = [{"image": "1.jpg", "conversations": talk}]
+    summary = import_prompts([str(packed(tmp_path, "a.parquet", rows))], out, choices=Choices(ask=ask))
+    assert (summary.added, summary.unread_columns) == (1, {})
+    assert [part.get("text") for part in read(out)[0].messages[0]["content"]] == [None, "What is this?"]
+    talk["value"].pop()
+    assert refused(out, rows[0])[0] == "conversation of lists"
 
 
 def test_a_system_column_is_the_system_prompt_unless_there_is_one(out: Path) -> None:

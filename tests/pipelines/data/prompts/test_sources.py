@@ -265,9 +265,11 @@ def test_two_files_of_a_sample_do_not_replace_each_other(tmp_path: Path, out: Pa
         ("1.json", {**asked(3), "caption": "A wall."}),
         ("1.txt", b"A wall."),
         ("1.more.json", {"id": "7"}),
+        ("2.1.json", asked(4)),  # of two photos, 2.1.jpg and 2.2.jpg
+        ("2.2.json", asked(4)),
     )
     summary = import_prompts([source], out)
-    assert (summary.added, sum(summary.skipped.values())) == (1, 1)
+    assert (summary.added, sum(summary.skipped.values())) == (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -280,6 +282,9 @@ def test_two_files_of_a_sample_do_not_replace_each_other(tmp_path: Path, out: Pa
         (("0.10.png", "0.2.png"), None, [BLUE, RED]),
         (("0.before.png", "0.after.png"), ["x/before.png", "x/after.png"], [RED, BLUE]),
         (("0.after.png", "0.before.png"), ["0.before.png", "0.after.png"], [BLUE, RED]),
+        (("0.before.png", "0.after.png"), ["x/after.png", "x/before.png"], [BLUE, RED]),
+        (("0.before.png", "0.after.png"), ["x/b.png", "x/a.png"], None),
+        (("0.png", "0.jpg.png"), ["x/b.png", "x/a.png"], None),
         (("0.rgb.png", "0.seg.png"), None, None),
     ],
 )
