@@ -24,16 +24,18 @@ NEEDED: Final[dict[str, Callable[[Evaluation], Any]]] = {
     "target": lambda one: one.target.fingerprint,
     "prompts": lambda one: sorted(one.keys),
     "max new tokens": lambda one: one.max_new_tokens,
+    "thinking": lambda one: one.thinking,
 }
 """What must be equal to compare counts."""
 NEEDED_FOR_TIMES: Final[tuple[str, ...]] = ("hardware", "dtype", "threads", "attention", "compiled")
 FACTS: Final[dict[str, Callable[[Evaluation], str]]] = {
-    **CONDITIONS,
+    **{name: value for name, value in CONDITIONS.items() if name not in PACKAGES},
     "seed": lambda one: str(one.seed),
     "drafter": lambda one: one.drafter,
     "tree": lambda one: one.tree,
     "parameters": lambda one: str(one.parameters),
     "training": lambda one: _training(one),
+    "weights": lambda one: one.weights or "not recorded",
     "software": lambda one: "recorded" if one.software else "not recorded",
 }
 """What is said if it differs, with what both recorded of their software."""

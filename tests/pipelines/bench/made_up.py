@@ -13,6 +13,7 @@ from vlmdistill.pipelines.bench.records import (
     Check,
     Decoding,
     Evaluation,
+    Leak,
     Measurement,
     Phases,
     PromptResult,
@@ -124,6 +125,7 @@ def evaluation(name: str = "sparrow", /, *temperatures: Measurement, **changes: 
         "seed": 0,
         "measured": "2026-01-02 03:04:05",
         "temperatures": temperatures or (measured(0.0), measured(1.0)),
+        "leak": Leak(samples=4200),
     }
     return Evaluation(**{**fields, **changes})
 
