@@ -258,6 +258,15 @@ class Agreement:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StageTaken:
+    """A stage of a training as it was run, whatever its settings planned."""
+
+    name: str
+    steps: Count
+    passes: Amount  # over the samples of the training
+
+
+@dataclass(frozen=True, kw_only=True)
 class Training:
     """How a drafter was trained, from its folder; the defaults for methods that need no training."""
 
@@ -266,6 +275,7 @@ class Training:
     samples: Count = 0
     view: str | None = None
     seed: int | None = None
+    stages: tuple[StageTaken, ...] = ()  # empty: trained before they were recorded
     history: tuple[Agreement, ...] = ()
 
 
@@ -274,7 +284,7 @@ class TrainedStage:
     """The settings of a training stage."""
 
     name: str
-    epochs: Amount
+    epochs: Amount  # of a run that counts steps only the stage's share of them
     hops: Count
 
 
@@ -284,6 +294,18 @@ class TrainedSettings:
 
     tree: str  # the default; an evaluation may use another
     stages: tuple[TrainedStage, ...] = ()
+
+
+def stages_run(training: Training, config: TrainedSettings) -> list[str]:
+    """What was run of each stage, in words: its steps, its passes over the samples, and its hops."""
+    taken = {stage.name: stage for stage in training.stages}
+    said = []
+    for stage in config.stages:
+        hops = f"{stage.hops} {'hop' if stage.hops == 1 else 'hops'}"
+        run = taken.get(stage.name)
+        amount = f"{run.steps:,} steps, {run.passes:.1f} passes, " if run else ""
+        said.append(f"{stage.name} ({amount}{hops})")
+    return said
 
 
 @dataclass(frozen=True, kw_only=True)
