@@ -114,7 +114,7 @@ class Ranking:
             yield f"{prefix}, no drafter is ranked."
             return
         first, count = self.leaders[0], self.results[0].figures.prompts
-        if self.speed == "cpu_speedup":
+        if self.speed == "cpu_speedup" and not self.disturbed:
             prefix += " and in CPU seconds, since other programs had a part of the CPU"
         if self.disturbed:
             yield f"{prefix}, other programs had most of the CPU: no drafter is called the fastest."
