@@ -150,27 +150,34 @@ def rank_counts(decoded: Iterable[Decoding]) -> list[RankCount]:
 
 def slow_baseline(evaluation: Evaluation) -> list[str]:
     """Warnings of a baseline that is slower than it has to be: speedups over it say little."""
-    found = []
+    return [*_slow_steps(evaluation), *_slow_target(evaluation)]
+
+
+def _slow_steps(evaluation: Evaluation) -> Iterator[str]:
+    """Against the target's own steps."""
     ratios = [one.step_ratio for one in evaluation.calibrations if one.step_ratio]
     if ratios and min(ratios) > SLOW_STEP:
-        found.append(
-            f"a step of plain decoding takes {min(ratios):.2f} times as long as the target's own step"
-        )
+        yield f"a step of plain decoding takes {min(ratios):.2f} times as long as the target's own step"
+
+
+def _slow_target(evaluation: Evaluation) -> Iterator[str]:
+    """Against `generate`, and against the last evaluation on this machine."""
     now, earlier = baseline(evaluation), evaluation.earlier
     if now.against_stock and now.against_stock < 1 / SLOW:
-        found.append(f"plain decoding is slower than model.generate: {now.against_stock:.2f} times as fast")
-    elif earlier and now.against_stock and earlier.against_stock:
+        yield f"plain decoding is slower than model.generate: {now.against_stock:.2f} times as fast"
+    elif earlier is None:
+        return
+    elif now.against_stock and earlier.against_stock:
         if now.against_stock * SLOW < earlier.against_stock:
-            found.append(
+            yield (
                 f"plain decoding is {now.against_stock:.2f} times as fast as model.generate, and was "
                 f"{earlier.against_stock:.2f} times as fast on {earlier.measured}"
             )
-    elif earlier and now.reads and earlier.reads and now.reads > SLOW_READS * earlier.reads:
-        found.append(
+    elif now.reads and earlier.reads and now.reads > SLOW_READS * earlier.reads:
+        yield (
             f"a step of plain decoding takes as long as reading its weights {now.reads:.1f} times, and "
             f"took {earlier.reads:.1f} times on {earlier.measured}"
         )
-    return found
 
 
 def leaked(evaluation: Evaluation) -> list[str]:
@@ -211,10 +218,10 @@ def baseline(evaluation: Evaluation) -> Baseline:
 
 
 def last_baseline(reports: Path, evaluation: Evaluation) -> Baseline | None:
-    """That of the last evaluation before this one, on the same machine, whose baseline was not slow."""
+    """That of the last evaluation under the same conditions before this one, unless it was slow."""
     like = Heading.of(evaluation)
     headings = [(records.heading(file), file) for file in records.files_in(reports)]
-    before = [(one.measured, file) for one, file in headings if one.machine == like.machine]
+    before = [(one.measured, file) for one, file in headings if one.of_baseline == like.of_baseline]
     for _, file in sorted(before, reverse=True):
         past = records.read(file)
         if not slow_baseline(past):

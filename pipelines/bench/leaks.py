@@ -86,22 +86,22 @@ class _Seen:
 
     def alike(self, chosen: Sequence[Prompt]) -> dict[str, set[str]]:
         """The keys of those that each chosen prompt has an image, a video or, without any, its text from."""
-        found: dict[str, set[str]] = {}
+        seen_with: dict[str, set[str]] = {}
         for prompt in chosen:
             shared = (self.keys_of.get(trait, set()) for trait in _traits(prompt))
-            found[prompt.key] = set().union(*shared)
+            seen_with[prompt.key] = set().union(*shared)
         shown = [(prompt.key, file) for prompt in chosen for file in _images(prompt)]
         shown_thumbnails = _thumbnails(dict.fromkeys(file for _, file in shown))
         if not shown_thumbnails:
-            return found
+            return seen_with
         trained_thumbnails = _thumbnails(self.image_keys)
         trained_PC = np.array([*trained_thumbnails.values()], np.uint8)
         trained_files = [*trained_thumbnails]
         for key, file in shown:
             if file in shown_thumbnails and trained_files:
                 for place in np.flatnonzero(same_image(shown_thumbnails[file], trained_PC)):
-                    found[key] |= self.image_keys[trained_files[place]]
-        return found
+                    seen_with[key] |= self.image_keys[trained_files[place]]
+        return seen_with
 
 
 def same_image(thumbnail_C: Pixels, others_PC: Pixels) -> npt.NDArray[np.bool_]:
@@ -117,8 +117,9 @@ def _thumbnails(files: Iterable[Path]) -> dict[Path, Pixels]:
     listed = list(files)
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     with large_images(), ThreadPoolExecutor(threads) as pool:
-        made = pool.map(_thumbnail, listed)
-        return {file: found for file, found in zip(listed, made, strict=True) if found is not None}
+        thumbnails = pool.map(_thumbnail, listed)
+        pairs = zip(listed, thumbnails, strict=True)
+        return {file: thumbnail for file, thumbnail in pairs if thumbnail is not None}
 
 
 def _thumbnail(file: Path) -> Pixels | None:

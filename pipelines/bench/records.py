@@ -24,6 +24,7 @@ from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import content_hash
 
 FORMAT: Final = 2
+GENERATED: Final = 6  # prompts that the stock model's `generate` answers, too: it takes long
 BINS: Final = 10  # of the chances that a drafter tells
 MAX_CHAIN = 4096  # positions of a draft; with far more, a report would take minutes
 AGAIN: Final = "remove it, or repeat `vlmdistill eval`"
@@ -411,6 +412,9 @@ class Heading(msgspec.Struct, frozen=True):
     attention: str | None = None
     compiled: bool | None = None
     software: Software | None = None
+    max_new_tokens: int = 0
+    thinking: str = ""
+    asked: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, evaluation: Evaluation) -> "Heading":
@@ -418,12 +422,13 @@ class Heading(msgspec.Struct, frozen=True):
         return cls(*(getattr(evaluation, name) for name in cls.__struct_fields__))
 
     @property
-    def machine(self) -> tuple[object, ...]:
-        """What must be equal for the same baseline."""
+    def of_baseline(self) -> tuple[object, ...]:
+        """What must be equal for the same baseline: also the prompts that `generate` answers."""
         software = self.software and self.software.installed
         return (
             *(self.target, self.hardware, self.dtype, self.threads),
             *(self.attention, self.compiled, software),
+            *(self.max_new_tokens, self.thinking, self.asked[:GENERATED]),
         )
 
     @property

@@ -14,6 +14,7 @@ from vlmdistill.drafters.decoding.decoders import decode
 from vlmdistill.pipelines.bench.greedy import GreedyCheck, finish_of
 from vlmdistill.pipelines.bench.parts import parts, reasoning
 from vlmdistill.pipelines.bench.records import (
+    GENERATED,
     Decoding,
     Phases,
     PromptKind,
@@ -33,7 +34,6 @@ from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 PLAIN, STOCK = "", "/generate"  # instead of a drafter's name
 CHUNK = 64  # tokens of a response in one forward pass, to measure its surprise
 SHOWN = 6  # prompts whose responses are kept for the report
-GENERATED = 6  # prompts that the stock model's `generate` answers, too: it takes long
 REPLAYED = 1024  # tokens of a plain response that is kept for a replay, at most: each has its time
 
 
