@@ -25,17 +25,20 @@ layers of random weights.
 
 
 class GreedyCheck:
-    """Compares responses to one prompt with the stock model; `generated` is that of its `generate`."""
+    """Compares responses of at most `limit` tokens to one prompt with the stock model.
+
+    `generated` is the response of its `generate`; None: it was not asked.
+    """
 
     def __init__(
         self,
         target: VisionLanguageTarget,
         encoded: Any,
-        max_new_tokens: int,
+        limit: int,
         generated: Sequence[int] | None,
     ) -> None:
         self._target, self._encoded = target, encoded
-        self._max_new_tokens = max_new_tokens
+        self._limit = limit
         self._generated = None if generated is None else tuple(generated)
         self._gaps_of: dict[tuple[int, ...], list[float] | None] = {}
 
@@ -45,7 +48,7 @@ class GreedyCheck:
         gaps = self._gaps(response)
         if gaps is None:
             return None
-        if finish_of(response, self._target.info.eos_ids, self._max_new_tokens) == "broken":
+        if finish_of(response, self._target.info.eos_ids, self._limit) == "broken":
             return "different"
         worst = max(gaps)
         if self._generated is not None and self._generated != response:
@@ -75,12 +78,12 @@ class GreedyCheck:
         return self._gaps_of[response]
 
 
-def finish_of(ids: Sequence[int], eos_ids: Collection[int], max_new_tokens: int) -> Finish:
+def finish_of(ids: Sequence[int], eos_ids: Collection[int], limit: int) -> Finish:
     """How a response ends: at an EOS, at the limit, or otherwise, which no decoder may do."""
     ends = [position for position, token in enumerate(ids, 1) if token in eos_ids]
-    if ends == [len(ids)] and len(ids) <= max_new_tokens:
+    if ends == [len(ids)] and len(ids) <= limit:
         return "stop"
-    if not ends and len(ids) == max_new_tokens:
+    if not ends and len(ids) == limit:
         return "length"
     return "broken"
 

@@ -57,6 +57,8 @@ class SideBySide:
         """Decode a prompt with every decoder, in an order that rotates with `number`."""
         encoded = self.target.encode(prompt.messages)
         names, greedy = [PLAIN, *self.drafters], self.temperature == 0
+        room = self.target.info.max_position - encoded.length
+        limit = max(1, min(self.max_new_tokens, room))
         order = [*names, STOCK] if greedy and number < GENERATED else names
         turn = number % len(order)
         decoded: dict[str, Timed] = {}
@@ -65,20 +67,20 @@ class SideBySide:
         for name in [*order[turn:], *order[:turn]]:
             for _ in range(1 if self._warm else 2):
                 if name == STOCK:
-                    stock = self._generate(encoded)
+                    stock = self._generate(encoded, limit)
                 else:
                     before = self.target.passes
-                    decoded[name] = self._decode(name, encoded, number)
+                    decoded[name] = self._decode(name, encoded, number, limit)
                     passes[name] = self.target.passes - before
         self._warm = True
         counted = {}
-        check = GreedyCheck(self.target, encoded, self.max_new_tokens, stock and stock[1])
+        check = GreedyCheck(self.target, encoded, limit, stock and stock[1])
         for name in names:
             ids = decoded[name].ids
             one = replace(
                 _counted(decoded[name], on_cpu=self._on_cpu),
                 passes=passes[name],
-                finish=finish_of(ids, self.target.info.eos_ids, self.max_new_tokens),
+                finish=finish_of(ids, self.target.info.eos_ids, limit),
             )
             if name != PLAIN:
                 thought = reasoning(self.target.tokenizer, encoded.ids_L.tolist(), decoded[name].ids)
@@ -107,7 +109,7 @@ class SideBySide:
             shown=shown,
         )
 
-    def _decode(self, name: str, encoded: Any, number: int) -> Timed:
+    def _decode(self, name: str, encoded: Any, number: int, limit: int) -> Timed:
         seed = self.seed * 1_000_003 + number
         generator = torch.Generator(self.target.device).manual_seed(seed)
 
@@ -119,7 +121,7 @@ class SideBySide:
                 drafter,
                 encoded,
                 tree=tree,
-                max_new_tokens=self.max_new_tokens,
+                max_new_tokens=limit,
                 temperature=self.temperature,
                 generator=generator,
             )
@@ -130,10 +132,10 @@ class SideBySide:
     def _on_cpu(self) -> bool:
         return self.target.device.type == "cpu"
 
-    def _generate(self, encoded: Any) -> tuple[Stock, list[int]] | None:
+    def _generate(self, encoded: Any, limit: int) -> tuple[Stock, list[int]] | None:
         """The stock model's own response and its tokens; None if it cannot read the prompt."""
         made, seconds, cpu_seconds = clocked(
-            lambda: self.target.reference(encoded, max_new_tokens=self.max_new_tokens),
+            lambda: self.target.reference(encoded, max_new_tokens=limit),
             self.target.device,
         )
         if made is None:
@@ -155,7 +157,7 @@ class SideBySide:
             target.commit(row_N)
             logits_NV = target.logits(torch.cat([last_1D, state_ND[:-1]])).double()
             log_NV = (logits_NV / self.temperature).log_softmax(-1)
-            last_1D = state_ND[-1:]
+            last_1D = state_ND[-1:].clone()  # a compiled step writes its next states to the same memory
             surprise_2 += surprise(log_NV, ids_N).cpu()
             ranks_R3 += ranks(log_NV, ids_N).cpu()
         counts = [
