@@ -63,7 +63,7 @@ def failures(evaluation: Evaluation) -> list[str]:
         found += _sampled(at, where)
     greedy = [at for at in evaluation.temperatures if at.temperature == 0]
     calls = {one.key: one.drafted.calls for at in greedy for one in at.prompts}
-    if other := [one.key for one in evaluation.again if one.calls != calls.get(one.key)]:
+    if other := [one.key for one in evaluation.again if one.calls != calls.get(one.key, one.calls)]:
         found.append(
             "a process that has seen no response needs other numbers of calls for the same prompts: "
             f"{_some(other)}"
