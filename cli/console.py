@@ -201,7 +201,11 @@ def workspace(model: str, runs: str | None) -> "Workspace":
     """The workspace of a target, which is closed at the end of the command."""
     from vlmdistill.pipelines.workspace.workspace import Workspace
 
-    return held.get().enter_context(Workspace.of(model, runs))
+    found = held.get().enter_context(Workspace.of(model, runs))
+    if (other := found.instead) is not None:
+        names = ", ".join(other.drafters())
+        remark(f"{found.root} is empty; {other.root} has {names}: --model {other.model}")
+    return found
 
 
 def loading(attention: str, dtype: str, *, compiled: bool = False) -> "Options":

@@ -169,6 +169,18 @@ class Workspace:
         names = {name.removesuffix(".training") for name in there.list_names("drafters")}
         return sorted(name for name in names if NAME.fullmatch(name) and not name.endswith(NO_DRAFTER))
 
+    @property
+    def instead(self) -> "Workspace | None":
+        """The workspace that may have been meant: this one does not exist, and one beside it has drafters.
+
+        None where several have, and for a workspace at a URL.
+        """
+        if self.parts or self.root.exists():
+            return None
+        files = sorted(self.root.parent.glob("*/drafters/*/config.json"))
+        roots = list(dict.fromkeys(file.parents[2] for file in files))
+        return Workspace(roots[0].name, roots[0]) if len(roots) == 1 else None
+
     def trained(self, drafter: str) -> Path:
         """The folder of a drafter, given by its name in this workspace or by a path."""
         path = Path(drafter).expanduser()
