@@ -51,10 +51,16 @@ class SideBySide:
     ) -> None:
         self.target, self.drafters = target, drafters
         self.temperature, self.max_new_tokens, self.seed = temperature, max_new_tokens, seed
-        self._warm = False
+        self._warm = set[PromptKind]()  # images and videos have kernels of their own
 
     def decode(self, number: int, prompt: Prompt) -> Decoded:
-        """Decode a prompt with every decoder, in an order that rotates with `number`."""
+        """Decode a prompt with every decoder, in an order that rotates with `number`.
+
+        The first prompt of each kind is decoded twice, and only its second time counts: the first allocates,
+        compiles and loads kernels.
+        """
+        kind = kind_of(prompt)
+        rounds = 1 if kind in self._warm else 2
         encoded = self.target.encode(prompt.messages)
         names, greedy = [PLAIN, *self.drafters], self.temperature == 0
         room = self.target.info.max_position - encoded.length
@@ -65,14 +71,14 @@ class SideBySide:
         passes: dict[str, int] = {}
         stock: tuple[Stock, list[int]] | None = None
         for name in [*order[turn:], *order[:turn]]:
-            for _ in range(1 if self._warm else 2):
+            for _ in range(rounds):
                 if name == STOCK:
                     stock = self._generate(encoded, limit)
                 else:
                     before = self.target.passes
                     decoded[name] = self._decode(name, encoded, number, limit)
                     passes[name] = self.target.passes - before
-        self._warm = True
+        self._warm.add(kind)
         counted = {}
         check = GreedyCheck(self.target, encoded, limit, stock and stock[1])
         for name in names:
@@ -93,7 +99,7 @@ class SideBySide:
             name: PromptResult(
                 key=prompt.key,
                 dataset=prompt.dataset,
-                kind=kind_of(prompt),
+                kind=kind,
                 plain=counted[PLAIN],
                 drafted=counted[name],
                 stock=stock[0] if stock else None,
