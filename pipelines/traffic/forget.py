@@ -67,7 +67,7 @@ def forget(workspace: Workspace, older_than: float, *, dry_run: bool = False) ->
         with only_writer(workspace.traffic) as noted, only_writer(workspace.responses) as answered:
             noted.deletes = answered.deletes = not dry_run
             old = {one.key for one in prompts if one.time is not None and one.time < before}
-            old |= unlisted(workspace).difference(one.key for one in prompts)
+            old |= unlisted(workspace, prompts)
             samples, size = _expire(workspace, before, old, dry_run)
             old |= samples
             left = [one for one in prompts if one.key not in old]

@@ -154,7 +154,7 @@ def harvest(
             seconds=round(time.monotonic() - start, 3),
         )
         done = {file.name: file.state for file in files if file.name not in job.again}
-        _note(folder, made, {**read, **done}, policy)
+        _note(workspace, made, {**read, **done}, policy)
     return made
 
 
@@ -288,8 +288,9 @@ class _Harvest(ImportGate):
         found = self._pending[row.source, row.number]
         asked = found.exchange.time
         earlier = self._present.get(prompt.key)
-        if earlier and prompt.key in self._answered:
-            raise BadRowError(KNOWN)
+        imported = earlier is not None and earlier.time is None
+        if imported or (earlier and prompt.key in self._answered):
+            raise BadRowError(KNOWN)  # its response would be no traffic's, which is deleted
         prompt = earlier or replace(prompt, time=int(self.now if asked is None else min(asked, self.now)))
         if prompt.key not in self._answered:  # else of a harvest that was killed
             near = _near(prompt)
@@ -418,10 +419,14 @@ def unnamed(workspace: Workspace, prompts: Sequence[Prompt], dry_run: bool = Fal
     return gone
 
 
-def unlisted(workspace: Workspace) -> set[str]:
-    """The keys of responses that a harvest wrote which was killed before their prompts were."""
+def unlisted(workspace: Workspace, prompts: Sequence[Prompt]) -> set[str]:
+    """The keys of responses that a harvest wrote which was killed before their prompts were.
+
+    `prompts` are all there are. One that was imported since has the prompt, but says not when it was asked.
+    """
     file = workspace.traffic / UNLISTED
-    return set(file.read_text().split()) if file.is_file() else set()
+    noted = set(file.read_text().split()) if file.is_file() else set[str]()
+    return noted.difference(one.key for one in prompts if one.time is not None)
 
 
 def _read_before(file: Path, policy: Policy) -> dict[str, Any]:
@@ -430,10 +435,15 @@ def _read_before(file: Path, policy: Policy) -> dict[str, Any]:
     return dict(found.get("files", {})) if found.get("policy") == policy.hash else {}
 
 
-def _note(folder: Path, made: Harvest, read: Mapping[str, Any], policy: Policy) -> None:
-    """Add a line to the audit, then note what was read."""
+def _note(workspace: Workspace, made: Harvest, read: Mapping[str, Any], policy: Policy) -> None:
+    """Add a line to the audit, then note what was read, and what an earlier harvest has left unlisted."""
+    folder, prompts = workspace.traffic, workspace.prompts
     audited(folder, asdict(made))
-    (folder / UNLISTED).unlink(missing_ok=True)
+    left = unlisted(workspace, prompt_table.read(prompts) if prompts.is_file() else [])
+    with atomic_write(folder / UNLISTED) as new:
+        new.write_text("".join(f"{key}\n" for key in sorted(left)))
+    if not left:
+        (folder / UNLISTED).unlink()
     with atomic_write(folder / READ) as new:
         new.write_text(json.dumps({"policy": policy.hash, "files": read}) + "\n")
 

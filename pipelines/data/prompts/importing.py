@@ -158,7 +158,10 @@ def import_rows(
         prompts = {key: prompt for key, prompt in prompts.items() if key not in outdated}
         for key, (prompt, tie) in job.made.items():
             # The split stays; the paths may have changed.
-            split = prompts[key].split if key in prompts else job.sides.of(tie, choices.eval_share)
+            earlier = prompts.get(key)
+            split = earlier.split if earlier else job.sides.of(tie, choices.eval_share)
+            if earlier and earlier.time is not None:  # its response is still traffic's
+                prompt = dataclasses.replace(prompt, dataset=earlier.dataset, time=earlier.time)
             prompts[key] = dataclasses.replace(prompt, split=split)
         job.gate.close()
         write(out, prompts.values())

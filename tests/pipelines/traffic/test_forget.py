@@ -155,8 +155,9 @@ def test_a_page_is_gone_before_what_tells_that_it_must(
     assert not raw(workspace, "Zebedee")
 
 
+@pytest.mark.parametrize("other", ["nothing", "harvest", "prompts", "both"])
 def test_what_a_killed_harvest_left_without_a_prompt_is_deleted(
-    workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str
 ) -> None:
     def killed(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -168,6 +169,11 @@ def test_what_a_killed_harvest_left_without_a_prompt_is_deleted(
             harvest(workspace, [str(log)])
     log.unlink()
     assert raw(workspace, "Dougal")
+    if other in ("prompts", "both"):
+        import_prompts([str(asking(tmp_path, "Dougal", 1))], workspace.prompts)
+    if other in ("harvest", "both"):
+        later = write(tmp_path / "later.jsonl", texts("Ermintrude", NEW))
+        assert harvest(workspace, [str(later)]).kept == 3
     assert forget(workspace, 30 * DAY).responses == 6
     assert not raw(workspace, "Dougal")
     assert raw(workspace, "Florence")
@@ -183,6 +189,34 @@ def texts(word: str, when: float, count: int = 3) -> list[dict[str, Any]]:
         }
         for number in range(count)
     ]
+
+
+def asking(folder: Path, word: str, count: int = 3) -> Path:
+    """A file of the same questions, which is imported and no traffic."""
+    return write(folder / "asking.jsonl", [one["request"] for one in texts(word, OLD, count)])
+
+
+def test_the_response_to_a_prompt_that_is_imported_too_is_deleted(
+    held_out: Workspace, tmp_path: Path
+) -> None:
+    import_prompts([str(asking(tmp_path, "Zebedee"))], held_out.prompts)
+    made = forget(held_out, 30 * DAY)
+    assert (made.responses, made.prompts) == (3, 3)
+    assert not raw(held_out, "Zebedee")
+    assert raw(held_out, "Florence")
+
+
+def test_traffic_does_not_answer_a_prompt_that_was_imported(tmp_path: Path) -> None:
+    here = Workspace.of("demo", tmp_path / "runs")
+    import_prompts([str(asking(tmp_path, "Zebedee"))], here.prompts)
+    log = write(tmp_path / "log.jsonl", [*texts("Zebedee", OLD), *texts("Florence", NEW)])
+    made = harvest(here, [str(log)])
+    assert (made.known, made.kept) == (3, 3)
+    forget(here, 30 * DAY)
+    assert raw(here, "Zebedee") == [str(here.prompts), "prompts"]
+    assert dataset.keys(here.responses) == {
+        one.key for one in prompt_table.read(here.prompts) if one.time is not None
+    }
 
 
 @pytest.fixture
