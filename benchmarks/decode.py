@@ -27,6 +27,7 @@ from vlmdistill.drafters.core.tree_drafter import TreeDrafter
 from vlmdistill.drafters.decoding.acceptance import verify
 from vlmdistill.drafters.decoding.clock import Laps, Phase, wait
 from vlmdistill.pipelines.targets.loading import load
+from vlmdistill.pipelines.targets.text_layers import cache_argument
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 
 TREES = ("chain-3", "chain-5", "chain-8", "8-3-2", "12-4-3", "16-4-4", "30-3-8", "60-5-10")
@@ -155,6 +156,8 @@ def _plain_step(target: VisionLanguageTarget, prompt: Any) -> Callable[[], objec
 def _stock_step(target: VisionLanguageTarget, length: int) -> Callable[[], object]:
     """One token through the stock modules with their own cache: the least that `generate` takes."""
     cache = DynamicCache()
+    text = target.model.model.language_model
+    caching = {cache_argument(text): cache}
     shape = (1, target.info.num_kv_heads, length, target.info.head_dim)
     rows = torch.zeros(shape, device=target.device, dtype=target.dtype)
     for layer in range(target.info.num_layers):
@@ -164,8 +167,7 @@ def _stock_step(target: VisionLanguageTarget, length: int) -> Callable[[], objec
     position = position.expand(3, 1, 1) if target.family.mrope else position
 
     def step() -> object:
-        text = target.model.model.language_model
-        state = text(input_ids=one, position_ids=position, past_key_values=cache, use_cache=True)
+        state = text(input_ids=one, position_ids=position, use_cache=True, **caching)
         token = target.model.lm_head(state.last_hidden_state).argmax(-1)
         cache.crop(-1)
         return token

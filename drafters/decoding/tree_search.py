@@ -6,7 +6,6 @@ faster half goes on to twice as many.
 """
 
 import json
-import os
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.decoding import hardware
 from vlmdistill.drafters.decoding.clock import timed
 from vlmdistill.drafters.decoding.decoders import speculate
+from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError, TrainingError
 from vlmdistill.stores.records import read_bytes
 
@@ -132,11 +132,11 @@ def kept(folder: Path, under: str, *, any_threads: bool = False) -> BestTree | N
 
 def keep(folder: Path, best: BestTree) -> None:
     """Write a search into the folder of the drafter, in place of one under the same conditions."""
-    others = [one for one in _read(folder) if one.conditions != best.conditions]
-    aside = folder / f".{FILE}.{os.getpid()}"
+    others = [kept for kept in _read(folder) if kept.conditions != best.conditions]
+    text = json.dumps(msgspec.to_builtins([*others, best]), indent=1)
     try:
-        aside.write_text(json.dumps(msgspec.to_builtins([*others, best]), indent=1) + "\n")
-        aside.replace(folder / FILE)
+        with atomic_write(folder / FILE) as aside:
+            aside.write_text(f"{text}\n")
     except OSError as error:
         raise TrainingError(f"the best tree cannot be kept in {folder}: {error}") from None
 

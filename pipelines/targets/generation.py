@@ -6,7 +6,6 @@ Shapes: B unfinished responses, D hidden width, V vocabulary.
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,28 +38,42 @@ class Sampler:
         return draw
 
 
-class Prefilled(NamedTuple):
+@dataclass(frozen=True)
+class Prefilled:
     """The states of prompts that were read into a cache."""
 
     hidden_BD: Tensor  # of their last tokens
-    rope_B: Tensor  # the rotary positions after them
-    last_rope: int  # the largest of these
+    next_ropes: list[int]  # the rotary positions after them
 
 
-@dataclass
-class _Active:
+class _ActiveSequences:
     """The sequences in the first slots of the cache."""
 
-    prompts: list[int]  # the number of each one's prompt
-    hidden_BD: Tensor  # of each one's last token
-    rope_B: Tensor  # of its next token
-    last_rope: int = 0  # no rotary position is larger
+    def __init__(self, like: Tensor) -> None:
+        self.prompts: list[int] = []  # the number of each sequence's prompt
+        self.ropes: list[int] = []  # the rotary position of its next token
+        self.rope_B = torch.empty(0, dtype=torch.long, device=like.device)  # the same
+        self.hidden_BD = like.new_empty(0, like.shape[1])  # of its last token
 
     def admit(self, prompts: Sequence[int], prefilled: Prefilled) -> None:
+        """Add sequences whose prompts were read."""
+        rope_B = place(torch.tensor(prefilled.next_ropes), self.rope_B.device)
         self.prompts += prompts
+        self.ropes += prefilled.next_ropes
+        self.rope_B = torch.cat([self.rope_B, rope_B])
         self.hidden_BD = torch.cat([self.hidden_BD, prefilled.hidden_BD])
-        self.rope_B = torch.cat([self.rope_B, prefilled.rope_B])
-        self.last_rope = max(self.last_rope, prefilled.last_rope)
+
+    def keep(self, order: Sequence[int], index_B: Tensor) -> None:
+        """Keep the sequences at these places, which `index_B` has as well; their tokens are drawn."""
+        self.prompts = [self.prompts[row] for row in order]
+        self.ropes = [self.ropes[row] for row in order]
+        self.rope_B = self.rope_B[index_B]
+        self.hidden_BD = self.hidden_BD[:0]
+
+    def advance(self, hidden_BD: Tensor) -> None:
+        """A token more of each."""
+        self.hidden_BD, self.rope_B = hidden_BD, self.rope_B + 1
+        self.ropes = [rope + 1 for rope in self.ropes]
 
 
 def generate_batch(
@@ -80,12 +93,7 @@ def generate_batch(
     """
     responses: list[list[int]] = [[] for _ in lengths]
     waiting = deque(range(len(lengths)))
-    like = layers.embed_VD
-    active = _Active(
-        prompts=[],
-        hidden_BD=like.new_empty(0, like.shape[1]),
-        rope_B=torch.empty(0, dtype=torch.long, device=like.device),
-    )
+    active = _ActiveSequences(layers.embed_VD)
     while waiting or active.prompts:
         while waiting and _has_room(cache):
             prompts = _next_prompts(waiting, lengths, cache.slots - cache.active)
@@ -99,16 +107,13 @@ def generate_batch(
                 unfinished.append(row)
         if len(unfinished) < len(tokens):
             order = cache.keep(unfinished)
-            active.prompts = [active.prompts[row] for row in order]
-            index_B = place(torch.tensor(order, dtype=torch.long), like.device)
-            token_B, active.rope_B = token_B[index_B], active.rope_B[index_B]
-            active.hidden_BD = active.hidden_BD[:0]
+            index_B = place(torch.tensor(order, dtype=torch.long), token_B.device)
+            token_B = token_B[index_B]
+            active.keep(order, index_B)
         if active.prompts:
-            active.last_rope += 1
             attend = layers.attend_batch(cache)
-            states = layers.run(token_B, active.rope_B, active.last_rope, attend, {})
-            active.hidden_BD = states["hidden"]
-            active.rope_B = active.rope_B + 1
+            states = layers.run(token_B, active.rope_B, max(active.ropes), attend, {})
+            active.advance(states["hidden"])
     return responses
 
 

@@ -7,6 +7,7 @@ heads, d head width. What the stock layers pass has G key heads only.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,7 +68,9 @@ class TargetKVCache:
             rows_YGCd = self._like.new_empty(count, heads, capacity, width)
             self.layers, self._blocks = tuple(rows_YGCd), (rows_YGCd,)
 
-    def update(self, key_1GNd: Tensor, value_1GNd: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_1GNd: Tensor, value_1GNd: Tensor, layer: int, /, **unused: Any
+    ) -> tuple[Tensor, Tensor]:
         """See `LayerCache.update`: write after `length`, return all keys and values."""
         end, heads = self.length + key_1GNd.shape[2], self._shape.kv_heads
         rows = self.layers[layer][None, :, :end]
@@ -158,7 +161,9 @@ class AdmittedSequences:
     rows_YBGSd: Tensor
     heads: int
 
-    def update(self, key_BGNd: Tensor, value_BGNd: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_BGNd: Tensor, value_BGNd: Tensor, layer: int, /, **unused: Any
+    ) -> tuple[Tensor, Tensor]:
         """See `LayerCache.update`."""
         rows_BGNd = self.rows_YBGSd[layer, :, :, : key_BGNd.shape[2]]
         rows_BGNd[:, : self.heads] = key_BGNd

@@ -5,6 +5,7 @@ Shapes: B samples, L positions, A rotary axes, D hidden width, U visual tokens, 
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, Protocol
 
 import torch
@@ -16,8 +17,13 @@ from vlmdistill.stores.errors import TargetError
 class LayerCache(Protocol):
     """A KV cache, as far as the stock attention layers call it."""
 
-    def update(self, key_BGLd: Tensor, value_BGLd: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Write the keys and values of a layer; return those that it attends to."""
+    def update(
+        self, key_BGLd: Tensor, value_BGLd: Tensor, layer: int, /, **unused: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write the keys and values of a layer; return those that it attends to.
+
+        From transformers 5.24 on, layers also pass what they were called with.
+        """
         ...
 
 
@@ -30,6 +36,12 @@ def tapped(sources: Collection[str], layers: int) -> dict[int, list[str]]:
             raise TargetError(f"the target has layers 0 to {layers - 1}: {source} cannot be captured")
         taps.setdefault(layer, []).append(source)
     return taps
+
+
+def cache_argument(module: Any) -> str:
+    """How the forward pass of a stock module calls its KV cache: transformers 5.24 renamed it."""
+    taken = signature(type(module).forward).parameters
+    return "cache" if "cache" in taken else "past_key_values"
 
 
 @dataclass(frozen=True)
@@ -63,12 +75,11 @@ def run_layers(
         length = hidden_BLD.shape[1]
         mask_LL = hidden_BLD.new_full((length, length), torch.finfo(hidden_BLD.dtype).min)
         mask = mask_LL.triu(1)[None, None]
+    caching = {cache_argument(text.layers[0]): cache, "use_cache": True}
     states: dict[str, Tensor] = {}
     for number, layer in enumerate(text.layers):
         states |= dict.fromkeys(taps.get(number, ()), hidden_BLD)
-        hidden_BLD = layer(
-            hidden_BLD, attention_mask=mask, position_embeddings=rotary, past_key_values=cache, use_cache=True
-        )
+        hidden_BLD = layer(hidden_BLD, attention_mask=mask, position_embeddings=rotary, **caching)
         if number < len(inputs.deepstack):
             flat_ND = hidden_BLD.flatten(0, 1)
             added_ND = flat_ND.index_add(0, inputs.visual_U, inputs.deepstack[number])

@@ -98,12 +98,7 @@ class VisionLanguageTarget(TargetModel):
         except PromptError as error:
             error.at = numbers[error.at]
             raise
-        next_ropes = [prompt.next_rope for prompt in prompts]
-        return Prefilled(
-            hidden_BD=hidden_BD,
-            rope_B=place(torch.tensor(next_ropes), self.device),
-            last_rope=max(next_ropes),
-        )
+        return Prefilled(hidden_BD, [prompt.next_rope for prompt in prompts])
 
     def _slots(self, capacity: int) -> int:
         """How many sequences of `capacity` positions are generated at a time: on a GPU as many as fit."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import cache_utils
 
 from vlmdistill.drafters.core.transfer import place
-from vlmdistill.pipelines.targets.text_layers import tapped
+from vlmdistill.pipelines.targets.text_layers import cache_argument, tapped
 from vlmdistill.stores.errors import TargetError
 
 State = list[dict[str, Any]]  # of each layer that has one
@@ -103,8 +103,8 @@ class StockDecoder:
                 input_ids=ids_N[None],
                 attention_mask=None if visible_NN is None else self._masks(visible_NN),
                 position_ids=rope_1N if self._axes == 1 else rope_1N.expand(self._axes, 1, -1),
-                past_key_values=self.cache,
                 use_cache=True,
+                **{cache_argument(self.text): self.cache},
             )
         return {name: state[0] for name, state in {**states, "hidden": out.last_hidden_state}.items()}
 

@@ -14,6 +14,7 @@ from vlmdistill.pipelines.targets.capture import Transcript
 from vlmdistill.pipelines.targets.encode import EncodedPrompt
 from vlmdistill.pipelines.targets.stock.decoder import StockDecoder, watched
 from vlmdistill.pipelines.targets.target_model import TargetModel
+from vlmdistill.pipelines.targets.text_layers import cache_argument
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 from vlmdistill.stores.errors import TargetError
 
@@ -40,7 +41,8 @@ class StockTarget(VisionLanguageTarget):
             parts = [self._states([p], [s], sources) for p, s in zip(prompts, sequences, strict=True)]
             return {name: pad([part[name][0].T for part in parts], 0).transpose(1, 2) for name in parts[0]}
         with self._hidden_placeholders(inputs, sequences), watched(self._text.layers, sources) as states:
-            out = self.model.model(**inputs, past_key_values=cache, use_cache=cache is not None)
+            caching = {cache_argument(self.model.model): cache, "use_cache": cache is not None}
+            out = self.model.model(**inputs, **caching)
         return {**states, "hidden": out.last_hidden_state}
 
     def _prefill(

@@ -10,6 +10,7 @@ import transformers
 from torch import Tensor
 from transformers.video_utils import VideoMetadata
 
+from vlmdistill.pipelines.targets.text_layers import cache_argument
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 
 Messages = list[dict[str, Any]]
@@ -70,9 +71,9 @@ class Stock:
                 outs.append(
                     self.model(
                         input_ids=ids,
-                        past_key_values=out.past_key_values,
                         output_hidden_states=True,
                         use_cache=True,
+                        **{cache_argument(self.model): out.past_key_values},
                     )
                 )
         seen = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

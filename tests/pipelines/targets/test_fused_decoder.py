@@ -175,7 +175,7 @@ def test_a_compiled_step_does_not_copy_what_is_committed(
     with torch.inference_mode(), nullcontext() if THOROUGH else pytest.raises(TargetError, match="not built"):
         assert target.extend(one + 40, one)["hidden"].isfinite().all()
     (code,) = codes
-    assert re.search(r"assert_size_stride\(\w+, \(\d+, 512, \d+\)", code)  # the cache: it is an input
+    assert re.search(r"assert_size_stride.*\(\d+, 512, \d+\)", code)  # the cache: it is an input
     assert not re.search(r"empty_strided\w*\(\([^()]*512, \d+\)", code)
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-import transformers
 from huggingface_hub.hf_api import ModelInfo
 from safetensors.torch import load_file, save_file
 
@@ -21,6 +20,7 @@ from vlmdistill.pipelines.data.features.store_part import StorePart
 from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
 from vlmdistill.pipelines.data.responses.quality import Filters
 from vlmdistill.pipelines.data.responses.responder import Responder
+from vlmdistill.pipelines.targets import loading
 from vlmdistill.pipelines.targets.checkpoints.registry import HUB, Options
 from vlmdistill.pipelines.targets.describe import describe
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
@@ -358,7 +358,7 @@ def test_the_demo_is_a_checkpoint_like_any_other() -> None:
 def test_a_family_that_needs_a_newer_transformers_says_so(
     checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transformers, "__version__", "5.17.0")
+    monkeypatch.setattr(vars(loading)["transformers"], "__version__", "5.17.0")
     load(str(checkpoint("qwen2_5_vl")))
     with pytest.raises(TargetError, match=r"5\.17\.0.*5\.23"):
         load(str(checkpoint("llava_onevision")))
