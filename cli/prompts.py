@@ -126,6 +126,7 @@ def prompts(
         raise typer.BadParameter("name what to import", param_hint="SRC...")
     from vlmdistill.pipelines.data.prompts.importing import Choices
     from vlmdistill.pipelines.prompts import import_sources
+    from vlmdistill.pipelines.targets.embedded import EMBEDDED
 
     choices = Choices(
         images=images,
@@ -144,6 +145,12 @@ def prompts(
         summary = import_sources(workspace, sources, out, kind, choices, report)
     facts = summary.to_dict()
     console.result(facts if as_json else _without_empty(facts), as_json)
+    foreign = [name for name in summary.datasets if not name.startswith("demo-")]
+    if workspace.model in EMBEDDED and foreign:
+        console.note(
+            f"warning: {workspace.model} knows pictures of coloured shapes alone: its responses to "
+            f"{foreign[0]} show the steps, not what a target can see. Name another one with --model"
+        )
     if split is None and eval_share and summary.eval < FEW:
         share = next((one for one in (0.2, 0.3, 0.5) if one * summary.total >= FEW), None)
         advice = f"`vlmdistill prompts --resplit {share}`, or " if share else ""

@@ -28,7 +28,6 @@ REMEDIES = {  # folder -> how to repair damage in it
     "views": "To replace a damaged view, remove its .json from ledger/views/, then from views/, and run "
     "`store filter` again.",
     "stats": "To drop the statistics of a run, remove its .json from ledger/stats/, then from stats/.",
-    "capture.json": "Remove capture.json: only training that follows a capture reads it.",
     "cache": "Remove cache/; it is rebuilt when needed.",
     "ledger": "Remove the damaged files in ledger/, and run `store gc` to write them again.",
 }

@@ -1,16 +1,11 @@
 """`vlmdistill train`: train a drafter on a feature store."""
 
 import os
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from vlmdistill.cli import console, forecasts
-
-if TYPE_CHECKING:
-    from vlmdistill.drafters.training.run import Run
-
-SHOWN = 20  # lines of the table of learning rates
 
 
 def train(
@@ -25,18 +20,6 @@ def train(
         ),
     ] = None,
     view: Annotated[str | None, typer.Option(help="Train on this view of the store only.")] = None,
-    follow: Annotated[
-        bool,
-        typer.Option(
-            "--follow", help="Begin while the store is captured, and take in new shards until that has ended."
-        ),
-    ] = False,
-    wait: Annotated[
-        float,
-        typer.Option(
-            metavar="SECONDS", min=0, help="With --follow: fail after this time without a new shard."
-        ),
-    ] = 1800.0,
     name: Annotated[
         str | None, typer.Option(help="Name of the trained drafter; default: the same as DRAFTER.")
     ] = None,
@@ -74,13 +57,6 @@ def train(
         ),
     ] = None,
     tracker: console.Trackers = None,
-    find_lr: Annotated[
-        bool,
-        typer.Option(
-            "--find-lr",
-            help="Only test rising learning rates and suggest one, from fresh weights or those of --init.",
-        ),
-    ] = False,
     show_config: Annotated[
         bool,
         typer.Option(
@@ -126,8 +102,6 @@ def train(
         plan,
         store=store or plan.store,
         cache=cache,
-        follow=follow,
-        wait=wait,
         view=view,
         zero=zero,
         dtype=dtype,
@@ -143,15 +117,7 @@ def train(
         found = forecast.training(plan, forecast.Speeds.of(workspace.root, rate or ()), ranks)
         forecasts.show_training(found, as_json)
         return
-    if find_lr:
-        if ranks > 1 or "RANK" in os.environ:
-            raise typer.BadParameter("--find-lr runs in one process: leave out --ranks")
-        others = {"--force": force, "--follow": follow, "--checkpoints": checkpoints, "--tracker": tracker}
-        if odd := [option for option, given in others.items() if given]:
-            raise typer.BadParameter(f"--find-lr only reads the store and keeps nothing: leave out {odd[0]}")
-        _find_rate(plan, as_json)
-        return
-    if not (anyway or follow):
+    if not anyway:
         from vlmdistill.pipelines import forecast
 
         forecast.check_training(plan, ranks)
@@ -171,29 +137,3 @@ def train(
         console.result(
             facts | {name: measured[name] for name in ("predicted_tau",) if name in measured}, as_json
         )
-
-
-def _find_rate(plan: "Run", as_json: bool) -> None:
-    """Print the learning rates that a range test tried, and the one that it suggests."""
-    from vlmdistill.drafters.training.schedule import Sweep
-    from vlmdistill.drafters.training.trainer import find_rate
-
-    with console.progress(f"testing learning rates of {plan.drafter}", "steps") as report:
-        test = find_rate(plan, Sweep(), report)
-    if as_json:
-        tried = [
-            {"learning_rate": rate, "loss": loss, "smoothed": smoothed}
-            for rate, loss, smoothed in zip(test.rates, test.losses, test.smoothed, strict=True)
-        ]
-        facts = {"stage": test.stage, "lowest": test.lowest, "suggestion": test.suggestion, "tried": tried}
-        console.result(facts, as_json)
-        return
-    lines = [
-        (f"{rate:.1e}", f"{loss:.4g}", f"{smoothed:.4g}")
-        for rate, loss, smoothed in zip(test.rates, test.losses, test.smoothed, strict=True)
-    ]
-    console.rows(("learning rate", "loss", "smoothed"), lines[:: max(1, len(lines) // SHOWN)])
-    console.note(
-        f"stage {test.stage}: the smoothed loss is lowest at {test.lowest:.1e}; a tenth of that is "
-        f"suggested: --set stages.{test.stage}.learning_rate={test.suggestion:.1e}"
-    )

@@ -204,8 +204,7 @@ def capture_features(job: CaptureJob, *, bar: ProgressBar = silent, anyway: bool
         forecast.capture(job).check(responses, part.path)
     there = capturer.keys_in(part, settings, job.workers.engine) if missing else set()
     at_once = job.workers.engine != "transformers" and not missing & there
-    whole = len(there | missing)
-    how = synthesizer.one_pass(part, settings, whole) if at_once else (Responder, lambda result: None)
+    how = synthesizer.one_pass(part, settings) if at_once else (Responder, lambda result: None)
     if missing:
         dataset.check_settings(responses, {"checkpoint": str(checkpoint(model))})
         part.check_origin(checkpoint(model))
@@ -228,7 +227,6 @@ def capture_features(job: CaptureJob, *, bar: ProgressBar = silent, anyway: bool
                     worker=how[0],
                     on_result=how[1],
                     shared=partial(Shared, store=part.backend, mark=mark),
-                    on_start=partial(part.announce, whole),
                 )
         with bar("capturing", "samples", part.path) as report:
             captured = capturer.capture(job.prompts, responses, part, model, settings, job.workers, report)

@@ -29,7 +29,6 @@ SHARDS = "shards"
 HEADS = "heads"
 VIEWS = "views"
 CACHE = "cache"
-CAPTURE = "capture.json"
 STATS = "stats"
 ANNEXES = "annexes"
 HEAD_FILE = "head.safetensors"
@@ -38,7 +37,7 @@ GROUP = "zarr.json"  # describes a shard, and each of its arrays
 FORMAT = "vlmdistill-store"
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,199}")
-RECORD = re.compile(rf"{STORE}|{CAPTURE}|({COMMITS}|{VIEWS}|{STATS}|{CACHE})/{NAME.pattern}\.json")
+RECORD = re.compile(rf"{STORE}|({COMMITS}|{VIEWS}|{STATS}|{CACHE})/{NAME.pattern}\.json")
 ARRAY = r"(?:tokens|(?:hidden|embed|layer[0-9]{1,5})\.(?:text|visual|span)(?:\.(?:token|channel)_scale)?)"
 FILE = re.compile(rf"{INDEX}|{GROUP}|{ARRAY}/(?:{GROUP}|{CHUNK_FILE})")
 SEAL = re.compile(rb'"blake3":"([0-9a-f]{64})",?')
@@ -92,17 +91,6 @@ class StoreRecord(Record, frozen=True, kw_only=True):
         """Its head lies in a folder named by its content."""
         file = f"{HEADS}/{self.head.entry[1][:16]}/{HEAD_FILE}"
         return None if self.head.file == file else f"its head must be in {file}"
-
-
-class CaptureRecord(Record, frozen=True, kw_only=True):
-    """What a capture says of itself, to those who train on the store meanwhile."""
-
-    samples: Count  # that the store will hold if none fails
-    ended: bool  # nothing more will come
-
-    def wrong(self, name: str) -> str | None:
-        """There is one in a store."""
-        return None if name == CAPTURE else f"it is the record {CAPTURE}"
 
 
 class Commit(Record, frozen=True, kw_only=True):

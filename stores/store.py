@@ -32,17 +32,14 @@ from vlmdistill.stores.index.tables import reserved, view_keys
 from vlmdistill.stores.layout import Layout
 from vlmdistill.stores.manifest import (
     ANNEXES,
-    CAPTURE,
     COMMITS,
     FORMAT,
     HEADS,
     STATS,
     STORE,
-    CaptureRecord,
     Commit,
     StoreRecord,
     damaged,
-    find_record,
     names_in,
     read_record,
     seal,
@@ -304,17 +301,6 @@ class Store:
             if commit(self.backend, held, lambda: None).shard != held.shard:
                 raise StoreError(f"unit {held.unit} is already committed with other data")
 
-    def announce(self, samples: int, *, ended: bool) -> None:
-        """Say that a capture is at work that will make it `samples` in all, or that it has ended."""
-        with writing(self.backend):
-            record = CaptureRecord(schema=SCHEMA_VERSION, samples=samples, ended=ended)
-            self.backend.replace(CAPTURE, seal(record))
-
-    @property
-    def capture(self) -> CaptureRecord | None:
-        """What the last capture has announced; None if none has."""
-        return find_record(self.backend, CAPTURE, CaptureRecord)
-
     def write_stats(self, run: str, table: "Mapping[str, Sequence[Any]] | pl.DataFrame") -> None:
         """Keep per-sample numbers of a training run: `key` and further columns.
 
@@ -328,8 +314,8 @@ class Store:
 
     # The index
 
-    def keys(self, among: Sequence[str] | None = None) -> set[str]:
-        """List the samples that are committed now, also by other processes, or those `among` some units.
+    def keys(self) -> set[str]:
+        """List the samples that are committed now, also by other processes.
 
         Returns:
             The keys, in no order.
@@ -338,7 +324,7 @@ class Store:
             StoreError: The record or the index of a shard is damaged or missing.
         """
         try:
-            return self._shards.keys(units(self.backend) if among is None else among)
+            return self._shards.keys(units(self.backend))
         except FileNotFoundError as error:
             raise damaged(self.path, f"a unit is missing ({error})") from None
 

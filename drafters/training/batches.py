@@ -13,7 +13,6 @@ from torch import Tensor
 from vlmdistill.drafters.core.batch import Batch
 from vlmdistill.drafters.core.config import Stage, TrainConfig
 from vlmdistill.drafters.training import ranks
-from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.loader.tensors import as_torch
 from vlmdistill.stores.schema import Feature, PackedSamples
 from vlmdistill.stores.store import Store
@@ -93,10 +92,8 @@ class DataSplit:
         return random_.sample(self.visual, images) + random_.sample(self.text, length - images)
 
 
-def split(
-    store: Store, view: str | None, config: TrainConfig, held_out: float, among: Collection[str] | None = None
-) -> DataSplit:
-    """Sort the samples of a view, or those `among` some keys, without any longer than `config.longest`.
+def split(store: Store, view: str | None, config: TrainConfig, held_out: float) -> DataSplit:
+    """Sort the samples of a view, without any longer than `config.longest`.
 
     What is held out hangs on each key alone, so that it stays held out when the store grows.
     """
@@ -104,12 +101,8 @@ def split(
     text: list[str] = []
     apart: list[str] = []
     rows = store.view(view).select("key", "text_tokens", "visual_tokens", "response_tokens")
-    if among is not None and sum(key in among for key in rows["key"]) < len(among):
-        raise StoreError(f"this machine does not see all shards of {store.path} that another one sees")
     for key, text_tokens, visual_tokens, response_tokens in rows.iter_rows():
         if text_tokens + visual_tokens > config.longest or response_tokens < 2:
-            continue
-        if among is not None and key not in among:
             continue
         if int(hashlib.sha256(key.encode()).hexdigest()[:8], 16) < held_out * 2**32:
             apart.append(key)

@@ -39,8 +39,6 @@ class Run:
     cache: str | None = None  # DIR:SIZE, for a URL
     out: Path
     view: str | None = None
-    follow: bool = False  # the store is still captured: take in new shards until the capture has ended
-    wait: float = 1800.0  # seconds without anything new after which a capture counts as dead
     seed: int = 0
     zero: int = 0
     dtype: str = "auto"  # bfloat16 on a GPU, float32 on a CPU
@@ -71,7 +69,7 @@ class Run:
     @property
     def how(self) -> dict[str, Any]:
         """How it runs, which is the same on all ranks."""
-        named = ("zero", "precision", "micro_tokens", "held_out", "save_every", "follow", "checkpoints")
+        named = ("zero", "precision", "micro_tokens", "held_out", "save_every", "checkpoints")
         return {name: getattr(self, name) for name in named}
 
 
@@ -92,22 +90,15 @@ class RunData:
         """Open the store; TrainingError when it lacks what the drafter needs."""
         store = Store.open(run.store, run.cache)
         needs = check_features(store, run.config, run.drafter)
-        if run.follow and needs - {*store.layout.features}:
-            raise TrainingError(
-                f"--follow takes in what a store was made for, and {run.drafter} needs features that were "
-                "added later: train it when they are captured"
-            )
         samples = splits(run, store)
         if run.config.training.validate_every and samples and not samples[-1].held_out:
             raise TrainingError(
                 f"validate_every needs held-out samples, and at a share of {run.held_out:g} {run.store} has "
                 "none: hold out more with --held-out"
             )
-        keys = ["follow"] if run.follow else [sorted([*one.visual, *one.text]) for one in samples]
+        keys = [sorted([*one.visual, *one.text]) for one in samples]
         settings = {"drafter": run.drafter, "seed": run.seed, **flat(run.config)}
         settings["samples"] = f"{len({*chain.from_iterable(keys)})} ({content_hash(keys)})"
-        if run.follow:
-            settings["samples"] = "those of a growing store"
         config = _known(to_dict(run.config))
         config["stages"] = [*map(_known, config["stages"])]
         initial = Initial.read(run.init, run.drafter) if run.init else None
@@ -120,7 +111,7 @@ class RunData:
             settings["replay"] = failures.hash
             begins.append(failures.hash)
         signature = content_hash([run.drafter, config, run.seed, keys, *begins])
-        settings["content"] = content_of(store, [] if run.follow else list(chain.from_iterable(keys)))
+        settings["content"] = content_of(store, list(chain.from_iterable(keys)))
         return cls(store, needs, samples, signature, settings, initial, failures)
 
     def failed(self, samples: PackedSamples, stage: Stage) -> Tensor | None:
@@ -156,25 +147,12 @@ def content_of(store: Store, keys: Collection[str]) -> str:
     return content_hash([target, select(store, None, keys).sort("key")["xxh3.tokens"].to_list()])
 
 
-def splits(run: Run, store: Store, among: Collection[str] | None = None) -> list[DataSplit]:
-    """The samples of each stage, of all or of those `among` some keys."""
+def splits(run: Run, store: Store) -> list[DataSplit]:
+    """The samples of each stage."""
     return [
-        split(store, stage.view or run.view, run.config.training, run.held_out, among)
+        split(store, stage.view or run.view, run.config.training, run.held_out)
         for stage in run.config.schedule
     ]
-
-
-def check_follows(run: Run) -> None:
-    """TrainingError when a run is to follow a growing store and cannot."""
-    training = run.config.training
-    if not run.follow:
-        return
-    if not training.steps:
-        raise TrainingError("--follow needs a number of steps, since epochs grow: give --set steps=N")
-    if training.validate_every:
-        raise TrainingError("validate_every compares measurements, and held-out samples grow with --follow")
-    if run.view or any(stage.view for stage in run.config.schedule):
-        raise TrainingError("a view does not grow: leave it out with --follow")
 
 
 def finished(run: Run, data: RunData) -> bool:

@@ -77,7 +77,6 @@ class Position:
     part: float = 0.0  # of this epoch
     done: list[StageDone] = field(default_factory=list)
     history: list[HeldOut] = field(default_factory=list)
-    shards: dict[str, float] = field(default_factory=dict)  # of a growing store: how often each was read
 
     @property
     def best(self) -> HeldOut | None:
@@ -88,7 +87,7 @@ class Position:
 class Saved(Record, frozen=True, kw_only=True):
     """The record of a checkpoint."""
 
-    MOST: ClassVar[int] = 1 << 24  # bytes: it names the shards of a growing store
+    MOST: ClassVar[int] = 1 << 24  # bytes: it has all measurements of the run
 
     schema: Annotated[int, Meta(ge=1, le=SCHEMA_VERSION)] = SCHEMA_VERSION
     format: Literal[1] = 1

@@ -1,19 +1,11 @@
-"""The schedule of a run: steps of each stage, learning rates and a test of them, length of each epoch."""
+"""The schedule of a run: steps of each stage, learning rates, length of each epoch."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from math import ceil, isfinite
-from typing import TypeVar
+from math import ceil
 
 from vlmdistill.drafters.core.config import Stage, TrainConfig
 from vlmdistill.drafters.training.saved import Position
-from vlmdistill.stores.errors import TrainingError
-from vlmdistill.stores.progress import Progress
-
-SMOOTHING = 0.9  # share of the mean so far in the smoothed loss
-DIVERGED = 4.0  # times the lowest smoothed loss: the test ends
-BELOW = 10.0  # the suggestion is the rate of the lowest smoothed loss, divided by this
 
 
 @dataclass(frozen=True)
@@ -96,98 +88,3 @@ class Schedule:
         if steps := self.steps(position.stage):
             return steps - position.begun <= ceil(whole / self.micro)
         return position.epoch + 1 >= self.stages[position.stage].epochs
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sweep:
-    """The rates to try: `steps` of them, evenly spaced in their logarithm."""
-
-    low: float = 1e-6
-    high: float = 1.0
-    steps: int = 200
-
-    def rate(self, step: int) -> float:
-        """The learning rate of a step, from 0."""
-        return float(self.low * (self.high / self.low) ** (step / max(1, self.steps - 1)))
-
-
-@dataclass(frozen=True)
-class RangeTest:
-    """Learning rates as tried, with the loss at each."""
-
-    stage: str
-    rates: Sequence[float]
-    losses: Sequence[float]
-
-    @property
-    def smoothed(self) -> list[float]:
-        """Means of the losses so far, the later the heavier, without the bias of a start at zero."""
-        mean, values = 0.0, []
-        for step, loss in enumerate(self.losses, 1):
-            mean = SMOOTHING * mean + (1 - SMOOTHING) * loss
-            values.append(mean / (1 - SMOOTHING**step))
-        return values
-
-    @property
-    def diverged(self) -> bool:
-        """Whether there is nothing to learn from higher rates."""
-        smoothed = self.smoothed
-        return not smoothed[-1] <= DIVERGED * min(smoothed)  # also when it is not a number
-
-    @property
-    def useless(self) -> str:
-        """Why the lowest loss says nothing of the rate, and what to do; empty when it does."""
-        smoothed = self.smoothed
-        best = smoothed.index(min(smoothed))
-        if not isfinite(smoothed[0]):
-            return f"the first loss is {self.losses[0]}: check the store with `vlmdistill store verify`"
-        if min(smoothed) >= smoothed[0] * (1 - 1e-6):  # of equal losses, the means differ by their rounding
-            return (
-                f"no loss is below the first, {self.losses[0]:.4g}: give a loss a weight above 0, or fewer "
-                "samples a step with --set batch_tokens=N, or keep the rate of the recipe"
-            )
-        if best == len(smoothed) - 1:
-            return (
-                f"the loss falls up to the highest rate, {self.rates[-1]:.1e}: keep the rate of the recipe, "
-                "or compare short runs with --set steps=N"
-            )
-        return ""
-
-    @property
-    def lowest(self) -> float:
-        """The rate at which the smoothed loss was lowest."""
-        smoothed = self.smoothed
-        return self.rates[smoothed.index(min(smoothed))]
-
-    @property
-    def suggestion(self) -> float:
-        """A tenth of that: there the loss still falls fast, and far from where it rises."""
-        return self.lowest / BELOW
-
-
-Group = TypeVar("Group")
-
-
-def rate_test(
-    stage: str,
-    groups: Iterable[Group],
-    step: Callable[[Group, float], float],
-    sweep: Sweep,
-    on_step: Progress,
-) -> RangeTest:
-    """Take steps of rising learning rates, each on a group of batches, until the loss diverges.
-
-    TrainingError when nothing was learnt, or when the loss was lowest at either end.
-    """
-    rates: list[float] = []
-    losses: list[float] = []
-    test = RangeTest(stage, rates, losses)
-    for number, group in enumerate(islice(groups, sweep.steps)):
-        rates.append(sweep.rate(number))
-        losses.append(step(group, rates[-1]))
-        on_step(number + 1, sweep.steps, f"learning rate {rates[-1]:.1e}, loss {losses[-1]:.3f}")
-        if test.diverged:
-            break
-    if why := test.useless:
-        raise TrainingError(f"the test of learning rates in stage {stage} suggests none: {why}")
-    return test

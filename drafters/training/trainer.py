@@ -5,7 +5,6 @@ of ranks, as far as the device computes the same twice: a CPU does, the attentio
 unless `torch.use_deterministic_algorithms` is on. Rank 0 decides what to continue; only its disk is written.
 """
 
-import itertools
 import logging
 import shutil
 import sys
@@ -26,18 +25,17 @@ from vlmdistill.drafters.core.config import Stage
 from vlmdistill.drafters.core.devices import choose_kernels
 from vlmdistill.drafters.core.transfer import place
 from vlmdistill.drafters.core.vocabulary import columns_of
-from vlmdistill.drafters.training import cpu, deepspeed_engine, follow, ranks, saved
+from vlmdistill.drafters.training import cpu, deepspeed_engine, ranks, saved
 from vlmdistill.drafters.training.batches import Ahead, MicroBatches, as_batch, cure_of, occurrences
 from vlmdistill.drafters.training.progress import Metrics, SampleStats, TrainingProgress, loss_of, memory
-from vlmdistill.drafters.training.run import Run, RunData, check_follows, finished, furthest, splits
+from vlmdistill.drafters.training.run import Run, RunData, finished, furthest
 from vlmdistill.drafters.training.saved import HeldOut, Position, Saved
-from vlmdistill.drafters.training.schedule import RangeTest, Schedule, Sweep, rate_test
+from vlmdistill.drafters.training.schedule import Schedule
 from vlmdistill.drafters.training.signals import Signals, asked
 from vlmdistill.drafters.training.trackers import About
 from vlmdistill.drafters.training.unroll import Unroll, agreement, rows_of
 from vlmdistill.stores.errors import StoppedError, StoreError, TrainingError
-from vlmdistill.stores.loader.epoch import Epoch, select
-from vlmdistill.stores.progress import Progress, silent
+from vlmdistill.stores.loader.epoch import Epoch
 from vlmdistill.stores.schema import PackedSamples, content_hash
 
 log = logging.getLogger(__name__)
@@ -59,9 +57,6 @@ def train(
     with Signals() as signals, ranks.guarded(), cpu.tuned():
         ranks.join()
         ranks.same(run.how | {"force": force}, "train the same")  # it decides which exchanges there are
-        check_follows(run)
-        if run.follow:
-            follow.Capture(run.store, run.wait).first()
         with ranks.all_or_none():
             data = RunData.of(run)
         origin = {"provenance": content_hash(data.store.provenance.to_dict())}
@@ -81,16 +76,6 @@ def train(
     return run.out
 
 
-def find_rate(run: Run, sweep: Sweep, on_step: Progress = silent) -> RangeTest:
-    """Train the weights that `train` begins with at rising learning rates; nothing is kept.
-
-    The first stage that has samples is tried. TrainingError as for `train`, or when no stage has samples.
-    """
-    with Signals() as signals:
-        signals.where = lambda: "a test of learning rates keeps nothing: the same command starts again"
-        return _Trainer(run, RunData.of(run), signals, lambda progress: None).find_rate(sweep, on_step)
-
-
 class _Trainer:
     def __init__(
         self, run: Run, data: RunData, signals: Signals, on_step: Callable[[TrainingProgress], None]
@@ -101,8 +86,6 @@ class _Trainer:
         self.rank, self.world = ranks.join()
         self.position = Position()
         self.planned = 0
-        self.capture = follow.Capture(run.store, run.wait) if run.follow else None
-        self.allowed = sys.maxsize  # steps, as far as the capture is
         self.saved = 0  # the step of the last checkpoint
         self.copied = saved.RemoteRun(run.state, run.checkpoints) if run.checkpoints else None
         self.missing = ""  # why its copy failed
@@ -131,8 +114,8 @@ class _Trainer:
 
     def _warn_of_nothing_held_out(self) -> None:
         """A small share of few samples, which their keys choose, may be none."""
-        wanted = self.run.held_out > 0 and not self.run.follow
-        if self.rank != 0 or not (wanted and self.samples) or self.samples[-1].held_out:
+        wanted = self.run.held_out > 0 and self.samples
+        if self.rank != 0 or not wanted or self.samples[-1].held_out:
             return
         samples = self.samples[-1]
         count = len(samples.visual) + len(samples.text)
@@ -183,35 +166,12 @@ class _Trainer:
         self.signals.where = self._where
         self.signals.patient = True
 
-    def find_rate(self, sweep: Sweep, on_step: Progress) -> RangeTest:
-        """See `find_rate`."""
-        drawn = [
-            (stage, samples.draw(stage, 0.5, self.run.seed))
-            for stage, samples in zip(self.schedule.stages, self.samples, strict=True)
-        ]
-        stage, keys = next(((one, keys) for one, keys in drawn if one.epochs and keys), (None, []))
-        if stage is None:
-            raise TrainingError(f"{self.run.store} has no samples for the stages of {self.run.drafter}")
-        self._choose_vocabulary()
-        epochs = (self._read(keys, seed) for seed in itertools.count(self.run.seed))
-        groups = itertools.chain.from_iterable(self._groups(one, len(one), stage) for one in epochs)
-
-        def step(group: MicroBatches, rate: float) -> float:
-            done = self._step(stage, group, rate, final=False)
-            self.position.total += 1  # the noise of each step is its own
-            return loss_of(done.sums_H3)
-
-        return rate_test(stage.name, groups, step, sweep, on_step)
-
     def _choose_vocabulary(self) -> None:
         """Let the drafter choose its vocabulary by the responses to train on, unless it began with one."""
         drafter = self.engine.module.drafter
         there = {name for name, _ in drafter.named_buffers()}
         if columns_of(drafter) is None or (self.taken and there & {*self.taken.taken}):
             return
-        if self.capture:
-            size = self.store.info.vocab_size
-            raise TrainingError(f"--follow cannot choose a draft vocabulary: --set draft_vocab={size}")
         reader = Epoch(
             self.store, (), keys=self.keys, token_budget=self.budget, rank=self.rank, world=self.world
         )
@@ -260,8 +220,8 @@ class _Trainer:
             self.metrics.close()
 
     def _drawn(self, stage: int, ramp: float) -> Sequence[str]:
-        """The samples of an epoch of a stage; of a growing store, one that stands for those to come."""
-        return [""] if self.capture else self.samples[stage].draw(self.schedule.stages[stage], ramp, 0)
+        """The samples of an epoch of a stage."""
+        return self.samples[stage].draw(self.schedule.stages[stage], ramp, 0)
 
     def _read(self, keys: Sequence[str], seed: int, start: dict[str, Any] | None = None) -> Epoch:
         """This rank's batches of some samples."""
@@ -280,8 +240,6 @@ class _Trainer:
     def _epoch(self, stage: Stage) -> bool:
         """One pass, or the part of it that the stage's epochs or steps allow; False: nothing to read."""
         position, schedule = self.position, self.schedule
-        if self.capture:
-            self._follow(self.capture, stage)
         seed = int(content_hash([self.run.seed, position.stage, position.epoch]), 16) % 2**31
         keys = self.samples[position.stage].draw(stage, schedule.ramp(position), seed)
         reader = self._read(keys, seed, position.reader)
@@ -289,7 +247,7 @@ class _Trainer:
         read = whole - len(reader)
         final = schedule.is_last_epoch(position, whole)
         started = time.perf_counter()
-        left = min(schedule.batches_left(position, whole, read), (self.allowed - position.total) * self.micro)
+        left = schedule.batches_left(position, whole, read)
         groups = Ahead(self._groups(reader, left, stage))
         for group in groups:
             rate = schedule.learning_rate(position, read / whole)
@@ -331,35 +289,7 @@ class _Trainer:
             started = time.perf_counter()
         reader.close()
         position.passes, position.part = position.passes + position.part, 0.0
-        if self.capture and whole:
-            for unit in {*select(self.store, None, keys)["unit"]}:
-                position.shards[unit] += read / whole
         return whole > 0
-
-    def _follow(self, capture: follow.Capture, stage: Stage) -> None:
-        """Take in what was captured since the last epoch; wait while the run is as far as it may be."""
-        position = self.position
-        capture.begin()
-        while True:
-            grown, dead = capture.look()
-            flags = torch.tensor(self.signals.flags, device=self.device)
-            if number := asked(ranks.total(flags).tolist()):
-                self._stop(number)
-            self.allowed = grown.steps(self.config.steps)
-            if self.allowed > position.total:
-                if position.reader is None:
-                    position.shards = {unit: position.shards.get(unit, 0.0) for unit in grown.units}
-                with ranks.all_or_none():
-                    self.samples = splits(self.run, self.store, self.store.keys([*position.shards]))
-                self.keys = sorted({key for one in self.samples for key in (*one.visual, *one.text)})
-                ramp = self.schedule.ramp(position)
-                if grown.ended or self.samples[position.stage].draw(stage, ramp, 0):
-                    return
-            if dead:
-                if position.total > self.saved:
-                    self._save()
-                raise TrainingError(dead)
-            time.sleep(follow.POLL)
 
     @property
     def _moves(self) -> bool:
@@ -524,8 +454,6 @@ class _Trainer:
         }
         if self.data.initial and self.taken:
             training["init"] = self.data.initial.record(self.taken)
-        if self.capture:
-            training["shards"] = {unit: round(passes, 3) for unit, passes in self.position.shards.items()}
         before = self.data.initial.samples if self.data.initial else ()
         samples = sorted({*self.keys, *before})
         origin = checkpoint.Origin(self.store.provenance, self.config, training, samples)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,9 @@ import polars as pl
 from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.checkpoints.description import describe, trained_on
 from vlmdistill.drafters.core.settings import from_dict, override
+from vlmdistill.drafters.training import trainer
+from vlmdistill.drafters.training.progress import TrainingProgress
 from vlmdistill.drafters.training.run import Run, splits
-from vlmdistill.drafters.training.schedule import Sweep
-from vlmdistill.drafters.training.trainer import find_rate
 from vlmdistill.pipelines import flow, train
 from vlmdistill.pipelines.bench import audit, evaluate
 from vlmdistill.pipelines.bench.records import Evaluation
@@ -45,7 +44,7 @@ from vlmdistill.pipelines.workspace import versions
 from vlmdistill.pipelines.workspace.versions import DrafterRound
 from vlmdistill.pipelines.workspace.workspace import Workspace, only_writer
 from vlmdistill.stores.backends.local import atomic_write
-from vlmdistill.stores.errors import DataError, TrainingError, naming
+from vlmdistill.stores.errors import DataError, StoppedError, naming
 from vlmdistill.stores.manifest import VIEWS, record_names
 from vlmdistill.stores.records import read_bytes
 from vlmdistill.stores.schema import TIME, content_hash
@@ -268,11 +267,17 @@ class _Round:
 
     def _train(self, view: str) -> None:
         if not self.plan.steps:
-            minutes = self.how.minutes or 0
-            self.plan.steps = self.how.steps or _affordable(self._run(TIMED, view), 60 * minutes)
+            self.plan.steps = self.how.steps or self._affordable_steps(view)
             self._note()
         with self.bar(f"training {self.plan.drafter}", "steps") as report:
             train.run(self._run(self.plan.steps, view), report=report)
+
+    def _affordable_steps(self, view: str) -> int:
+        """The steps that fit into the minutes."""
+        minutes = self.how.minutes or 0
+        with self.workspace.staging() as folder:
+            seconds = seconds_per_step(self._run(TIMED, view), folder)
+        return max(1, round(60 * minutes / seconds))
 
     def _judge(self) -> tuple[bool, str, dict[str, Any]]:
         """Measure base and candidate on held-out prompts; whether the candidate is published, and why."""
@@ -368,14 +373,27 @@ def _traffic(file: Path, split: str) -> set[str]:
     return set(rows.filter(pl.col(TIME).is_not_null() & (pl.col("split") == split))["key"])
 
 
-def _affordable(run: Run, seconds: float) -> int:
-    """The steps that fit into some seconds, by the time that a few take here."""
-    marks: list[float] = []
+class _TimedError(Exception):
+    """Breaks off a run all of whose steps are timed."""
+
+
+def seconds_per_step(run: Run, folder: Path) -> float:
+    """The median length of the steps of a run, which writes into an empty `folder` alone.
+
+    It takes all steps and makes no drafter. Raises what `trainer.train` raises.
+    """
+    lengths: list[float] = []
+
+    def note(progress: TrainingProgress) -> None:
+        lengths.append(progress.seconds)
+        if progress.step == progress.total:  # before the store gets statistics of the samples
+            raise _TimedError
+
     try:
-        sweep = Sweep(low=1e-9, high=1.1e-9, steps=TIMED)
-        find_rate(run, sweep, lambda done, total, remark="": marks.append(time.perf_counter()))
-    except TrainingError:
-        if len(marks) < 3:
-            raise
-    lengths = [after - before for before, after in pairwise(marks)]
-    return max(1, round(seconds / statistics.median(lengths)))
+        trainer.train(replace(run, out=folder / run.out.name, checkpoints=None), note)
+    except _TimedError:
+        pass
+    except StoppedError as error:
+        again = "the steps were being timed, which the same command does again"
+        raise StoppedError(again, error.signal) from None
+    return statistics.median(lengths)

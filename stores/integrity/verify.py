@@ -25,10 +25,8 @@ from vlmdistill.stores.layout import Layout
 from vlmdistill.stores.manifest import (
     ANNEXES,
     CACHE,
-    CAPTURE,
     COMMITS,
     STORE,
-    CaptureRecord,
     Commit,
     Entry,
     Record,
@@ -171,7 +169,7 @@ class _Records:
         self.copies = set[str]()
         copies = [f"{folder}/{leaf}.json" for folder in KEPT for leaf in self._listed(f"{LEDGER}/{folder}")]
         there = [f"{folder}/{leaf}.json" for folder in (*KEPT, CACHE) for leaf in self._listed(folder)]
-        names = [STORE, CAPTURE, *sorted({*copies, *there})]
+        names = [STORE, *sorted({*copies, *there})]
         origins: Collection[str] = ()
         uncovered = []
         for name, (record, copy) in zip(names, backend.map(self._read, names), strict=True):
@@ -219,8 +217,8 @@ class _Records:
             return None
 
     def _find(self, name: str) -> Record | None:
-        alone: dict[str, type[Record]] = {STORE: StoreRecord, CAPTURE: CaptureRecord}
-        return find_record(self._backend, name, alone.get(name) or kind_of(name))
+        kind: type[Record] = StoreRecord if name == STORE else kind_of(name)
+        return find_record(self._backend, name, kind)
 
     def _find_copy(self, name: str) -> Record | None:
         return find_copy(self._backend, name, kind_of(name))
@@ -281,7 +279,7 @@ def _strays(backend: Backend, found: _Records, samples: pl.DataFrame) -> Iterato
 def _is_record(name: str) -> bool:
     folder, _, leaf = name.removeprefix(f"{LEDGER}/").rpartition("/")
     kept = folder in KEPT if name.startswith(LEDGER) else folder in (*KEPT, CACHE)
-    return name in (STORE, CAPTURE) or (kept and leaf.endswith(".json"))
+    return name == STORE or (kept and leaf.endswith(".json"))
 
 
 def _others(there: Iterable[str], promised: Collection[str]) -> Iterator[Finding]:

@@ -217,3 +217,10 @@ def test_an_empty_workspace_names_the_one_that_has_drafters(command: str, capsys
     said = capsys.readouterr().err
     assert named in said
     assert "runs/demo-video has sparrow" in said
+
+
+def test_an_embedded_target_is_said_not_to_know_prompts_of_ones_own(capsys: Output) -> None:
+    assert main(["prompts", "demo", "--limit", "4"]) == 0
+    assert "--model" not in capsys.readouterr().err
+    assert main(["prompts", dialogues(3)]) == 0
+    assert "--model" in capsys.readouterr().err

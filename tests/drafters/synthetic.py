@@ -263,7 +263,6 @@ def store(
     features: Collection[str] = ALL,
     seed: int = 0,
     *,
-    unit: str = "unit",
     first: int = 0,
 ) -> Store:
     """A small store of such samples, one layout after the other, float32; one shard, from the `first` on."""
@@ -276,7 +275,7 @@ def store(
         schema.FrozenTables(tables.embed_VD.numpy(), tables.lm_head_VD.numpy(), "float32"),
     )
     layouts = list(LAYOUTS.values())
-    with made.writer(unit) as writer:
+    with made.writer("unit") as writer:
         for number in range(first, samples):
             one = batch([layouts[number % len(layouts)]], wanted, seed=seed * 1000 + number)
             writer.add(

@@ -253,7 +253,6 @@ def test_a_folder_with_the_name_of_a_record_is_damage(evil: Path) -> None:
 
 FIFOS = [
     "store.json",
-    "capture.json",
     "commits/u0.json",
     "commits/extra.json",
     "views/v.json",

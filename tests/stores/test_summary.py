@@ -238,13 +238,11 @@ def test_an_empty_list_of_features_is_refused_before_anything_is_copied(store: S
         ("ledger/stats/run.json", "store gc"),
         ("heads/*/head.safetensors", "heads/"),
         ("store.json", "heads/"),
-        ("capture.json", "Remove capture.json"),
     ],
 )
 def test_what_verify_advises_fits_what_is_damaged(store: Store, file: str, advice: str) -> None:
     filter_store(store, "long", expressions=["words > 5"])
     store.write_stats("run", {"key": ["k0001"], "kept": [0.5]})
-    store.announce(9, ended=True)
     (path,) = Path(store.path).glob(file)
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(StoreError, match=r"\b1\b") as raised:

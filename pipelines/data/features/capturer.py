@@ -391,11 +391,9 @@ def _capture(
     items: pl.DataFrame,
 ) -> _Pass:
     """Capture what a store, or an annex of it, lacks of `items`."""
-    there = part.keys()
-    missing = items.filter(~_named(items, there))
+    missing = items.filter(~_named(items, part.keys()))
     start, done, tokens, failed = time.monotonic(), len(items) - len(missing), 0, dict[str, str]()
     if len(missing):
-        part.announce(len(there) + len(missing))  # before the workers start, which takes minutes
         report(done, len(items), "starting")
         worker = partial(
             Capturer, absolute_model(model), part, sampling, settings, options.load, options.engine
@@ -406,7 +404,6 @@ def _capture(
             shared = Shared(absolute_model(model), checkpoint(model), media, part.backend, mark)
             with opened(worker, shared, options, weights=weights) as workers:
                 work = tasks(prompts, generated, missing, workers.facts(), settings.shard_bytes)
-                part.announce(len(there) + len(missing))  # in a store that is new
                 start = time.monotonic()
                 for ended in workers.run(work):
                     done += (ended.result.samples if ended.result else 0) + len(ended.failed)
@@ -414,10 +411,7 @@ def _capture(
                     failed |= ended.failed
                     report(done, len(items), f"{tokens / (time.monotonic() - start):.0f} tokens/s")
     seconds = time.monotonic() - start
-    final = part.made
-    stored = final.keys()  # this counts, not what workers return
-    if len(missing) or (final.capture and not final.capture.ended):  # for those who train on it meanwhile
-        final.announce(len(stored), ended=True)
+    stored = part.made.keys()  # this counts, not what workers return
     unseen = f"it is not in {part.path} after capture: check that all machines see this store"
     wanted = set(missing["key"])
     return _Pass(wanted, {key: failed.get(key, unseen) for key in wanted - stored}, tokens, seconds)

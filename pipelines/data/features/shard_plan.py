@@ -106,8 +106,8 @@ def plan(items: pl.DataFrame, facts: CaptureFacts, shard_bytes: int) -> Iterator
     """Shards of about `shard_bytes` with samples of similar length.
 
     `items` are facts of responses and the number of the `prompt` of each; of a shard, (`prompt`, `row`). The
-    longest come first, which need most memory, and then `scattered` ones: what is captured so far is of all
-    lengths, for who trains on it meanwhile, and where a run is stopped.
+    longest come first, which need most memory, and then `scattered` ones: where a run is
+    stopped, what is captured so far is of all lengths.
     """
     visual = pl.col("visual_tokens").cast(pl.Int64)
     tokens = (pl.col("prompt_tokens") + pl.col("tokens")).alias("all")

@@ -79,11 +79,6 @@ class StorePart:
         """Mark the store, so that workers can tell if they see it; see `marked`."""
         return marked(self.backend)
 
-    def announce(self, samples: int) -> None:
-        """Say in the store, if there is one, that it will hold so many samples: who follows it waits."""
-        if there := self.there:
-            there.announce(samples, ended=False)
-
     @staticmethod
     def _needs(drafters: Sequence[str], info: TargetInfo) -> frozenset[Feature]:
         return frozenset().union(*(catalogue.config(name).model.needs(info) for name in drafters))

@@ -99,19 +99,14 @@ class Synthesizer(Responder):
 
 
 def one_pass(
-    part: StorePart, settings: CaptureSettings, whole: int
+    part: StorePart, settings: CaptureSettings
 ) -> tuple[Callable[..., Synthesizer], Callable[[ResponseResult], None]]:
     """The `worker` of `respond` that captures what it generates, and what to do `on_result`.
 
-    The store must be of this target, without samples of these prompts, and will hold `whole` samples.
+    The store must be of this target, without samples of these prompts.
     """
-    announced = False
 
     def count(result: ResponseResult) -> None:
-        nonlocal announced
-        if result.shards and not announced:  # a store that is new
-            part.announce(whole)
-            announced = True
         for shard in result.shards:
             part.made.count(shard)
 

@@ -225,14 +225,13 @@ def respond(
     report: Progress = silent,
     worker: Callable[..., Responder] = Responder,
     shared: Callable[..., Shared] = Shared,
-    on_start: Callable[[], None] = lambda: None,
     on_result: Callable[[ResponseResult], None] = lambda _: None,
 ) -> ResponseSummary:
     """Generate the responses to `prompts` that `out` lacks. Stopped at any time, it keeps what is done.
 
     A worker generates `batch` responses at a time, by default as many as its GPU's memory holds, without one
-    32. A task has `task_size` prompts, by default a few batches. `on_start` is called when all is checked and
-    work is left, `on_result` with each result when its responses are on the disk. DataError if `out` was made
+    32. A task has `task_size` prompts, by default a few batches. `on_result` is called with each
+    result when its responses are on the disk. DataError if `out` was made
     by another target or with other settings. TargetError if the target cannot be loaded, or if a machine of
     the cluster has another one.
     """
@@ -258,7 +257,6 @@ def respond(
         start, done, tokens, failed = time.monotonic(), len(prompts) - len(missing), 0, dict[str, str]()
         written = 0
         if missing:
-            on_start()
             report(done, len(prompts), "starting")
             make = partial(
                 worker, absolute_model(model), sampling, filters, batch, options.load, options.engine

@@ -19,9 +19,11 @@ from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.checkpoints.description import describe
 from vlmdistill.drafters.core.config import Stage
 from vlmdistill.drafters.core.drafter import Drafter
+from vlmdistill.drafters.training import saved
 from vlmdistill.drafters.training.batches import as_batch, split
 from vlmdistill.drafters.training.progress import TrainingProgress
 from vlmdistill.drafters.training.run import Run
+from vlmdistill.drafters.training.saved import HeldOut
 from vlmdistill.drafters.training.trackers import MODULES
 from vlmdistill.drafters.training.trainer import train
 from vlmdistill.drafters.training.unroll import unroll
@@ -330,3 +332,13 @@ def test_a_tracker_that_fails_does_not_end_the_run(
     assert (run.out / "model.safetensors").exists()
     assert len(sent) == 1
     assert "no network" in caplog.text
+
+
+def test_a_checkpoint_has_room_for_the_measurements_of_a_long_run(tmp_path: Path) -> None:
+    measured = HeldOut(stage="multimodal", step=123_456, held_out_agreement=[1 / 3] * 5, predicted_tau=10 / 3)
+    position = saved.Position(history=[measured] * 20_000)
+    now = saved.Saved(signature="", settings={}, ranks=1, dtype="float32", position=position)
+    saved.write(tmp_path, now, {})
+    read = saved.read(tmp_path)
+    assert read is not None
+    assert read.position == position

@@ -1,8 +1,5 @@
-"""A run that begins with another drafter's weights, and the test of learning rates."""
+"""A run that begins with another drafter's weights."""
 
-import os
-import signal
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +9,10 @@ from safetensors.torch import load_file
 
 from tests.drafters import synthetic
 from tests.drafters.synthetic import plan, stopped
-from vlmdistill.cli.main import main
 from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.checkpoints.description import describe, trained_on
-from vlmdistill.drafters.training.schedule import RangeTest, Sweep, rate_test
-from vlmdistill.drafters.training.trainer import find_rate, train
-from vlmdistill.stores.errors import StoppedError, TrainingError
-from vlmdistill.stores.progress import silent
+from vlmdistill.drafters.training.trainer import train
+from vlmdistill.stores.errors import TrainingError
 
 pytestmark = pytest.mark.slow
 STILL = ("stages.*.learning_rate=0", "steps=4")  # what is trained stays as it began
@@ -88,12 +82,6 @@ def test_a_draft_vocabulary_comes_with_its_head(store: Path, tmp_path: Path) -> 
     checkpoint.put(first, describe(first), drafter)
     out = train(plan(store, tmp_path / "out", drafter="eagle3", settings=(*STILL, *small), init=first))
     assert torch.equal(weights(out)["d2t"], drafter["d2t"])
-    run = plan(store, tmp_path / "out", drafter="eagle3", settings=(*STILL, *small), init=first)
-    sweep = Sweep(low=1e-5, high=10.0, steps=20)
-    before = find_rate(run, sweep).losses[0]
-    drafter["d2t"] += 1
-    checkpoint.put(first, describe(first), drafter)
-    assert find_rate(run, sweep).losses[0] != before  # the test of learning rates does not choose again
     drafter["d2t"] += 10**6
     checkpoint.put(first, describe(first), drafter)
     with pytest.raises(TrainingError, match="d2t"):
@@ -118,45 +106,3 @@ def test_an_interrupted_run_goes_on_bit_for_bit_and_not_from_other_weights(
     train(plan(store, tmp_path / "parts", drafter="msd", init=eagle))  # is done
     with pytest.raises(TrainingError, match="init"):
         train(plan(store, tmp_path / "parts", drafter="msd"))
-
-
-def test_a_range_test_tries_rising_rates_and_leaves_nothing_behind(store: Path, tmp_path: Path) -> None:
-    run = plan(store, tmp_path / "out", drafter="eagle3", settings=("draft_vocab=9",))
-    sweep = Sweep(low=1e-5, high=1e3, steps=60)
-    test = find_rate(run, sweep)
-    assert test.stage == "text"
-    assert test.rates[0] == 1e-5
-    assert all(late / early == pytest.approx(10 ** (8 / 59)) for early, late in pairwise(test.rates))
-    assert len(test.rates) < 60  # such rates diverge
-    assert min(test.losses) < test.losses[0]
-    assert test.suggestion == test.lowest / 10
-    assert find_rate(run, sweep).losses == test.losses
-    assert not [*tmp_path.iterdir()]
-
-
-NAN = float("nan")
-
-
-@pytest.mark.parametrize(
-    "losses", [[NAN, NAN], [0.0] * 9, [2.0] * 9, [1.0, 2.0, 9.0], [5.0, 4.0, 3.0, 2.0], [1.0, NAN]], ids=str
-)
-def test_a_range_test_that_learnt_nothing_suggests_nothing(losses: list[float]) -> None:
-    sweep = Sweep(steps=len(losses))
-    with pytest.raises(TrainingError):
-        rate_test("text", losses, lambda loss, rate: loss, sweep, silent)
-    falls = [5.0, 4.0, 3.0, 9.0]
-    test = rate_test("text", falls, lambda loss, rate: loss, Sweep(), silent)
-    assert test.lowest == test.rates[2]
-
-
-def test_a_stopped_range_test_does_not_go_on(store: Path, tmp_path: Path) -> None:
-    with pytest.raises(StoppedError) as stopped:
-        find_rate(plan(store, tmp_path / "out"), Sweep(), lambda *_: os.kill(os.getpid(), signal.SIGINT))
-    assert "goes on" not in str(stopped.value)
-    for option in ("--force", "--follow", "--checkpoints=/nowhere", "--tracker=tensorboard"):
-        assert main(["train", "sparrow", "--find-lr", option, "--runs", str(tmp_path)]) == 2
-
-
-def test_a_loss_that_is_not_a_number_ends_a_range_test() -> None:
-    assert RangeTest("text", [1e-3, 1e-2], [1.0, float("nan")]).diverged
-    assert not RangeTest("text", [1e-3, 1e-2], [1.0, 0.9]).diverged

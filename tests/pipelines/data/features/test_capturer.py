@@ -10,7 +10,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -185,33 +184,6 @@ def test_a_rerun_captures_only_what_is_missing(given: Given, tmp_path: Path) -> 
     assert (third.captured, third.samples) == (0, len(given.kept))
 
 
-def test_a_capture_is_announced_before_its_workers_start(given: Given, tmp_path: Path) -> None:
-    store, seen = tmp_path / "store", list[Any]()
-    run(given, store, ["eagle2"], prompts=given.prompts[:4])
-    assert Store.open(store).capture.ended  # type: ignore[union-attr]
-
-    def look(done: int, total: int, remark: str = "") -> None:
-        seen.append((remark, Store.open(store).capture))
-
-    settings = CaptureSettings(drafters=["eagle2"])
-    capture(given.prompts, given.responses, StorePart(store), given.model, settings, HERE, look)
-    job = given.job(store, settings, 10)
-    some = replace(job, responses=responses_of(given, tmp_path / "some"))
-    capture_features(some, bar=lambda *_: nullcontext(look))
-    began = [one for remark, one in seen if remark == "starting"]
-    assert [(one.ended, one.samples >= len(given.kept)) for one in began] == [(False, True)] * 2
-    assert Store.open(store).capture.ended  # type: ignore[union-attr]
-
-
-def responses_of(given: Given, out: Path) -> Path:
-    """A folder of the same settings, with a response to the first prompt alone."""
-    first = list(dataset.read(given.responses, kept=False))[:1]
-    out.mkdir()
-    shutil.copy(given.responses / dataset.SETTINGS, out)
-    dataset.write_part(out, "0", first)
-    return out
-
-
 def test_responses_or_a_store_of_another_target_are_refused_by_name(
     given: Given, stored: Path, tmp_path: Path, checkpoint: Callable[..., Path]
 ) -> None:
@@ -334,7 +306,6 @@ def test_features_that_a_store_lacks_are_added_to_its_samples(given: Given, tmp_
         for feature, rows in one.features.items():  # captured in batches of other samples
             np.testing.assert_allclose(rows, other.features[feature], rtol=1e-4, atol=1e-5)
     assert not verify(mine).findings
-    assert all(store.capture.ended for store in (stores[0], *stores[0].annexes))  # type: ignore[union-attr]
     again = run(given, mine, ["eagle2", "sparrow"])
     assert (again.captured, again.seconds < 1) == (0, True)
     assert run(given, mine, None).captured == 0  # all methods: of those that there are features for
@@ -483,44 +454,6 @@ def test_killed_at_any_moment_every_sample_is_stored_once(given: Given, tmp_path
     index = Store.open(store).index
     assert sorted(index["key"]) == sorted(given.kept)
     assert len(list(store.glob("commits/*"))) == len(given.kept)
-
-
-def test_a_drafter_is_trained_while_its_features_are_captured(given: Given, tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    command = [
-        sys.executable,
-        "-m",
-        "vlmdistill",
-        "train",
-        "sparrow",
-        "-m",
-        given.model,
-        "--runs",
-        str(tmp_path),
-    ]
-    command += ["--follow", "--store", str(store), "--set", "steps=60", "--set", "batch_tokens=64", "--json"]
-    before: list[str] = []  # the figures of steps that were taken before the capture had ended
-
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as training:
-
-        def wait(done: int, total: int, remark: str = "") -> None:
-            while done == total and not before and training.poll() is None:
-                assert not Store.open(store).capture.ended  # type: ignore[union-attr]
-                for file in tmp_path.rglob("metrics.jsonl"):
-                    before.extend(file.read_text().splitlines())
-                time.sleep(0.05)
-
-        how: dict[str, Any] = {"dtype": "float32", "batch_tokens": 64, "shard_bytes": 20_000}
-        run(given, store, ["sparrow"], report=wait, **how)
-        shown, err = training.communicate(timeout=400)
-    assert training.returncode == 0, err
-    assert before
-    facts = json.loads(shown)
-    assert facts["steps"] == 60
-    record = json.loads((Path(facts["drafter"]) / "config.json").read_bytes())
-    assert [*record["training"]["shards"]] == Store.open(store).units()
-    assert min(record["training"]["shards"].values()) > 1
-    assert not verify(store).findings
 
 
 def test_a_terminated_run_reports_what_is_kept_in_one_line(given: Given, tmp_path: Path) -> None:
