@@ -132,7 +132,8 @@ class OfficialStep(nn.Module):
     def _loss(self, state_LD: Tensor, teacher_LV: Tensor, mask_L: Tensor) -> Tensor:
         draft_LV = F.linear(state_LD, self.drafter.lm_head_VD)
         log_LV = draft_LV.log_softmax(-1)
-        best_LK = teacher_LV.topk(BEST).indices
+        ranked = {"top_k", "list_mle"} & self.stage.losses.keys()  # EAGLE-2's code has no top-k
+        best_LK = teacher_LV.topk(BEST).indices if ranked else mask_L.new_zeros(0, dtype=torch.long)
         found = {
             "regression": lambda: F.smooth_l1_loss(state_LD, self.hidden_LD, reduction="none").mean(-1),
             "cross_entropy": lambda: -(teacher_LV * log_LV).sum(-1),

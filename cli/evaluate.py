@@ -46,6 +46,13 @@ def evaluate(
         Path | None,
         typer.Option(metavar="DIR", help="With --bench: folder with copies of the sets; default: the hub."),
     ] = None,
+    fps: Annotated[
+        float | None,
+        typer.Option(
+            help="With --bench: frames per second to sample from each video; default: the target's."
+        ),
+    ] = None,
+    frames: console.Frames = None,
     temperature: Annotated[
         list[float] | None, typer.Option(help="Sampling temperature; 0 (default) is greedy; may be repeated.")
     ] = None,
@@ -129,9 +136,14 @@ def evaluate(
         if prompts is not None:
             raise typer.BadParameter("--bench has its own", param_hint="--prompts")
         with console.progress("importing", "rows") as read:
-            prompts, limit = import_evaluation_sets(workspace, bench, bench_data, limit, read)
-    elif bench_data is not None:
-        raise typer.BadParameter("it needs --bench", param_hint="--bench-data")
+            prompts, limit = import_evaluation_sets(
+                workspace, bench, bench_data, limit, read, fps=fps, frames=frames
+            )
+    else:
+        of_sets = {"--bench-data": bench_data, "--fps": fps, "--frames": frames}
+        for option, value in of_sets.items():
+            if value is not None:
+                raise typer.BadParameter("it needs --bench", param_hint=option)
     if kind == HERE:
         prompt_table.load(prompts or workspace.prompts, model, "eval", 1)  # before the slow imports
     for drafter in drafters or []:

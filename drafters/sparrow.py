@@ -31,6 +31,8 @@ class Sparrow(EagleDrafter):
         """Drop visual positions when drafting (section 3.1)."""
         ivsb: bool = True
         """Middle-layer states at visual positions (section 3.2); off: raw visual embeddings, as MSD."""
+        middle_norm: bool = True
+        """A norm of our own on the middle-layer states; off: as they are, as eq. 3 has them."""
 
         def needs(self, info: TargetInfo, *, decoding: bool = False) -> frozenset[Feature]:
             """Text states, the last visual state of each span; in training the middle layer's visual ones."""
@@ -67,7 +69,8 @@ class Sparrow(EagleDrafter):
 
     def __init__(self, config: Config, info: TargetInfo, head: Head) -> None:
         super().__init__(config, info, head)
-        self.visual_norm = RMSNorm(info.hidden_size, info.rms_norm_eps) if config.ivsb else nn.Identity()
+        normed = config.ivsb and config.middle_norm
+        self.visual_norm = RMSNorm(info.hidden_size, info.rms_norm_eps) if normed else nn.Identity()
 
     def condition(self, batch: Batch, cache: KVCache) -> None:
         """Visual tokens enter in training as the middle layer's states, unfused; in decoding not at all."""

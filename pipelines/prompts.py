@@ -54,10 +54,14 @@ def import_evaluation_sets(
     data: Path | None = None,
     limit: int | None = None,
     progress: Progress = silent,
+    *,
+    fps: float | None = None,
+    frames: int | None = None,
 ) -> tuple[Path, int]:
     """Import evaluation sets, `NAME` or `NAME@PAPER`, into one file of the workspace; it, and its prompts.
 
-    `data` is a folder with copies of the sets, and `limit` a smaller number of samples of each.
+    `data` is a folder with copies of the sets, and `limit` a smaller number of samples of each. Videos are
+    sampled with `fps` or `frames`, by default as the target does it.
     """
     if limit is not None and limit < 1:
         raise DataError(f"--limit {limit}: give a number of prompts above 0")
@@ -73,13 +77,21 @@ def import_evaluation_sets(
             if name in found:
                 published, paper = found[name]
                 prompts += import_set(
-                    published, paper, out, label=name, data=data, limit=limit, progress=progress
+                    published,
+                    paper,
+                    out,
+                    label=name,
+                    data=data,
+                    limit=limit,
+                    fps=fps,
+                    frames=frames,
+                    progress=progress,
                 )
             else:
                 rows = evaluation_rows(
                     folder / "demo", videos=AMOUNTS.get(workspace.model, AMOUNTS["demo"]).videos > 0
                 )
-                choices = Choices(images=folder / "demo", split="eval", limit=limit)
+                choices = Choices(images=folder / "demo", split="eval", limit=limit, fps=fps, frames=frames)
                 (folder / "demo").mkdir(parents=True, exist_ok=True)
                 prompts += import_rows([(name, rows, "chat")], out, choices, progress).added
     return out, prompts

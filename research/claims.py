@@ -38,7 +38,7 @@ MANY = {  # verdict -> of several claims
 
 def judge(claim: Claim, found: Difference) -> Verdict:
     """What the interval says of the claim."""
-    if found.interval is None:
+    if found.interval is None or claim.ours:
         return "cannot be told"
     low, high = found.interval.low, found.interval.high
     if claim.expects == "more":
@@ -101,7 +101,8 @@ over held-out prompts with an image or a video. *Found* is the mean over seeds o
 difference with its 95% interval: over seeds (Student's t on the difference of each seed) and over prompts
 (jackknife, for at least {FEWEST} prompts). A claim **holds** if the interval lies on its side of 0, or, for
 "as good as", within the margin; it **does not hold** if the interval lies on the other side, or outside the
-margin; else it **cannot be told**, as is a claim whose measurement `eval` would warn of. At 95%, some of this
+margin; else it **cannot be told**, as is a claim whose measurement `eval` would warn of, or whose setting has
+something of ours that the paper has not. At 95%, some of this
 many claims go wrong by chance. For a speed, all seeds of both sides decode each prompt in turn in one
 process, without the prefill (the papers' speedups include it); trust only its direction, since the target is
 tiny. CPU-s: CPU seconds of one training of each side. Papers print other quantities as tau
@@ -121,6 +122,7 @@ def _section(paper: Paper, sides: Mapping[str, Sides]) -> str:
     for claim in paper.claims:
         verdict, one, other, between, cost = _verdict(claim, sides)
         wanted = claim.says if claim.expects == "more" else f"{claim.says} (within {claim.margin})"
+        wanted += f"; ours: {claim.ours}" if claim.ours else ""
         rate = claim.rate.replace("_", " ")
         found = f"{one} / {other}" if one else "-"
         cells = [wanted, claim.source, claim.printed, rate, found, between, verdict, cost]

@@ -69,6 +69,16 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _decoded_once() -> Iterator[None]:
+    """An evaluation starts no second process, which takes seconds, but in the tests of that."""
+    from vlmdistill.pipelines.bench import again
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(again, "PROMPTS", 0)
+        yield
+
+
 @pytest.fixture(scope="module")
 def ray() -> Iterator[None]:
     """One Ray session for all tests of a module, whose commands use it; its daemons end with them."""

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vlmdistill.drafters import catalogue
-from vlmdistill.drafters.checkpoints.description import FORMAT, SAMPLES, describe
+from vlmdistill.drafters.checkpoints.description import FORMAT, SAMPLES, WEIGHTS, describe
 from vlmdistill.drafters.checkpoints.weights import read_weights
 from vlmdistill.drafters.core.batch import Head
 from vlmdistill.drafters.core.config import DrafterConfig, TrainConfig, at_least
@@ -65,7 +65,7 @@ def put(
     try:
         with atomic_folder(folder) as new:
             metadata = {"format": "pt"}  # one item only: their order in the file is random
-            save_file(dict(weights), new / "model.safetensors", metadata=metadata)
+            save_file(dict(weights), new / WEIGHTS, metadata=metadata)
             (new / "config.json").write_text(json.dumps(description, indent=2) + "\n")
             for name, content in (files or {}).items():
                 torch.save(dict(content), new / name)
@@ -92,7 +92,7 @@ def load(folder: Path, head: Head, info: TargetInfo, *, provenance: Provenance |
                 f"the drafter in {folder} was trained for another target ({trained.target}): "
                 f"{field} {mine}, not {theirs}"
             )
-    file = folder / "model.safetensors"
+    file = folder / WEIGHTS
     try:
         weights = read_weights(file)  # what is copied to a GPU has the dtype of the target
     except (FileNotFoundError, SafetensorError) as error:

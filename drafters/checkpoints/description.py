@@ -3,6 +3,7 @@
 Light to import, so that a missing drafter is an error before torch loads.
 """
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any, Literal
@@ -11,10 +12,11 @@ import msgspec
 
 from vlmdistill.drafters import catalogue
 from vlmdistill.stores.errors import TrainingError, one_line
-from vlmdistill.stores.records import read_bytes
+from vlmdistill.stores.records import open_regular, read_bytes
 from vlmdistill.stores.suggestions import did_you_mean
 
 FORMAT = 2
+WEIGHTS = "model.safetensors"
 SAMPLES = "samples.txt"  # the keys of the samples of a drafter's training and of those before it, one a line
 
 
@@ -57,11 +59,21 @@ def describe(folder: Path) -> dict[str, Any]:
 def trained_on(folder: Path) -> frozenset[str] | None:
     """The keys of the samples that the drafter in a folder, or one that it began with, was trained on.
 
-    None if it does not list them.
+    None if it does not list them, or the list is empty.
     """
     try:
-        return frozenset(read_bytes(folder / SAMPLES).decode().splitlines())
+        keys = read_bytes(folder / SAMPLES).decode().splitlines()
     except (OSError, ValueError):
+        return None
+    return frozenset(keys) or None
+
+
+def weights_hash(folder: Path) -> str | None:
+    """The SHA-256 of the weights in a drafter's folder; None if there are none or they cannot be read."""
+    try:
+        with open(open_regular(folder / WEIGHTS), "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
         return None
 
 

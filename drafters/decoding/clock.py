@@ -5,11 +5,13 @@ Totals and speedups come from the clock outside; the decoder's own seconds say w
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
+
+from vlmdistill.drafters.core.tree import DraftTree
 
 Value = TypeVar("Value")
 Phase = Literal["vision", "prefill", "draft_prefill", "draft", "verify", "accept"]
@@ -58,6 +60,7 @@ class Cycle:
     seconds: float  # since the caller asked for this cycle
     laps: Laps  # their phases
     chances: tuple[float, ...] = ()  # what the drafter told of each of the guesses; empty: nothing
+    tree: DraftTree | None = field(default=None, compare=False, repr=False)  # None: nothing was drafted
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,8 @@ def speculate(
         guesses = [token for token, best in zip(ids, greedy, strict=True) if best][1:]
         chain = (sum(greedy[:length]) - 1, len(guesses))
         chances = tuple(chance / MILLION for chance, best in zip(told, greedy, strict=False) if best)[1:]
-        yield Cycle(kept, min(length - 1, len(kept)), chain, guesses, laps.stop(), laps, chances)
+        accepted_count = min(length - 1, len(kept))
+        yield Cycle(kept, accepted_count, chain, guesses, laps.stop(), laps, chances, nodes)
 
 
 @torch.inference_mode()

@@ -54,6 +54,15 @@ class HeldOut:
     predicted_tau: float = 0.0  # of a chain as long as the drafter's tree is deep
 
 
+@dataclass(frozen=True, kw_only=True)
+class StageDone:
+    """A stage that a run has done."""
+
+    name: str
+    steps: Count  # of the optimizer
+    passes: float  # over the samples of the run: those that it read, a sample as often as it was read
+
+
 @dataclass
 class Position:
     """How far a run has come."""
@@ -64,6 +73,9 @@ class Position:
     begun: Count = 0  # of those, done when the epoch began
     total: Count = 0  # optimizer steps done in all
     reader: dict[str, Any] | None = None  # how far the epoch has been read, see `Epoch.state`
+    passes: float = 0.0  # of the stage, of the epochs before this one, see `StageDone`
+    part: float = 0.0  # of this epoch
+    done: list[StageDone] = field(default_factory=list)
     history: list[HeldOut] = field(default_factory=list)
 
     @property

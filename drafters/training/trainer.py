@@ -194,8 +194,16 @@ class _Trainer:
                 self.position.begun = self.position.taken
                 self.position.reader = None
             self._measure(stage)
+            self.position.done.append(
+                saved.StageDone(
+                    name=stage.name,
+                    steps=self.position.taken,
+                    passes=round(self.position.passes + self.position.part, 3),
+                )
+            )
             self.position.stage += 1
             self.position.epoch = self.position.taken = self.position.begun = 0
+            self.position.passes = self.position.part = 0.0
             self.position.reader = None  # of a checkpoint at the last step of the stage
         if self.position.total == 0:
             stages = f"the stages of {self.run.drafter}, or their epochs are too short"
@@ -255,6 +263,7 @@ class _Trainer:
             position.reader = group.state
             position.total += 1
             position.taken += 1
+            position.part = read / whole * len(keys) / len(self.keys)
             if self.metrics is not None:
                 progress = TrainingProgress(
                     stage=stage.name,
@@ -279,6 +288,7 @@ class _Trainer:
                 break
             started = time.perf_counter()
         reader.close()
+        position.passes, position.part = position.passes + position.part, 0.0
         return whole > 0
 
     @property
@@ -439,6 +449,7 @@ class _Trainer:
             "samples": len(self.keys),
             "view": self.run.view,
             "seed": self.run.seed,
+            "stages": [asdict(one) for one in self.position.done],
             "history": [asdict(one) for one in self.position.history],
         }
         if self.data.initial and self.taken:

@@ -1,10 +1,12 @@
 """Decodes prompts at temperature 0 in a process of its own, which has seen no response to them."""
 
-import json
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from vlmdistill.pipelines.bench.records import Again
 from vlmdistill.pipelines.cluster.processes import Processes
@@ -14,34 +16,48 @@ from vlmdistill.stores.progress import Progress
 PROMPTS = 8  # decoded again, at most
 
 
-def decode_again(
-    model: str,
-    how: Mapping[str, Any],
-    folder: Path,
-    tree: str,
-    prompts_file: Path,
-    keys: Sequence[str],
-    max_new_tokens: int,
-    threads: int,
-) -> tuple[Again, ...]:
-    """The calls of some of the prompts with the drafter in `folder`; TrainingError if the process fails."""
+@dataclass(frozen=True)
+class Repeated:
+    """A drafter that decodes again."""
+
+    label: str
+    folder: Path
+    tree: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """How it was decoded the first time."""
+
+    model: str
+    how: Mapping[str, Any]  # of loading the target
+    prompts_file: Path
+    keys: Sequence[str]
+    max_new_tokens: int
+    threads: int
+
+
+Calls = dict[str, tuple[Again, ...]]
+"""By the labels of the drafters."""
+
+
+def decode_again(drafters: Sequence[Repeated], conditions: Conditions) -> Calls:
+    """The calls of each drafter for some of the prompts; TrainingError if the process fails."""
+    if not PROMPTS or not drafters:
+        return {}
     with tempfile.TemporaryDirectory() as made, Processes() as children:
         out = Path(made) / "calls.json"
-        arguments = (model, dict(how), folder, tree, prompts_file, [*keys[:PROMPTS]], max_new_tokens, out)
-        children.start("decoding again", _decode, arguments, {"OMP_NUM_THREADS": str(threads)})
+        threads = {"OMP_NUM_THREADS": str(conditions.threads)}
+        children.start("decoding again", _decode, (drafters, conditions, PROMPTS, out), threads)
         for _ in children.messages():
             pass
-        return tuple(Again(key=key, calls=calls) for key, calls in json.loads(out.read_text()).items())
+        return msgspec.json.decode(out.read_bytes(), type=Calls)
 
 
 def _decode(
-    model: str,
-    how: dict[str, Any],
-    folder: Path,
-    tree: str,
-    prompts_file: Path,
-    keys: list[str],
-    max_new_tokens: int,
+    drafters: Sequence[Repeated],
+    conditions: Conditions,
+    count: int,
     out: Path,
     report: Progress,
 ) -> None:
@@ -49,13 +65,23 @@ def _decode(
     from vlmdistill.drafters.decoding.decoders import speculate
     from vlmdistill.pipelines.targets.loading import load
 
-    target = load(model, **how)
-    drafter = target.drafter(folder)
-    prompts = {prompt.key: prompt for prompt in prompt_table.load(prompts_file, model, "all")}
-    calls = {}
-    for number, key in enumerate(keys):
-        encoded = target.encode(prompts[key].messages)
-        decoded = speculate(target, drafter, encoded, tree=Tree.parse(tree), max_new_tokens=max_new_tokens)
-        calls[key] = len(list(decoded)) - 1
-        report(number + 1, len(keys))
-    out.write_text(json.dumps(calls))
+    target = load(conditions.model, **conditions.how)
+    prompts = prompt_table.load(conditions.prompts_file, conditions.model, "all")
+    chosen_keys = set(conditions.keys[:count])
+    chosen = [prompt for prompt in prompts if prompt.key in chosen_keys]
+    calls: Calls = {}
+    for repeated in drafters:
+        drafter, tree = target.drafter(repeated.folder), Tree.parse(repeated.tree)
+        for prompt in chosen:
+            encoded = target.encode(prompt.messages)
+            cycles = speculate(
+                target,
+                drafter,
+                encoded,
+                tree=tree,
+                max_new_tokens=conditions.max_new_tokens,
+            )
+            again = Again(key=prompt.key, calls=len(list(cycles)) - 1)
+            calls[repeated.label] = (*calls.get(repeated.label, ()), again)
+            report(len(calls), len(drafters))
+    out.write_bytes(msgspec.json.encode(calls))

@@ -5,13 +5,14 @@ A machine that was slower at the end than at the start (other programs, heat, a 
 
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from vlmdistill.drafters.decoding.clock import Laps, wait
+from vlmdistill.drafters.decoding.clock import clocked, wait
 from vlmdistill.drafters.decoding.decoders import plain
 from vlmdistill.pipelines.bench.records import Calibration
 
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
     from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 
 REPEATS: Final = 7  # of a product or copy; the median counts
-RUNS: Final = 5  # of plain decoding, at most: a response may be short
+RUNS: Final = 8  # of plain decoding, at most: a response may be short
 STEPS: Final = 24  # of plain decoding in a run, at most
-SECONDS: Final = 0.1  # of plain decoding, after which no other run begins
+SECONDS: Final = 0.3  # of plain decoding, after which no other run begins
 ROWS: Final = 5  # of the small product: a verification of a chain of four
 
 
@@ -45,11 +46,12 @@ def calibrate(target: "VisionLanguageTarget", prompt: Any) -> Calibration:
         return statistics.median(seconds[1:])
 
     start, cpu_start = time.perf_counter(), time.thread_time()
+    pairs = _step_pairs(target, prompt)
     found = Calibration(
-        plain_step=_step(
-            lambda: [one.seconds for one in [*plain(target, prompt, max_new_tokens=1 + STEPS)][1:]]
-        ),
-        bare_step=_step(lambda: _bare_steps(target, prompt)),
+        plain_step=_median([pair.plain for pair in pairs]),
+        bare_step=_median([pair.bare for pair in pairs]),
+        step_ratio=_median([pair.ratio for pair in pairs]),
+        step_bytes=target.step_bytes,
         small_product=median(lambda: small_RS @ large_SS),
         large_product=median(lambda: large_SS @ large_SS),
         bandwidth=2 * copied / max(1e-9, median(lambda: sink.copy_(source))),
@@ -58,31 +60,53 @@ def calibrate(target: "VisionLanguageTarget", prompt: Any) -> Calibration:
     return found if on_gpu else replace(found, cpu_share=min(1.0, cpu / elapsed))
 
 
-def _step(run: Callable[[], list[float]]) -> float | None:
-    """The median seconds of the steps of a few runs; None if a response has no second token."""
-    steps: list[float] = []
+@dataclass(frozen=True)
+class StepPair:
+    """Two steps over the same token, one right after the other."""
+
+    plain: float  # seconds of plain decoding
+    bare: float  # seconds of the target alone
+    ratio: float  # of the two, on a CPU in CPU seconds: other programs take whole slices of time
+
+
+def _step_pairs(target: "VisionLanguageTarget", prompt: Any) -> list[StepPair]:
+    """Those of a few runs; none if the response has no second token."""
+    pairs: list[StepPair] = []
     start = time.perf_counter()
     for _ in range(RUNS):
-        steps += run()
+        pairs += _run_of_pairs(target, prompt)
         if time.perf_counter() - start > SECONDS:
             break
-    return statistics.median(steps) if steps else None
+    return pairs
+
+
+def _run_of_pairs(target: "VisionLanguageTarget", prompt: Any) -> Iterator[StepPair]:
+    """Before each step of plain decoding, the same step by the target alone.
+
+    Both take the same token after the same prefix within milliseconds, so that a machine whose speed drifts
+    affects both alike.
+    """
+    device = target.device
+    cycles = plain(target, prompt, max_new_tokens=1 + STEPS)
+    token = next(cycles).ids[-1]
+    while True:
+        _, bare, bare_cpu = clocked(partial(_bare_step, target, token), device)
+        cycle, elapsed, cpu = clocked(partial(next, cycles, None), device)
+        if cycle is None:
+            return
+        on_cpu = device.type == "cpu" and bare_cpu > 0
+        ratio = cpu / bare_cpu if on_cpu else elapsed / bare
+        yield StepPair(cycle.seconds, bare, ratio)
+        token = cycle.ids[-1]
 
 
 @torch.inference_mode()
-def _bare_steps(target: "VisionLanguageTarget", prompt: Any) -> list[float]:
-    """Those of steps by calls of the target alone: what plain decoding may take, whatever became of it."""
-    ends, steps = set(target.info.eos_ids), list[float]()
-    hidden_1D = target.prefill(prompt, ()).feature("hidden", "text")[-1:]
-    token_1 = target.logits(hidden_1D).argmax(-1)
-    one = torch.ones_like(token_1)
-    for _ in range(STEPS):
-        if int(token_1) in ends:
-            break
-        laps = Laps(target.device)
-        hidden_1D = target.extend(token_1, one, None, ("hidden",))["hidden"]
-        token_1 = target.logits(hidden_1D).argmax(-1)
-        target.commit([0])
-        token_1.tolist()
-        steps.append(laps.stop())
-    return steps
+def _bare_step(target: "VisionLanguageTarget", token: int) -> None:
+    """A step by calls of the target alone: all that plain decoding has to do. Commits nothing."""
+    one = torch.ones(1, dtype=torch.long, device=target.device)
+    hidden_1D = target.extend(one * token, one, None, ("hidden",))["hidden"]
+    target.logits(hidden_1D).argmax(-1).tolist()
+
+
+def _median(values: list[float]) -> float | None:
+    return statistics.median(values) if values else None

@@ -4,6 +4,7 @@ For each prompt, plain decoding and all drafters run in alternation in one proce
 speed drifts affects all alike (`side_by_side.py`).
 """
 
+import gc
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -16,16 +17,17 @@ import msgspec
 import polars as pl
 import torch
 
-from vlmdistill.drafters.checkpoints.description import describe, trained_on
+from vlmdistill.drafters.checkpoints.description import describe, weights_hash
 from vlmdistill.drafters.core.drafter import Proposer
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.decoding import hardware, tree_search
 from vlmdistill.drafters.decoding.decoders import plain
 from vlmdistill.pipelines.bench import deleted, records
-from vlmdistill.pipelines.bench.again import decode_again
-from vlmdistill.pipelines.bench.audit import too_good
+from vlmdistill.pipelines.bench.again import Conditions, Repeated, decode_again
+from vlmdistill.pipelines.bench.audit import last_baseline
 from vlmdistill.pipelines.bench.calibration import calibrate
-from vlmdistill.pipelines.bench.records import Evaluation, Leak, TargetId, TrainedSettings, Training
+from vlmdistill.pipelines.bench.leaks import leaks
+from vlmdistill.pipelines.bench.records import Evaluation, TargetId, TrainedSettings, Training
 from vlmdistill.pipelines.bench.unfinished import Decoded, Unfinished, measurements
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt, Prompts
@@ -33,7 +35,7 @@ from vlmdistill.pipelines.targets.checkpoints.registry import Options
 from vlmdistill.pipelines.targets.checkpoints.template import Thinking
 from vlmdistill.pipelines.targets.software import PACKAGES, Software, of_this_process, versions
 from vlmdistill.pipelines.workspace.workspace import NAME, Workspace
-from vlmdistill.stores.errors import DataError, TrainingError
+from vlmdistill.stores.errors import DataError, TrainingError, one_line
 from vlmdistill.stores.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -134,6 +136,7 @@ def evaluate(
     described = {name: _describe(workspace.drafter(name)) for name in names}  # fails before the target loads
     settings = settings.trained_as(described)
     leak_of = leaks(workspace, names, chosen)
+    weights_of = {name: weights_hash(workspace.drafter(name)) for name in names}
     target = load(workspace.model, **settings.how)
     machine = hardware.of(target.device)
     drafters = {name: target.drafter(workspace.drafter(name)) for name in described}
@@ -141,6 +144,7 @@ def evaluate(
         workspace.reports,
         {
             "drafters": described,
+            "weights": weights_of,
             "settings": [*map(str, settings.trees), settings.max_new_tokens, settings.seed, settings.threads],
             "prompts": [prompt.key for prompt in chosen],
             "target": [target.name, str(target.fingerprint), target.dtype_name, settings.how],
@@ -190,17 +194,44 @@ def evaluate(
             title=title,
             asked=asked,
             leak=leak_of[names_of[label]],
+            weights=weights_of[names_of[label]],
         )
         for label, (drafter, tree) in decoders.items()
     ]
-    for number, one in enumerate(made):
-        greedy = [at for at in one.temperatures if at.temperature == 0]
-        if greedy and too_good(greedy[0]):
-            folder = workspace.drafter(names_of[one.name])
-            how, length = settings.how, settings.max_new_tokens
-            again = decode_again(workspace.model, how, folder, one.tree, prompts, one.keys, length, threads)
-            made[number] = replace(one, again=again)
+    earlier = last_baseline(workspace.reports, made[0])
+    made = [replace(one, earlier=earlier) for one in made]
+    del target, drafter, drafters, decoders  # another process needs their memory
+    folders = {label: workspace.drafter(name) for label, name in names_of.items()}
+    made = _decoded_again(made, folders, workspace.model, settings, prompts)
     return deleted.write(workspace, made, unfinished)
+
+
+def _decoded_again(
+    made: Sequence[Evaluation],
+    folders: Mapping[str, Path],
+    model: str,
+    settings: Settings,
+    prompts: Path,
+) -> list[Evaluation]:
+    """With the calls that a process needs which has seen no response, or why there are none."""
+    if 0 not in settings.temperatures:
+        return [*made]
+    gc.collect()
+    torch.cuda.empty_cache()  # does nothing without a GPU
+    repeated = [Repeated(one.name, folders[one.name], one.tree) for one in made]
+    conditions = Conditions(
+        model=model,
+        how=dict(settings.how),
+        prompts_file=prompts,
+        keys=made[0].keys,
+        max_new_tokens=settings.max_new_tokens,
+        threads=made[0].threads,
+    )
+    try:
+        calls = decode_again(repeated, conditions)
+    except TrainingError as error:
+        return [replace(one, not_again=one_line(error)) for one in made]
+    return [replace(one, again=calls.get(one.name, ())) for one in made]
 
 
 def _decode(
@@ -252,12 +283,14 @@ def kept(workspace: Workspace, names: Sequence[str], settings: Settings) -> list
         settings = settings.trained_as(described)
     except (DataError, TrainingError):
         return []
+    weights_of = {name: weights_hash(workspace.drafter(name)) for name in names}
 
     def same(one: Evaluation) -> bool:
         now = described.get(one.name)
         return (
             now is not None
             and (one.drafter, one.config, one.training) == (now.drafter, now.config, now.training)
+            and one.weights in (None, weights_of[one.name])
             and one.keys == keys
             and one.tree == (str(settings.trees[0]) if settings.trees else now.config.tree)
             and (one.max_new_tokens, one.seed) == (settings.max_new_tokens, settings.seed)
@@ -279,50 +312,6 @@ def kept(workspace: Workspace, names: Sequence[str], settings: Settings) -> list
                 runs.setdefault(one.measured, {})[one.name] = one
     whole = [run for _, run in sorted(runs.items(), reverse=True) if run.keys() == described.keys()]
     return [whole[0][name] for name in names] if whole else []
-
-
-def leaks(workspace: Workspace, names: Sequence[str], chosen: Sequence[Prompt]) -> dict[str, Leak | None]:
-    """The prompts that each drafter was trained on, or whose media or text it has seen.
-
-    Media and texts are compared with the workspace's prompts. None for a drafter that does not name its
-    samples.
-    """
-    seen = {name: trained_on(workspace.drafter(name)) for name in names}
-    keys_of: dict[str, set[str]] = {}  # evaluated prompts by what they share with others
-    for one in chosen:
-        for trait in _traits(one):
-            keys_of.setdefault(trait, set()).add(one.key)
-    shared: dict[str, set[str]] = {name: set() for name in names}
-    for one in _all_prompts(workspace) if any(seen.values()) else ():
-        if common := {key for trait in _traits(one) for key in keys_of.get(trait, ())}:
-            for name, keys in seen.items():
-                if keys and one.key in keys:
-                    shared[name] |= common
-    found: dict[str, Leak | None] = {}
-    for name, keys in seen.items():
-        own = tuple(one.key for one in chosen if keys and one.key in keys)
-        alike = tuple(one.key for one in chosen if one.key in shared[name] and one.key not in own)
-        found[name] = None if keys is None else Leak(samples=len(keys), prompts=own, alike=alike)
-    return found
-
-
-def _all_prompts(workspace: Workspace) -> Sequence[Prompt]:
-    try:
-        return prompt_table.load(workspace.prompts, workspace.model, "all")
-    except DataError:
-        return ()
-
-
-def _traits(prompt: Prompt) -> set[str]:
-    """The digests of its images and videos; without any, its text."""
-    return {part["digest"] for part in prompt.media} or {_text(prompt)}
-
-
-def _text(prompt: Prompt) -> str:
-    """What is said and asked, without the system's turn and case."""
-    turns = [one for one in prompt.messages if one["role"] != "system"]
-    parts = [part for one in turns for part in one["content"] if part["type"] == "text"]
-    return " ".join(" ".join(part["text"] for part in parts).casefold().split())
 
 
 def check_title(title: str) -> None:

@@ -24,6 +24,7 @@ from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import content_hash
 
 FORMAT: Final = 2
+GENERATED: Final = 6  # prompts that the stock model's `generate` answers, too: it takes long
 BINS: Final = 10  # of the chances that a drafter tells
 MAX_CHAIN = 4096  # positions of a draft; with far more, a report would take minutes
 AGAIN: Final = "remove it, or repeat `vlmdistill eval`"
@@ -32,6 +33,8 @@ Count = Annotated[int, Meta(ge=0, le=10**15)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Check = Literal["identical", "near_tie", "different"]
 PromptKind = Literal["text", "image", "images", "video"]
+Finish = Literal["stop", "length", "broken"]
+Rank = Literal["first", "second", "later", "rare"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +71,19 @@ class Told:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RankCount:
+    """How many tokens of a sampled response were a choice of this rank, and how many would be expected.
+
+    The target's first, second and later choices, and those less likely than `sampled.RARE`.
+    """
+
+    rank: Rank
+    tokens: Count
+    expected: Amount
+    variance: Amount  # of `tokens`
+
+
+@dataclass(frozen=True, kw_only=True)
 class Chains:
     """How many drafts got how far, by position of the most likely chain."""
 
@@ -94,12 +110,14 @@ class Decoding(Chains):
     parts: tuple[ResponsePart, ...] = ()  # of the drafter's; none: measured before they were recorded
     told: tuple[Told, ...] = ()  # by position and tenth of the chance; empty: no chances were told
     missed: Count = 0  # drafted tokens of the most likely chains that the response has and no cycle accepted
-    check: Check | None = None  # against the stock model's generate; None: not compared
+    check: Check | None = None  # against the stock model's greedy choices; None: not compared
+    finish: Finish | None = None  # at an EOS, at the limit, or otherwise; None: not recorded
     phases: Phases | None = None  # None: measured before they were recorded
     cpu_seconds: Amount | None = None  # of the decoding thread; None on a GPU
     passes: Count | None = None  # after the prefill, as the target counts them; None: not recorded
     surprise: float | None = None  # above temperature 0: sum of -log p(token) less its mean, in nats
     surprise_variance: Amount | None = None  # of that sum
+    ranks: tuple[RankCount, ...] = ()  # above temperature 0; empty: not counted
 
 
 def chain_counts(chains: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -133,6 +151,7 @@ class Stock:
 
     tokens: Count
     seconds: Amount
+    cpu_seconds: Amount | None = None  # of the decoding thread; None on a GPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +163,7 @@ class PromptResult:
     kind: PromptKind
     plain: Decoding
     drafted: Decoding
-    stock: Stock | None = None  # decoded in turn with the others
+    stock: Stock | None = None  # decoded in turn with the others, for some prompts
 
 
 LABELS: Final[dict[str, Callable[[PromptResult], str]]] = {
@@ -192,6 +211,15 @@ class Calibration:
     bandwidth: Amount  # bytes read and written in a second of copying
     cpu_share: Share | None = None  # of these seconds; None on a GPU
     bare_step: Amount | None = None  # seconds of such a step without the decoder; None: not measured
+    step_ratio: Amount | None = None  # median of plain over bare, in pairs; None: not measured in pairs
+    step_bytes: Count | None = None  # of the weights that such a step reads; None: not recorded
+
+    @property
+    def reads(self) -> float | None:
+        """A step of plain decoding in times that its weights take to be read; None: not recorded."""
+        if not self.plain_step or not self.step_bytes:
+            return None
+        return self.plain_step * self.bandwidth / self.step_bytes
 
     @property
     def text(self) -> str:
@@ -231,6 +259,15 @@ class Agreement:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StageTaken:
+    """A stage of a training as it was run, whatever its settings planned."""
+
+    name: str
+    steps: Count
+    passes: Amount  # over the samples of the training
+
+
+@dataclass(frozen=True, kw_only=True)
 class Training:
     """How a drafter was trained, from its folder; the defaults for methods that need no training."""
 
@@ -239,6 +276,7 @@ class Training:
     samples: Count = 0
     view: str | None = None
     seed: int | None = None
+    stages: tuple[StageTaken, ...] = ()  # empty: trained before they were recorded
     history: tuple[Agreement, ...] = ()
 
 
@@ -247,7 +285,7 @@ class TrainedStage:
     """The settings of a training stage."""
 
     name: str
-    epochs: Amount
+    epochs: Amount  # of a run that counts steps only the stage's share of them
     hops: Count
 
 
@@ -259,6 +297,18 @@ class TrainedSettings:
     stages: tuple[TrainedStage, ...] = ()
 
 
+def stages_run(training: Training, config: TrainedSettings) -> list[str]:
+    """What was run of each stage, in words: its steps, its passes over the samples, and its hops."""
+    taken = {stage.name: stage for stage in training.stages}
+    said = []
+    for stage in config.stages:
+        hops = f"{stage.hops} {'hop' if stage.hops == 1 else 'hops'}"
+        run = taken.get(stage.name)
+        amount = f"{run.steps:,} steps, {run.passes:.1f} passes, " if run else ""
+        said.append(f"{stage.name} ({amount}{hops})")
+    return said
+
+
 @dataclass(frozen=True, kw_only=True)
 class Leak:
     """The evaluated prompts that a drafter has seen in training."""
@@ -266,6 +316,7 @@ class Leak:
     samples: Count  # that it was trained on
     prompts: tuple[str, ...] = ()
     alike: tuple[str, ...] = ()  # others, with an image, a video or, without any, a text that it has seen
+    unknown: Count = 0  # samples whose media and texts are not in this workspace, or cannot be read
 
     @property
     def keys(self) -> list[str]:
@@ -279,6 +330,15 @@ class Again:
 
     key: str
     calls: Count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Baseline:
+    """What plain decoding was compared with in an evaluation."""
+
+    measured: str  # when
+    against_stock: Amount | None = None  # times as fast as the stock model's `generate`
+    reads: Amount | None = None  # a step, in times that its weights take to be read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,7 +369,10 @@ class Evaluation:
     title: str = ""  # by `--name`
     asked: tuple[str, ...] = ()  # the keys of the prompts that were to be measured
     leak: Leak | None = None  # None: it is not known what the drafter was trained on
-    again: tuple[Again, ...] = ()  # of a drafter that accepts nearly all its tokens
+    again: tuple[Again, ...] = ()  # some of the prompts
+    not_again: str = ""  # why none could be decoded again
+    weights: str | None = None  # SHA-256 of the drafter's weights; None: it has none, or not recorded
+    earlier: Baseline | None = None  # of the last sound evaluation under the same conditions
 
     def __post_init__(self) -> None:
         if any([one.key for one in at.prompts] != self.keys for at in self.temperatures):
@@ -346,10 +409,35 @@ def read(file: Path) -> Evaluation:
 
 
 class Heading(msgspec.Struct, frozen=True):
-    """What tells the evaluations of a drafter apart, without what was measured."""
+    """What tells evaluations apart, without what was measured."""
 
     name: str
     measured: str
+    target: TargetId
+    hardware: str
+    dtype: str
+    threads: int
+    attention: str | None = None
+    compiled: bool | None = None
+    software: Software | None = None
+    max_new_tokens: int = 0
+    thinking: str = ""
+    asked: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, evaluation: Evaluation) -> "Heading":
+        """That of an evaluation."""
+        return cls(*(getattr(evaluation, name) for name in cls.__struct_fields__))
+
+    @property
+    def of_baseline(self) -> tuple[object, ...]:
+        """What must be equal for the same baseline: also the prompts that `generate` answers."""
+        software = self.software and self.software.installed
+        return (
+            *(self.target, self.hardware, self.dtype, self.threads),
+            *(self.attention, self.compiled, software),
+            *(self.max_new_tokens, self.thinking, self.asked[:GENERATED]),
+        )
 
     @property
     def drafter(self) -> str:

@@ -2,27 +2,30 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import groupby, takewhile
+from itertools import groupby
 from typing import Any
 
 import torch
 
 from vlmdistill.drafters.core.drafter import Proposer
-from vlmdistill.drafters.core.tree import Tree
+from vlmdistill.drafters.core.tree import DraftTree, Tree
 from vlmdistill.drafters.decoding.clock import Cycle, Timed, clocked, timed
 from vlmdistill.drafters.decoding.decoders import decode
+from vlmdistill.pipelines.bench.greedy import GreedyCheck, finish_of
 from vlmdistill.pipelines.bench.parts import parts, reasoning
 from vlmdistill.pipelines.bench.records import (
-    Check,
+    GENERATED,
     Decoding,
     Phases,
     PromptKind,
     PromptResult,
+    RankCount,
     ShownResponse,
     Stock,
     chain_counts,
     told_chances,
 )
+from vlmdistill.pipelines.bench.sampled import RANKS, ranks, surprise
 from vlmdistill.pipelines.bench.unfinished import Decoded
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.data.responses.pieces import Piece, pieces
@@ -32,12 +35,6 @@ PLAIN, STOCK = "", "/generate"  # instead of a drafter's name
 CHUNK = 64  # tokens of a response in one forward pass, to measure its surprise
 SHOWN = 6  # prompts whose responses are kept for the report
 REPLAYED = 1024  # tokens of a plain response that is kept for a replay, at most: each has its time
-NEAR_TIE = {torch.float32: 32, torch.bfloat16: 8, torch.float16: 8}
-"""In units of the dtype's rounding error at the largest logit.
-
-Passes over one token and over several differed by at most 30 in float32 and 4.6 in half precision, in 24
-layers of random weights.
-"""
 
 
 class SideBySide:
@@ -54,45 +51,55 @@ class SideBySide:
     ) -> None:
         self.target, self.drafters = target, drafters
         self.temperature, self.max_new_tokens, self.seed = temperature, max_new_tokens, seed
-        self._warm = False
+        self._warm = set[PromptKind]()  # images and videos have kernels of their own
 
     def decode(self, number: int, prompt: Prompt) -> Decoded:
-        """Decode a prompt with every decoder, in an order that rotates with `number`."""
+        """Decode a prompt with every decoder, in an order that rotates with `number`.
+
+        The first prompt of each kind is decoded twice, and only its second time counts: the first allocates,
+        compiles and loads kernels.
+        """
+        kind = kind_of(prompt)
+        rounds = 1 if kind in self._warm else 2
         encoded = self.target.encode(prompt.messages)
         names, greedy = [PLAIN, *self.drafters], self.temperature == 0
-        order = [*names, STOCK] if greedy else names
+        room = self.target.info.max_position - encoded.length
+        limit = max(1, min(self.max_new_tokens, room))
+        order = [*names, STOCK] if greedy and number < GENERATED else names
         turn = number % len(order)
         decoded: dict[str, Timed] = {}
         passes: dict[str, int] = {}
         stock: tuple[Stock, list[int]] | None = None
         for name in [*order[turn:], *order[:turn]]:
-            for _ in range(1 if self._warm else 2):
+            for _ in range(rounds):
                 if name == STOCK:
-                    stock = self._generate(encoded)
+                    stock = self._generate(encoded, limit)
                 else:
                     before = self.target.passes
-                    decoded[name] = self._decode(name, encoded, number)
+                    decoded[name] = self._decode(name, encoded, number, limit)
                     passes[name] = self.target.passes - before
-        self._warm = True
+        self._warm.add(kind)
         counted = {}
+        check = GreedyCheck(self.target, encoded, limit, stock and stock[1])
         for name in names:
+            ids = decoded[name].ids
             one = replace(
-                _counted(decoded[name], on_cpu=self.target.device.type == "cpu"), passes=passes[name]
+                _counted(decoded[name], on_cpu=self._on_cpu),
+                passes=passes[name],
+                finish=finish_of(ids, self.target.info.eos_ids, limit),
             )
             if name != PLAIN:
                 thought = reasoning(self.target.tokenizer, encoded.ids_L.tolist(), decoded[name].ids)
                 one = replace(one, parts=parts(decoded[name].cycles, encoded.length, thought))
-            if not greedy:
-                nats, variance = self._surprise(encoded, decoded[name].ids)
-                one = replace(one, surprise=nats, surprise_variance=variance)
-            elif stock:
-                one = replace(one, check=self._check(encoded, stock[1], decoded[name].ids))
-            counted[name] = one
+            if greedy:
+                counted[name] = replace(one, check=check.check(ids))
+            else:
+                counted[name] = self._sampled(one, encoded, ids)
         results = {
             name: PromptResult(
                 key=prompt.key,
                 dataset=prompt.dataset,
-                kind=kind_of(prompt),
+                kind=kind,
                 plain=counted[PLAIN],
                 drafted=counted[name],
                 stock=stock[0] if stock else None,
@@ -108,7 +115,7 @@ class SideBySide:
             shown=shown,
         )
 
-    def _decode(self, name: str, encoded: Any, number: int) -> Timed:
+    def _decode(self, name: str, encoded: Any, number: int, limit: int) -> Timed:
         seed = self.seed * 1_000_003 + number
         generator = torch.Generator(self.target.device).manual_seed(seed)
 
@@ -120,59 +127,51 @@ class SideBySide:
                 drafter,
                 encoded,
                 tree=tree,
-                max_new_tokens=self.max_new_tokens,
+                max_new_tokens=limit,
                 temperature=self.temperature,
                 generator=generator,
             )
 
         return timed(decoder, self.target.device)
 
-    def _generate(self, encoded: Any) -> tuple[Stock, list[int]] | None:
+    @property
+    def _on_cpu(self) -> bool:
+        return self.target.device.type == "cpu"
+
+    def _generate(self, encoded: Any, limit: int) -> tuple[Stock, list[int]] | None:
         """The stock model's own response and its tokens; None if it cannot read the prompt."""
-        made, seconds, _ = clocked(
-            lambda: self.target.reference(encoded, max_new_tokens=self.max_new_tokens), self.target.device
+        made, seconds, cpu_seconds = clocked(
+            lambda: self.target.reference(encoded, max_new_tokens=limit),
+            self.target.device,
         )
-        return (Stock(tokens=len(made.ids), seconds=seconds), list(made.ids)) if made else None
+        if made is None:
+            return None
+        spent = cpu_seconds if self._on_cpu else None
+        stock = Stock(tokens=len(made.ids), seconds=seconds, cpu_seconds=spent)
+        return stock, list(made.ids)
 
     @torch.inference_mode()
-    def _surprise(self, encoded: Any, ids: list[int]) -> tuple[float, float]:
-        """The surprise of a sampled response less its mean, and its variance; see `audit.py`."""
-        target, total = self.target, torch.zeros(2, dtype=torch.float64)
+    def _sampled(self, decoding: Decoding, encoded: Any, ids: list[int]) -> Decoding:
+        """With what a sampled response tells of the distribution that it is from; see `sampled.py`."""
+        target = self.target
+        surprise_2 = torch.zeros(2, dtype=torch.float64)
+        ranks_R3 = torch.zeros(len(RANKS), 3, dtype=torch.float64)
         last_1D = target.prefill(encoded, ()).feature("hidden", "text")[-1:]
         for ids_N in torch.split(torch.tensor(ids, device=last_1D.device), CHUNK):
             row_N = torch.arange(len(ids_N), device=ids_N.device)
             state_ND = target.extend(ids_N, row_N + 1, None, ("hidden",))["hidden"]
             target.commit(range(len(ids_N)))
-            logits_NV = target.logits(torch.cat([last_1D, state_ND[:-1]])).double() / self.temperature
-            # A copy: a compiled step writes its next states to the same memory.
-            last_1D, log_NV = state_ND[-1:].clone(), logits_NV.log_softmax(-1)
-            share_NV = log_NV.exp()
-            entropy_N = -torch.special.xlogy(share_NV, share_NV).sum(-1)
-            variance_N = (share_NV * log_NV.clamp(min=-1e3).square()).sum(-1) - entropy_N.square()
-            surprise_N = -log_NV[row_N, ids_N] - entropy_N
-            total += torch.stack([surprise_N.sum(), variance_N.clamp(min=0).sum()]).cpu()
-        return float(total[0]), float(total[1])
-
-    def _check(self, encoded: Any, reference: list[int], got: list[int]) -> Check:
-        """Compare with the reference; `near_tie`: where they first differ, the two logits round alike."""
-        if got == reference:
-            return "identical"
-        pairs = zip(reference, got, strict=False)
-        first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(reference), len(got)))
-        if first >= min(len(reference), len(got)):
-            return "different"
-        with torch.inference_mode():
-            prefix = self.target.prefill(encoded, ())
-            hidden_1D = prefix.feature("hidden", "text")[-1:]
-            device = hidden_1D.device
-            one = torch.ones(1, dtype=torch.long, device=device)
-            for token in reference[:first]:
-                hidden_1D = self.target.extend(one * token, one, None, ("hidden",))["hidden"]
-                self.target.commit([0])
-            logits_V = self.target.logits(hidden_1D)[0]
-        rounding = torch.finfo(hidden_1D.dtype).eps * float(logits_V.abs().max())
-        gap = abs(float(logits_V[reference[first]] - logits_V[got[first]]))
-        return "near_tie" if gap <= NEAR_TIE[hidden_1D.dtype] * rounding else "different"
+            logits_NV = target.logits(torch.cat([last_1D, state_ND[:-1]])).double()
+            log_NV = (logits_NV / self.temperature).log_softmax(-1)
+            last_1D = state_ND[-1:].clone()  # a compiled step writes its next states to the same memory
+            surprise_2 += surprise(log_NV, ids_N).cpu()
+            ranks_R3 += ranks(log_NV, ids_N).cpu()
+        counts = [
+            RankCount(rank=rank, tokens=int(tokens), expected=expected, variance=variance)
+            for rank, (tokens, expected, variance) in zip(RANKS, ranks_R3.tolist(), strict=True)
+        ]
+        nats, variance = surprise_2.tolist()
+        return replace(decoding, surprise=nats, surprise_variance=variance, ranks=tuple(counts))
 
     def _show(self, prompt: Prompt, decoded: Mapping[str, Timed]) -> dict[str, ShownResponse]:
         """The response of each drafter in pieces, and of plain decoding beside it."""
@@ -219,14 +218,29 @@ def _counted(decoded: Timed, *, on_cpu: bool) -> Decoding:
 
 
 def _missed(decoded: Timed) -> int:
-    """Drafted chain tokens that match the response but were not accepted; 0 unless acceptance is broken."""
+    """Drafted tokens that match the response but were not accepted; 0 unless acceptance is broken."""
     ids, start, missed = decoded.ids, 0, 0
     for cycle in decoded.cycles:
-        pairs = zip(cycle.guesses, ids[start:], strict=False)
-        agreeing = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        missed += max(0, agreeing - cycle.accepted)
+        if cycle.tree is not None:
+            missed += max(0, _matching(cycle.tree, ids[start:]) - cycle.accepted)
         start += len(cycle.ids)
     return missed
+
+
+def _matching(tree: DraftTree, following: list[int]) -> int:
+    """The most tokens that a path of the tree has in common with what followed; see `verify`."""
+    token_N, parent_N = tree.ids_N.tolist(), tree.parent_N.tolist()
+    depth_N, visible_NN = tree.depth_N.tolist(), tree.visible_NN.tolist()
+    chosen_N = [True] * len(token_N)  # by the target, which is the root's choice by definition
+    for node in range(1, len(token_N)):
+        place = depth_N[parent_N[node]] - 1
+        chosen_N[node] = place < len(following) and following[place] == token_N[node]
+    matching: list[int] = [
+        depth - 1
+        for depth, visible_N in zip(depth_N, visible_NN, strict=True)
+        if all(chosen for chosen, is_on in zip(chosen_N, visible_N, strict=True) if is_on)
+    ]
+    return max(matching)
 
 
 def kind_of(prompt: Prompt) -> PromptKind:

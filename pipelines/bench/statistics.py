@@ -52,6 +52,9 @@ FEWEST = 6  # prompts for an interval
 FEWEST_OF_KIND = 4  # prompts of each of its kinds: with three, too few intervals hold the truth
 FEWEST_SEEDS = 5  # for an interval over seeds
 TOLERANCE = 0.02  # share of the elapsed seconds that the cycles may leave unaccounted
+TOLERANCE_SHARED = 0.08  # the same where other programs had a part of the CPU
+CHEAP = 0.9  # share of plain decoding's seconds on a prompt below which a drafter's did less work,
+MOST_PROMPTS = 0.9  # if so for this share of the prompts
 DRIFT = 1.25  # between the calibrations of one evaluation, above which they differ
 BUSY = 0.9  # share of the elapsed seconds below which the CPU was not this program's alone
 
@@ -133,7 +136,8 @@ class Figures:
     lossless: Checks
     plain_lossless: Checks
     parts: tuple[PartRates, ...]  # by context, and by thinking and answer, where there are several
-    warnings: tuple[str, ...] = ()  # problems of these metrics
+    doubts: tuple[str, ...] = ()  # why the speedup may not be one: no verdict rests on it
+    warnings: tuple[str, ...] = ()  # all problems of these metrics, doubts included
 
 
 def figures(measurement: Measurement) -> Figures:
@@ -171,7 +175,8 @@ def figures(measurement: Measurement) -> Figures:
         plain_lossless=_checks(plain),
         parts=tuple(_parts(prompts)),
     )
-    return replace(found, warnings=tuple(_warnings(found)))
+    doubts = (*_doubts(found), *_cheaper(prompts))
+    return replace(found, doubts=doubts, warnings=(*doubts, *_warnings(found)))
 
 
 def rates(measurement: Measurement) -> dict[Rate, float]:
@@ -379,30 +384,74 @@ def _cpu_share(decoded: Sequence[Decoding]) -> float | None:
     return _ratio(sum(known), sum(one.seconds for one in decoded)) if len(known) == len(decoded) else None
 
 
-def _warnings(found: Figures) -> Iterator[str]:
-    """What makes the numbers less than they seem."""
+def _doubts(found: Figures) -> Iterator[str]:
+    """What says that the speedup is not one."""
     for whose, checks in (("", found.lossless), (" of plain decoding", found.plain_lossless)):
         if checks.different:
             yield (
                 f"{checks.different} of {checks.total} responses{whose} differ from the target's by more "
                 "than a near-tie: do not rely on these numbers"
             )
-    for whose, share in (("the", found.accounted), ("plain decoding's", found.plain_accounted)):
-        if abs(1 - share) > TOLERANCE:
-            yield (
-                f"{whose} cycles account for {share:.1%} of the elapsed seconds: speedup includes all "
-                "seconds, decode_speedup and prefill_share only those of the cycles"
-            )
+    if found.accounted > 1 + _tolerance(found):
+        yield _unaccounted("the", found.accounted)
+    if abs(1 - found.plain_accounted) > _tolerance(found):
+        yield _unaccounted("plain decoding's", found.plain_accounted)
     if found.missed:
         yield (
             f"{found.missed} drafted tokens agree with the responses and were not accepted: acceptance is "
             "broken"
         )
+
+
+def _cheaper(prompts: Sequence[PromptResult]) -> Iterator[str]:
+    """The vision encoder and the target's layers work on a prompt in the same way for both sides."""
+    if len(prompts) < FEWEST:
+        return
+    shown = [one for one in prompts if one.kind != "text"]
+    parts: dict[str, list[tuple[float, float]]] = {
+        "first cycle": [(one.drafted.prefill_seconds, one.plain.prefill_seconds) for one in prompts],
+        "prefill": [
+            (one.drafted.phases.prefill, one.plain.phases.prefill)
+            for one in prompts
+            if one.drafted.phases and one.plain.phases
+        ],
+        "vision encoder": [
+            (one.drafted.phases.vision, one.plain.phases.vision)
+            for one in shown
+            if one.drafted.phases and one.plain.phases
+        ],
+    }
+    for name, pairs in parts.items():
+        ratios = [own / plain for own, plain in pairs if plain]
+        if len(ratios) >= FEWEST and np.quantile(ratios, MOST_PROMPTS) < CHEAP:
+            yield (
+                f"the drafter's {name} takes {np.median(ratios):.0%} of the time that plain decoding's "
+                "takes for the same work"
+            )
+
+
+def _warnings(found: Figures) -> Iterator[str]:
+    """What makes the numbers less than they seem, though the speedup is one."""
+    if found.accounted < 1 - _tolerance(found):
+        yield _unaccounted("the", found.accounted)
     if found.cpu_share is not None and found.cpu_share < BUSY:
         yield (
             f"the CPU was this program's for {found.cpu_share:.0%} of the time: other programs may have "
             "slowed it down"
         )
+
+
+def _tolerance(found: Figures) -> float:
+    """Of the elapsed seconds: other programs may take the CPU between two cycles, too."""
+    shared = found.cpu_share is not None and found.cpu_share < BUSY
+    return TOLERANCE_SHARED if shared else TOLERANCE
+
+
+def _unaccounted(whose: str, share: float) -> str:
+    return (
+        f"{whose} cycles account for {share:.1%} of the elapsed seconds: speedup includes all seconds, "
+        "decode_speedup and prefill_share only those of the cycles"
+    )
 
 
 def drift(calibrations: Sequence[Calibration]) -> list[str]:

@@ -24,7 +24,7 @@ from vlmdistill.pipelines.workspace.workspace import Workspace, checkpoint_folde
 
 
 def decoder_thread() -> Executor:
-    """A thread that a target is loaded, warmed up and decodes in.
+    """A thread that a target is warmed up and decodes in.
 
     The CUDA graphs of compiled steps can be replayed in the thread alone that has recorded them.
     """
@@ -149,22 +149,10 @@ def open_decoder(
     max_new_tokens: int = 512,
     how: Options | None = None,
 ) -> ServedDecoder:
-    """Load a target and a drafter, see `open_pair`, and decode a few tokens, all in the decoder's thread.
+    """Load a target and a drafter, see `open_pair`, and decode a few tokens in the decoder's thread.
 
     They compile and allocate what the first request would wait for.
     """
-    thread = decoder_thread()
-    return thread.submit(_warmed_up, thread, workspace, drafter, tree, max_new_tokens, how).result()
-
-
-def _warmed_up(
-    thread: Executor,
-    workspace: Workspace,
-    drafter: str | None,
-    tree: str | None,
-    max_new_tokens: int,
-    how: Options | None,
-) -> ServedDecoder:
     target, proposer, shape = open_pair(workspace, drafter, tree, how)
     local = checkpoint_folder(workspace.model)
     decoder = ServedDecoder(
@@ -174,11 +162,18 @@ def _warmed_up(
         workspace.trained(drafter).name if drafter else None,
         shape,
         max_new_tokens,
-        thread,
     )
     hello = {"model": decoder.model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
-    for speculative in (False, True) if drafter else (False,):
-        request = ChatRequest.model_validate({**hello, "speculate": speculative})
-        for _ in ServedResponse(decoder, request).pieces():
-            pass
+    abandoned = Event()
+
+    def warm_up() -> None:
+        for speculative in (False, True) if drafter else (False,):
+            request = ChatRequest.model_validate({**hello, "speculate": speculative})
+            for _ in ServedResponse(decoder, request, abandoned=abandoned).pieces():
+                pass
+
+    try:
+        decoder.thread.submit(warm_up).result()
+    finally:
+        abandoned.set()  # after Ctrl-C, the thread ends with its step
     return decoder

@@ -38,7 +38,8 @@ class Answer:
         if self.broken:
             return "No verdict: do not rely on these numbers"
         if not self.ranking.leaders:
-            return "No drafter to use"
+            doubted = any(one.doubts for one in self.ranking.results)
+            return "No verdict: the numbers are in doubt" if doubted else "No drafter to use"
         if self.ranking.disturbed:
             return "No verdict: other programs had the CPU"
         if self._used:
@@ -86,8 +87,9 @@ class Answer:
     def _slower(self, kind: Ranking) -> bool:
         """Whether none of the drafters to use is fast enough on these prompts."""
         leaders = {one.name for one in self.ranking.leaders}
-        mine = [one for one in kind.results if one.name in leaders]
-        return kind.against_plain != "faster" and all(one.against_plain == "slower" for one in mine)
+        used = [one for one in kind.results if one.name in leaders]
+        all_slower = all(one.against_plain(kind.speed) == "slower" for one in used)
+        return kind.against_plain != "faster" and all_slower
 
 
 def answers(group: Group) -> list[Answer]:

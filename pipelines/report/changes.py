@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from vlmdistill.pipelines.bench import records
-from vlmdistill.pipelines.bench.records import Evaluation, Measurement
+from vlmdistill.pipelines.bench.records import Evaluation, Measurement, stages_run
 from vlmdistill.pipelines.bench.statistics import Interval, Rate, advantage, figures
 from vlmdistill.pipelines.report.results import CONDITIONS, DrafterResult, of_drafters
 from vlmdistill.pipelines.report.selection import Kept, distinguished
@@ -24,16 +24,18 @@ NEEDED: Final[dict[str, Callable[[Evaluation], Any]]] = {
     "target": lambda one: one.target.fingerprint,
     "prompts": lambda one: sorted(one.keys),
     "max new tokens": lambda one: one.max_new_tokens,
+    "thinking": lambda one: one.thinking,
 }
 """What must be equal to compare counts."""
 NEEDED_FOR_TIMES: Final[tuple[str, ...]] = ("hardware", "dtype", "threads", "attention", "compiled")
 FACTS: Final[dict[str, Callable[[Evaluation], str]]] = {
-    **CONDITIONS,
+    **{name: value for name, value in CONDITIONS.items() if name not in PACKAGES},
     "seed": lambda one: str(one.seed),
     "drafter": lambda one: one.drafter,
     "tree": lambda one: one.tree,
     "parameters": lambda one: str(one.parameters),
     "training": lambda one: _training(one),
+    "weights": lambda one: one.weights or "not recorded",
     "software": lambda one: "recorded" if one.software else "not recorded",
 }
 """What is said if it differs, with what both recorded of their software."""
@@ -204,7 +206,7 @@ def _training(one: Evaluation) -> str:
     how = one.training
     known = {"seed": how.seed, "settings and samples": how.signature, "view": how.view}
     facts = [f"{name} {value}" for name, value in known.items() if value is not None]
-    stages = [f"{stage.name} {stage.epochs:g} epochs, {stage.hops} hops" for stage in one.config.stages]
-    return (
-        ", ".join([f"{how.steps} steps on {how.samples} samples", *facts, *stages]) if how.steps else "none"
-    )
+    if not how.steps:
+        return "none"
+    stages = stages_run(how, one.config)
+    return ", ".join([f"{how.steps} steps on {how.samples} samples", *facts, *stages])

@@ -4,15 +4,15 @@ A drafter is called the fastest only if its lead is larger than the noise of the
 (`statistics.advantage`).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
-from typing import Literal
+from typing import Final, Literal
 
 from vlmdistill.pipelines.bench import audit
 from vlmdistill.pipelines.bench.records import Evaluation, PromptResult
 from vlmdistill.pipelines.bench.statistics import (
+    BUSY,
     FEWEST,
     FEWEST_OF_KIND,
     Checks,
@@ -24,7 +24,8 @@ from vlmdistill.pipelines.bench.statistics import (
 from vlmdistill.pipelines.report.results import CONDITIONS, DrafterResult, of_drafters
 from vlmdistill.pipelines.report.selection import distinguished
 
-MOSTLY = 0.5  # of the CPU: below, speeds are those of other programs
+SPEEDUPS: Final[tuple[Rate, ...]] = ("speedup", "cpu_speedup")
+MOSTLY: Final = 0.5  # of the CPU: below, speeds are those of other programs
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,10 @@ class Ranking:
 
     @cached_property
     def ranked(self) -> tuple[DrafterResult, ...]:
-        """Those whose responses at temperature 0 are the target's: only they can be the fastest."""
-        return tuple(one for one in self.results if one.evaluation.lossless and not one.failures)
+        """Those that can be the fastest: they are lossless, their counts agree and no warning doubts them."""
+        return tuple(
+            one for one in self.results if one.evaluation.lossless and not one.failures and not one.doubts
+        )
 
     @property
     def temperature(self) -> float:
@@ -52,33 +55,40 @@ class Ranking:
         return self.results[0].temperature
 
     @cached_property
+    def speed(self) -> Rate:
+        """The speedup that ranks them."""
+        return speed_of(self.results)
+
+    @cached_property
     def leaders(self) -> tuple[DrafterResult, ...]:
-        """The fastest drafter, and those not significantly slower; none if none is lossless."""
-        return self.best("speedup")
+        """The fastest drafter, and those not significantly slower; none if none is ranked."""
+        return self.best(self.speed)
 
     def best(self, rate: Rate) -> tuple[DrafterResult, ...]:
         """The drafter with the highest rate, and those not significantly worse, the highest first."""
         if not self.ranked:
             return ()
-        first, *others = sorted(self.ranked, key=lambda one: -getattr(one.figures, rate))
+        first, *others = sorted(self.ranked, key=lambda one: -rate_of(one, rate))
         beyond = [advantage(first.measurement, one.measurement, rate) for one in others]
         close = [one for one, by in zip(others, beyond, strict=True) if by is None or by.low <= 1]
         return (first, *close)
 
     def marked(self, rate: Rate) -> tuple[DrafterResult, ...]:
         """Those of `best` that a table may mark: with no speedup of a busy CPU, nor one below 1."""
-        best = self.best(rate)
-        if rate == "speedup" and (self.disturbed or (best and best[0].figures.speedup < 1)):
+        is_speedup = rate in SPEEDUPS
+        if is_speedup and (self.disturbed or rate != self.speed):
             return ()
-        return best
+        best = self.best(rate)
+        slower = bool(best) and rate_of(best[0], rate) < 1
+        return () if is_speedup and slower else best
 
     @property
     def winner(self) -> DrafterResult | None:
         """The drafter that is significantly faster than all others; None if there is none or it is alone."""
-        alone = len(self.ranked) > 1 and len(self.leaders) == 1
-        return (
-            self.leaders[0] if alone and not self.disturbed and self.leaders[0].figures.speedup >= 1 else None
-        )
+        if len(self.ranked) < 2 or len(self.leaders) != 1 or self.disturbed:
+            return None
+        (leader,) = self.leaders
+        return leader if rate_of(leader, self.speed) >= 1 else None
 
     @property
     def disturbed(self) -> bool:
@@ -89,35 +99,41 @@ class Ranking:
     @property
     def against_plain(self) -> Literal["faster", "slower", "equal", "unknown"]:
         """Whether the fastest is significantly faster or slower than plain decoding."""
-        return self.leaders[0].against_plain if self.leaders else "unknown"
+        return self.leaders[0].against_plain(self.speed) if self.leaders else "unknown"
 
     @property
     def text(self) -> str:
         """The ranking in a sentence, with 95% intervals."""
+        return " ".join([*self._verdict, *self._left_out])
+
+    @property
+    def _verdict(self) -> Iterator[str]:
+        """Which drafter is the fastest, and whether it is faster than plain decoding."""
         prefix = f"At temperature {self.temperature:g}"
         if not self.leaders:
-            return (
-                f"{prefix}, no drafter is ranked: none is lossless at temperature 0 with counts that agree."
-            )
+            yield f"{prefix}, no drafter is ranked."
+            return
         first, count = self.leaders[0], self.results[0].figures.prompts
+        if self.speed == "cpu_speedup" and not self.disturbed:
+            prefix += " and in CPU seconds, since other programs had a part of the CPU"
         if self.disturbed:
-            lines = [f"{prefix}, other programs had most of the CPU: no drafter is called the fastest."]
+            yield f"{prefix}, other programs had most of the CPU: no drafter is called the fastest."
         elif len(self.leaders) > 1:
-            named = [f"{one.name} {_speedup(one)}" for one in self.leaders[:4]]
+            named = [f"{one.name} {self._speedup(one)}" for one in self.leaders[:4]]
             more = len(self.leaders) - len(named)
             names = ", ".join(named) + (f", and {more} more" if more else "")
-            lines = [f"{prefix}, {count} prompts do not separate the fastest drafters: speedup {names}."]
+            yield f"{prefix}, {count} prompts do not separate the fastest drafters: speedup {names}."
         elif self.winner:
             second = self.ranked[1]
-            by = advantage(first.measurement, second.measurement)
-            lead = f"{first.figures.speedup / max(second.figures.speedup, 1e-9):.2f}"
-            lines = [
-                f"{prefix}, {first.name} is the fastest drafter: speedup {_speedup(first)}, "
-                f"{lead} times{_within(by)} as fast as {second.name}, the second."
-            ]
+            by = advantage(first.measurement, second.measurement, self.speed)
+            lead = rate_of(first, self.speed) / max(rate_of(second, self.speed), 1e-9)
+            yield (
+                f"{prefix}, {first.name} is the fastest drafter: speedup {self._speedup(first)}, "
+                f"{lead:.2f} times{_within(by)} as fast as {second.name}, the second."
+            )
         else:
-            lines = [f"{prefix}, {first.name} has a speedup of {_speedup(first)}."]
-        lines += {
+            yield f"{prefix}, {first.name} has a speedup of {self._speedup(first)}."
+        yield from {
             "faster": [],
             "slower": ["No drafter is faster than plain decoding."],
             "equal": [f"On {count} prompts, {first.name} is not significantly faster than plain decoding."],
@@ -125,16 +141,22 @@ class Ranking:
                 f"Fewer than {FEWEST} prompts, or {FEWEST_OF_KIND} of a kind, are too few for intervals."
             ],
         }[self.against_plain]
+
+    @property
+    def _left_out(self) -> Iterator[str]:
+        """Which drafters are not ranked, and why."""
         if odd := [one.name for one in self.results if not one.evaluation.lossless]:
-            lines.append(f"Not ranked, since not lossless: {', '.join(odd)}.")
+            yield f"Not ranked, since not lossless: {', '.join(odd)}."
         if odd := [one.name for one in self.results if one.failures]:
-            lines.append(f"Not ranked, since their counts contradict each other: {', '.join(odd)}.")
+            yield f"Not ranked, since their counts contradict each other: {', '.join(odd)}."
         for one in self.results:
+            if one.doubts and one.evaluation.lossless and not one.failures:
+                yield f"Not ranked, {one.name}: {'; '.join(one.doubts)}."
             if (leak := one.evaluation.leak) and leak.keys:
-                lines.append(
-                    f"{one.name} was trained on {len(leak.keys)} of these prompts, or on their media."
-                )
-        return " ".join(lines)
+                yield f"{one.name} was trained on {len(leak.keys)} of these prompts, or on their media."
+
+    def _speedup(self, one: DrafterResult) -> str:
+        return f"{rate_of(one, self.speed):.2f}{_within(one.figures.intervals.get(self.speed))}"
 
 
 @dataclass(frozen=True)
@@ -172,8 +194,12 @@ class Group:
         found: dict[str, dict[str, None]] = {}
         for one in self.evaluations:
             facts = {"machine": one.machine.details} if one.machine else {}
-            if (ratio := audit.against_stock(one)) is not None:
-                facts["plain decoding"] = f"{ratio:.2f} times as fast as model.generate"
+            if baseline := _baseline(one):
+                facts["plain decoding"] = baseline
+            if one.weights:
+                facts["weights"] = f"{one.name.partition('@')[0]} sha256:{one.weights}"
+            if one.again:
+                facts["decoded again"] = f"{len(one.again)} prompts, in a process that had seen none"
             if one.calibrations:
                 facts["calibration"] = ", then ".join(at.text for at in one.calibrations)
             for name, value in (facts | (one.software.facts if one.software else {})).items():
@@ -184,6 +210,11 @@ class Group:
     def warnings(self) -> list[str]:
         """Problems of the figures, with the drafters' names, and of comparing them."""
         found = [warning for one in self.results for warning in one.warnings] + drifts(self.evaluations)
+        found += dict.fromkeys(
+            f"{one.name} could not be decoded again: {one.not_again}"
+            for one in self.evaluations
+            if one.not_again
+        )
         if (runs := len({one.measured for one in self.evaluations})) > 1:
             found.append(
                 f"these evaluations were measured in {runs} separate runs: the intervals do not contain the "
@@ -215,19 +246,19 @@ class Group:
         if broken := affected(lambda count: count.different):
             return Verdict(
                 "broken",
-                "NOT LOSSLESS: responses at temperature 0 differ from those of model.generate "
+                "NOT LOSSLESS: responses at temperature 0 differ from the stock model's greedy ones "
                 f"({broken} prompts). Do not rely on these numbers.{rest}",
             )
         if ties := affected(lambda count: count.near_tie):
             return Verdict(
                 "near-ties",
-                "At temperature 0, some responses differ from model.generate from a near-tie on: two logits "
-                f"that are equal within the rounding of {self.conditions['dtype']} "
+                "At temperature 0, some responses differ from the stock model's greedy ones by near-ties: "
+                f"two logits that are equal within the rounding of {self.conditions['dtype']} "
                 f"({ties} prompts). All others are identical.{rest}",
             )
         most = max(count.total for _, count in counts)
         prompts = f"all {most} prompts" if most > 1 else "the only prompt"
-        text = f"Responses at temperature 0 are identical to model.generate on {prompts}.{rest}"
+        text = f"Responses at temperature 0 are the stock model's greedy ones on {prompts}.{rest}"
         return Verdict("lossless", f"{text} {self.sampled}".rstrip())
 
     @property
@@ -257,7 +288,20 @@ def drifts(evaluations: Sequence[Evaluation]) -> list[str]:
         for one in evaluations
         if one.leak and one.leak.keys
     ]
-    return [*found, *(f"run of {measured}: {text}" for measured, text in slow), *leaks]
+    unknown = [f"{one.name}: {text}" for one in evaluations for text in audit.unknown_training(one)]
+    slow_runs = [f"run of {measured}: {text}" for measured, text in slow]
+    return [*found, *slow_runs, *leaks, *dict.fromkeys(unknown)]
+
+
+def _baseline(evaluation: Evaluation) -> str:
+    """What plain decoding was compared with; empty if with nothing."""
+    found = audit.baseline(evaluation)
+    facts = []
+    if found.against_stock is not None:
+        facts.append(f"{found.against_stock:.2f} times as fast as model.generate")
+    if found.reads is not None:
+        facts.append(f"a step takes as long as reading its weights {found.reads:.1f} times")
+    return ", ".join(facts)
 
 
 def rank(alike: Sequence[Evaluation]) -> list[Ranking]:
@@ -267,8 +311,29 @@ def rank(alike: Sequence[Evaluation]) -> list[Ranking]:
 
 def ranked(alike: Iterable[DrafterResult]) -> list[Ranking]:
     """Rank results that compare, at each temperature by speedup."""
-    ordered = sorted(alike, key=lambda one: (one.temperature, -one.figures.speedup, one.name))
-    return [Ranking(tuple(same)) for _, same in groupby(ordered, key=lambda one: one.temperature)]
+    by_temperature: dict[float, list[DrafterResult]] = {}
+    for one in alike:
+        by_temperature.setdefault(one.temperature, []).append(one)
+    rankings = []
+    for _, results in sorted(by_temperature.items()):
+        speed = speed_of(results)
+        ordered = sorted(results, key=lambda one: (-rate_of(one, speed), one.name))
+        rankings.append(Ranking(tuple(ordered)))
+    return rankings
+
+
+def speed_of(results: Iterable[DrafterResult]) -> Rate:
+    """The speedup that compares them: by the clock, or in CPU seconds where others had a part of the CPU."""
+    figures = [one.figures for one in results]
+    shared = any(one.cpu_share is not None and one.cpu_share < BUSY for one in figures)
+    if shared and all(one.cpu_speedup is not None for one in figures):
+        return "cpu_speedup"
+    return "speedup"
+
+
+def rate_of(one: DrafterResult, rate: Rate) -> float:
+    """A rate; 0 if it was not measured."""
+    return float(getattr(one.figures, rate) or 0.0)
 
 
 def differing(groups: Sequence[Group]) -> list[str]:
@@ -285,10 +350,6 @@ def group(measured: Sequence[DrafterResult]) -> list[Group]:
         Group(number, dict(zip(CONDITIONS, key, strict=True)), *distinguished([found]))
         for number, (key, found) in enumerate(alike.items(), 1)
     ]
-
-
-def _speedup(one: DrafterResult) -> str:
-    return f"{one.figures.speedup:.2f}{_within(one.figures.intervals.get('speedup'))}"
 
 
 def _within(interval: Interval | None) -> str:

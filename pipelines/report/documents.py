@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from vlmdistill.pipelines.bench.records import LABELS
 from vlmdistill.pipelines.bench.statistics import Rate
 from vlmdistill.pipelines.report.tables import COLUMNS, SERVED, served
+from vlmdistill.pipelines.targets.software import PACKAGES
 from vlmdistill.stores.errors import printable
 
 if TYPE_CHECKING:
@@ -108,7 +109,8 @@ def _own_rows(report: "ReportPage") -> Iterator[dict[str, Any]]:
                 **{"tree": one.tree, "parameters": one.parameters, "comparison_group": group.number},
             }
             conditions = {**group.conditions, "prompt set": one.prompt_set}
-            del conditions["prompts"]
+            for name in ("prompts", *PACKAGES):  # the versions of all packages are columns of their own
+                conditions.pop(name, None)
             for by, part, found in parts:
                 yield {
                     **facts,

@@ -28,7 +28,7 @@ ESCAPED = {
 }
 DAGGER = r"\textsuperscript{\dag}"
 BROKEN = rf"; {DAGGER} not lossless"
-Cell = tuple[float, float]  # tau and speedup
+Cell = tuple[float, float | None]  # tau, and the speedup unless a warning doubts it
 
 
 @dataclass
@@ -42,8 +42,10 @@ class _Row:
         """The mean over all sets; None if one was not measured."""
         if any(name not in self.cells for name in sets):
             return None
-        tau, speedup = (mean(self.cells[name][at] for name in sets) for at in (0, 1))
-        return tau, speedup
+        cells = [self.cells[name] for name in sets]
+        speedups = [speedup for _, speedup in cells if speedup is not None]
+        whole = len(speedups) == len(cells)
+        return mean(tau for tau, _ in cells), mean(speedups) if whole else None
 
 
 def latex(report: "ReportPage") -> str:
@@ -77,7 +79,7 @@ def _table(groups: "Sequence[Group]") -> list[str]:
         for one in results:
             row = by_temperature.setdefault(one.temperature, {}).setdefault(one.name, _Row())
             row.lossless &= one.evaluation.lossless
-            row.cells[name] = one.figures.tau, one.figures.speedup
+            row.cells[name] = one.figures.tau, None if one.doubts else one.figures.speedup
     columns = [*sets, "mean"] if len(sets) > 1 else sets
     one_temperature = f" at temperature {min(by_temperature):g}" if len(by_temperature) == 1 else ""
     target = groups[0].conditions["target"].partition(" (")[0]
@@ -96,6 +98,18 @@ def _table(groups: "Sequence[Group]") -> list[str]:
             body += [[rf"\multicolumn{{{width}}}{{@{{}}l}}{{\emph{{temperature {temperature:g}}}}}"]]
         body += _rows(by_temperature[temperature], sets)
     return _framed(caption, "l" + "r" * 2 * len(columns), header, body)
+
+
+def _number(cell: Cell | None, at: int) -> str:
+    """One of the two numbers of a cell; empty if it has none."""
+    value = cell[at] if cell else None
+    return "" if value is None else f"{value:.2f}"
+
+
+def _best(column: Sequence[Cell | None], at: int) -> str:
+    """The largest of one of the two numbers, as printed; empty if there is none."""
+    numbers = [number for cell in column if (number := _number(cell, at))]
+    return max(numbers, key=float, default="")
 
 
 def _sets(groups: "Sequence[Group]") -> "Iterator[tuple[str, Sequence[DrafterResult]]]":
@@ -121,14 +135,17 @@ def _rows(methods: dict[str, _Row], sets: Sequence[str]) -> list[list[str]]:
     }
     ranked = [cells[name] for name, row in methods.items() if row.lossless]
     best = [
-        [max((f"{one[at]:.2f}" for one in column if one), key=float, default="") for at in (0, 1)]
+        [
+            max((_number(one, at) for one in column if _number(one, at)), key=float, default="")
+            for at in (0, 1)
+        ]
         for column in zip(*ranked, strict=True)
     ]
 
     def shown(values: Sequence[Cell | None], lossless: bool) -> Iterator[str]:
         for number, one in enumerate(values):
             for at in (0, 1):
-                text = f"{one[at]:.2f}" if one else "--"
+                text = _number(one, at) or "--"
                 yield rf"\textbf{{{text}}}" if lossless and text == best[number][at] else text
 
     return [

@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from vlmdistill.pipelines.bench.records import LABELS, Evaluation, Training
+from vlmdistill.pipelines.bench.records import LABELS, Evaluation, Training, stages_run
 from vlmdistill.pipelines.bench.statistics import FEWEST, FEWEST_OF_KIND, PartRates, figures
 from vlmdistill.pipelines.bench.unfinished import Interim, interim, measurements
 from vlmdistill.pipelines.report import charts, selection, tables, trainings
@@ -198,6 +198,7 @@ class ReportPage:
             ],
             under_way=under_way,
             trained=[one for one in self.trained if not one.unfinished],
+            stages_run=stages_run,
             served=[(one.evaluation.measured, row) for one in self.served for row in tables.served([one])],
             of_servers=tables.SERVED,
             served_warnings=self.served_warnings,

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar
 
 from vlmdistill.pipelines.bench.records import Evaluation, Measurement, PromptResult
 from vlmdistill.pipelines.bench.served_records import LoadFigures, ServedEvaluation, ServedLoad, load_figures
-from vlmdistill.pipelines.bench.statistics import Figures, figures, rates
+from vlmdistill.pipelines.bench.statistics import Figures, Rate, figures, rates
 
 CONDITIONS: dict[str, Callable[[Evaluation], str]] = {
     "target": lambda one: f"{one.target.short_name} ({one.target.fingerprint})",
@@ -16,6 +16,9 @@ CONDITIONS: dict[str, Callable[[Evaluation], str]] = {
     "threads": lambda one: str(one.threads),
     "attention": lambda one: one.attention or "not recorded",
     "compiled": lambda one: {True: "yes", False: "no", None: "not recorded"}[one.compiled],
+    "thinking": lambda one: one.thinking or "as the template",
+    "torch": lambda one: one.software.torch if one.software else "not recorded",
+    "transformers": lambda one: one.software.transformers if one.software else "not recorded",
     "prompts": lambda one: f"{len(one.keys)} ({one.prompt_set})",
     "max new tokens": lambda one: str(one.max_new_tokens),
 }
@@ -82,19 +85,27 @@ class DrafterResult:
             "attention": one.attention,
             "compiled": one.compiled,
             "parameters": one.parameters,
+            "weights": one.weights,
             "commit": one.software and one.software.commit,
             **{str(name): value for name, value in rates(self.measurement).items()},
         }
 
-    @property
-    def against_plain(self) -> Literal["faster", "slower", "equal", "unknown"]:
-        """Whether it is significantly faster or slower than plain decoding."""
-        found = self.figures.intervals.get("speedup")
+    def against_plain(self, rate: Rate) -> Literal["faster", "slower", "equal", "unknown"]:
+        """Whether it is significantly faster or slower than plain decoding, by a speedup."""
+        found = self.figures.intervals.get(rate)
         if found is None:
             return "unknown"
         if found.low > 1:
             return "faster"
         return "slower" if found.high < 1 else "equal"
+
+    @cached_property
+    def doubts(self) -> list[str]:
+        """Why its speedup may not be one, so that no verdict rests on it; part of the warnings."""
+        from vlmdistill.pipelines.bench import audit  # which imports torch
+
+        baseline = audit.slow_baseline(self.evaluation)
+        return [*self.figures.doubts, *baseline, *audit.leaked(self.evaluation)]
 
     @property
     def warnings(self) -> list[str]:

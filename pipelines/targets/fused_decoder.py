@@ -29,6 +29,7 @@ class Decoder:
     def __init__(self, text: Any, layers: FusedLayers | None = None, *, compiled: bool = False):
         self.layers = layers or FusedLayers(text)
         self.next_rope = 0  # of the token at depth 1
+        self.passes = 0  # of `extend`, in all sequences
         self._written = 0
         self._closed = torch.finfo(self.layers.embed_VD.dtype).min  # what a mask adds
         self._step = compile_step(self.layers, text.config) if compiled else None
@@ -51,6 +52,7 @@ class Decoder:
         self, ids_N: Tensor, depth_N: Tensor, visible_NN: Tensor | None, sources: Collection[str]
     ) -> dict[str, Tensor]:
         """See `Target.extend`."""
+        self.passes += 1
         count = self._written = len(ids_N)
         taps = tapped(sources, len(self.layers.layers))
         start, end, last = self.cache.length, self.cache.length + count, self.next_rope + count

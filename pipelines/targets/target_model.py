@@ -3,11 +3,12 @@
 Shapes: B samples, L positions, N tokens, A rotary axes, D hidden width, V vocabulary.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +34,25 @@ from vlmdistill.pipelines.targets.text_layers import LayerCache, LayerInputs, ru
 from vlmdistill.stores.errors import DataError, PromptError, TargetError
 from vlmdistill.stores.schema import Feature, Provenance, Sample, TargetInfo, as_features
 
+LOGITS = 1024  # tokens whose logits over the vocabulary are held at once
 UNREADABLE = "the stock model cannot read this prompt: its videos differ in length"
+
+
+class StockChoices(NamedTuple):
+    """The stock model's logits at each of N tokens of a response, as far as a comparison needs them."""
+
+    best_N: Tensor  # the token of the largest logit
+    highest_N: Tensor  # the largest logit, float32
+    given_N: Tensor  # the logit of the response's own token
+    size_N: Tensor  # the largest absolute value of a logit
+
+    @classmethod
+    def of(cls, logits_NV: Tensor, token_N1: Tensor) -> "StockChoices":
+        """From all logits and the tokens of the response."""
+        highest_N, best_N = logits_NV.max(-1)
+        given_N = logits_NV.gather(-1, token_N1)[:, 0]
+        size_N = torch.maximum(highest_N, -logits_NV.amin(-1))
+        return cls(*(row_N.cpu() for row_N in (best_N, highest_N, given_N, size_N)))
 
 
 class TargetModel:
@@ -128,6 +147,16 @@ class TargetModel:
     def fingerprint(self) -> Fingerprint:
         """Hashes of configuration, weights, processor and chat template."""
         return fingerprint(self.folder, self.processor.chat_template)
+
+    @cached_property
+    def step_bytes(self) -> int:
+        """The bytes of the text layers and the LM head, which a decoding step reads once.
+
+        Of a mixture of experts it reads fewer: all of them are counted.
+        """
+        layers = [*self._text.layers, self._text.norm]
+        held = [tensor for layer in layers for tensor in _tensors(layer)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in [*held, self._head_VD])
 
     @property
     def dtype_name(self) -> str:
@@ -293,6 +322,26 @@ class TargetModel:
         out_1L = self.model.generate(**inputs, generation_config=config)
         return self.response(out_1L[0, prompt.length :].tolist())
 
+    @torch.inference_mode()
+    def stock_choices(self, prompt: EncodedPrompt, ids: Sequence[int]) -> StockChoices | None:
+        """The stock model's greedy choice at each token of a response, given the prompt and those before it.
+
+        Its own forward pass over the prompt and the response: if each token is its choice, the response is
+        what greedy decoding gives, up to rounding. None if the stock model cannot read the prompt.
+        """
+        parts: list[StockChoices] = []
+        for start in range(0, len(ids), LOGITS):
+            end = min(len(ids), start + LOGITS)
+            whole = [Transcript.of(prompt, ids[: end - 1])]
+            inputs = self._stock_inputs([prompt], whole)
+            if inputs is None:
+                return None
+            with self._hidden_placeholders(inputs, whole):
+                out = self.model(**inputs, use_cache=False, logits_to_keep=end - start)
+            token_N1 = torch.tensor(ids[start:end], device=self.device)[:, None]
+            parts.append(StockChoices.of(out.logits[0].float(), token_N1))
+        return StockChoices(*map(torch.cat, zip(*parts, strict=True)))
+
     def response(self, ids: list[int]) -> EncodedResponse:
         """Generated token ids, with the EOS that ended them, as a response."""
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
@@ -322,6 +371,30 @@ class TargetModel:
         if sequences and self.family.mrope:
             inputs["position_ids"] = pad([row.rope_AL for row in rows], 0).transpose(0, 1)
         return self._on_device({**inputs, **visual})
+
+    @contextmanager
+    def _hidden_placeholders(
+        self, inputs: dict[str, Tensor], sequences: Sequence[Transcript]
+    ) -> Iterator[None]:
+        """Make placeholders in responses ordinary tokens, for which the stock model would look for images."""
+        ids_BL = inputs["input_ids"]
+        visual_BL = pad([sequence.visual_L for sequence in sequences], 0).to(ids_BL.device)
+        stray_BL = torch.isin(ids_BL, ids_BL.new_tensor(self.info.visual_ids)) & ~visual_BL
+        if not stray_BL.any():
+            yield
+            return
+        table = self.model.get_input_embeddings()
+        embed_ND = table(ids_BL[stray_BL])
+        inputs["input_ids"] = ids_BL.masked_fill(stray_BL, self._pad_id)
+
+        def put_back(module: Any, args: Any, embed_BLD: Tensor) -> Tensor:
+            return embed_BLD.masked_scatter(stray_BL[..., None], embed_ND.to(embed_BLD.dtype))
+
+        handle = table.register_forward_hook(put_back)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def _on_device(self, inputs: Inputs, host: Collection[str] = ()) -> dict[str, Tensor]:
         """Pixels in the model's dtype, all else in its own; `host` are names that stay on the CPU."""
@@ -488,3 +561,8 @@ class TargetModel:
         self, embedded: LayerInputs, sources: Collection[str], cache: LayerCache | None
     ) -> dict[str, Tensor]:
         return run_layers(self._text, embedded, eager=self._eager, sources=sources, cache=cache)
+
+
+def _tensors(module: torch.nn.Module) -> list[Tensor]:
+    """The weights of a module, quantized ones too."""
+    return [*module.parameters(), *module.buffers()]

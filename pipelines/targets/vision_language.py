@@ -48,7 +48,11 @@ class VisionLanguageTarget(TargetModel):
         self._compiled = compiled
         self._prompt: EncodedPrompt | None = None  # of the last prefill
         self.sequence = 0  # prefills so far
-        self.passes = 0  # forward passes after a prefill so far
+
+    @property
+    def passes(self) -> int:
+        """Forward passes after a prefill so far, whoever asked for them."""
+        return self._decoder.passes
 
     @cached_property
     def _decoder(self) -> Decoder:
@@ -146,7 +150,6 @@ class VisionLanguageTarget(TargetModel):
         sources: Collection[str] = ("hidden",),
     ) -> dict[str, Tensor]:
         """One forward pass over N tokens after the committed prefix, see `Target.extend`."""
-        self.passes += 1
         return self._decoder.extend(ids_N, depth_N, visible_NN, sources)
 
     @torch.inference_mode()

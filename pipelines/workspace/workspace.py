@@ -142,8 +142,13 @@ class Workspace:
         """Which workspaces are beside this one, if it is empty and local; empty if there are none."""
         if self.parts or _holds_work(self.root) or not self.root.parent.is_dir():
             return ""
-        others = sorted(folder for folder in self.root.parent.iterdir() if _holds_work(folder))
-        return ", ".join(f"{folder} is not empty: --model {folder.name}" for folder in others[:MOST_NAMED])
+        folders = sorted(folder for folder in self.root.parent.iterdir() if _holds_work(folder))
+        others = [Workspace(folder.name, folder) for folder in folders[:MOST_NAMED]]
+        return ", ".join(f"{other.root} {other._contents()}: --model {other.model}" for other in others)
+
+    def _contents(self) -> str:
+        names = ", ".join(self.drafters())
+        return f"has {names}" if names else "is not empty"
 
     def __enter__(self) -> "Workspace":
         return self

@@ -90,6 +90,7 @@ def test_four_seeds_are_too_few() -> None:
         (MORE, 0.01, 0.5, "holds"),
         (MORE, -0.5, -0.01, "does not hold"),
         (MORE, -0.01, 0.5, "cannot be told"),
+        (dataclasses.replace(MORE, ours="a norm"), -0.5, -0.01, "cannot be told"),
         (SAME, -0.05, 0.05, "holds"),
         (SAME, 0.05, 0.09, "holds"),
         (SAME, 0.11, 0.5, "does not hold"),

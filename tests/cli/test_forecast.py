@@ -1,6 +1,7 @@
 """What a stage needs: told beforehand, recorded afterwards, and refused where it is not there."""
 
 import json
+import os
 import shutil
 from collections import namedtuple
 from functools import partial
@@ -29,7 +30,32 @@ def prompts(workplace: object) -> None:
     assert main(["prompts", "talks.json", "--eval-share", "0.3"]) == 0
 
 
-@pytest.mark.usefixtures("prompts")
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other program wants a CPU."""
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+
+
+def test_a_run_beside_other_programs_is_no_rate_where_there_is_another(
+    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (100.0 * (os.cpu_count() or 1), 0.0, 0.0))
+    rates.record(tmp_path, "features", 200, 100.0)
+    only = rates.known(tmp_path, "features")
+    assert only is not None
+    assert only.tokens_per_second == 2
+    assert len(caplog.records) == 1
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    rates.record(tmp_path, "features", 200, 4.0)
+    monkeypatch.setattr(os, "getloadavg", lambda: (100.0 * (os.cpu_count() or 1), 0.0, 0.0))
+    rates.record(tmp_path, "features", 200, 100.0)
+    found = rates.known(tmp_path, "features")
+    assert found is not None
+    assert found.tokens_per_second == 50
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.usefixtures("prompts", "alone")
 def test_time_is_told_by_a_stated_rate_or_the_last_run_here(capsys: Output) -> None:
     responded(4, tokens=11)
     found = printed(capsys, *FEATURES)

@@ -274,7 +274,7 @@ def test_a_suggested_command_has_no_option_that_was_not_given(capsys: pytest.Cap
 def test_an_empty_workspace_names_the_one_beside_it(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    synthetic.save("sparrow", Path("runs/demo-large/drafters/sparrow"))
+    make(Path("runs/demo-large/features"))
     main(arguments)
     assert "--model demo-large" in "\n".join(capsys.readouterr())
     main([*arguments, "--model", "demo-large"])

@@ -9,6 +9,7 @@ from tests.drafters import synthetic
 from tests.fifos import fifo
 from tests.pipelines.traffic.conftest import asked, exchange, write
 from vlmdistill.drafters.checkpoints import checkpoint
+from vlmdistill.drafters.checkpoints.description import WEIGHTS, weights_hash
 from vlmdistill.drafters.checkpoints.export import export
 from vlmdistill.drafters.checkpoints.initial import Initial
 from vlmdistill.drafters.decoding.tree_search import FILE, kept
@@ -36,6 +37,13 @@ def test_weights_that_are_a_fifo_are_refused(act: Callable[[Path], None], tmp_pa
     act(tmp_path / "sparrow")
     with fifo(tmp_path / "sparrow/model.safetensors"), pytest.raises(TrainingError, match="no regular file"):
         act(tmp_path / "sparrow")
+
+
+def test_weights_that_are_a_fifo_have_no_hash(tmp_path: Path) -> None:
+    synthetic.save("sparrow", tmp_path / "sparrow")
+    assert weights_hash(tmp_path / "sparrow")
+    with fifo(tmp_path / "sparrow" / WEIGHTS):
+        assert weights_hash(tmp_path / "sparrow") is None
 
 
 def test_an_export_over_a_fifo_is_refused(tmp_path: Path) -> None:

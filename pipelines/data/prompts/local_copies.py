@@ -34,12 +34,15 @@ def import_set(
     label: str,
     data: Path | None = None,
     limit: int | None = None,
+    fps: float | None = None,
+    frames: int | None = None,
     progress: Progress = silent,
 ) -> int:
     """Add the samples that a paper takes of a set to the prompts of `out`; the number of them.
 
-    `label` is their dataset, and `limit` a smaller number of samples. DataError if there is no copy, if a
-    column or a file is missing, or if a sample cannot be used.
+    `label` is their dataset, and `limit` a smaller number of samples. Videos are sampled with `fps` or
+    `frames`, by default as the target does it. DataError if there is no copy, if a column or a file is
+    missing, or if a sample cannot be used.
     """
     folder = _copy(published, data)
     files = sorted(path for path in folder.glob(published.files) if path.is_file())
@@ -53,7 +56,8 @@ def import_set(
     most = len(order) if paper.samples == "all" or paper.name in published.whole else paper.samples
     wanted = sorted(order[: min(limit or most, most)])
     rows = _rows(published, paper, folder, [places[i] for i in wanted], label)
-    summary = import_rows([(label, rows, "chat")], out, Choices(split="eval", by_dataset=True), progress)
+    choices = Choices(split="eval", by_dataset=True, fps=fps, frames=frames)
+    summary = import_rows([(label, rows, "chat")], out, choices, progress)
     if lost := {reason: count for reason, count in summary.skipped.items() if reason != "duplicate"}:
         reasons = ", ".join(f"{reason} ({count})" for reason, count in lost.items())
         raise DataError(

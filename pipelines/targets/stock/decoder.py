@@ -31,6 +31,7 @@ class StockDecoder:
     def __init__(self, text: Any, axes: int):
         self.text = text
         self.next_rope = 0  # of the token at depth 1
+        self.passes = 0  # of `extend`, in all sequences
         self._axes = axes  # of a rotary position
         self._kinds = layer_kinds(text.config)
         self._recurrent = bool(self._kinds - {FULL, SLIDING, CHUNKED})
@@ -47,6 +48,7 @@ class StockDecoder:
         self, ids_N: Tensor, depth_N: Tensor, visible_NN: Tensor | None, sources: Collection[str]
     ) -> dict[str, Tensor]:
         """See `Target.extend`."""
+        self.passes += 1
         self._rewind()
         if visible_NN is None or torch.equal(visible_NN, torch.ones_like(visible_NN).tril()):
             return self._run(ids_N, depth_N, None, sources)  # a chain

@@ -3,12 +3,10 @@
 Shapes: B samples, L positions, U visual tokens.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from vlmdistill.pipelines.targets.batching import pad
@@ -46,30 +44,6 @@ class StockTarget(VisionLanguageTarget):
             caching = {cache_argument(self.model.model): cache, "use_cache": cache is not None}
             out = self.model.model(**inputs, **caching)
         return {**states, "hidden": out.last_hidden_state}
-
-    @contextmanager
-    def _hidden_placeholders(
-        self, inputs: dict[str, Tensor], sequences: Sequence[Transcript]
-    ) -> Iterator[None]:
-        """Make placeholders in responses ordinary tokens, for which the stock model would look for images."""
-        ids_BL = inputs["input_ids"]
-        visual_BL = pad([sequence.visual_L for sequence in sequences], 0).to(ids_BL.device)
-        stray_BL = torch.isin(ids_BL, ids_BL.new_tensor(self.info.visual_ids)) & ~visual_BL
-        if not stray_BL.any():
-            yield
-            return
-        table = self.model.get_input_embeddings()
-        embed_ND = table(ids_BL[stray_BL])
-        inputs["input_ids"] = ids_BL.masked_fill(stray_BL, self._pad_id)
-
-        def put_back(module: Any, args: Any, embed_BLD: Tensor) -> Tensor:
-            return embed_BLD.masked_scatter(stray_BL[..., None], embed_ND.to(embed_BLD.dtype))
-
-        handle = table.register_forward_hook(put_back)
-        try:
-            yield
-        finally:
-            handle.remove()
 
     def _prefill(
         self, prompt: EncodedPrompt, sources: Collection[str], on_encoded: Callable[[], None]

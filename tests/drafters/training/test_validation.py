@@ -145,6 +145,24 @@ def test_a_run_that_validates_continues_bit_for_bit(
     assert lines[0] == lines[1]
 
 
+def test_a_drafter_tells_the_steps_and_passes_of_its_stages(store: Path, tmp_path: Path) -> None:
+    """Where the run counts steps, the epochs of its settings are only the shares of the stages."""
+    run = plan(store, tmp_path / "out", settings=("steps=14", "stages.*.visual=[0.5,0.5]"), **HOW)
+    train(run)
+    record = training(run)
+    lines = [one for one in figures(run) if "train/loss" in one]
+    for stage in record["stages"]:
+        own = [one for one in lines if one["stage"] == stage["name"]]
+        assert stage["steps"] == len(own) == 7
+    whole = plan(store, tmp_path / "whole", settings=("stages.*.epochs=3", *SETTINGS[2:]), **HOW)
+    train(whole)
+    text, multimodal = training(whole)["stages"]
+    kinds = split(Store.open(whole.store), None, whole.config.training, whole.held_out)
+    samples = training(whole)["samples"]
+    assert text["passes"] == pytest.approx(3 * len(kinds.text) / samples, abs=0.01)
+    assert multimodal["passes"] == pytest.approx(3 * len(kinds.visual) / samples, abs=0.01)
+
+
 def test_a_stage_that_learns_nothing_more_ends_early(store: Path, tmp_path: Path) -> None:
     idle = ("steps=40", "stages.*.learning_rate=0", "validate_every=2", "patience=2")
     run = plan(store, tmp_path / "out", settings=idle, **HOW)

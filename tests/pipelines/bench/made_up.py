@@ -13,10 +13,12 @@ from vlmdistill.pipelines.bench.records import (
     Check,
     Decoding,
     Evaluation,
+    Leak,
     Measurement,
     Phases,
     PromptResult,
     ShownResponse,
+    StageTaken,
     TargetId,
     TrainedSettings,
     TrainedStage,
@@ -114,7 +116,13 @@ def evaluation(name: str = "sparrow", /, *temperatures: Measurement, **changes: 
         "drafter": name,
         "tree": "chain-4",
         "parameters": 361984,
-        "training": Training(steps=300, samples=4200, seed=0, history=tuple(history)),
+        "training": Training(
+            steps=300,
+            samples=4200,
+            seed=0,
+            stages=(StageTaken(name="text", steps=300, passes=3.6),),
+            history=tuple(history),
+        ),
         "config": TrainedSettings(tree="chain-4", stages=stages),
         "target": TargetId(name="demo", family="qwen2_5_vl", fingerprint="f00d"),
         "hardware": "CPU Some Processor",
@@ -124,6 +132,7 @@ def evaluation(name: str = "sparrow", /, *temperatures: Measurement, **changes: 
         "seed": 0,
         "measured": "2026-01-02 03:04:05",
         "temperatures": temperatures or (measured(0.0), measured(1.0)),
+        "leak": Leak(samples=4200),
     }
     return Evaluation(**{**fields, **changes})
 

@@ -21,20 +21,23 @@ from tests.ticks import Ticks
 from vlmdistill.cli.main import main
 from vlmdistill.drafters.core.tree import DraftTree, Tree
 from vlmdistill.drafters.decoding import clock, decoders
-from vlmdistill.drafters.decoding.acceptance import choose
+from vlmdistill.drafters.decoding.acceptance import Acceptance, choose, verify
 from vlmdistill.drafters.decoding.clock import Cycle, Timed
 from vlmdistill.drafters.decoding.decoders import plain, speculate
 from vlmdistill.drafters.lookahead import Lookahead, Window
-from vlmdistill.pipelines.bench import audit, side_by_side
+from vlmdistill.pipelines.bench import again, audit, side_by_side
 from vlmdistill.pipelines.bench import evaluate as evaluating
 from vlmdistill.pipelines.bench.records import Decoding, Evaluation, ResponsePart
+from vlmdistill.pipelines.bench.statistics import figures
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.report.page import read
 from vlmdistill.pipelines.targets.loading import load
+from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 from vlmdistill.pipelines.workspace.workspace import Workspace
 
 FEW = ("--max-new-tokens", "16", "--limit", "2")
 """Counts that are wrong for every prompt are wrong for two."""
+STEP_OPERATIONS = 600  # on tensors, in a step of plain decoding of the demo target
 ASKED = ("What is a circle?", "Tell me about yellow.", "What is a square?", "Name the colours.")
 
 
@@ -118,14 +121,18 @@ def test_sampling_that_is_greedy_is_exposed(run: Run, monkeypatch: pytest.Monkey
     exposed(run("--temperature", "3"), "the responses of the drafter at temperature 3 are not samples")
 
 
-def test_a_drafter_that_asks_the_target_is_exposed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("past_the_interface", [False, True])
+def test_a_drafter_that_asks_the_target_is_exposed(
+    past_the_interface: bool, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def draft(self: Lookahead, prompt: Any, target: Any) -> Window:
         window = Window(self.config, prompt.ids_T)
         grow = window.grow
 
         def asking(shape: Tree) -> DraftTree:
             tree = grow(shape)
-            target.extend(tree.ids_N[:1], torch.ones_like(tree.ids_N[:1]), None, ("hidden",))
+            asked = target._decoder if past_the_interface else target
+            asked.extend(tree.ids_N[:1], torch.ones_like(tree.ids_N[:1]), None, ("hidden",))
             return tree
 
         window.grow = asking  # type: ignore[method-assign]
@@ -135,7 +142,11 @@ def test_a_drafter_that_asks_the_target_is_exposed(run: Run, monkeypatch: pytest
     exposed(run(*FEW), "the target counts other forward passes than the drafter")
 
 
-def test_a_drafter_that_has_seen_the_response_is_exposed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("spoilt", [0, 10])
+def test_a_drafter_that_has_seen_the_response_is_exposed(
+    spoilt: int, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may hide it, and spoil one draft in ten."""
     answers: dict[tuple[int, ...], list[int]] = {}
 
     def overheard(target: Any, prompt: Any, **options: Any) -> Iterator[Cycle]:
@@ -157,6 +168,8 @@ def test_a_drafter_that_has_seen_the_response_is_exposed(run: Run, monkeypatch: 
 
         def grow(self, shape: Tree) -> DraftTree:
             ids = torch.tensor([int(self.last_1), *self.known[self.done : self.done + 4]])
+            if spoilt and self.done % spoilt == 1:
+                ids[1:] = 7
             count = torch.arange(len(ids))
             return DraftTree(
                 ids, (count - 1).clamp(min=0), count[:, None] >= count, torch.ones(len(ids), dtype=torch.bool)
@@ -168,26 +181,102 @@ def test_a_drafter_that_has_seen_the_response_is_exposed(run: Run, monkeypatch: 
         "draft",
         lambda self, prompt, target: Knowing(answers.get(tuple(target._prompt.ids_L.tolist()), [])),
     )
+    monkeypatch.setattr(again, "PROMPTS", 2)
     found = run(*FEW)
-    assert audit.too_good(found.record.temperatures[0])
     exposed(found, "a process that has seen no response needs other numbers of calls")
 
 
-def test_a_slow_baseline_is_warned_of(
-    workspace: Workspace, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def by_ticks(run: Run) -> Evaluated:
+    """All clocks count operations."""
+    with pytest.MonkeyPatch.context() as patch, Ticks() as ticks:
+        patch.setattr(clock, "time", ticks)
+        return run(*FEW)
+
+
+def wasted_work(share: float) -> Callable[..., torch.Tensor]:
+    """A choice of the next token that takes this share of a step of plain decoding besides."""
+
     def slow(*args: Any) -> torch.Tensor:
-        for _ in range(600):
+        for _ in range(int(share * STEP_OPERATIONS)):
             torch.zeros(1)
         return choose(*args)
 
-    with pytest.MonkeyPatch.context() as patch, Ticks() as ticks:
-        patch.setattr(clock, "time", ticks)
-        assert not audit.slow_baseline(run(*FEW).record)
-        patch.setattr(decoders, "choose", slow)
-        found = run(*FEW)
+    return slow
+
+
+def wasted_pass(target: Any, *args: Any, **options: Any) -> Iterator[Cycle]:
+    """Plain decoding with a whole forward pass more in each step, past the target's interface."""
+    one = torch.ones(1, dtype=torch.long)
+    extend = target.extend
+
+    def twice(ids_N: torch.Tensor, *rest: Any) -> Any:
+        target._decoder.extend(one, one, None, ("hidden",))
+        return extend(ids_N, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(target, "extend", twice)
+        yield from plain(target, *args, **options)
+
+
+def test_a_slow_baseline_is_in_doubt(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = by_ticks(run)
+    assert not audit.slow_baseline(honest.record)
+    assert honest.group.rankings[0].ranked
+    monkeypatch.setattr(decoders, "choose", wasted_work(0.2))
+    found = by_ticks(run)
     assert "a step of plain decoding takes" in found.text
     assert any("a step of plain decoding takes" in one for one in found.group.warnings)
+    assert not found.group.rankings[0].ranked
+
+
+def test_a_pass_that_plain_decoding_wastes_is_exposed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoders, "plain", wasted_pass)
+    exposed(run(*FEW), "the target counts other forward passes than plain decoding")
+
+
+def test_a_slow_path_in_the_target_is_in_doubt(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an evaluation without it."""
+    assert by_ticks(run).group.rankings[0].ranked
+    extend = VisionLanguageTarget.extend
+
+    def slow(self: Any, ids_N: torch.Tensor, *rest: Any) -> Any:
+        for _ in range(int(0.3 * STEP_OPERATIONS) if len(ids_N) == 1 else 0):
+            torch.zeros(1)
+        return extend(self, ids_N, *rest)
+
+    monkeypatch.setattr(VisionLanguageTarget, "extend", slow)
+    found = by_ticks(run)
+    assert found.record.earlier is not None
+    assert found.group.warnings
+    assert not found.group.rankings[0].ranked
+
+
+def test_a_branch_that_is_never_accepted_is_exposed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The response is the target's own, and the best chain is accepted: trees look useless."""
+
+    def chain_alone(tree: DraftTree, *args: Any) -> Acceptance:
+        on_chain_N = tree.greedy_N.clone()
+        on_chain_N[0] = True
+        ids_N = torch.where(on_chain_N, tree.ids_N, torch.full_like(tree.ids_N, -1))
+        return verify(dataclasses.replace(tree, ids_N=ids_N), *args)
+
+    honest = run()
+    assert honest.group.rankings[0].ranked
+    monkeypatch.setattr(decoders, "verify", chain_alone)
+    found = run()
+    assert found.group.verdict.level == "lossless"
+    assert not found.group.rankings[0].ranked
+    assert figures(found.record.temperatures[0]).missed
+
+
+def test_a_response_that_goes_on_after_its_end_is_exposed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def deaf(*args: Any, **kwargs: Any) -> Iterator[Cycle]:
+        for cycle in speculate(*args, **kwargs):
+            yield cycle
+        yield dataclasses.replace(cycle, ids=[7], accepted=0, chain=(0, 0), tree=None)
+
+    monkeypatch.setattr(decoders, "speculate", deaf)
+    exposed(run("--temperature", "1", *FEW), "the responses of the drafter go on after an EOS")
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, change: Callable[[Decoding], Decoding]) -> None:

@@ -1,6 +1,7 @@
 """Evaluation of a drafter that needs no training, on a tiny target: what is measured, written and reused."""
 
 import dataclasses
+import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from tests.pipelines.bench.conftest import held_out
 from tests.pipelines.bench.made_up import newest
 from tests.ticks import Ticks
 from vlmdistill.cli.main import main
+from vlmdistill.drafters.checkpoints.description import WEIGHTS
 from vlmdistill.drafters.core.tree import DraftTree, Tree
 from vlmdistill.drafters.decoding import clock, decoders
 from vlmdistill.drafters.decoding.acceptance import Acceptance, verify
@@ -31,6 +33,7 @@ from vlmdistill.pipelines.bench.statistics import figures
 from vlmdistill.pipelines.bench.unfinished import Decoded
 from vlmdistill.pipelines.data.responses.generate import open_pair
 from vlmdistill.pipelines.report import selection
+from vlmdistill.pipelines.report.page import read
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 from vlmdistill.pipelines.workspace.workspace import Workspace
@@ -507,6 +510,21 @@ def test_only_evaluations_with_the_same_settings_are_reused(
     later = dataclasses.replace(made, measured="2999-01-01 00:00:00")
     write(later, add())
     assert kept(elsewhere, ["lookahead"], SETTINGS) == [later]
+
+
+def test_an_evaluation_names_the_weights_that_it_is_of(workspace: Workspace, tmp_path: Path) -> None:
+    """Those of another training under the same description are others."""
+    elsewhere = with_prompts_of(workspace, tmp_path)
+    target = load(workspace.model)
+    folder = synthetic.save("eagle2", elsewhere.drafter("tuned"), target=target)
+    few = dataclasses.replace(SETTINGS, limit=1, temperatures=(0.0,))
+    (made,) = evaluate(elsewhere, ["tuned"], few)
+    content = (folder / WEIGHTS).read_bytes()
+    assert made.weights == hashlib.sha256(content).hexdigest()
+    assert kept(elsewhere, ["tuned"], few) == [made]
+    (folder / WEIGHTS).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert kept(elsewhere, ["tuned"], few) == []
+    assert made.weights in str(read(elsewhere).groups[0].facts)
 
 
 def test_a_drafter_of_another_target_is_refused_in_one_line(

@@ -12,7 +12,8 @@ from torch import Tensor
 from tests import tiny
 from tests.drafters.synthetic import untrained
 from tests.pipelines.bench.conftest import held_out
-from vlmdistill.pipelines.bench.side_by_side import NEAR_TIE, SideBySide
+from vlmdistill.pipelines.bench.greedy import NEAR_TIE
+from vlmdistill.pipelines.bench.side_by_side import SideBySide
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.targets.loading import load

@@ -91,6 +91,26 @@ def test_no_drafter_is_the_fastest_where_others_had_the_cpu(share: float, wins: 
     assert figures_of.cpu_speedup == pytest.approx(figures_of.speedup)
 
 
+def test_cpu_seconds_rank_where_others_had_a_part_of_the_cpu() -> None:
+    """They disturbed the faster drafter more, by the clock."""
+    quick, slow = (on_a_shared_cpu(measured(speedup=rate, noise=0.01), 0.7) for rate in (1.8, 1.6))
+    late = replace(
+        quick,
+        prompts=tuple(
+            replace(one, drafted=replace(one.drafted, seconds=1.3 * one.drafted.seconds))
+            for one in quick.prompts
+        ),
+    )
+    found = ranking(wren=late, sparrow=slow)
+    by_clock = sorted(found.results, key=lambda one: -one.figures.speedup)
+    assert [one.name for one in by_clock] == ["sparrow", "wren"]
+    assert [one.name for one in found.results] == ["wren", "sparrow"]
+    assert found.winner is not None
+    assert found.winner.name == "wren"
+    assert found.marked("speedup") == ()
+    assert found.marked("cpu_speedup") == (found.winner,)
+
+
 def test_none_is_called_the_fastest_below_plain_decoding() -> None:
     found = ranking(sparrow=measured(speedup=0.9, noise=0.01), eagle2=measured(speedup=0.6, noise=0.01))
     assert found.winner is None

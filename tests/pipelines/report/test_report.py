@@ -178,6 +178,19 @@ def test_hostile_text_is_only_text(workspace: Workspace, save: Save) -> None:
     assert "{{ 7 * 7 }}" in page.text
 
 
+def test_the_page_says_what_was_trained_and_not_what_the_settings_planned(
+    workspace: Workspace, save: Save
+) -> None:
+    """Where a run counts steps, the epochs of its settings are only the shares of the stages."""
+    save("sparrow")
+    text = Page(make(workspace).page).text.partition("How the drafters were trained")[2]
+    assert "3.6 passes" in text
+    assert "epoch" not in text.partition("Conventions of the papers")[0]
+    save("sparrow", training=Training(steps=300, samples=4200))  # an older record does not say
+    older = Page(make(workspace).page).text.partition("How the drafters were trained")[2]
+    assert "epoch" not in older.partition("Conventions of the papers")[0]
+
+
 def test_responses_are_complete_and_drafted_text_is_marked(workspace: Workspace, save: Save) -> None:
     save("sparrow", measured(shown=(shown(),)))
     page = Page(make(workspace).page)

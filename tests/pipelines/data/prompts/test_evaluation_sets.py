@@ -76,6 +76,31 @@ def video_mme(to: Path) -> None:
     film(to / "data/fFj[1].mkv")
 
 
+def llava_instruct(to: Path) -> None:
+    turns = [{"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": "A bus."}]
+    (to / "train2017").mkdir(parents=True)
+    (to / "train2017/0001.jpg").write_bytes(picture()["bytes"])
+    rows = [{"id": "1", "image": "0001.jpg", "conversations": turns}]
+    (to / "llava_instruct_150k.json").write_text(json.dumps(rows))
+
+
+def kinetics(to: Path) -> None:
+    to.mkdir(parents=True)
+    (to / "annotation_val.json").write_text(json.dumps([{"video_name": "abc_000001_000011"}]))
+    film(to / "val/juggling/abc_000001_000011.mp4")
+
+
+def mathvista(to: Path) -> None:
+    row = {"question": "How many?", "decoded_image": picture(), "image": "images/1.jpg"}
+    parquet(to / "data/testmini-00000-of-00001.parquet", row)
+
+
+def seed_bench_2(to: Path) -> None:
+    still = {"question": "How many?", "data_type": "Single Image", "image": [picture()]}
+    video = {"question": "When?", "data_type": "Video", "image": [picture(), picture(1)]}
+    parquet(to / f"data/{SHARD}", video, still)
+
+
 def asking(file: str, **row: Any) -> Callable[[Path], None]:
     """A copy with one row about one image."""
     return lambda to: parquet(to / file, {"image": picture(), **row})
@@ -92,6 +117,10 @@ COPIES: dict[str, tuple[Callable[[Path], None], list[str]]] = {  # and the texts
     "mvbench@vispec": (mvbench, ["What moved?", EXPLAIN]),
     "video-mme@sparrow": (video_mme, ["When?\nA. Then.\nB. Now."]),
     "textvqa@msd": (textvqa, [f"what is the brand?\n{REASON}"]),
+    "llava-instruct@specflash": (llava_instruct, ["What is it?"]),
+    "kinetics-400@specflash": (kinetics, ["Describe what happen in the video?"]),
+    "mathvista@dream": (mathvista, ["How many?"]),
+    "seed-bench-2@dream": (seed_bench_2, ["How many?"]),
 }
 TEXTS: list[tuple[str, dict[str, Any], str]] = [  # of templates that depend on the row
     (
@@ -129,7 +158,8 @@ def imported(name: str, data: Path, out: Path, **more: Any) -> list[Prompt]:
 def test_what_is_declared_fits_together() -> None:
     for one in SETS.values():
         assert {*one.asked, *one.whole} <= PAPERS.keys(), one.name
-        assert (one.kind == "video") == ("{" in one.media and one.name != "mmspec"), one.name
+        images_by_path = one.name in ("mmspec", "llava-instruct")
+        assert (one.kind == "video") == ("{" in one.media and not images_by_path), one.name
         assert bool(one.folders) == ("{folder}" in one.media), one.name
         for paper in one.asked:
             assert find(f"{one.name}@{paper}") == (one, PAPERS[paper])
@@ -137,6 +167,7 @@ def test_what_is_declared_fits_together() -> None:
 
 
 EVERY_COLUMN: dict[str, Any] = {"question": "Q", "hint": "", "turns": ["Q"]}
+EVERY_COLUMN |= {"conversations": [{"from": "human", "value": "Q"}]}
 EVERY_COLUMN |= {name: ["a", "b"] for name in ("choices", "options", "candidates")}
 EVERY_COLUMN |= dict.fromkeys(("A", "B", "C", "D", *(f"option{n}" for n in range(5))), "a")
 
@@ -161,6 +192,19 @@ def test_a_set_is_read_from_its_published_layout(name: str, tmp_path: Path) -> N
     system = [part["text"] for message in prompt.messages[:-1] for part in message["content"]]
     assert system == [paper.system] * bool(paper.system)
     assert (prompt.split, prompt.dataset.partition("/")[0]) == ("eval", name)
+
+
+@pytest.mark.parametrize("sampled", [{"frames": 4}, {"fps": 2.0}])
+def test_videos_are_sampled_as_asked_for(sampled: dict[str, Any], tmp_path: Path) -> None:
+    kinetics(tmp_path / "kinetics-400")
+    (prompt,) = imported("kinetics-400@specflash", tmp_path, tmp_path / "prompts.parquet", **sampled)
+    (shown,) = prompt.media
+    assert {name: shown.get(name) for name in sampled} == sampled
+
+
+@pytest.mark.parametrize("option", [("--frames", "4"), ("--fps", "2"), ("--bench-data", "sets")])
+def test_options_of_sets_need_a_set(option: tuple[str, str], tmp_path: Path) -> None:
+    assert main(["eval", "lookahead", "--runs", str(tmp_path), *option]) == 2
 
 
 def test_a_column_of_several_types_holds_what_its_json_says(tmp_path: Path) -> None:

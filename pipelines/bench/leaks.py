@@ -1,0 +1,165 @@
+"""The evaluated prompts that a drafter has seen in training, or whose images or texts it has seen.
+
+The samples of its training are found among the workspace's prompts. Media are the same if their files are,
+and images also if they look alike: a copy may be in another format, scaled or trimmed. Texts are the same but
+for case, blanks and punctuation.
+
+Shapes: P images, C channels of the pixels of a thumbnail.
+"""
+
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from vlmdistill.drafters.checkpoints.description import trained_on
+from vlmdistill.pipelines.bench.records import Leak
+from vlmdistill.pipelines.data.prompts import prompt_table
+from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
+from vlmdistill.pipelines.media.images import large_images, open_image, upright
+from vlmdistill.pipelines.media.urls import copy_of, is_url
+from vlmdistill.pipelines.workspace.workspace import Workspace
+from vlmdistill.stores.errors import DataError
+
+SIDE: Final = 16  # pixels of a thumbnail
+ALIKE: Final = 0.2
+"""How far two thumbnails may differ, as a share of how far the pixels of one are from their mean.
+
+Of the demo's images, which all show shapes on noise, two different ones differ by 0.3 at least. The same one
+saved as JPEG at a quality of 75 differs by 0.09 at most, one without its first column by 0.1, and one of half
+the size by 0.17.
+"""
+
+Pixels = npt.NDArray[np.uint8]
+
+
+def leaks(workspace: Workspace, names: Sequence[str], chosen: Sequence[Prompt]) -> dict[str, Leak | None]:
+    """What each drafter has seen of the chosen prompts; None for one that does not name its samples."""
+    trained_keys = {name: trained_on(workspace.drafter(name)) for name in names}
+    all_keys = frozenset[str]().union(*(keys for keys in trained_keys.values() if keys))
+    trained = _Seen()
+    for prompt in _all_prompts(workspace) if all_keys else ():
+        if prompt.key in all_keys:
+            trained.add(prompt)
+    alike_keys = trained.alike(chosen)
+    return {
+        name: None if keys is None else _leak(keys, chosen, trained, alike_keys)
+        for name, keys in trained_keys.items()
+    }
+
+
+def _leak(
+    keys: frozenset[str],
+    chosen: Sequence[Prompt],
+    trained: "_Seen",
+    alike_keys: dict[str, set[str]],
+) -> Leak:
+    """`alike_keys` are the samples that each chosen prompt has something in common with."""
+    own = tuple(prompt.key for prompt in chosen if prompt.key in keys)
+    alike = tuple(prompt.key for prompt in chosen if prompt.key not in own and alike_keys[prompt.key] & keys)
+    unknown = len(keys - trained.keys)
+    return Leak(samples=len(keys), prompts=own, alike=alike, unknown=unknown)
+
+
+@dataclass
+class _Seen:
+    """The prompts that some drafter was trained on."""
+
+    keys: set[str] = field(default_factory=set)
+    keys_of: dict[str, set[str]] = field(default_factory=dict)  # by digest or text
+    image_keys: dict[Path, set[str]] = field(default_factory=dict)
+
+    def add(self, prompt: Prompt) -> None:
+        """Only what is compared is kept: there may be a million."""
+        self.keys.add(prompt.key)
+        for trait in _traits(prompt):
+            self.keys_of.setdefault(trait, set()).add(prompt.key)
+        for file in _images(prompt):
+            self.image_keys.setdefault(file, set()).add(prompt.key)
+
+    def alike(self, chosen: Sequence[Prompt]) -> dict[str, set[str]]:
+        """The keys of those that each chosen prompt has an image, a video or, without any, its text from."""
+        seen_with: dict[str, set[str]] = {}
+        for prompt in chosen:
+            shared = (self.keys_of.get(trait, set()) for trait in _traits(prompt))
+            seen_with[prompt.key] = set().union(*shared)
+        shown = [(prompt.key, file) for prompt in chosen for file in _images(prompt)]
+        shown_thumbnails = _thumbnails(dict.fromkeys(file for _, file in shown))
+        if not shown_thumbnails:
+            return seen_with
+        trained_thumbnails = _thumbnails(self.image_keys)
+        trained_PC = np.array([*trained_thumbnails.values()], np.uint8)
+        trained_files = [*trained_thumbnails]
+        for key, file in shown:
+            if file in shown_thumbnails and trained_files:
+                for place in np.flatnonzero(same_image(shown_thumbnails[file], trained_PC)):
+                    seen_with[key] |= self.image_keys[trained_files[place]]
+        return seen_with
+
+
+def same_image(thumbnail_C: Pixels, others_PC: Pixels) -> npt.NDArray[np.bool_]:
+    """Which of the others are thumbnails of the same image, in whatever format [P]."""
+    pixel_C = thumbnail_C.astype(np.int16)
+    spread = np.abs(pixel_C - pixel_C.mean()).mean()
+    distance_P = np.abs(others_PC - pixel_C).mean(axis=1)
+    return np.asarray(distance_P <= ALIKE * spread)
+
+
+def _thumbnails(files: Iterable[Path]) -> dict[Path, Pixels]:
+    """Those of the images that can be read."""
+    listed = list(files)
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    with large_images(), ThreadPoolExecutor(threads) as pool:
+        thumbnails = pool.map(_thumbnail, listed)
+        pairs = zip(listed, thumbnails, strict=True)
+        return {file: thumbnail for file, thumbnail in pairs if thumbnail is not None}
+
+
+def _thumbnail(file: Path) -> Pixels | None:
+    """The pixels of a small copy, None if the image cannot be read."""
+    with suppress(OSError, Image.DecompressionBombError), open_image(file) as image:
+        image.draft("RGB", (4 * SIDE, 4 * SIDE))  # a JPEG is decoded at a fraction of its size
+        small = upright(image).resize((SIDE, SIDE), Image.Resampling.BOX)
+        return np.asarray(small, np.uint8).reshape(-1)
+    return None
+
+
+def _images(prompt: Prompt) -> list[Path]:
+    """The files of its images that are on this machine."""
+    paths = [part["path"] for part in prompt.media if part["type"] == "image"]
+    files = [copy_of(path) if is_url(path) else Path(path) for path in paths]
+    return [file for file in files if file.is_file()]
+
+
+def _all_prompts(workspace: Workspace) -> Sequence[Prompt]:
+    try:
+        return prompt_table.load(workspace.prompts, workspace.model, "all")
+    except DataError:
+        return ()
+
+
+def _traits(prompt: Prompt) -> set[str]:
+    """The digests of its images and videos; without any, its text."""
+    return {part["digest"] for part in prompt.media} or {_text(prompt)}
+
+
+def _text(prompt: Prompt) -> str:
+    """What is said and asked, without the system's turn, case, blanks and punctuation."""
+    turns = [message for message in prompt.messages if message["role"] != "system"]
+    said: list[str] = []
+    for part in _parts(turns):
+        if part["type"] == "text":
+            said.append(part["text"])
+    characters = (sign if sign.isalnum() else " " for sign in " ".join(said).casefold())
+    return " ".join("".join(characters).split())
+
+
+def _parts(turns: Iterable[Any]) -> Iterable[Any]:
+    return (part for turn in turns for part in turn["content"])

@@ -1,0 +1,137 @@
+"""What a drafter has seen of the evaluated prompts: also copies of images, and texts in another spelling."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image, ImageDraw
+
+from tests.drafters import synthetic
+from tests.thorough import count
+from vlmdistill.cli.main import main
+from vlmdistill.drafters.checkpoints.description import SAMPLES
+from vlmdistill.pipelines.bench.evaluate import held_out
+from vlmdistill.pipelines.bench.leaks import leaks
+from vlmdistill.pipelines.bench.records import Leak
+from vlmdistill.pipelines.data.prompts import prompt_table
+from vlmdistill.pipelines.data.prompts.prompt_table import Split
+from vlmdistill.pipelines.workspace.workspace import Workspace
+
+QUESTION = "Describe the picture."
+Copy = Callable[[Image.Image, Path], None]
+
+
+def scene(seed: int) -> Image.Image:
+    """Some shapes on noise."""
+    random = np.random.default_rng(seed)
+    noise_HWC = random.normal(random.integers(60, 200, 3), 12, (84, 84, 3)).clip(0, 255)
+    image = Image.fromarray(noise_HWC.astype(np.uint8))
+    draw = ImageDraw.Draw(image)
+    for _ in range(4):
+        left, top, size = (int(value) for value in random.integers(5, 50, 3))
+        colour = tuple(int(value) for value in random.integers(0, 255, 3))
+        draw.ellipse((left, top, left + size, top + size), fill=colour)
+    return image
+
+
+def one_pixel(image: Image.Image, file: Path) -> None:
+    red, green, blue = image.getpixel((0, 0))  # type: ignore[misc]
+    image.putpixel((0, 0), (red ^ 1, green, blue))
+    image.save(file)
+
+
+COPIES: dict[str, Copy] = {
+    "same pixels": lambda image, file: image.save(file, optimize=True, compress_level=9),
+    "one bit": one_pixel,
+    "jpeg": lambda image, file: image.save(file, "JPEG", quality=95),
+    "trimmed": lambda image, file: image.crop((1, 0, *image.size)).save(file),
+    "half": lambda image, file: image.resize((42, 42)).save(file),
+    "turned": lambda image, file: turned(image, file),
+}
+
+
+def turned(image: Image.Image, file: Path) -> None:
+    """Stored on its side, with the EXIF that says so."""
+    exif = Image.Exif()
+    exif[0x0112] = 8
+    image.rotate(-90, expand=True).save(file, exif=exif)
+
+
+def imported(workspace: Workspace, split: Split, contents: list[Any], name: str) -> list[str]:
+    """Import user turns of these contents; the keys of the split."""
+    file = workspace.root.parent / f"{name}.jsonl"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    rows = [{"messages": [{"role": "user", "content": content}]} for content in contents]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    where = ("--split", split, "--runs", str(workspace.root.parent))
+    assert main(["prompts", str(file), "--model", workspace.model, *where]) == 0
+    prompts = prompt_table.load(workspace.prompts, workspace.model, split)
+    return [prompt.key for prompt in prompts]
+
+
+def asked_of(file: Path) -> list[dict[str, str]]:
+    return [{"type": "image", "image": str(file)}, {"type": "text", "text": QUESTION}]
+
+
+def leak_of(workspace: Workspace) -> Leak:
+    found = leaks(workspace, ["sparrow"], held_out(workspace.prompts, 100))["sparrow"]
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("copy", COPIES)
+def test_a_copy_of_an_image_is_found(copy: str, workspace: Workspace, tmp_path: Path) -> None:
+    kinds = range(count(4, 40))
+    originals, copies = [], []
+    for seed in kinds:
+        original, other = tmp_path / f"{seed}.png", tmp_path / f"copy-{seed}.png"
+        scene(seed).save(original)
+        COPIES[copy](scene(seed), other)
+        originals.append(original)
+        copies.append(other)
+    asked_keys = imported(workspace, "eval", [asked_of(file) for file in originals], "eval")
+    trained_keys = imported(workspace, "train", [asked_of(file) for file in copies], "train")
+    assert len(trained_keys) == len(asked_keys)
+    synthetic.save("sparrow", workspace.drafter("sparrow"), keys=trained_keys)
+    assert leak_of(workspace).keys == sorted(asked_keys)
+
+
+def test_other_images_are_none(workspace: Workspace, tmp_path: Path) -> None:
+    files = []
+    for seed in range(count(24, 240)):
+        file = tmp_path / f"{seed}.png"
+        scene(seed).save(file)
+        files.append(file)
+    imported(workspace, "eval", [asked_of(file) for file in files[::2]], "eval")
+    keys = imported(workspace, "train", [asked_of(file) for file in files[1::2]], "train")
+    synthetic.save("sparrow", workspace.drafter("sparrow"), keys=keys)
+    assert leak_of(workspace) == Leak(samples=len(keys))
+
+
+def test_a_text_without_its_punctuation_is_found(workspace: Workspace) -> None:
+    asked = imported(workspace, "eval", ["Tell me about the colour white."], "eval")
+    trained = ["tell me  about the colour white", "Tell me about the colour red."]
+    keys = imported(workspace, "train", trained, "train")
+    synthetic.save("sparrow", workspace.drafter("sparrow"), keys=keys)
+    assert leak_of(workspace).alike == tuple(asked)
+
+
+def test_samples_of_another_workspace_are_counted(workspace: Workspace) -> None:
+    imported(workspace, "eval", ["Tell me about the colour white."], "eval")
+    keys = [*imported(workspace, "train", ["What is red?"], "train"), "elsewhere", "there"]
+    synthetic.save("sparrow", workspace.drafter("sparrow"), keys=keys)
+    assert leak_of(workspace) == Leak(samples=3, unknown=2)
+
+
+def test_a_lost_list_of_samples_is_unknown(workspace: Workspace) -> None:
+    imported(workspace, "eval", ["Tell me about the colour white."], "eval")
+    folder = synthetic.save("sparrow", workspace.drafter("sparrow"), keys=["a"])
+    for content in (b"", None):
+        if content is None:
+            (folder / SAMPLES).unlink()
+        else:
+            (folder / SAMPLES).write_bytes(content)
+        assert leaks(workspace, ["sparrow"], held_out(workspace.prompts, 9))["sparrow"] is None

@@ -1,0 +1,321 @@
+"""Defects that are planted into the records of an honest evaluation: each is a failure, or a doubt.
+
+A doubt withdraws the verdict: no drafter is ranked by a number that a warning doubts. Defects that are
+planted into decoders and prompts are in `test_audit.py`.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.pipelines.bench.conftest import Save
+from tests.pipelines.bench.made_up import evaluation, measured, phases
+from tests.thorough import count
+from vlmdistill.pipelines.bench import audit
+from vlmdistill.pipelines.bench.records import (
+    Calibration,
+    Decoding,
+    Evaluation,
+    Leak,
+    Measurement,
+    PromptResult,
+    RankCount,
+    Stock,
+)
+from vlmdistill.pipelines.bench.sampled import RANKS, ranks, surprise
+from vlmdistill.pipelines.report.answer import answers
+from vlmdistill.pipelines.report.comparison import group, rank
+from vlmdistill.pipelines.report.page import read
+from vlmdistill.pipelines.report.results import of_drafters
+from vlmdistill.pipelines.targets.software import Software
+from vlmdistill.pipelines.workspace.workspace import Workspace
+
+Change = Callable[[PromptResult], PromptResult]
+
+
+def changed(at: Measurement, change: Change) -> Measurement:
+    return replace(at, prompts=tuple(map(change, at.prompts)))
+
+
+def with_phases(one: PromptResult) -> PromptResult:
+    """Plain decoding has phases, too."""
+    return replace(one, plain=replace(one.plain, phases=phases(1.4)))
+
+
+def drafted(one: PromptResult, **changes: Any) -> PromptResult:
+    return replace(one, drafted=replace(one.drafted, **changes))
+
+
+def no_wait_for_the_prompt(one: PromptResult) -> PromptResult:
+    """The clock outside starts after the first cycle, which says that it took no time."""
+    seconds = one.drafted.seconds - one.drafted.prefill_seconds
+    return drafted(one, seconds=seconds, prefill_seconds=0.0)
+
+
+def late_clock(one: PromptResult) -> PromptResult:
+    """The clock outside starts after the first cycle."""
+    return drafted(one, seconds=one.drafted.seconds - one.drafted.prefill_seconds)
+
+
+def without(phase: str) -> Change:
+    """The phase is taken from a cache for the drafter alone."""
+
+    def planted(one: PromptResult) -> PromptResult:
+        spent = one.drafted.phases
+        assert spent is not None
+        return drafted(one, phases=replace(spent, **{phase: 0.0}))
+
+    return planted
+
+
+def drops_bonus(one: PromptResult) -> PromptResult:
+    return drafted(one, missed=4)
+
+
+def doubted(made: Evaluation) -> bool:
+    """Whether no drafter is ranked, and the page says no speedup."""
+    (answer, *_) = answers(group(of_drafters([made]))[0])
+    (ranking, *_) = rank([made])
+    assert (not ranking.ranked) == (not answer.columns)
+    return not ranking.ranked
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        no_wait_for_the_prompt,
+        late_clock,
+        without("vision"),
+        without("prefill"),
+        drops_bonus,
+    ],
+)
+def test_times_that_compare_different_work_are_in_doubt(plant: Change) -> None:
+    honest = changed(measured(noise=0.05), with_phases)
+    assert not doubted(evaluation("wren", honest))
+    made = evaluation("wren", changed(honest, plant))
+    (result,) = of_drafters([made])
+    assert result.doubts
+    assert set(result.figures.doubts) <= set(result.figures.warnings)
+    assert doubted(made)
+    (ranking,) = rank([made])
+    assert f"{result.figures.speedup:.2f}" not in ranking.text
+
+
+def calibration(**changes: Any) -> Calibration:
+    fields: dict[str, Any] = {
+        "plain_step": 0.0138,
+        "bare_step": 0.0137,
+        "step_ratio": 1.01,
+        "step_bytes": 47_924_224,
+        "small_product": 1e-4,
+        "large_product": 1e-3,
+        "bandwidth": 1e10,
+    }
+    return Calibration(**{**fields, **changes})
+
+
+def generated(seconds: float) -> Change:
+    """The stock model's `generate` takes so long, for as many tokens as plain decoding's in 1.5 s."""
+    return lambda one: replace(one, stock=Stock(tokens=one.plain.tokens, seconds=seconds))
+
+
+@pytest.mark.parametrize("slower", [1.12, 1.14, 1.2, 1.5])
+def test_a_slow_loop_of_plain_decoding_is_in_doubt(slower: float) -> None:
+    honest = evaluation("wren", measured(), calibrations=(calibration(), calibration()))
+    assert not doubted(honest)
+    slow = calibration(plain_step=0.0137 * slower, step_ratio=slower)
+    assert doubted(replace(honest, calibrations=(slow, slow)))
+
+
+@pytest.mark.parametrize("slower", [1.3, 1.6, 1.85])
+def test_a_slow_path_in_the_target_is_in_doubt(slower: float) -> None:
+    """It slows the target's own steps as well, so only what it was before tells."""
+    honest = changed(measured(), generated(1.5 * 1.66))
+    slow = changed(measured(), generated(1.5 * 1.66 / slower))
+    before = audit.baseline(evaluation("wren", honest))
+    assert before.against_stock == pytest.approx(1.66)
+    assert not doubted(evaluation("wren", honest, earlier=before))
+    assert doubted(evaluation("wren", slow, earlier=before))
+
+
+def test_a_slow_step_is_in_doubt_where_generate_was_not_timed() -> None:
+    honest = evaluation("wren", measured(1.0), calibrations=(calibration(),))
+    before = audit.baseline(honest)
+    assert not doubted(replace(honest, earlier=before))
+    slow = calibration(plain_step=1.85 * 0.0138, bare_step=1.85 * 0.0137)
+    assert doubted(replace(honest, calibrations=(slow,), earlier=before))
+
+
+def test_the_earlier_evaluation_is_the_last_sound_one_of_the_same_machine(
+    workspace: Workspace, save: Save
+) -> None:
+    def at(seconds: float) -> Measurement:
+        return changed(measured(), generated(seconds))
+
+    save("wren", at(2.4), stem="a", measured="2026-01-01 00:00:00")
+    save("wren", at(2.5), stem="b", measured="2026-01-02 00:00:00")
+    save("wren", at(2.0), stem="c", measured="2026-01-03 00:00:00", hardware="another")
+    slow = at(1.6)
+    found = audit.last_baseline(workspace.reports, evaluation("sparrow", slow))
+    assert found is not None
+    assert found.measured == "2026-01-02 00:00:00"
+    assert found.against_stock == pytest.approx(2.5 / 1.5)
+    save("wren", slow, stem="d", measured="2026-01-04 00:00:00", earlier=found)
+    assert audit.last_baseline(workspace.reports, evaluation("sparrow", slow)) == found
+    others: tuple[dict[str, Any], ...] = (
+        {"dtype": "bfloat16"},
+        {"max_new_tokens": 12},
+        {"asked": ("k7",)},
+    )
+    for other in others:  # the share of the prefill is another
+        assert audit.last_baseline(workspace.reports, evaluation("msd", slow, **other)) is None
+
+
+def test_cpu_seconds_tell_whether_plain_decoding_is_slow() -> None:
+    """Others had the CPU while plain decoding ran, not while `generate` did."""
+
+    def plant(one: PromptResult) -> PromptResult:
+        plain = replace(one.plain, cpu_seconds=0.6 * one.plain.seconds)
+        stock = Stock(tokens=plain.tokens, seconds=1.0, cpu_seconds=1.0)
+        return replace(one, plain=plain, stock=stock)
+
+    made = evaluation("wren", changed(measured(), plant))
+    assert audit.against_stock(made) == pytest.approx(1.0 / 0.9)
+    assert audit.slow_baseline(made) == []
+
+
+@pytest.mark.parametrize("factor", [1.5, 1 / 3])
+def test_sampled_responses_of_other_lengths_are_a_failure(factor: float) -> None:
+    """The drafter ignores the EOS, or ends early."""
+    lengths_P = np.random.default_rng(0).integers(60, 160, (2, 49))
+
+    def sampled(scale: float) -> Measurement:
+        at = measured(1.0, count=49)
+        prompts = []
+        for prompt, (plain_tokens, tokens) in zip(at.prompts, lengths_P.T.tolist(), strict=True):
+            tokens = int(scale * tokens)
+            plain = replace(prompt.plain, tokens=plain_tokens, calls=plain_tokens - 1)
+            own = replace(
+                prompt.drafted,
+                tokens=tokens,
+                calls=tokens - 1 - 20,
+                accepted=20,
+                chain_tried=(),
+                chain_accepted=(),
+            )
+            prompts.append(replace(prompt, plain=plain, drafted=own))
+        return replace(at, prompts=tuple(prompts))
+
+    assert audit.failures(evaluation("wren", sampled(1.0))) == []
+    assert any("in length" in text for text in audit.failures(evaluation("wren", sampled(factor))))
+
+
+@pytest.mark.parametrize("leak", [None, Leak(samples=4200, unknown=1)])
+def test_what_is_not_known_of_the_training_data_is_said(
+    leak: Leak | None, workspace: Workspace, save: Save
+) -> None:
+    """The list of samples is lost, or names samples of another workspace."""
+    save("wren", measured(), leak=leak)
+    (found,) = read(workspace).groups
+    assert found.warnings
+    assert answers(found)[0].level == "unsure"
+
+
+def test_a_drafter_that_has_seen_many_prompts_is_not_ranked() -> None:
+    keys = tuple(f"k{number}" for number in range(3))
+    assert doubted(evaluation("wren", measured(), leak=Leak(samples=9, prompts=keys)))
+    assert not doubted(evaluation("wren", measured(), leak=Leak(samples=9, prompts=keys[:2])))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"thinking": "on"},
+        {"software": Software(python="3", vlmdistill="0", torch="1.0", transformers="5")},
+        {"software": Software(python="3", vlmdistill="0", torch="2.13", transformers="4")},
+    ],
+)
+def test_evaluations_under_other_conditions_are_not_ranked_together(change: dict[str, Any]) -> None:
+    software = Software(python="3", vlmdistill="0", torch="2.13", transformers="5")
+    some = [evaluation("wren", software=software), evaluation("msd", **{"software": software, **change})]
+    assert len(group(of_drafters(some))) == 2
+
+
+def test_a_drafter_that_cannot_be_decoded_again_is_said(workspace: Workspace, save: Save) -> None:
+    save("wren", measured(), not_again="out of memory")
+    (found,) = read(workspace).groups
+    assert any("out of memory" in text for text in found.warnings)
+
+
+# Samples of another distribution, from the sums that an evaluation records
+
+Draw = Callable[[torch.Tensor, torch.Generator], torch.Tensor]
+
+
+def as_the_target(share_NV: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    return torch.multinomial(share_NV, 1, generator=generator)[:, 0]
+
+
+def never_second(share_NV: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """What would be the second choice is another one, of the first or the third, with the same surprise."""
+    ids_N = as_the_target(share_NV, generator)
+    best_N3 = share_NV.topk(3, -1).indices
+    up_N = torch.rand(len(ids_N), generator=generator, dtype=torch.float64) < 0.5
+    instead_N = torch.where(up_N, best_N3[:, 0], best_N3[:, 2])
+    return torch.where(ids_N == best_N3[:, 1], instead_N, ids_N)
+
+
+def keeps_unlikely_drafts(share_NV: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """The likeliest token, which was drafted, instead of one with a chance below 0.05."""
+    ids_N = as_the_target(share_NV, generator)
+    chance_N = share_NV.gather(-1, ids_N[:, None])[:, 0]
+    return torch.where(chance_N < 0.05, share_NV.argmax(-1), ids_N)
+
+
+def keeps_rare_drafts(share_NV: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """The same, instead of the rarest alone."""
+    ids_N = as_the_target(share_NV, generator)
+    chance_N = share_NV.gather(-1, ids_N[:, None])[:, 0]
+    return torch.where(chance_N < 0.02, share_NV.argmax(-1), ids_N)
+
+
+def colder(share_NV: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Temperature 0.8 instead of 1."""
+    return as_the_target((share_NV.log() / 0.8).softmax(-1), generator)
+
+
+def sampled_with(draw: Draw, tokens: int, seed: int) -> Evaluation:
+    """The record of responses of so many tokens over a vocabulary of 40."""
+    generator = torch.Generator().manual_seed(seed)
+    logits_NV = 3 * torch.randn(tokens, 40, generator=generator, dtype=torch.float64)
+    log_NV = logits_NV.log_softmax(-1)
+    ids_N = draw(log_NV.exp(), generator)
+    nats, variance = surprise(log_NV, ids_N).tolist()
+    counts = [
+        RankCount(rank=rank, tokens=int(drawn), expected=expected, variance=spread)
+        for rank, (drawn, expected, spread) in zip(RANKS, ranks(log_NV, ids_N).tolist(), strict=True)
+    ]
+
+    def sampled(one: Decoding) -> Decoding:
+        return replace(one, surprise=nats, surprise_variance=variance, ranks=tuple(counts))
+
+    at = measured(1.0, count=1)
+    (prompt,) = at.prompts
+    both = replace(prompt, plain=sampled(prompt.plain), drafted=sampled(prompt.drafted))
+    return evaluation("wren", replace(at, prompts=(both,)))
+
+
+@pytest.mark.parametrize("draw", [never_second, keeps_unlikely_drafts, keeps_rare_drafts, colder])
+def test_samples_of_another_distribution_are_a_failure(draw: Draw) -> None:
+    for seed in range(count(2, 40)):
+        assert audit.failures(sampled_with(draw, 5500, seed))
+
+
+def test_samples_of_the_target_are_none() -> None:
+    for seed in range(count(20, 400)):
+        assert audit.failures(sampled_with(as_the_target, 5500, seed)) == []
