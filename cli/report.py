@@ -220,7 +220,7 @@ def _compare(before: Path, after: Path, where: list[str], as_json: bool) -> None
     for what, differing in (("", found.refused), ("times of ", found.untimed)):
         for reason in dict.fromkeys(map(tuple, differing.values())):
             names = [name for name, one in differing.items() if tuple(one) == reason]
-            console.echo(f"{what}{', '.join(names)} do not compare: other {' and other '.join(reason)}")
+            console.echo(f"{what}{', '.join(names)} do not compare: {' and '.join(reason)}")
     if not found.drafters:
         console.echo("nothing compares")
         return

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import polars as pl
 
-from vlmdistill.drafters.checkpoints.description import describe
+from vlmdistill.drafters.checkpoints.description import describe, weights_hash
 from vlmdistill.pipelines.bench import records
 from vlmdistill.pipelines.data.responses import dataset
 from vlmdistill.pipelines.report import selection
@@ -130,6 +130,8 @@ def _drafter(
             remarks.append(f"trained on {training['samples']} of {len(store)} samples")
         if latest and latest[0].evaluation.training.signature != training.get("signature"):
             remarks.append("measured before it was trained again")
+        elif latest and latest[0].evaluation.weights not in (None, weights_hash(folder)):
+            remarks.append("measured with other weights")
     except (TrainingError, msgspec.ValidationError) as error:
         begun = not (folder / "config.json").exists()
         remarks.append(f"not finished: `vlmdistill train {name}` continues" if begun else one_line(error))

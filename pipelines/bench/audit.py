@@ -15,7 +15,9 @@ The baseline is compared with the target's own steps, with the stock model's `ge
 evaluation of the same target on the same machine.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import astuple
 from pathlib import Path
 from typing import Final
 
@@ -32,7 +34,7 @@ from vlmdistill.pipelines.bench.records import (
     Rank,
     RankCount,
 )
-from vlmdistill.pipelines.bench.statistics import BUSY
+from vlmdistill.pipelines.bench.statistics import BUSY, TOLERANCE
 from vlmdistill.stores.errors import DataError
 
 NAMED: Final = 3  # prompts that a finding names
@@ -52,6 +54,10 @@ def failures(evaluation: Evaluation) -> list[str]:
     found = []
     if missing := sorted(set(evaluation.asked) - set(evaluation.keys)):
         found.append(f"{len(missing)} of {len(evaluation.asked)} prompts were not measured: {_some(missing)}")
+    if evaluation.asked and (added := sorted(set(evaluation.keys) - set(evaluation.asked))):
+        found.append(f"{len(added)} prompts were measured that were not to be: {_some(added)}")
+    if twice := sorted(key for key, count in Counter(evaluation.keys).items() if count > 1):
+        found.append(f"{len(twice)} prompts are in the record more than once: {_some(twice)}")
     limit = _most(evaluation)
     for at in evaluation.temperatures:
         wrong: dict[str, list[str]] = {}
@@ -61,6 +67,7 @@ def failures(evaluation: Evaluation) -> list[str]:
         where = f" at temperature {at.temperature:g}"
         found += [f"{text}{where}, in {len(keys)} prompts: {_some(keys)}" for text, keys in wrong.items()]
         found += _sampled(at, where)
+        found += _clocks(at, where)
     greedy = [at for at in evaluation.temperatures if at.temperature == 0]
     calls = {one.key: one.drafted.calls for at in greedy for one in at.prompts}
     if other := [one.key for one in evaluation.again if one.calls != calls.get(one.key, one.calls)]:
@@ -93,6 +100,17 @@ def _sampled(at: Measurement, where: str) -> Iterator[str]:
             f"the responses of the drafter and of plain decoding{where} differ in length by "
             f"{beyond:.1f} standard errors"
         )
+
+
+def _clocks(at: Measurement, where: str) -> Iterator[str]:
+    """What one clock says that another one excludes."""
+    for whose, decoded in _sides(at).items():
+        elapsed = (1 + TOLERANCE) * sum(one.seconds for one in decoded)
+        if sum(one.cpu_seconds or 0.0 for one in decoded) > elapsed:
+            yield f"the thread of {whose}{where} has more CPU seconds than elapsed"
+        spent = [astuple(one.phases) for one in decoded if one.phases]
+        if sum(map(sum, spent)) > elapsed:
+            yield f"the phases of {whose}{where} have more seconds than elapsed"
 
 
 def _longer(at: Measurement) -> float:

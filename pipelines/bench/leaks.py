@@ -1,8 +1,8 @@
 """The evaluated prompts that a drafter has seen in training, or whose images or texts it has seen.
 
 The samples of its training are found among the workspace's prompts. Media are the same if their files are,
-and images also if they look alike: a copy may be in another format, scaled or trimmed. Texts are the same but
-for case, blanks and punctuation.
+and images also if they look alike: a copy may be in another format, scaled or trimmed. Texts are the same if
+their first questions are, but for case, blanks and punctuation.
 
 Shapes: P images, C channels of the pixels of a thumbnail.
 """
@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -146,20 +146,16 @@ def _all_prompts(workspace: Workspace) -> Sequence[Prompt]:
 
 
 def _traits(prompt: Prompt) -> set[str]:
-    """The digests of its images and videos; without any, its text."""
+    """The digests of its images and videos; without any, its first question: later turns follow from that.
+
+    An import puts prompts that share one on one side, too.
+    """
     return {part["digest"] for part in prompt.media} or {_text(prompt)}
 
 
 def _text(prompt: Prompt) -> str:
-    """What is said and asked, without the system's turn, case, blanks and punctuation."""
-    turns = [message for message in prompt.messages if message["role"] != "system"]
-    said: list[str] = []
-    for part in _parts(turns):
-        if part["type"] == "text":
-            said.append(part["text"])
+    """What is asked first, without case, blanks and punctuation."""
+    first = next(message for message in prompt.messages if message["role"] == "user")
+    said = [part["text"] for part in first["content"] if part["type"] == "text"]
     characters = (sign if sign.isalnum() else " " for sign in " ".join(said).casefold())
     return " ".join("".join(characters).split())
-
-
-def _parts(turns: Iterable[Any]) -> Iterable[Any]:
-    return (part for turn in turns for part in turn["content"])

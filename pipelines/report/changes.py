@@ -99,8 +99,8 @@ class Changes:
     both: list[str]  # names
     drafters: list[ChangedDrafter] = field(default_factory=list)
     differing: list[ChangedFact] = field(default_factory=list)
-    refused: dict[str, list[str]] = field(default_factory=dict)  # drafters that do not compare: what differs
-    untimed: dict[str, list[str]] = field(default_factory=dict)  # whose times do not compare: what differs
+    refused: dict[str, list[str]] = field(default_factory=dict)  # drafters that do not compare: why
+    untimed: dict[str, list[str]] = field(default_factory=dict)  # whose times do not compare: why
     only_before: list[str] = field(default_factory=list)
     only_after: list[str] = field(default_factory=list)
 
@@ -156,16 +156,22 @@ def _compare(
     differing = [fact for fact, (one, other) in values.items() if one != other]
     for fact in differing:
         facts.setdefault((fact, *values[fact]), {})[name] = None
-    if refused := [fact for fact, value in NEEDED.items() if value(old) != value(new)]:
+    sides = (("A", before), ("B", after))
+    refused = [f"other {fact}" for fact, value in NEEDED.items() if value(old) != value(new)]
+    refused += [f"{side}: {text}" for side, one in sides for text in one.failures]
+    if refused:
         found.refused[name] = refused
         return
-    if untimed := [fact for fact in NEEDED_FOR_TIMES if fact in differing]:
+    untimed = [f"other {fact}" for fact in NEEDED_FOR_TIMES if fact in differing]
+    untimed += [f"{side}: {text}" for side, one in sides for text in one.doubts]
+    if untimed:
         found.untimed[name] = untimed
     rates = COUNTED if untimed else (*COUNTED, *TIMED)
-    found.drafters.append(_changes(name, _by_key(before.measurement), _by_key(after.measurement), rates))
+    found.drafters.append(_changes(name, before, after, rates))
 
 
-def _changes(name: str, old: Measurement, new: Measurement, rates: Sequence[Rate]) -> ChangedDrafter:
+def _changes(name: str, before: DrafterResult, after: DrafterResult, rates: Sequence[Rate]) -> ChangedDrafter:
+    old, new = _by_key(before.measurement), _by_key(after.measurement)
     was, now = figures(old), figures(new)
     changes = [
         Change(rate, getattr(was, rate), getattr(now, rate), advantage(new, old, rate)) for rate in rates

@@ -5,12 +5,12 @@ A drafter is called the fastest only if its lead is larger than the noise of the
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final, Literal
 
 from vlmdistill.pipelines.bench import audit
-from vlmdistill.pipelines.bench.records import Evaluation, PromptResult
+from vlmdistill.pipelines.bench.records import Decoding, Evaluation, PromptResult
 from vlmdistill.pipelines.bench.statistics import (
     BUSY,
     FEWEST,
@@ -315,11 +315,34 @@ def ranked(alike: Iterable[DrafterResult]) -> list[Ranking]:
     for one in alike:
         by_temperature.setdefault(one.temperature, []).append(one)
     rankings = []
-    for _, results in sorted(by_temperature.items()):
+    for _, alike_at in sorted(by_temperature.items()):
+        results = _beside_each_other(alike_at)
         speed = speed_of(results)
         ordered = sorted(results, key=lambda one: (-rate_of(one, speed), one.name))
         rankings.append(Ranking(tuple(ordered)))
     return rankings
+
+
+def _beside_each_other(results: Sequence[DrafterResult]) -> list[DrafterResult]:
+    """The results at one temperature, with a doubt where those of a run have other plain decoding.
+
+    The drafters of a run are measured beside the same one, so that one of their records was changed.
+    """
+    first: dict[object, Decoding] = {}
+    odd = set[object]()
+    for one in results:
+        for prompt in one.measurement.prompts:
+            plain = first.setdefault((_run(one), prompt.key), prompt.plain)
+            if (plain.tokens, plain.seconds) != (prompt.plain.tokens, prompt.plain.seconds):
+                odd.add(_run(one))
+    doubt = ("records of its run differ in the numbers of plain decoding, which they share",)
+    return [replace(one, beside=doubt) if _run(one) in odd else one for one in results]
+
+
+def _run(one: DrafterResult) -> tuple[object, ...]:
+    """The process that measured a result."""
+    software = one.evaluation.software
+    return one.evaluation.measured, software and software.command
 
 
 def speed_of(results: Iterable[DrafterResult]) -> Rate:

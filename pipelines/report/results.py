@@ -33,6 +33,7 @@ class DrafterResult:
 
     evaluation: Evaluation
     measurement: Measurement
+    beside: tuple[str, ...] = ()  # doubts from other results of its run
 
     @cached_property
     def figures(self) -> Figures:
@@ -105,7 +106,7 @@ class DrafterResult:
         from vlmdistill.pipelines.bench import audit  # which imports torch
 
         baseline = audit.slow_baseline(self.evaluation)
-        return [*self.figures.doubts, *baseline, *audit.leaked(self.evaluation)]
+        return [*self.figures.doubts, *self.beside, *baseline, *audit.leaked(self.evaluation)]
 
     @property
     def warnings(self) -> list[str]:

@@ -1,5 +1,6 @@
 """What a user sees before paying: what can be named, what is there, what comes next."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,12 @@ def test_status_has_each_drafter_with_what_it_was_measured_at(capsys: Output) ->
     (drafter,) = printed(capsys, "status")["drafters"]
     assert (drafter["measured"], drafter["remarks"]) == (measured.measured, [])
     assert drafter["tau"] > 1
+    replaced = dataclasses.replace(measured, weights="other", measured="2027-01-01 00:00:00")
+    file = records.new_file(reports, "mine")
+    records.write(replaced, file)
+    (drafter_replaced,) = printed(capsys, "status")["drafters"]
+    assert drafter_replaced["remarks"] == ["measured with other weights"]
+    file.unlink()
     earlier = made_up.evaluation("mine", measured="2001-01-01 00:00:00", training=Training(signature="t"))
     other = made_up.evaluation("mine@chain-4", measured="2001-01-01 00:00:00")
     for one in (earlier, other):

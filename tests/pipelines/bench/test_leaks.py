@@ -119,6 +119,22 @@ def test_a_text_without_its_punctuation_is_found(workspace: Workspace) -> None:
     assert leak_of(workspace).alike == tuple(asked)
 
 
+def test_a_later_turn_of_a_conversation_is_found(workspace: Workspace, tmp_path: Path) -> None:
+    """As an import does, which would put it on the side of the first."""
+    asked = imported(workspace, "eval", ["Tell me about the colour white.", "And what is red?"], "eval")
+    turns = [{"role": role, "content": text} for role, text in (("user", "tell me about the colour white"),)]
+    turns += [{"role": "assistant", "content": "It is bright."}, {"role": "user", "content": "Why?"}]
+    (tmp_path / "talk.jsonl").write_text(json.dumps({"messages": turns}))
+    where = ("--split", "train", "--turns", "all", "--runs", str(workspace.root.parent))
+    assert main(["prompts", str(tmp_path / "talk.jsonl"), "--model", workspace.model, *where]) == 0
+    later = [
+        prompt.key for prompt in prompt_table.load(workspace.prompts, "demo", "train") if prompt.turn == 2
+    ]
+    synthetic.save("sparrow", workspace.drafter("sparrow"), keys=later)
+    assert (len(asked), len(later)) == (2, 1)
+    assert len(leak_of(workspace).alike) == 1
+
+
 def test_samples_of_another_workspace_are_counted(workspace: Workspace) -> None:
     imported(workspace, "eval", ["Tell me about the colour white."], "eval")
     keys = [*imported(workspace, "train", ["What is red?"], "train"), "elsewhere", "there"]

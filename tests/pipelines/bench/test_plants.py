@@ -124,6 +124,48 @@ def generated(seconds: float) -> Change:
     return lambda one: replace(one, stock=Stock(tokens=one.plain.tokens, seconds=seconds))
 
 
+@pytest.mark.parametrize("side", ["plain", "drafted"])
+@pytest.mark.parametrize("share", [0.5, 0.9])
+def test_seconds_that_another_clock_excludes_are_a_failure(side: str, share: float) -> None:
+    def with_clocks(one: PromptResult) -> PromptResult:
+        one = with_phases(one)
+        spent = {name: replace(getattr(one, name), cpu_seconds=0.99) for name in ("plain", "drafted")}
+        return replace(one, **spent)
+
+    def shortened(one: PromptResult) -> PromptResult:
+        """As by hand: the elapsed seconds of the record, and those of its cycles."""
+        decoded = getattr(one, side)
+        names = ("seconds", "prefill_seconds", "decode_seconds")
+        return replace(
+            one, **{side: replace(decoded, **{name: share * getattr(decoded, name) for name in names})}
+        )
+
+    honest = changed(measured(speedup=1.5), with_clocks)
+    assert not doubted(evaluation("wren", honest))
+    made = evaluation("wren", changed(honest, shortened))
+    assert bool(audit.failures(made)) == (side == "drafted" or share < 0.6)
+
+
+def test_prompts_that_were_not_to_be_measured_or_twice_are_a_failure() -> None:
+    at = measured(count=12)
+    keys = tuple(one.key for one in at.prompts)
+    assert not audit.failures(evaluation("wren", at, asked=keys))
+    assert audit.failures(evaluation("wren", at, asked=keys[:8]))
+    twice = replace(at, prompts=(*at.prompts, *at.prompts[:4]))
+    assert audit.failures(evaluation("wren", twice))
+
+
+def test_records_of_a_run_share_the_numbers_of_plain_decoding() -> None:
+    """Those of two runs do not."""
+    at = measured(noise=0.05)
+    slower = changed(at, lambda one: replace(one, plain=replace(one.plain, seconds=1.2 * one.plain.seconds)))
+    for text, count_ranked in (("a minute later", 2), ("2026-01-02 03:04:05", 0)):
+        other = evaluation("sparrow", slower, measured=text)
+        (ranking,) = rank([evaluation("wren", at), other])
+        beside = [one for one in ranking.results if one.beside]
+        assert len(beside) == 2 - count_ranked
+
+
 @pytest.mark.parametrize("slower", [1.12, 1.14, 1.2, 1.5])
 def test_a_slow_loop_of_plain_decoding_is_in_doubt(slower: float) -> None:
     honest = evaluation("wren", measured(), calibrations=(calibration(), calibration()))

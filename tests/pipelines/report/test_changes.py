@@ -10,7 +10,7 @@ import pytest
 
 from tests.pipelines.bench.made_up import evaluation, measured
 from vlmdistill.cli.main import main
-from vlmdistill.pipelines.bench.records import Measurement, TargetId, new_file, write
+from vlmdistill.pipelines.bench.records import Calibration, Measurement, TargetId, new_file, write
 from vlmdistill.pipelines.report.changes import Changes, compare
 from vlmdistill.pipelines.targets.software import Software
 
@@ -106,8 +106,28 @@ def test_what_does_not_compare_is_left_out_and_said(
     assert [fact.name for fact in found.differing] == differs
     assert all([rate.rate for rate in one.rates] == rates for one in found.drafters)
     assert len(found.drafters) == (2 if rates else 0)
-    assert found.refused == ({} if rates else {"sparrow": differs})
-    assert found.untimed == ({"sparrow": differs} if rates == COUNTS else {})
+    others = {"sparrow": [f"other {fact}" for fact in differs]}
+    assert found.refused == ({} if rates else others)
+    assert found.untimed == (others if rates == COUNTS else {})
+
+
+def test_what_the_audit_doubts_is_no_change(save: Save, compared: Callable[[], Changes]) -> None:
+    """Neither times beside a slow baseline, nor any number of a record whose counts cannot be true."""
+    save("a", "sparrow", measured())
+    slow = Calibration(
+        plain_step=0.01,
+        step_ratio=1.3,
+        small_product=1e-4,
+        large_product=1e-3,
+        bandwidth=1e10,
+    )
+    save("b", "sparrow", measured(speedup=2.0), calibrations=(slow,))
+    found = compared()
+    assert [rate.rate for rate in found.drafters[0].rates] == COUNTS
+    assert [*found.untimed] == ["sparrow"]
+    save("b", "sparrow", measured(passes=31))
+    found = compared()
+    assert (found.drafters, [*found.refused]) == ([], ["sparrow"])
 
 
 def test_versions_and_drafters_that_differ_are_listed(save: Save, compared: Callable[[], Changes]) -> None:
@@ -133,7 +153,9 @@ def test_versions_and_drafters_that_differ_are_listed(save: Save, compared: Call
 
 
 def test_two_files_compare_whatever_their_names(save: Save) -> None:
-    found = compare(save("a", "sparrow", measured(count=5)), save("b", "hivis", measured(count=5, calls=20)))
+    found = compare(
+        save("a", "sparrow", measured(count=5)), save("b", "hivis", measured(count=5, calls=26, accepted=78))
+    )
     (one,) = found.drafters
     assert one.name == "sparrow -> hivis"
     assert {rate.verdict for rate in one.rates} == {"unknown"}  # too few prompts
